@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
-from tenuto.placement.expectation.goodput import expected_of
+from tenuto.placement.expectation.outlook import expected_of
 from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.ledger import unknown_memory, with_caps
 from tenuto.placement.merging import apply_merging

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.placement import ModelSpec, Plan
-from tenuto.placement.expectation.goodput import outlook_of
+from tenuto.placement.expectation.outlook import Outlooks
 from tenuto.placement.workload import Objective
 
 TOTAL = 0.02  # weight of all requests in time under the objective `each`: it decides between equals
@@ -67,7 +67,7 @@ class Worth:
 
 def foreseen(plan: Plan, worth: Worth) -> Judged:
     """Return what a plan is expected to serve: some ms instead of seconds for a trial."""
-    outlook = outlook_of(plan)
+    outlook = Outlooks().of(plan)
     offered = np.array([spec.rate_rps for spec in worth.models])
     ok = np.array([outlook.parts.get(spec.name, 0.0) for spec in worth.models]) * offered
     return Judged(np.inf, offered, ok, np.array(outlook.busy), worth.of(ok, offered))

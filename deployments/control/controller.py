@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from tenuto.deployments.control import journal
 from tenuto.deployments.control.attainment import Attainment
-from tenuto.deployments.control.capacity import UNSERVED, Capacity, Demand
 from tenuto.deployments.control.interface import Apply, Decision, MakePlan, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
 from tenuto.deployments.control.memory import ChangeUnderWay, Memory
@@ -29,6 +28,7 @@ from tenuto.deployments.control.worth import Durations
 from tenuto.deployments.wire.status import ChangeStatus, ControllerState, LogLine
 from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.expectation.outlook import Outlook, Outlooks, Traffic
 from tenuto.placement.plan import PolicyUsed
 
 MOVED_ENOUGH = 0.05  # of a need: below it the same question would get the same answer
@@ -78,7 +78,6 @@ class Controller:
         self._now_s = 0.0
         self._last_s: float | None = None
         self._decisions: list[Decision] = []
-        self._read: tuple[object, Capacity] | None = None  # the plan that runs, and what it was read for
         self._wanted: Mapping[str, int] | None = None
         self._standby: tuple[Standby, ...] = ()  # idle processes
         self._standby_of: tuple[Gpulet, ...] | None = None  # the gpu-lets they were asked for
@@ -247,18 +246,18 @@ class Controller:
             change=None if change is None else ChangeStatus(change.why, change.begun_s),
             policy=(self._settings.policy or self._plan.policy).name,
             rates_rps=self._rates.mean_rps,
-            planned_for_rps=self.demand().upper_rps,
+            planned_for_rps=self.traffic().upper_rps,
             slowdowns=dict(self._slowdowns),
         )
 
-    def demand(self, *, lasting_s: float = 0.0) -> Demand:
+    def traffic(self, *, lasting_s: float = 0.0) -> Traffic:
         """Return what has to be carried once a change that begins now is done, and for `lasting_s` from then on: what
         is expected with its bursts, times what unexplained losses have taught."""
-        demand = self._rates.demand(self._durations.start_s + lasting_s)
-        more = self._surplus
-        return Demand(
-            {name: rate * more.get(name, 1.0) for name, rate in demand.mean_rps.items()},
-            {name: rate * more.get(name, 1.0) for name, rate in demand.burst_rps.items()},
+        traffic, more = self._rates.traffic(self._durations.start_s + lasting_s), self._surplus
+        return Traffic(
+            {name: rate * more.get(name, 1.0) for name, rate in traffic.mean_rps.items()},
+            {name: value * more.get(name, 1.0) for name, value in traffic.dispersion.items()},
+            traffic.sigmas,
         )
 
     # --- learning -----------------------------------------------------------------------------------------------------
@@ -322,8 +321,8 @@ class Controller:
         if not (is_due or jumped or losing):
             return
         # What comes before a change that the next check would begin could be done.
-        demand = self.demand(lasting_s=self._settings.interval_s)
-        needs = demand.upper_rps
+        traffic = self.traffic(lasting_s=self._settings.interval_s)
+        needs = traffic.upper_rps
         if is_due:
             self._checked_s = self._now_s
         elif not _moved(self._checked_needs, needs, MOVED_ENOUGH):
@@ -332,16 +331,15 @@ class Controller:
         acts = self.mode == "act" and not self.paused
         if acts and self._wants_standby and self._plan.gpulets != self._standby_of:
             self._reasons[Reason.STANDBY] = "standby processes are wanted for the plan"
-        load = self._capacity().load(demand)
-        if when.overload and load > 1.0:
+        outlook, short = self._outlook(self._plan, traffic)
+        if when.overload and short:
             # A plan that promised what it does not carry is no news; what it was made for is in `_answered`.
-            text = f"the busiest gpu-let would have to be {load:.0%} busy"
-            self._reasons[Reason.OVERLOAD] = text if load < UNSERVED else "a model has no gpu-let"
+            self._reasons[Reason.OVERLOAD] = f"too few would be in time: {listed(short, '{:.1%}')}"
             self._reasons.pop(Reason.UNDERUSED, None)  # of a while ago
-        if losing and Reason.SLO in self._reasons and load <= 1.0:
+        if losing and Reason.SLO in self._reasons and not short:
             self._raise_surplus(losing)
-        if is_due and when.underused is not None and load < max(when.underused, self._spare_gpu_load()):
-            self._reasons[Reason.UNDERUSED] = f"the busiest gpu-let would be {load:.0%} busy"
+        if is_due and when.underused is not None and outlook.load < max(when.underused, self._spare_gpu_load()):
+            self._reasons[Reason.UNDERUSED] = f"the busiest gpu-lets would be {outlook.load:.0%} busy"
         if is_due and when.rate is not None:
             moved = self._moved_rates(needs)
             if moved:
@@ -352,14 +350,12 @@ class Controller:
         used = len({gpulet.gpu for gpulet in self._plan.gpulets})
         return 1.0 - 1.0 / used if self._settings.gpus and used else 0.0
 
-    def _capacity(self) -> Capacity:
-        here = {gpu.id for gpu in self._gpus}
-        ready = frozenset(gpulet.id for gpulet in self._plan.gpulets if gpulet.gpu in here)
-        read = (id(self._plan), ready, dict(self._slowdowns))
-        if self._read is None or self._read[0] != read:
-            self._read = read, Capacity(self._plan, ready=ready, slowdowns=dict(self._slowdowns))
-        self._read[1].forget()
-        return self._read[1]
+    def _outlook(self, plan: Plan, traffic: Traffic) -> tuple[Outlook, dict[str, float]]:
+        """Return what a plan would serve on the GPUs that are there, and the models of which too few requests would be
+        in time, with how many."""
+        outlook = Outlooks(self._slowdowns).of(self._here(plan, plan.gpulets), traffic)
+        parts = {name: outlook.parts.get(name, 0.0) for name in traffic.mean_rps}
+        return outlook, {name: part for name, part in parts.items() if part < self._settings.attainment}
 
     def _moved_rates(self, needs: Mapping[str, float]) -> dict[str, float]:
         moved = self._settings.when.rate
@@ -394,7 +390,7 @@ class Controller:
             return
         if not self._reasons:
             return
-        needs, kinds = self.demand().upper_rps, frozenset(self._reasons)
+        needs, kinds = self.traffic().upper_rps, frozenset(self._reasons)
         known = self._answered
         if Reason.STANDBY not in kinds and known is not None and kinds <= known[1]:
             is_fresh = self._now_s - known[2] < self._settings.change.horizon_s
@@ -410,7 +406,7 @@ class Controller:
         self._asked = self._number, self._now_s, self._gpus
         request = PlanRequest(
             workload=self._workload.model_copy(update={"applications": ()}),
-            demand=self.demand(lasting_s=self._settings.interval_s),
+            traffic=self.traffic(lasting_s=self._settings.interval_s),
             expected_rps=self._rates.expected_rps(self._durations.start_s + self._settings.interval_s),
             running=self._here(self._plan, self._plan.gpulets),
             gpus=self._gpus,
@@ -431,9 +427,9 @@ class Controller:
     def _is_outgrown(self, plan: Plan) -> bool:
         """Whether a plan does not carry what is needed by now: little was known of a rate that had just jumped when it
         was asked for. To begin with it and go on to another would take two starts."""
-        if self._answered is None or not self._is_news(self._answered[0], self.demand().upper_rps):
+        if self._answered is None or not self._is_news(self._answered[0], self.traffic().upper_rps):
             return False
-        return Capacity(plan, slowdowns=self._slowdowns).load(self.demand()) > 1.0
+        return bool(self._outlook(plan, self.traffic())[1])
 
     def _is_news(self, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
         """Whether needs have moved, those of one model or of all together, by more than chance moves them: of many
@@ -510,10 +506,11 @@ class Controller:
         short = set(losing)
         if is_news or slower:
             here = self._here(self._plan, self._plan.gpulets)
-            short |= falling_short(here, self.demand(), self._slowdowns, slower, self._settings.attainment)
+            found = falling_short(here, self.traffic(), self._slowdowns, self._settings.attainment)
+            short |= found if is_news else found & set(slower)
         if not short or self.mode != "act" or self._obstacle(saves_only=False) is not None:
             return
-        target = taken_over(self._plan, self._standby, seen.ready, short, self.demand(), self._slowdowns, self._gpus)
+        target = taken_over(self._plan, self._standby, seen.ready, short, self.traffic(), self._slowdowns, self._gpus)
         if target is None:
             return
         before = {gpulet.id for gpulet in self._plan.gpulets}
@@ -612,7 +609,7 @@ class Controller:
         change = self._proving
         assert change is not None
         new = [name for name in losing if name not in change.suffered]
-        if not new or Capacity(change.origin, slowdowns=self._slowdowns).load(self.demand()) > 1.0:
+        if not new or self._outlook(change.origin, self.traffic())[1].keys() & set(new):
             return
         self._proving = None
         parts = listed(self._attainment.lost_part(new), "{:.1%}")

@@ -7,12 +7,12 @@ what it moves. Pure functions; the live controller calls them in a process of it
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tenuto.deployments.control.batches import raised
-from tenuto.deployments.control.capacity import Capacity, Demand, promised_parts
 from tenuto.deployments.control.fit import fitted, fresh_id
 from tenuto.deployments.control.standby import Standby, standbys, twins
 from tenuto.deployments.control.steps import fits
@@ -20,7 +20,8 @@ from tenuto.deployments.control.worth import ChangeWorth, Durations, Rent, Scale
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
-from tenuto.placement.expectation.goodput import expected_of
+from tenuto.placement.components import connected_components
+from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
@@ -28,7 +29,7 @@ from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
 ALIKE = 0.97  # rates that differ by less give the same plan, or nearly
-SLIGHT = 0.01  # of a model's rate: what is missing below that is no reason to place another replica
+SLIGHT = 1e-3  # derived: ten times what a promise near its limit lacks (`expectation.outlook.NOTHING`), of attainment
 BORROWS = 1.1  # derived from `batching.core.admission.MARGIN`: beyond it a model exceeds its planned rate
 
 
@@ -36,7 +37,7 @@ BORROWS = 1.1  # derived from `batching.core.admission.MARGIN`: beyond it a mode
 class PlanRequest:
     """What is asked of the planner.
 
-    `workload` says which models, `demand` what has to be carried of them and `expected_rps` what is to be expected on
+    `workload` says which models, `traffic` what has to be carried of them and `expected_rps` what is to be expected on
     average. `running` is what serves now, on `gpus`, those that are there. `types` are the GPU types a cluster can grow
     by, with how many there may be at most; empty: it cannot grow. `slowdowns` is what batches of a program take over
     their profile, `attainment` the share of every model's requests that has to be in time. `standby_pct` asks for
@@ -45,7 +46,7 @@ class PlanRequest:
     """
 
     workload: Workload
-    demand: Demand
+    traffic: Traffic
     expected_rps: Mapping[str, float]
     running: Plan
     gpus: tuple[Gpu, ...]
@@ -96,7 +97,7 @@ def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
     scale = Scale(
         request.running,
         request.gpus,
-        request.demand,
+        request.traffic,
         request.expected_rps,
         request.durations,
         rent,
@@ -106,7 +107,7 @@ def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
         attainment=request.attainment,
     )
     for how, unrated in found:
-        plan = _made_for(unrated, request.demand.upper_rps)
+        plan = _made_for(unrated, request.traffic.upper_rps)
         weighed = scale.weigh(plan)
         net = weighed.gained_requests - weighed.lost_requests
         saved = weighed.saved_rent - weighed.spent_rent
@@ -152,7 +153,7 @@ def _asked_otherwise(request: PlanRequest, wanted: Mapping[str, int] | None) -> 
         )
         if names
     )
-    return Proposal(_promised(_made_for(plan, request.demand.upper_rps)), "kept", ChangeWorth(True, why), wanted)
+    return Proposal(_promised(_made_for(plan, request.traffic.upper_rps)), "kept", ChangeWorth(True, why), wanted)
 
 
 def _terms(spec: ModelSpec) -> tuple[float, float, int]:
@@ -166,11 +167,11 @@ def _told_rates(request: PlanRequest, wanted: Mapping[str, int] | None) -> Propo
     running = request.running
     if {spec.name for spec in running.models} != {spec.name for spec in request.workload.models}:
         return None
-    asked = request.demand.upper_rps
+    asked = request.traffic.upper_rps
     more = [s.name for s in running.models if asked.get(s.name, 0.0) > BORROWS * s.rate_rps]
     if not more or not running.gpulets:
         return None
-    if Capacity(running, slowdowns=request.slowdowns).load(request.demand) > 1.0:
+    if _missing(request, running):
         return None
     why = f"it carries more than was planned of {', '.join(more)}"
     return Proposal(_promised(_made_for(running, asked)), "kept", ChangeWorth(True, why), wanted)
@@ -218,21 +219,19 @@ def _candidates(
 
 
 def _incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Iterator[tuple[str, Plan | None]]:
-    capacity = Capacity(running, slowdowns=request.slowdowns)
-    asked, carried = capacity.asked_rps(request.demand), capacity.carried(request.demand)
-    missing = {
-        name: asked[name] * (1.0 - carried[name] / mean) for name, mean in request.demand.mean_rps.items() if mean > 0
-    }
-    missing = {name: rate for name, rate in missing.items() if rate > SLIGHT * asked[name]}
-    # Of a model that is slower than profiled there may be time enough, and still too little for random arrivals.
-    parts = promised_parts(running, request.demand.mean_rps, request.slowdowns) if request.slowdowns else {}
-    for name, part in parts.items():
-        if request.slowdowns.get(name, 1.0) > 1.0 and part < request.attainment:
-            missing[name] = max(missing.get(name, 0.0), asked[name] * (1.0 - part))
+    missing = _missing(request, running)
     if missing:
-        yield "extended", _extended(request, profiles, running, missing)
+        upper = request.traffic.upper_rps
+        short = {name: part * upper[name] for name, part in missing.items()}
+        yield "extended", _extended(request, profiles, running, short)
     else:
         yield "trimmed", _trimmed(request, running)
+
+
+def _missing(request: PlanRequest, plan: Plan) -> dict[str, float]:
+    """Return the models of which a plan promises too little, and which part of what they may lose is missing."""
+    kept = Outlooks(request.slowdowns).kept(plan, request.traffic, request.attainment)
+    return {name: 1.0 - part for name, part in kept.items() if 1.0 - part > SLIGHT}
 
 
 def _anew(request: PlanRequest, profiles: Profiles, cluster: Cluster) -> Plan:
@@ -247,15 +246,25 @@ def _anew(request: PlanRequest, profiles: Profiles, cluster: Cluster) -> Plan:
         workload = request.workload.model_copy(update={"models": models})
         return raised(_planned(request, profiles, workload, cluster), request.workload, profiles, request.gpus)
 
-    plan = planned(request.demand.upper_rps)
-    capacity = Capacity(plan, slowdowns=request.slowdowns)
-    asked = capacity.asked_rps(request.demand)
-    if sum(asked.values()) < ALIKE * sum(request.demand.upper_rps.values()):
-        smaller = planned(asked)
-        load = Capacity(smaller, slowdowns=request.slowdowns).load(request.demand)
-        if load <= max(1.0, capacity.load(request.demand)):
+    plan = planned(request.traffic.upper_rps)
+    pooled = _pooled(plan, request.traffic)
+    if sum(pooled.values()) < ALIKE * sum(request.traffic.upper_rps.values()):
+        smaller = planned(pooled)
+        if not _missing(request, smaller).keys() - _missing(request, plan).keys():
             return smaller
     return plan
+
+
+def _pooled(plan: Plan, traffic: Traffic) -> dict[str, float]:
+    """Return the rate each model needs on its gpu-lets. Bursts of models that share them add up as independent ones do:
+    of each is left sqrt(sum (c u)^2) / sum (c u), u the bursts and c what a request costs."""
+    burst, found = traffic.burst_rps, traffic.upper_rps
+    cost = {r.name: (r.latency_ms or 0.0) / r.batch_size for gpulet in plan.gpulets for r in gpulet.models}
+    for together in connected_components([r.name for r in gpulet.models] for gpulet in plan.gpulets):
+        weighted = [cost[name] * burst.get(name, 0.0) for name in together]
+        left = math.hypot(*weighted) / sum(weighted) if sum(weighted) > 0.0 else 1.0
+        found |= {name: traffic.mean_rps[name] + left * burst[name] for name in together & burst.keys()}
+    return found
 
 
 def _fitted(plan: Plan, request: PlanRequest) -> Plan:
@@ -305,10 +314,16 @@ def _trimmed(request: PlanRequest, running: Plan) -> Plan | None:
     groups.sort(key=lambda gpulets: len({replica.name for gpulet in gpulets for replica in gpulet.models}))
     singles = sorted(running.gpulets, key=lambda gpulet: -gpulet.effective_share_pct)
     kept = {gpulet.id for gpulet in running.gpulets}
-    capacity = Capacity(running, slowdowns=request.slowdowns)
+    outlooks = Outlooks(request.slowdowns)
+
+    def promised(left: set[str]) -> dict[str, float]:
+        plan = _with_gpulets(running, [gpulet for gpulet in running.gpulets if gpulet.id in left])
+        return outlooks.kept(plan, request.traffic, request.attainment)
+
+    before = promised(kept)
     for group in [*groups, *([gpulet] for gpulet in singles)]:
         left = kept - {gpulet.id for gpulet in group}
-        if left != kept and capacity.of(left).load(request.demand) <= 1.0:
+        if left != kept and all(part > before[name] - SLIGHT for name, part in promised(left).items()):
             kept = left
     if len(kept) == len(running.gpulets):
         return None

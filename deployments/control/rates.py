@@ -13,17 +13,28 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.deployments.control.capacity import Demand
+from tenuto.placement.expectation.outlook import Traffic
 
 # Derived: twice the logarithm of the likelihood ratio of a change is about chi-squared with one degree of freedom. By
 # chance it exceeds 24.6 with 7e-7: once in eight days for a model that is looked at twice a second.
 FALSE_ALARM = 12.3
 BURST_MEMORY_S = 300.0  # derived: of n seconds an index of dispersion is known within sqrt(2 / n), here 8 %
 LARGEST_DISPERSION = 100.0  # that one second may count, so that one burst is not remembered for minutes; not measured
+
+
+class _Need(NamedTuple):
+    """What models need until a time: the mean rate, the index of dispersion of a second with the uncertainty of the
+    mean, and the rate that a second exceeds as rarely as requests may be lost."""
+
+    until_s: float
+    upper: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    dispersion: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,7 @@ class Rates:
         self._names: tuple[str, ...] = ()
         self._mean = self._lagged = self._seconds = self._dispersion = np.empty(0)
         self._recent: deque[tuple[float, NDArray[np.float64]]] = deque()  # (seconds, arrivals) of the last looks
-        # (until, upper, mean) of the last `settle_s`, newest last
-        self._needs: deque[tuple[float, NDArray[np.float64], NDArray[np.float64]]] = deque()
+        self._needs: deque[_Need] = deque()  # of the last `settle_s`, newest last
         self._now_s = 0.0
         self.set_models(declared_rps, memory or RatesMemory())
 
@@ -87,10 +97,10 @@ class Rates:
                 )
 
             self._recent = deque((s, moved(arrived, self._mean * s)) for s, arrived in self._recent)  # type: ignore[arg-type]
-            upper = self._mean + self._burst(self._mean)
+            new = self._need(self._mean)
             self._needs = deque(
-                (until, moved(need, upper), moved(mean, self._mean))  # type: ignore[arg-type]
-                for until, need, mean in self._needs
+                _Need(old.until_s, *(moved(values, other) for values, other in zip(old[1:], new[1:], strict=True)))  # type: ignore[arg-type]
+                for old in self._needs
             )
         self._names = names
 
@@ -142,12 +152,11 @@ class Rates:
         self._seconds = np.where(jumped, length, self._seconds)
         return jumped
 
-    def _burst(self, mean: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return by how much a second exceeds the mean as rarely as requests may be lost, the uncertainty of the mean
-        counted: z sqrt(dispersion * mean * (1 + 1/seconds))."""
-        spread = np.maximum(1.0, self._dispersion) * mean * (1.0 + 1.0 / np.maximum(1.0, self._seconds))
-        burst: NDArray[np.float64] = self._quantile * np.sqrt(spread)
-        return burst
+    def _need(self, mean: NDArray[np.float64]) -> _Need:
+        """Return what a mean rate needs; its uncertainty adds to how much a second varies."""
+        dispersion = np.maximum(1.0, self._dispersion) * (1.0 + 1.0 / np.maximum(1.0, self._seconds))
+        upper = mean + self._quantile * np.sqrt(dispersion * mean)
+        return _Need(self._now_s + self._settle_s, upper, mean, dispersion)
 
     def _ahead(self, ahead_s: float) -> NDArray[np.float64]:
         """Return the mean that far ahead where it rises (Brown's double exponential smoothing: the average lags by what
@@ -158,13 +167,12 @@ class Rates:
 
     def _remember(self, now_s: float) -> None:
         """Keep the highest needs of the last `settle_s`: those that a newer one does not exceed in every model."""
-        mean = np.maximum(self._floor_rps, self._mean)
-        upper = mean + self._burst(mean)
-        while self._needs and self._needs[0][0] < now_s:
+        need = self._need(np.maximum(self._floor_rps, self._mean))
+        while self._needs and self._needs[0].until_s < now_s:
             self._needs.popleft()
-        while self._needs and (self._needs[-1][1] <= upper).all():
+        while self._needs and (self._needs[-1].upper <= need.upper).all():
             self._needs.pop()
-        self._needs.append((now_s + self._settle_s, upper, mean))
+        self._needs.append(need)
 
     @property
     def mean_rps(self) -> dict[str, float]:
@@ -175,15 +183,14 @@ class Rates:
         """Return the mean rate of every model that far ahead."""
         return self._named(self._ahead(ahead_s))
 
-    def demand(self, ahead_s: float = 0.0) -> Demand:
+    def traffic(self, ahead_s: float = 0.0) -> Traffic:
         """Return what a plan that is to be ready in `ahead_s` has to carry: what is expected then, or the highest of
         the last `settle_s`."""
-        mean = self._ahead(ahead_s)
-        upper = mean + self._burst(mean)
-        for _, other, its_mean in self._needs:
-            mean = np.where(other > upper, its_mean, mean)
+        _, upper, mean, dispersion = self._need(self._ahead(ahead_s))
+        for _, other, its_mean, its_dispersion in self._needs:
+            mean, dispersion = np.where(other > upper, (its_mean, its_dispersion), (mean, dispersion))
             upper = np.maximum(upper, other)
-        return Demand(self._named(mean), self._named(upper - mean))
+        return Traffic(self._named(mean), self._named(dispersion), self._quantile)
 
     def _named(self, values: NDArray[np.float64]) -> dict[str, float]:
         return dict(zip(self._names, values.tolist(), strict=True))

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.deployments.control.capacity import Capacity, Demand, promised_parts
 from tenuto.deployments.control.fit import fresh_id
 from tenuto.deployments.control.steps import fits, needed_mib
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.costs import latency_up_to
+from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.workload import profile_of
 from tenuto.profiles import Profiles
@@ -136,7 +136,7 @@ def taken_over(
     waiting: Sequence[Standby],
     ready: Collection[str],
     short: set[str],
-    demand: Demand,
+    traffic: Traffic,
     slowdowns: Mapping[str, float],
     gpus: Sequence[Gpu],
 ) -> Plan | None:
@@ -146,39 +146,28 @@ def taken_over(
     here = _on(plan, gpus)
     hosts = {gpulet.id for gpulet in plan.gpulets if any(replica.name in short for replica in gpulet.models)}
     able = [standby for standby in waiting if standby.gpulet.id in ready and standby.of in hosts]
+    outlooks = Outlooks(slowdowns)
 
     def judged(target: Plan) -> tuple[float, float]:
-        """Return its load, and the requests per second of the models that are short that it carries in time."""
-        capacity = Capacity(target, slowdowns=slowdowns)
-        carried, parts = capacity.carried(demand), promised_parts(target, demand.mean_rps, slowdowns)
-        kept = sum(min(carried[name], parts.get(name, 0.0) * demand.mean_rps[name]) for name in short & carried.keys())
-        return capacity.load(demand), kept
+        """Return the requests per second of the models that are short that it has in time, and its load."""
+        outlook = outlooks.of(target, traffic)
+        kept = sum(outlook.parts.get(name, 0.0) * traffic.mean_rps.get(name, 0.0) for name in short)
+        return kept, outlook.load
 
-    load, kept = judged(here)
+    kept, load = judged(here)
     best: tuple[float, float, Plan] | None = None
     for target in _ways(here, able, gpus):
-        load_after, kept_after = judged(target)
-        rank = max(1.0, load_after), -kept_after
-        eases = load_after < load - 1e-3 or kept_after > 1.001 * kept
-        if eases and (best is None or rank < best[:2]):
-            best = *rank, target
+        kept_after, load_after = judged(target)
+        eases = kept_after > 1.001 * kept or load_after < load - 1e-3
+        if eases and (best is None or (-kept_after, load_after) < best[:2]):
+            best = -kept_after, load_after, target
     return None if best is None else best[2]
 
 
-def falling_short(
-    plan: Plan, demand: Demand, slowdowns: Mapping[str, float], slower: Collection[str], attainment: float
-) -> set[str]:
-    """Return the models that a plan does not carry, and those of `slower` ones that it does not promise to have in time
-    with what batches take now."""
-    capacity = Capacity(plan, slowdowns=slowdowns)
-    short: set[str] = set()
-    if capacity.load(demand) > 1.0:
-        carried = capacity.carried(demand)
-        short |= {name for name, rate in demand.mean_rps.items() if carried[name] < rate}
-    if slower:
-        parts = promised_parts(plan, demand.mean_rps, slowdowns)
-        short |= {name for name in slower if parts.get(name, 1.0) < attainment}
-    return short
+def falling_short(plan: Plan, traffic: Traffic, slowdowns: Mapping[str, float], attainment: float) -> set[str]:
+    """Return the models of which too few requests would be in time with what batches take now."""
+    parts = Outlooks(slowdowns).of(plan, traffic).parts
+    return {name for name, rate in traffic.mean_rps.items() if rate > 0.0 and parts.get(name, 0.0) < attainment}
 
 
 def _on(plan: Plan, gpus: Sequence[Gpu]) -> Plan:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from tenuto.deployments.control.capacity import Capacity, Demand
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.expectation.outlook import Outlooks, Traffic
 
 
 def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> Plan | None:
@@ -151,8 +151,7 @@ class _Impact:
     """What taking gpu-lets of a plan away does to its service, as something to sort by: least harm first."""
 
     def __init__(self, plan: Plan, rates_rps: Mapping[str, float]) -> None:
-        self._capacity = Capacity(plan)
-        self._ids = frozenset(gpulet.id for gpulet in plan.gpulets)
+        self._plan, self._outlooks = plan, Outlooks()
         self._known: dict[frozenset[str], tuple[int, float]] = {}
         self._rates = {spec.name: rates_rps.get(spec.name, 0.0) for spec in plan.models}
         self._hosts = {name: {g.id for g in plan.hosts_of(name)} for name in self._rates}
@@ -160,12 +159,13 @@ class _Impact:
 
     def without(self, away: Iterable[str]) -> tuple[int, float]:
         """Return how many models that are hosted lose all of their gpu-lets, and the weighted requests per second that
-        are no longer carried."""
+        are no longer in time."""
         gone = frozenset(away)
         if gone in self._known:
             return self._known[gone]
         alone = sum(1 for hosts in self._hosts.values() if hosts and hosts <= gone)
-        carried = self._capacity.of(self._ids - gone).carried(Demand.steady(self._rates))
-        lost = sum(self._weights[name] * (rate - carried[name]) for name, rate in self._rates.items())
+        left = tuple(gpulet for gpulet in self._plan.gpulets if gpulet.id not in gone)
+        parts = self._outlooks.of(self._plan.model_copy(update={"gpulets": left}), Traffic(self._rates)).parts
+        lost = sum(self._weights[name] * rate * (1.0 - parts.get(name, 0.0)) for name, rate in self._rates.items())
         found = self._known[gone] = alone, round(lost, 3)
         return found

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from tenuto.deployments.control.capacity import Capacity, Demand, promised_parts
 from tenuto.deployments.control.steps import next_stage, not_ready
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.expectation.outlook import NOTHING, Outlooks, Traffic
 
 MOST_STAGES = 1000  # limit: a gpu-let at a time; more would be a fault of the steps
-SLIGHT = 1e-4  # of the offered rate; derived: a thousand times the tolerance of the linear program's solver, 1e-7
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Scale:
         self,
         running: Plan,
         gpus: Sequence[Gpu],
-        needed: Demand,
+        needed: Traffic,
         expected_rps: Mapping[str, float],
         durations: Durations,
         rent: Rent,
@@ -96,28 +94,28 @@ class Scale:
         horizon_s: float,
         hysteresis: float,
         slowdowns: Mapping[str, float] | None = None,
-        attainment: float = 0.0,
+        attainment: float = 0.99,
     ) -> None:
         """Take what is common to all plans that are weighed.
 
         Args:
             running: of what runs now, the part that serves.
             gpus: that are there.
-            needed: what has to be carried, bursts included.
+            needed: what has to be carried.
             expected_rps: by model, what is to be expected on average for the next `horizon_s`.
             durations: of the phases, as measured on this cluster.
             rent: what GPUs cost.
             horizon_s: how long the new plan is expected to hold.
             hysteresis: how much more than its cost a change has to gain, as a fraction.
             slowdowns: what batches of a program really take over what plans say.
-            attainment: part of its requests that a plan should promise every model, what random arrivals cost counted;
-                of a model of which it promises less, it carries less.
+            attainment: part of its requests that a plan should promise every model; of a model of which it promises
+                less, it carries less.
         """
         self._running, self._gpus, self._needed = running, gpus, needed
-        self._expected = Demand.steady(expected_rps)
+        self._expected = Traffic(expected_rps)
         self._durations, self._rent = durations, rent
         self._horizon_s, self._hysteresis = horizon_s, hysteresis
-        self._slowdowns, self._attainment = slowdowns or {}, attainment
+        self._outlooks, self._attainment = Outlooks(slowdowns), attainment
 
     def weigh(self, target: Plan) -> ChangeWorth:
         """Weigh going to a plan."""
@@ -127,9 +125,9 @@ class Scale:
             return sum(weights.get(name, 1.0) * rate for name, rate in rates_rps.items())
 
         offered_rps = total(self._needed.mean_rps)
-        slight_rps = SLIGHT * offered_rps
-        needs_before, before_rps = (total(kept) for kept in self._kept_now)
-        needs_after, after_rps = (total(kept) for kept in self._kept(target))
+        slight_rps = NOTHING * offered_rps
+        needs_before, before_rps = (total(self._carried(self._running, of)) for of in (self._needed, self._expected))
+        needs_after, after_rps = (total(self._carried(target, of)) for of in (self._needed, self._expected))
         if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
             return ChangeWorth(
                 False, f"it carries {needs_after:.0f} r/s, less than the {needs_before:.0f} r/s of what runs"
@@ -141,12 +139,12 @@ class Scale:
             return ChangeWorth(False, why, needs_after)
         way = stages(self._running, target, self._gpus, self._expected.mean_rps, self._durations)
         seconds = sum(lasts_s for _, _, lasts_s in way)
-        carried_rps = total(self._capacity_now.carried(self._expected))
-        lost = sum(
-            max(0.0, carried_rps - total(self._capacity(plan, ready).carried(self._expected))) * lasts_s
-            for plan, ready, lasts_s in way
-            if lasts_s
-        )
+        lost = 0.0
+        for plan, ready, lasts_s in way:
+            if lasts_s:
+                there = tuple(gpulet for gpulet in plan.gpulets if gpulet.id in ready)
+                kept = self._carried(plan.model_copy(update={"gpulets": there}), self._expected)
+                lost += max(0.0, before_rps - total(kept)) * lasts_s
         spent = sum(max(0.0, self._rent.of(plan) - rent_before) * lasts_s for plan, _, lasts_s in way)
         left_s = max(0.0, self._horizon_s - seconds)
         gained, saved = (after_rps - before_rps) * left_s, (rent_before - rent_after) * left_s
@@ -166,30 +164,7 @@ class Scale:
             return ChangeWorth(False, f"it saves GPUs only and would lose {lost:.0f} requests on the way", *figures)
         return ChangeWorth(True, f"it needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}", *figures)
 
-    @cached_property
-    def _capacity_now(self) -> Capacity:
-        return self._capacity(self._running)
-
-    @cached_property
-    def _kept_now(self) -> tuple[dict[str, float], dict[str, float]]:
-        return self._kept(self._running, self._capacity_now)
-
-    def _capacity(self, plan: Plan, ready: frozenset[str] | None = None) -> Capacity:
-        return Capacity(plan, ready=ready, slowdowns=self._slowdowns)
-
-    def _kept(self, plan: Plan, capacity: Capacity | None = None) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the requests per second that a plan carries of every model, and promises in time: of what is needed,
-        and of what is expected."""
-        parts = dict.fromkeys(self._needed.mean_rps, 1.0)
-        if self._attainment > 0.0:
-            promised = promised_parts(plan, self._needed.mean_rps, self._slowdowns)
-            parts = {name: min(1.0, part / self._attainment) for name, part in promised.items()}
-        capacity = capacity or self._capacity(plan)
-        needed, expected = (
-            {
-                name: min(rate, parts.get(name, 0.0) * asked.mean_rps[name])
-                for name, rate in capacity.carried(asked).items()
-            }
-            for asked in (self._needed, self._expected)
-        )
-        return needed, expected
+    def _carried(self, plan: Plan, traffic: Traffic) -> dict[str, float]:
+        """Return the requests per second that a plan carries of every model."""
+        kept = self._outlooks.kept(plan, traffic, self._attainment)
+        return {name: part * traffic.mean_rps[name] for name, part in kept.items()}

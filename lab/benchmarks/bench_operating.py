@@ -49,7 +49,6 @@ from bench_controller import FIVE, IGNITER, PERIOD_S, SIGMAS, five_models, gpus_
 from scenes import print_machine
 from svg_panels import Panel, Series, draw
 
-from tenuto.deployments.control.capacity import promised_parts
 from tenuto.deployments.control.operations import Operations
 from tenuto.deployments.process.ray_token import make_token
 from tenuto.deployments.serve.deployment import Deployment
@@ -59,6 +58,7 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
 from tenuto.placement.costs import latency_up_to
+from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.profiles import Profile, Profiles
@@ -508,7 +508,7 @@ def standby(args: argparse.Namespace) -> None:
     models = [spec.model_copy(update={"rate_rps": rates[spec.name]}) for spec in models]
     plan = plan.model_copy(update={"models": tuple(models)})
     factor = curves["resnet50"].at(batch) / profiles.get("resnet50", "v100").latency(share_pct + 10.0).at(batch)
-    promised = promised_parts(plan, rates, {grows: factor})[grows]
+    promised = Outlooks({grows: factor}).promised(plan, Traffic(rates))[0][grows]
     print(
         f"{grows}: {rates[grows]:.1f} r/s, SLO {models[1].slo_ms:.0f} ms; from second 0 on batches take {factor:.2f} "
         f"of what was planned, with which the plan promises {promised:.1%}"
@@ -559,7 +559,7 @@ def _promised_rps(plan: Plan, model: str) -> float:
     """Return the highest rate of a model, alone on its gpu-let, that a plan promises to 99 % in time."""
 
     def part(rate_rps: float) -> float:
-        return promised_parts(plan, {spec.name: rate_rps for spec in plan.models}, {})[model]
+        return Outlooks().promised(plan, Traffic({spec.name: rate_rps for spec in plan.models}))[0][model]
 
     return next(rate_rps for rate_rps in np.arange(100.0, 0.0, -0.1).tolist() if part(rate_rps) >= 0.99)
 

@@ -39,12 +39,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Stream:
-    """Requests of one program: how many per second, in which batches, in time after how long, and what each counts."""
+    """Requests of one program: how many per second, in which batches, in time after how long, what each counts, and the
+    index of dispersion of their number in a second."""
 
     rate_rps: float
     batch: Batch
     slo_ms: float
     weight: float = 1.0
+    dispersion: float = 1.0
 
     @property
     def work(self) -> float:
@@ -57,14 +59,16 @@ class Stream:
 
 
 def used_part(load: float, streams: Sequence[Stream], gpulets: int) -> float:
-    """Return the part of their time that gpu-lets work on requests in time, at a load per gpu-let of Poisson arrivals.
+    """Return the part of their time that gpu-lets work on requests in time, at a load per gpu-let.
+
+    Arrivals are Poisson, or others by their index of dispersion.
 
     At most 1, and at most the load. 0 load gives 0.
     """
     work = sum(stream.work for stream in streams)
     if load <= 0.0 or work <= 0.0:
         return 0.0
-    variance_s = sum(stream.work * stream.batch.time_s for stream in streams) / gpulets**2
+    variance_s = sum(stream.dispersion * stream.work * stream.batch.time_s for stream in streams) / gpulets**2
     # The harmonic mean: one program that can wait for long does not help another that cannot.
     may_wait_s = work / sum(stream.work / max(NO_WAIT_S, stream.may_wait_s) for stream in streams)
     batch_s = sum(stream.work * stream.batch.latency_ms / 1000.0 for stream in streams) / work

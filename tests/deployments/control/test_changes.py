@@ -1,4 +1,4 @@
-"""From one plan to another: what a plan carries, how a new one is laid on what runs, the stages between, the gain."""
+"""From one plan to another: how a new one is laid on what runs, the stages between, the gain."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.deployments.control.capacity import UNSERVED, Capacity, Demand
 from tenuto.deployments.control.fit import fitted
 from tenuto.deployments.control.steps import fits, next_stage, not_ready
 from tenuto.deployments.control.worth import Durations, Rent, Scale, stages
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
+from tenuto.placement.expectation.outlook import Traffic
 from tests.instruments.plans import gpu, make_plan
 
 DURATIONS = Durations(start_s=12.0, load_s=4.0)
@@ -57,43 +57,6 @@ def test_models_keep_their_planned_rates_until_what_they_are_to_grow_into_is_the
     assert stage is not None
     assert (len(stage.gpulets), rates(stage)) == (2, rates(now))
     assert next_stage(stage, target, GPUS, rates(now)) == target
-
-
-# --- what a plan carries ------------------------------------------------------------------------------------------
-
-
-def test_load_is_the_busy_part_of_the_busiest_gpulet() -> None:
-    plan = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=24.0)
-    # 100 r/s: l(b) + 10 b <= 24 holds for b = 1, which takes 5 ms. 1000 r/s: up to b = 8 (the largest) in 12 ms.
-    assert Capacity(plan).load(Demand.steady({"a": 100.0})) == pytest.approx(0.5)
-    assert Capacity(plan).load(Demand.steady({"a": 1000.0})) == pytest.approx(1.5)
-    two = make_plan({"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])}, slo_ms=24.0)
-    assert Capacity(two).load(Demand.steady({"a": 1000.0})) == pytest.approx(0.75)
-    assert Capacity(two, ready={"n0/0/a"}).load(Demand.steady({"a": 1000.0})) == pytest.approx(1.5)
-    assert Capacity(two, slowdowns={"a": 2.0}).load(Demand.steady({"a": 1000.0})) > 1.5
-
-
-def test_a_model_without_gpulet_makes_any_load_too_much() -> None:
-    plan = make_plan({"n0/0/a": (100.0, ["a"])}, models=["b"])
-    assert Capacity(plan).load(Demand.steady({"a": 1.0, "b": 1.0})) == UNSERVED
-    assert Capacity(plan).load(Demand.steady({"a": 1.0, "stranger": 1.0})) == UNSERVED
-    assert Capacity(plan).carried(Demand.steady({"a": 1.0, "b": 1.0})) == {"a": 1.0, "b": 0.0}
-
-
-def test_weights_decide_who_gives_way() -> None:
-    plan = make_plan({"n0/0/a": (100.0, ["a", "b"])}, weights={"a": 1.0, "b": 3.0})
-    carried = Capacity(plan).carried(Demand.steady({"a": 500.0, "b": 500.0}))
-    assert carried["b"] == pytest.approx(500.0)
-    assert 0.0 < carried["a"] < 500.0
-
-
-def test_bursts_of_models_that_share_gpulets_add_up_as_independent_ones() -> None:
-    alone = make_plan({f"n0/{i}/a": (100.0, [name]) for i, name in enumerate(MODELS)})
-    together = make_plan({f"n0/{i}/a": (100.0, MODELS) for i in range(4)})
-    demand = Demand(dict.fromkeys(MODELS, 50.0), dict.fromkeys(MODELS, 20.0))
-    assert Capacity(alone).asked_rps(demand) == pytest.approx(dict.fromkeys(MODELS, 70.0))
-    assert Capacity(together).asked_rps(demand) == pytest.approx(dict.fromkeys(MODELS, 60.0))
-    assert Capacity(alone).load(demand) > Capacity(together).load(demand)
 
 
 # --- laid on what runs --------------------------------------------------------------------------------------------
@@ -211,17 +174,17 @@ def test_without_room_every_model_with_two_replicas_keeps_one(seed: int) -> None
 # --- worth --------------------------------------------------------------------------------------------------------
 
 
-def weigh(running: Plan, target: Plan, demand: Demand, gpus: int = 4, **more: float):  # type: ignore[no-untyped-def]
+def weigh(running: Plan, target: Plan, traffic: Traffic, gpus: int = 4, **more: float):  # type: ignore[no-untyped-def]
     chosen = {"horizon_s": 300.0, "hysteresis": 0.2, **more}
     laid = fitted(target, running, GPUS[:gpus], keep_idle=True)
-    return Scale(running, GPUS[:gpus], demand, demand.mean_rps, DURATIONS, BY_SHARE, **chosen).weigh(laid)
+    return Scale(running, GPUS[:gpus], traffic, traffic.mean_rps, DURATIONS, BY_SHARE, **chosen).weigh(laid)
 
 
 ONE, BOTH = {"n0/0/a": (100.0, ["a"])}, {"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])}
 
 
 def test_more_gpus_pay_when_requests_are_lost_and_fewer_when_none_would_be() -> None:
-    few, many = Demand.steady({"a": 100.0}), Demand.steady({"a": 1000.0})
+    few, many = Traffic({"a": 100.0}), Traffic({"a": 1000.0})
     more = weigh(make_plan(ONE), make_plan(BOTH), many)
     assert more.pays
     assert more.gained_requests > 0 == more.lost_requests
@@ -234,27 +197,26 @@ def test_more_gpus_pay_when_requests_are_lost_and_fewer_when_none_would_be() -> 
 
 def test_a_change_that_loses_more_than_it_gains_does_not_pay() -> None:
     # The only GPU has to be empty before the new, slightly better gpu-let can start on it.
-    demand = Demand.steady({"a": 700.0})
+    traffic = Traffic({"a": 700.0})
     running, target = make_plan({"n0/0/a": (90.0, ["a"])}), make_plan({"n0/0/b": (100.0, ["a"])})
-    assert not weigh(running, target, demand, gpus=1, horizon_s=100.0).pays
-    assert weigh(running, target, demand, gpus=2, horizon_s=100.0).pays
-    assert weigh(running, target, demand, gpus=1, horizon_s=1000.0).pays
+    assert not weigh(running, target, traffic, gpus=1, horizon_s=100.0).pays
+    assert weigh(running, target, traffic, gpus=2, horizon_s=100.0).pays
+    assert weigh(running, target, traffic, gpus=1, horizon_s=1000.0).pays
 
 
 def test_saving_never_costs_a_request() -> None:
-    demand = Demand.steady({"a": 200.0})
+    traffic = Traffic({"a": 200.0})
     running, target = make_plan({"n0/0/a": (100.0, ["a"])}), make_plan({"n0/0/b": (50.0, ["a"])})
-    assert not weigh(running, target, demand, gpus=1).pays
-    assert weigh(running, target, demand, gpus=2).pays
+    assert not weigh(running, target, traffic, gpus=1).pays
+    assert weigh(running, target, traffic, gpus=2).pays
 
 
 def test_what_random_arrivals_cost_counts_where_it_is_more_than_may_be_lost() -> None:
     # At an SLO of 26 ms one GPU has the time for 600 r/s on average, and for 98 % of them when they come at random.
-    demand = Demand.steady({"a": 600.0})
+    traffic = Traffic({"a": 600.0})
     running, target = make_plan(BOTH, slo_ms=26.0), make_plan(ONE, slo_ms=26.0)
-    assert weigh(running, target, demand).pays
-    held = weigh(running, target, demand, attainment=0.99)
+    held = weigh(running, target, traffic)
     assert not held.pays
     assert "less than the 600 r/s" in held.why
-    assert weigh(target, running, demand, attainment=0.99).pays
-    assert weigh(running, target, Demand.steady({"a": 400.0}), attainment=0.99).pays
+    assert weigh(target, running, traffic).pays
+    assert weigh(running, target, Traffic({"a": 400.0})).pays

@@ -31,7 +31,7 @@ def test_a_steady_rate_is_no_change_for_hours_and_its_bursts_are_covered() -> No
     counts = {name: rng.poisson(rate, 5_000) for name, rate in (("a", 3.0), ("b", 80.0))}
     covered = {"a": 0, "b": 0}
     for second in range(5_000):
-        demand = known.demand()
+        demand = known.traffic()
         for name, seen in counts.items():
             covered[name] += seen[second] <= demand.upper_rps[name]
         assert not known.observe(second, 1.0, {name: int(seen[second]) for name, seen in counts.items()})
@@ -44,7 +44,7 @@ def test_bursty_arrivals_get_more_room_than_poisson() -> None:
     for second in range(2000):
         burst = 4 * rng.poisson(50.0 / 4)  # an index of dispersion of 4
         known.observe(second, 1.0, {"poisson": rng.poisson(50.0), "bursty": burst})
-    burst_rps = known.demand().burst_rps
+    burst_rps = known.traffic().burst_rps
     assert burst_rps["bursty"] == pytest.approx(2.0 * burst_rps["poisson"], rel=0.25)
 
 
@@ -57,19 +57,19 @@ def test_bursts_are_those_of_a_second_however_often_looks_are_taken() -> None:
         seldom.observe(second, 1.0, {"m": int(halves.sum())})
         for half, arrived in enumerate(halves.tolist()):
             often.observe(second + half / 2, 0.5, {"m": arrived})
-    assert often.demand().burst_rps["m"] == pytest.approx(seldom.demand().burst_rps["m"], rel=0.2)
+    assert often.traffic().burst_rps["m"] == pytest.approx(seldom.traffic().burst_rps["m"], rel=0.2)
 
 
 def test_a_need_is_remembered_until_it_has_settled() -> None:
     known = rates({"m": 100.0})
     for second in range(30):
         known.observe(second, 1.0, {"m": 100})
-    high = known.demand().upper_rps["m"]
+    high = known.traffic().upper_rps["m"]
     for second in range(30, 30 + 61):
         known.observe(second, 1.0, {"m": 10})
         if second < 30 + 55:
-            assert known.demand().upper_rps["m"] >= 0.95 * high
-    assert known.demand().upper_rps["m"] < 0.3 * high
+            assert known.traffic().upper_rps["m"] >= 0.95 * high
+    assert known.traffic().upper_rps["m"] < 0.3 * high
 
 
 def test_a_rising_rate_is_planned_for_ahead_and_a_falling_one_is_not() -> None:
@@ -77,8 +77,8 @@ def test_a_rising_rate_is_planned_for_ahead_and_a_falling_one_is_not() -> None:
     for second in range(100):
         rising.observe(second, 1.0, {"m": 100 + second})
         falling.observe(second, 1.0, {"m": 300 - second})
-    assert rising.demand(20.0).mean_rps["m"] == pytest.approx(220.0, abs=8.0)
-    assert falling.demand(20.0).mean_rps["m"] >= 200.0
+    assert rising.traffic(20.0).mean_rps["m"] == pytest.approx(220.0, abs=8.0)
+    assert falling.traffic(20.0).mean_rps["m"] >= 200.0
 
 
 def test_models_that_join_start_from_their_declared_rate_and_memory_survives() -> None:
@@ -93,7 +93,7 @@ def test_models_that_join_start_from_their_declared_rate_and_memory_survives() -
     )
     assert again.mean_rps == known.mean_rps
     known.set_models({"new": 7.0})
-    assert list(known.demand().mean_rps) == ["new"]
+    assert list(known.traffic().mean_rps) == ["new"]
 
 
 def test_losses_beyond_chance_are_found_soon_and_chance_is_not() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.deployments.control.capacity import Demand
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.planning import PlanRequest, Proposal
 from tenuto.deployments.control.worth import Durations
+from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
 from tenuto.profiles import Profiles
 from tests.instruments.plans import gpu, make_plan
@@ -31,7 +31,7 @@ def question(policy: str) -> PlanRequest:
     rates = {"a": 900.0}
     return PlanRequest(
         PLAN.workload,
-        Demand.steady(rates),
+        Traffic(rates),
         rates,
         PLAN,
         (gpu("n0/0"), gpu("n0/1")),

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tenuto.deployments.control.capacity import Capacity, Demand
 from tenuto.deployments.control.planning import PlanRequest, propose
 from tenuto.deployments.control.worth import Durations
+from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PolicyUsed
 from tenuto.profiles import Profiles
 from tests.instruments.plans import gpu, make_plan
@@ -20,7 +20,7 @@ def asked(rate_rps: float) -> PlanRequest:
     rates = {"a": rate_rps}
     return PlanRequest(
         PLAN.workload,
-        Demand.steady(rates),
+        Traffic(rates),
         rates,
         PLAN,
         (gpu("n0/0"), gpu("n0/1")),
@@ -51,12 +51,21 @@ def test_what_runs_is_told_a_rate_that_it_carries_though_it_was_made_for_less() 
 
 
 def test_a_slower_model_gets_room_for_random_arrivals_though_there_is_time_enough() -> None:
+    """At an SLO of 42 ms larger batches are not enough, from 46 ms on they are."""
     tight = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=42.0)
     slowdowns = {"a": 1.2}
-    assert Capacity(tight, slowdowns=slowdowns).load(Demand.steady({"a": 500.0})) < 1.0
+    outlooks, traffic = Outlooks(slowdowns), Traffic({"a": 500.0})
+    assert outlooks.of(tight, traffic).load < 1.0
+    promised = outlooks.promised(tight, traffic)[0]["a"]
+    assert 0.98 < promised < 0.99
     found = propose(replace(asked(500.0), workload=tight.workload, running=tight, slowdowns=slowdowns), Profiles([]))
     assert (found.how, found.worth.pays) == ("extended", True)
-    assert found.worth.why.startswith("it carries 500 of 500 r/s, what runs 4")
+    assert found.worth.why == f"it carries 500 of 500 r/s, what runs {500 * promised / 0.99:.0f}"
+    patient = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=48.0)
+    found = propose(
+        replace(asked(500.0), workload=patient.workload, running=patient, slowdowns=slowdowns), Profiles([])
+    )
+    assert (found.how, found.worth.pays) == ("kept", True)
 
 
 def test_what_an_operator_takes_out_or_changes_is_done_though_it_gains_nothing() -> None:

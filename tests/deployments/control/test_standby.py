@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tenuto.deployments.control.capacity import Capacity, Demand
 from tenuto.deployments.control.standby import falling_short, standbys
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
+from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.profiles import Profiles
@@ -57,9 +57,8 @@ def test_a_model_falls_short_where_slower_batches_break_what_the_plan_promised()
     left is waiting until requests are lost."""
     workload = Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": 300, "slo_ms": 60}]})
     plan = solve(load_policy("igniter", {}), workload, Cluster.parse("v100:1"), PROFILES)
-    demand, slowed = Demand.steady({"resnet50": 150.0}), {"resnet50": 1.8}
-    assert Capacity(plan, slowdowns=slowed).load(demand) < 1.0
-    assert falling_short(plan, demand, slowed, ["resnet50"], 0.99) == {"resnet50"}
-    assert falling_short(plan, demand, {"resnet50": 1.2}, ["resnet50"], 0.99) == set()
-    assert falling_short(plan, demand, slowed, [], 0.99) == set()
-    assert falling_short(plan, Demand.steady({"resnet50": 600.0}), {}, [], 0.99) == {"resnet50"}
+    traffic, slowed = Traffic({"resnet50": 150.0}), {"resnet50": 1.8}
+    assert Outlooks(slowed).of(plan, traffic).load < 1.0
+    assert falling_short(plan, traffic, slowed, 0.99) == {"resnet50"}
+    assert falling_short(plan, traffic, {"resnet50": 1.2}, 0.99) == set()
+    assert falling_short(plan, Traffic({"resnet50": 600.0}), {}, 0.99) == {"resnet50"}

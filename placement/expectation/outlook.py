@@ -1,4 +1,5 @@
-"""The goodput a plan may promise: what its gpu-lets carry of each program within the deadlines, as a flow.
+"""What a plan serves: what its gpu-lets carry of each program within the deadlines, as a flow. The one model that plans
+promise by, and by which the planner and the controller judge plans under other rates.
 
 Requests of a model wait in one queue for all gpu-lets that host it. A batch is gathered for as long as its deadline
 allows, so that its size follows from rate and SLO: the largest b with l(b) + (b - 1/2) / rate <= SLO, at most the
@@ -23,6 +24,7 @@ from tenuto.placement.plan import Expected, ExpectedModel, Plan
 from tenuto.placement.program import Gpulet, Program, slowest_ms
 from tenuto.placement.solver import linear_program
 from tenuto.placement.workload import ModelSpec
+from tenuto.profiles import Latency
 
 ROUNDS = 6  # of adapting slowdowns to how busy neighbours are
 IN_FULL = 0.99  # what counts as in full; so much is kept back of a promise that is near what the gpu-lets can do
@@ -49,21 +51,175 @@ class _Asked:
     rate_rps: float
     slo_ms: float
     weight: float
+    dispersion: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests that models are offered: per second on average, and the index of dispersion of their number in a second
+    (1 of Poisson arrivals, which is what a model has that is not named).
+
+    `sigmas`: how many standard deviations more a second may bring; as rarely as requests may be lost.
+    """
+
+    mean_rps: Mapping[str, float]
+    dispersion: Mapping[str, float] = field(default_factory=dict)
+    sigmas: float = 0.0
+
+    @property
+    def burst_rps(self) -> dict[str, float]:
+        """By how much a second may exceed the mean rate of each model."""
+        return {
+            name: self.sigmas * math.sqrt(self.dispersion.get(name, 1.0) * mean) for name, mean in self.mean_rps.items()
+        }
+
+    @property
+    def upper_rps(self) -> dict[str, float]:
+        """Mean and burst of every model, as each needs them where it has its gpu-lets for itself."""
+        return {name: self.mean_rps[name] + burst for name, burst in self.burst_rps.items()}
 
 
 @dataclass(frozen=True)
 class Outlook:
     """What a plan is expected to serve.
 
-    `parts` says how much of each model's requests is in time. By gpu-let, in the order of the plan: `busy` is the part
-    of the time it runs batches, `carried` the rate it takes of each program in requests per second, `batches` the sizes
-    that are gathered. A program that is not merged has the name of its model.
+    `parts` says how much of each model's requests is in time. `load` is the largest part of their time that gpu-lets
+    which share programs would need for all requests; beyond 1 some are lost. By gpu-let, in the order of the plan:
+    `busy` is the part of the time it runs batches, `carried` the rate it takes of each program in requests per second,
+    `batches` the sizes that are gathered. A program that is not merged has the name of its model.
     """
 
     parts: Mapping[str, float]
+    load: float
     busy: Sequence[float]
     carried: Sequence[Mapping[str, float]]
     batches: Sequence[Mapping[str, int]]
+
+
+class Outlooks:
+    """Outlooks of plans that have most of their gpu-lets in common, as the stages of a change: what gpu-lets that share
+    programs serve is found out once."""
+
+    def __init__(self, slowdowns: Mapping[str, float] | None = None) -> None:
+        """Take what batches of a program really take over what plans say, where that is not 1."""
+        self._slowdowns = {name: factor for name, factor in (slowdowns or {}).items() if factor != 1.0}
+        self._known: dict[object, tuple[_ServedInTime, object]] = {}  # beside it the programs that its key identifies
+        self._slowed: dict[tuple[int, float], tuple[Latency, Latency]] = {}  # by identity and factor: it, and it now
+
+    def of(self, plan: Plan, traffic: Traffic | None = None, *, is_cautious: bool = False) -> Outlook:
+        """Return what a plan is expected to serve.
+
+        Args:
+            plan: with latencies and slowdowns.
+            traffic: of its models, which are not served where they have none; default: the rates it was made for.
+            is_cautious: at `MORE` load, with requests that wait as if all neighbours always ran.
+        """
+        traffic = traffic or Traffic({spec.name: spec.rate_rps for spec in plan.models})
+        more = 1.0 + MORE if is_cautious else 1.0
+        specs = {
+            spec.name: spec.model_copy(update={"rate_rps": more * traffic.mean_rps[spec.name]})
+            for spec in plan.models
+            if traffic.mean_rps.get(spec.name, 0.0) > 0.0
+        }
+        kinds = self._kinds(plan)
+        asked = _asked(kinds, specs, traffic.dispersion)
+        beside = _kinds_beside(plan, kinds)
+        components = list(_connected_kinds(kinds))
+        for _ in range(ROUNDS):
+            change, found = 0.0, []
+            for component in components:
+                served = self._served(component, asked, beside, plan.objective, is_cautious)
+                found.append((component, served))
+                for kind, busy in zip(component, served.busy, strict=True):
+                    change, kind.busy = max(change, abs(busy - kind.busy)), busy
+            if change < 1e-3:
+                break
+        done = {name: rate for _, served in found for name, rate in served.done.items()}
+        parts = {}
+        for program in (program for kind in kinds for program in kind.programs):
+            for name in program.models:
+                if name in specs:
+                    parts[name] = min(1.0, done[program.name] / asked[program.name].rate_rps)
+        busy_of = [0.0] * len(plan.gpulets)
+        carried: list[Mapping[str, float]] = [{}] * len(plan.gpulets)
+        batches: list[Mapping[str, int]] = [{}] * len(plan.gpulets)
+        for component, served in found:
+            for k, kind in enumerate(component):
+                takes = {name: flow / len(kind.gpulets) for (name, at), flow in served.flows.items() if at == k}
+                for index in kind.gpulets:
+                    busy_of[index], carried[index] = kind.busy, takes
+                    batches[index] = {name: math.ceil(batch.size) for name, batch in served.batches[k].items()}
+        load = max((served.load for _, served in found), default=0.0)
+        return Outlook(parts, load, busy_of, carried, batches)
+
+    def promised(self, plan: Plan, traffic: Traffic | None = None) -> tuple[dict[str, float], list[str]]:
+        """Return which part of each model's requests a plan promises in time, and the models of which less is promised
+        than the formulas give: those that would be late at a tenth more load, or if their neighbours always ran."""
+        parts = dict(self.of(plan, traffic).parts)
+        at_most = self.of(plan, traffic, is_cautious=True).parts
+        near = [name for name, part in parts.items() if part >= IN_FULL and at_most[name] < IN_FULL]
+        return parts | {name: IN_FULL * parts[name] - NOTHING for name in near}, near
+
+    def kept(self, plan: Plan, traffic: Traffic, attainment: float) -> dict[str, float]:
+        """Return of each model which part of `attainment` a plan promises of its requests, at most 1."""
+        promised, _ = self.promised(plan, traffic)
+        return {
+            name: min(1.0, promised.get(name, 0.0) / attainment)
+            for name, rate in traffic.mean_rps.items()
+            if rate > 0.0
+        }
+
+    def _kinds(self, plan: Plan) -> list[_Kind]:
+        """Return the gpu-lets of a plan by what they are alike in; thousands of them are of a few kinds."""
+        found: dict[object, _Kind] = {}
+        on_gpu = {gpu: tuple(_told(g) for g in gpulets) for gpu, gpulets in plan.by_gpu().items()}
+        for index, gpulet in enumerate(plan.gpulets):
+            own = _told(gpulet)
+            key = (own, on_gpu[gpulet.gpu] if len(on_gpu[gpulet.gpu]) > 1 else None)
+            if key not in found:
+                found[key] = _Kind(tuple(self._now(p) for p in gpulet.programs if p.latency is not None))
+            found[key].gpulets.append(index)
+        return list(found.values())
+
+    def _now(self, program: Program) -> Program:
+        """Return a program with what its batches take now."""
+        factor = self._slowdowns.get(program.name)
+        if factor is None or program.latency is None:
+            return program
+        key = id(program.latency), factor
+        if key not in self._slowed:
+            self._slowed[key] = program.latency, program.latency.scaled(factor)
+        return replace(program, latency=self._slowed[key][1])
+
+    def _served(
+        self,
+        component: Sequence[_Kind],
+        asked: Mapping[str, _Asked],
+        beside: Mapping[int, list[_Kind]],
+        objective: str,
+        is_cautious: bool,
+    ) -> _ServedInTime:
+        names = list(dict.fromkeys(p.name for kind in component for p in kind.programs if p.name in asked))
+        slowdowns = [[_mean_slowdown(p, beside[id(kind)]) for p in kind.programs] for kind in component]
+        key = (
+            tuple(
+                (
+                    len(kind.gpulets),
+                    *(
+                        (p.models, p.batch_size, id(p.latency), p.slowdown, s)
+                        for p, s in zip(kind.programs, own, strict=True)
+                    ),
+                )
+                for kind, own in zip(component, slowdowns, strict=True)
+            ),
+            tuple((name, asked[name]) for name in names),
+            objective,
+            is_cautious,
+        )
+        if key not in self._known:
+            served = _served_in_time(names, component, asked, slowdowns, objective, is_cautious=is_cautious)
+            self._known[key] = served, [kind.programs for kind in component]
+        return self._known[key][0]
 
 
 def expected_of(plan: Plan, *, with_margin: bool = True) -> Expected:
@@ -71,15 +227,10 @@ def expected_of(plan: Plan, *, with_margin: bool = True) -> Expected:
 
     Args:
         plan: with latencies and slowdowns.
-        with_margin: promise less than in full where that is near what the gpu-lets can do: of a model that would be
-            late at a tenth more load, or if its neighbours always ran, what formulas may be wrong by is kept back.
+        with_margin: promise less than in full where that is near what the gpu-lets can do.
     """
-    parts, latency = dict(outlook_of(plan).parts), slowest_ms(plan.gpulets)
-    near = []
-    if with_margin:
-        at_most = outlook_of(plan, is_cautious=True).parts
-        near = [name for name, part in parts.items() if part >= IN_FULL and at_most[name] < IN_FULL]
-        parts |= {name: IN_FULL * parts[name] - NOTHING for name in near}
+    outlooks, latency = Outlooks(), slowest_ms(plan.gpulets)
+    parts, near = outlooks.promised(plan) if with_margin else (outlooks.of(plan).parts, [])
     models = {
         spec.name: ExpectedModel(goodput_rps=round(parts[spec.name] * spec.rate_rps, 6), latency_ms=latency[spec.name])
         for spec in plan.models
@@ -96,62 +247,6 @@ def expected_of(plan: Plan, *, with_margin: bool = True) -> Expected:
     )
 
 
-def outlook_of(plan: Plan, *, is_cautious: bool = False) -> Outlook:
-    """Return what a plan is expected to serve, and how.
-
-    Args:
-        plan: with latencies and slowdowns.
-        is_cautious: at `MORE` load than planned, with requests that wait as if all neighbours always ran.
-    """
-    more = 1.0 + MORE if is_cautious else 1.0
-    specs = {spec.name: spec.model_copy(update={"rate_rps": more * spec.rate_rps}) for spec in plan.models}
-    kinds = _kinds(plan)
-    asked = _asked(kinds, specs)
-    beside = _kinds_beside(plan, kinds)
-    served: dict[str, float] = {}
-    for _ in range(ROUNDS):
-        served, change = {}, 0.0
-        found = [
-            _served_in_time(component, asked, beside, plan.objective, is_cautious=is_cautious)
-            for component in _connected_kinds(kinds)
-        ]
-        for each in found:
-            served |= each.done
-            for kind, busy in zip(each.component, each.busy, strict=True):
-                change, kind.busy = max(change, abs(busy - kind.busy)), busy
-        if change < 1e-3:
-            break
-    parts = {}
-    for program in (program for kind in kinds for program in kind.programs):
-        for name in program.models:
-            if name in specs:
-                parts[name] = min(1.0, served[program.name] / asked[program.name].rate_rps)
-    busy_of = [0.0] * len(plan.gpulets)
-    carried: list[Mapping[str, float]] = [{}] * len(plan.gpulets)
-    batches: list[Mapping[str, int]] = [{}] * len(plan.gpulets)
-    for each in found:
-        for k, kind in enumerate(each.component):
-            takes = {name: flow / len(kind.gpulets) for (name, at), flow in each.flows.items() if at == k}
-            for index in kind.gpulets:
-                busy_of[index], carried[index] = kind.busy, takes
-                batches[index] = {name: math.ceil(batch.size) for name, batch in each.batches[k].items()}
-    return Outlook(parts, busy_of, carried, batches)
-
-
-def _kinds(plan: Plan) -> list[_Kind]:
-    """Return the gpu-lets of a plan by what they are alike in; thousands of them are of a few kinds."""
-    by_gpu = plan.by_gpu()
-    found: dict[object, _Kind] = {}
-    on_gpu = {gpu: tuple(_told(g) for g in gpulets) for gpu, gpulets in by_gpu.items()}
-    for index, gpulet in enumerate(plan.gpulets):
-        own = _told(gpulet)
-        key = (own, on_gpu[gpulet.gpu] if len(on_gpu[gpulet.gpu]) > 1 else None)
-        if key not in found:
-            found[key] = _Kind(tuple(p for p in gpulet.programs if p.latency is not None))
-        found[key].gpulets.append(index)
-    return list(found.values())
-
-
 def _told(gpulet: Gpulet) -> tuple[object, ...]:
     return (
         gpulet.share_pct,
@@ -160,7 +255,9 @@ def _told(gpulet: Gpulet) -> tuple[object, ...]:
     )
 
 
-def _asked(kinds: Sequence[_Kind], specs: Mapping[str, ModelSpec]) -> dict[str, _Asked]:
+def _asked(
+    kinds: Sequence[_Kind], specs: Mapping[str, ModelSpec], dispersion: Mapping[str, float]
+) -> dict[str, _Asked]:
     found = {}
     for kind in kinds:
         for program in kind.programs:
@@ -168,7 +265,8 @@ def _asked(kinds: Sequence[_Kind], specs: Mapping[str, ModelSpec]) -> dict[str, 
             if members and program.name not in found:
                 rate = sum(spec.rate_rps for spec in members)
                 weight = sum(spec.weight * spec.rate_rps for spec in members) / rate
-                found[program.name] = _Asked(rate, min(spec.slo_ms for spec in members), weight)
+                spread = sum(dispersion.get(spec.name, 1.0) * spec.rate_rps for spec in members) / rate
+                found[program.name] = _Asked(rate, min(spec.slo_ms for spec in members), weight, spread)
     return found
 
 
@@ -198,10 +296,10 @@ def _connected_kinds(kinds: Sequence[_Kind]) -> Iterable[list[_Kind]]:
 
 @dataclass(frozen=True)
 class _ServedInTime:
-    """What a component serves of every program in time, how busy its gpu-lets are, what they take of each program
-    and in which batches, by kind."""
+    """What a component serves of every program in time, the time it would need for all, how busy its gpu-lets are, what
+    they take of each program and in which batches, by kind."""
 
-    component: Sequence[_Kind]
+    load: float
     done: Mapping[str, float]
     busy: Sequence[float]
     flows: Mapping[tuple[str, int], float]
@@ -209,26 +307,20 @@ class _ServedInTime:
 
 
 def _served_in_time(
+    names: Sequence[str],
     component: Sequence[_Kind],
     asked: Mapping[str, _Asked],
-    beside: Mapping[int, list[_Kind]],
+    slowdowns: Sequence[Sequence[float]],
     objective: str,
     *,
     is_cautious: bool,
 ) -> _ServedInTime:
-    names = list(dict.fromkeys(p.name for kind in component for p in kind.programs if p.name in asked))
     by_weight = objective == "weighted"
     batches: list[dict[str, Batch]] = []
-    for kind in component:
+    for kind, own in zip(component, slowdowns, strict=True):
         gathered = {
-            p.name: _gathered(
-                p,
-                asked[p.name],
-                _mean_slowdown(p, beside[id(kind)]),
-                is_alone=len(kind.programs) == 1,
-                is_cautious=is_cautious,
-            )
-            for p in kind.programs
+            p.name: _gathered(p, asked[p.name], slowdown, is_alone=len(kind.programs) == 1, is_cautious=is_cautious)
+            for p, slowdown in zip(kind.programs, own, strict=True)
             if p.name in asked
         }
         batches.append({name: batch for name, batch in gathered.items() if batch is not None})
@@ -241,7 +333,13 @@ def _served_in_time(
             left = asked[name].rate_rps - sum(flows.get((name, k), 0.0) for k in range(len(component)))
             load += max(0.0, left) * batch.time_s / gpulets
     streams = {
-        name: Stream(asked[name].rate_rps, batch, asked[name].slo_ms, asked[name].weight if by_weight else 1.0)
+        name: Stream(
+            asked[name].rate_rps,
+            batch,
+            asked[name].slo_ms,
+            asked[name].weight if by_weight else 1.0,
+            asked[name].dispersion,
+        )
         for name, batch in best.items()
         if batch is not None
     }
@@ -264,7 +362,7 @@ def _served_in_time(
         for part in (lost.get(name, 0.0), blocked):
             kept *= 1.0 - part if part > NOTHING else 1.0
         done[name] = kept * min(asked[name].rate_rps, flow)
-    return _ServedInTime(component, done, busy, flows, batches)
+    return _ServedInTime(load, done, busy, flows, batches)
 
 
 def _overloaded(
@@ -342,7 +440,7 @@ def _gathered(program: Program, asked: _Asked, slowdown: float, *, is_alone: boo
     size = 1 + bisect_right(range(2, largest + 1), 0.0, key=over_ms)
     mean = float(size)
     if size == largest:
-        mean = _mean_of_capped(largest, max(0.0, asked.slo_ms - latency.at(largest) * stated) / gap_ms)
+        mean = mean_of_capped(largest, max(0.0, asked.slo_ms - latency.at(largest) * stated) / gap_ms)
     elif is_alone and latency.at(size + 1) * stated <= asked.slo_ms:
         grows_ms = (latency.at(size + 1) - latency.at(size)) * stated
         mean += max(0.0, 1.0 - over_ms(size + 1) / (grows_ms + gap_ms))
@@ -354,7 +452,7 @@ def _gathered(program: Program, asked: _Asked, slowdown: float, *, is_alone: boo
 
 
 @cache
-def _mean_of_capped(largest: int, come: float) -> float:
+def mean_of_capped(largest: int, come: float) -> float:
     """Return the mean of min(largest, 1 + N), N from a Poisson distribution: what gathers until a batch must begin."""
     if come > 2.0 * largest + 50.0:
         return float(largest)

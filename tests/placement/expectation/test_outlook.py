@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import Plan, load_policy, solve
-from tenuto.placement.expectation.goodput import _mean_of_capped, expected_of, outlook_of
+from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of, mean_of_capped
+from tests.instruments.plans import make_plan
 from tests.placement.published import VISION, equal_rates, thesis, v100s
 
 
@@ -63,7 +66,7 @@ def plan_of(*models: tuple[str, float, float, float, float], slowdown: float = 1
 def test_a_rare_model_beside_busy_ones_is_not_promised_in_full() -> None:
     """Where time is short for a moment, a request that takes as long as thirty others is given up first."""
     rare, busy = ("rare", 30.0, 30.0, 0.1, 4.9), ("busy", 5_000.0, 60.0, 0.15, 1.0)
-    parts = outlook_of(plan_of(rare, busy)).parts
+    parts = Outlooks().of(plan_of(rare, busy)).parts
     assert parts["busy"] > 0.995
     assert parts["rare"] < 0.99
 
@@ -92,7 +95,7 @@ def test_gpulets_of_one_program_serve_what_is_promised_at_and_beyond_their_capac
     )
     trials = Trials(plan.models, requests=4_000, seed=3, scheduler="deferred", network=NetworkDelay())
     served = trials.run(plan).attainment[0]
-    assert outlook_of(plan).parts["m"] == pytest.approx(served, rel=0.05)
+    assert Outlooks().of(plan).parts["m"] == pytest.approx(served, rel=0.05)
     assert served < 0.9
 
 
@@ -122,7 +125,7 @@ def test_less_than_in_full_is_promised_where_neighbours_that_all_run_at_once_wou
                 "models": [{"name": name, "rate_rps": 10, "slo_ms": slo_ms} for name in names],
             }
         )
-        assert outlook_of(plan).parts["m"] > 0.99
+        assert Outlooks().of(plan).parts["m"] > 0.99
         return expected_of(plan).models["m"].goodput_rps / 10.0
 
     assert 0.97 < promised(3.0, 19.0) < 0.99
@@ -147,7 +150,7 @@ def test_a_gathered_batch_is_capped_in_the_mean_of_what_comes() -> None:
     numbers = np.random.default_rng(1)
     for largest, come in ((1, 3.0), (5, 4.5), (32, 20.0), (32, 90.0), (128, 1_000.0)):
         drawn = np.minimum(largest, 1 + numbers.poisson(come, 40_000)).mean()
-        assert _mean_of_capped(largest, come) == pytest.approx(drawn, rel=0.01)
+        assert mean_of_capped(largest, come) == pytest.approx(drawn, rel=0.01)
 
 
 @pytest.mark.parametrize("policy", ["wao-usher", "wsm-milp"])
@@ -164,15 +167,82 @@ def test_what_a_published_plan_promises_is_what_it_serves_and_not_what_the_polic
 
 def test_what_is_late_beside_its_neighbours_is_promised_nothing() -> None:
     model = ("m", 1.0, 50.0, 1.0, 20.0)
-    assert outlook_of(plan_of(model)).parts["m"] > 0.99
-    assert outlook_of(plan_of(model, slowdown=3.0)).parts["m"] == 0.0
+    assert Outlooks().of(plan_of(model)).parts["m"] > 0.99
+    assert Outlooks().of(plan_of(model, slowdown=3.0)).parts["m"] == 0.0
 
 
 def test_the_outlook_adds_up_to_what_is_expected() -> None:
     plan = plan_of(("a", 400.0, 100.0, 1.0, 5.0), ("b", 300.0, 80.0, 1.0, 8.0))
-    outlook, expected = outlook_of(plan), expected_of(plan)
+    outlook, expected = Outlooks().of(plan), expected_of(plan)
     assert 0.9 < outlook.busy[0] <= 1.0
     for name, rate in (("a", 400.0), ("b", 300.0)):
         assert -1e-5 <= outlook.parts[name] * rate - expected.models[name].goodput_rps < 0.02 * rate
         assert outlook.carried[0][name] >= expected.models[name].goodput_rps - 1e-6
         assert 1 < outlook.batches[0][name] <= 32
+
+
+# --- under other rates, with other gpu-lets, at other speeds ----------------------------------------------------------
+
+FOUR = ["a", "b", "c", "d"]
+
+
+def test_load_is_the_time_that_gpulets_need_for_all_requests() -> None:
+    plan = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=24.0)
+    # At 1000 r/s batches of 8, the largest, take 12 ms.
+    assert Outlooks().of(plan, Traffic({"a": 1000.0})).load == pytest.approx(1.5, rel=0.01)
+    two = make_plan({"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])}, slo_ms=24.0)
+    assert Outlooks().of(two, Traffic({"a": 1000.0})).load == pytest.approx(0.75, rel=0.02)
+    assert Outlooks({"a": 2.0}).of(two, Traffic({"a": 1000.0})).load > 1.5
+
+
+def test_who_has_no_gpulet_has_nothing_in_time() -> None:
+    plan = make_plan({"n0/0/a": (100.0, ["a"])}, models=["b"])
+    kept = Outlooks().kept(plan, Traffic({"a": 1.0, "b": 1.0, "stranger": 1.0, "idle": 0.0}), 0.99)
+    assert kept == {"a": 1.0, "b": 0.0, "stranger": 0.0}
+
+
+def test_weights_decide_who_gives_way() -> None:
+    plan = make_plan({"n0/0/a": (100.0, ["a", "b"])}, weights={"a": 1.0, "b": 3.0})
+    parts = Outlooks().of(plan, Traffic({"a": 500.0, "b": 500.0})).parts
+    assert 0.0 < parts["a"] < parts["b"]
+
+
+def test_arrivals_that_vary_more_cost_more_and_less_where_models_share_gpulets() -> None:
+    """What varies by itself adds up to something steadier."""
+    alone = make_plan({f"n0/{i}/a": (100.0, [name]) for i, name in enumerate(FOUR)}, slo_ms=30.0)
+    together = make_plan({f"n0/{i}/a": (100.0, FOUR) for i in range(4)}, slo_ms=30.0)
+
+    def worst(plan: Plan, dispersion: float) -> float:
+        traffic = Traffic(dict.fromkeys(FOUR, 400.0), dict.fromkeys(FOUR, dispersion))
+        return min(Outlooks().of(plan, traffic).parts.values())
+
+    assert worst(alone, 1.0) > worst(alone, 4.0) > worst(alone, 16.0)
+    assert worst(together, 16.0) > worst(alone, 16.0)
+
+
+def test_traffic_says_what_a_second_may_bring() -> None:
+    traffic = Traffic({"a": 100.0, "b": 400.0}, {"b": 4.0}, sigmas=2.0)
+    assert traffic.upper_rps == pytest.approx({"a": 120.0, "b": 480.0})
+    assert Traffic({"a": 100.0}).upper_rps == {"a": 100.0}
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_what_was_found_for_other_plans_changes_nothing(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    names = [*FOUR, "e"]
+    gpulets = {
+        f"n0/{gpu}/{letter}": (
+            float(rng.choice([20.0, 40.0])),
+            list(rng.choice(names, rng.integers(1, 4), replace=False)),
+        )
+        for gpu in range(3)
+        for letter in "xy"
+    }
+    plan = make_plan(gpulets, slo_ms=80.0)
+    one = Outlooks({"a": 1.3})
+    for _ in range(6):
+        left = tuple(g for g in plan.gpulets if rng.random() < 0.7)
+        traffic = Traffic({name: float(rng.choice([20.0, 60.0, 150.0])) for name in names})
+        some = plan.model_copy(update={"gpulets": left})
+        assert one.of(some, traffic) == Outlooks({"a": 1.3}).of(some, traffic)
