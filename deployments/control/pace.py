@@ -12,17 +12,20 @@ HOUR_S = 3600.0  # unit
 
 
 class Pace:
-    """Times are seconds on the controller's clock. What `memory` returns outlives the controller."""
+    """Times are seconds on the controller's clock. What `memory` returns outlives the controller.
+
+    `failures`: changes in a row that failed.
+    """
 
     def __init__(self, change: Change, changes_s: Iterable[float], quiet_until_s: float, failures: int) -> None:
         """Go on from the changes that were made, and from those in a row that failed."""
         self._change = change
         self._changes_s = deque(changes_s)
-        self._quiet_until_s, self._failures = quiet_until_s, failures
+        self._quiet_until_s, self.failures = quiet_until_s, failures
 
     def memory(self) -> tuple[tuple[float, ...], float, int]:
         """Return what the constructor takes."""
-        return tuple(self._changes_s), self._quiet_until_s, self._failures
+        return tuple(self._changes_s), self._quiet_until_s, self.failures
 
     def begun(self, now_s: float) -> None:
         """A change begins."""
@@ -30,14 +33,14 @@ class Pace:
 
     def failed(self, now_s: float) -> float:
         """A change is taken back; return for how many seconds there is no other, twice as long each time in a row."""
-        self._failures += 1
-        wait_s = min(HOUR_S, self._change.cool_down_s * 2.0 ** (self._failures - 1))
+        self.failures += 1
+        wait_s = min(HOUR_S, self._change.cool_down_s * 2.0 ** (self.failures - 1))
         self._quiet_until_s = now_s + wait_s
         return wait_s
 
     def proved(self) -> None:
         """A change has proved itself: the next failure is the first in a row."""
-        self._failures = 0
+        self.failures = 0
 
     def forgive(self) -> None:
         """A change that failed before says nothing of the one that is needed now."""

@@ -164,12 +164,6 @@ def taken_over(
     return None if best is None else best[2]
 
 
-def falling_short(plan: Plan, traffic: Traffic, slowdowns: Mapping[str, float], attainment: float) -> set[str]:
-    """Return the models of which too few requests would be in time with what batches take now."""
-    parts = Outlooks(slowdowns).of(plan, traffic).parts
-    return {name for name, rate in traffic.mean_rps.items() if rate > 0.0 and parts.get(name, 0.0) < attainment}
-
-
 def _on(plan: Plan, gpus: Sequence[Gpu]) -> Plan:
     here = {gpu.id for gpu in gpus}
     return plan.model_copy(update={"gpulets": tuple(gpulet for gpulet in plan.gpulets if gpulet.gpu in here)})

@@ -126,10 +126,9 @@ class Outlooks:
         beside = _kinds_beside(plan, kinds)
         components = list(_connected_kinds(kinds))
         for _ in range(ROUNDS):
-            change, found = 0.0, []
-            for component in components:
-                served = self._served(component, asked, beside, plan.objective, is_cautious)
-                found.append((component, served))
+            change = 0.0
+            found = [(each, self._served(each, asked, beside, plan.objective, is_cautious)) for each in components]
+            for component, served in found:
                 for kind, busy in zip(component, served.busy, strict=True):
                     change, kind.busy = max(change, abs(busy - kind.busy)), busy
             if change < 1e-3:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tenuto.deployments.control.standby import falling_short, standbys
+from tenuto.deployments.control.standby import standbys
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
-from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.profiles import Profiles
@@ -50,15 +49,3 @@ def test_as_much_more_as_is_asked_and_free_and_fits_the_memory() -> None:
         for gpulet in plan.gpulets
     )
     assert larger(10.0, plan.model_copy(update={"gpulets": heavy})) == {}
-
-
-def test_a_model_falls_short_where_slower_batches_break_what_the_plan_promised() -> None:
-    """A plan promises less than its gpu-lets have time for, as requests come at random: waiting until there is no time
-    left is waiting until requests are lost."""
-    workload = Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": 300, "slo_ms": 60}]})
-    plan = solve(load_policy("igniter", {}), workload, Cluster.parse("v100:1"), PROFILES)
-    traffic, slowed = Traffic({"resnet50": 150.0}), {"resnet50": 1.8}
-    assert Outlooks(slowed).of(plan, traffic).load < 1.0
-    assert falling_short(plan, traffic, slowed, 0.99) == {"resnet50"}
-    assert falling_short(plan, traffic, {"resnet50": 1.2}, 0.99) == set()
-    assert falling_short(plan, Traffic({"resnet50": 600.0}), {}, 0.99) == {"resnet50"}

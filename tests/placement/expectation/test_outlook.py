@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.trial import Trials
-from tenuto.placement import Plan, load_policy, solve
+from tenuto.placement import Plan, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of, mean_of_capped
+from tenuto.profiles import Profiles
+from tenuto.profiles.shipped import load_shipped
 from tests.instruments.plans import make_plan
 from tests.placement.published import VISION, equal_rates, thesis, v100s
 
@@ -246,3 +248,16 @@ def test_what_was_found_for_other_plans_changes_nothing(seed: int) -> None:
         traffic = Traffic({name: float(rng.choice([20.0, 60.0, 150.0])) for name in names})
         some = plan.model_copy(update={"gpulets": left})
         assert one.of(some, traffic) == Outlooks({"a": 1.3}).of(some, traffic)
+
+
+def test_slower_batches_break_a_promise_before_there_is_no_time_left() -> None:
+    """Waiting until then is waiting until requests are lost."""
+    workload = Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": 300, "slo_ms": 60}]})
+    profiles = Profiles([load_shipped("igniter-v100")])
+    plan, traffic = solve(load_policy("igniter"), workload, v100s(1), profiles), Traffic({"resnet50": 150.0})
+
+    def part(slowdown: float) -> float:
+        return Outlooks({"resnet50": slowdown}).of(plan, traffic).parts["resnet50"]
+
+    assert Outlooks({"resnet50": 1.8}).of(plan, traffic).load < 1.0
+    assert part(1.8) < 0.99 < part(1.2)

@@ -1,0 +1,161 @@
+"""The way to another plan as it is carried out: stage by stage, each asked for when the gpu-lets of the last are ready,
+then proved, or taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from tenuto.deployments.control import journal
+from tenuto.deployments.control.interface import Apply, Decision, Observation
+from tenuto.deployments.control.learned import FOLLOW
+from tenuto.deployments.control.memory import ChangeUnderWay, Memory
+from tenuto.deployments.control.pace import Pace
+from tenuto.deployments.control.settings import ControlSettings
+from tenuto.deployments.control.standby import Standby, still_fitting
+from tenuto.deployments.control.steps import next_stage
+from tenuto.deployments.control.worth import Durations
+from tenuto.placement import Gpulet, Plan
+from tenuto.placement.cluster import Gpu
+
+
+class Changing:
+    """Invariant: at most one change at a time. `plan` was applied last; `change` is under way, `proving` was just made;
+    `standby` are the idle processes beside the plan."""
+
+    def __init__(self, settings: ControlSettings, memory: Memory, decide: Callable[[Decision], None]) -> None:
+        """Go on from what is remembered; `decide` takes the decisions."""
+        self._settings, self._look_s, self._decide = settings.change, settings.look_s, decide
+        self.plan, self.change, self.proving = memory.plan, memory.change, memory.proving
+        self.durations = memory.durations or Durations(settings.change.start_s, settings.change.load_s)
+        self.pace = Pace(settings.change, memory.changes_s, memory.quiet_until_s, memory.failures)
+        self.gpus: tuple[Gpu, ...] = ()
+        self.standby: tuple[Standby, ...] = ()
+
+    def here(self, plan: Plan, gpulets: Sequence[Gpulet] | None = None) -> Plan:
+        """Return a plan with those of its gpu-lets, or of some, whose GPU is there."""
+        here = {gpu.id for gpu in self.gpus}
+        held = plan.gpulets if gpulets is None else gpulets
+        return plan.model_copy(update={"gpulets": tuple(gpulet for gpulet in held if gpulet.gpu in here)})
+
+    def apply(self, plan: Plan, why: str) -> None:
+        """Make a plan the one that is served; standby processes that cannot stay beside it end."""
+        self.standby = still_fitting(self.standby, plan, self.gpus)
+        self.plan = plan
+        self._decide(Apply(plan, why, tuple(standby.gpulet for standby in self.standby)))
+
+    def begin(
+        self, now_s: float, target: Plan, why: str, suffered: Sequence[str], rates_rps: Mapping[str, float]
+    ) -> None:
+        """Begin a change; `suffered` are the models that lost too much before it."""
+        origin, running = self.plan, self.here(self.plan)
+        self.pace.begun(now_s)
+        self.proving = None
+        self._step(
+            ChangeUnderWay(origin, target, running, now_s, now_s, why, suffered=tuple(suffered)), running, rates_rps
+        )
+
+    def take_over(self, now_s: float, target: Plan, why: str, suffered: Sequence[str]) -> None:
+        """Begin a change to a plan that is all there, as processes on standby are."""
+        origin = self.plan
+        self.pace.begun(now_s)
+        self.proving = None
+        self.change = ChangeUnderWay(origin, target, target, now_s, now_s, why, suffered=tuple(suffered))
+        self.apply(target, why)
+
+    def leave(self) -> None:
+        """Leave a change under way where it is."""
+        self.change = self.proving = None
+
+    def lose(self, now_s: float, lost: Sequence[str]) -> None:
+        """GPUs in use are gone. That explains what is lost from now on; and a change that failed before says nothing of
+        the one needed now."""
+        self.pace.forgive()
+        if self.change is not None:
+            self._decide(journal.abandoned(now_s, lost))
+        self.leave()
+
+    def look(self, now_s: float, seen: Observation, rates_rps: Mapping[str, float]) -> str | None:
+        """Go on where the stage of the change under way is ready or fails; return why going back failed, where it
+        did."""
+        change = self.change
+        if self.proving is not None and now_s - self.proving.stage_since_s > self._settings.prove_s:
+            self.proving = None
+            self.pace.proved()
+        if change is None:
+            return None
+        waiting = {gpulet.id for gpulet in change.stage.gpulets} - seen.ready
+        before = {gpulet.id for gpulet in change.origin.gpulets}
+        broken = {name: why for name, why in seen.broken.items() if name in waiting and name not in before}
+        lasts_s = now_s - change.stage_since_s
+        if broken:
+            why = f"gpu-let {', '.join(sorted(broken))} cannot start: {next(iter(broken.values()))}"
+            return self.take_back(now_s, change, why, rates_rps)
+        if not waiting:
+            self._remember_duration(change, lasts_s)
+            self._step(replace(change, stage_since_s=now_s), change.stage, rates_rps)
+        elif lasts_s > self._settings.ready_timeout_s:
+            why = f"gpu-let {', '.join(sorted(waiting))} is not ready after {lasts_s:.0f} s"
+            return self.take_back(now_s, change, why, rates_rps)
+        return None
+
+    def _step(self, change: ChangeUnderWay, now: Plan, rates_rps: Mapping[str, float]) -> None:
+        """Apply the next stage of a change from what runs now, or end it."""
+        stage = next_stage(now, change.target, self.gpus, rates_rps)
+        if stage is None and self.plan.to_data() == change.target.to_data():
+            self._end(change)
+            return
+        stage = stage or change.target  # all of it is there, beside what never came
+        is_last = stage is change.target or stage.to_data() == change.target.to_data()
+        self.change = replace(change, stage=stage)
+        what = "back to the plan before" if change.is_rollback else change.why
+        self.apply(stage, f"{what}{'' if is_last else ' (a stage of the change)'}")
+
+    def _end(self, change: ChangeUnderWay) -> None:
+        self.change = None
+        now_s = change.stage_since_s
+        if change.is_rollback:
+            self._decide(journal.rolled_back(now_s, now_s - change.begun_s))
+            return
+        self._decide(journal.changed(now_s, change.why, now_s - change.begun_s))
+        self.proving = change
+
+    def _remember_duration(self, change: ChangeUnderWay, lasts_s: float) -> None:
+        if lasts_s <= self._look_s:
+            return
+        running = {gpulet.id for gpulet in change.origin.gpulets}
+        known = self.durations
+        if all(gpulet.id in running for gpulet in change.stage.gpulets):
+            self.durations = replace(known, load_s=known.load_s + FOLLOW * (lasts_s - known.load_s))
+        else:
+            self.durations = replace(known, start_s=known.start_s + FOLLOW * (lasts_s - known.start_s))
+
+    def take_back(
+        self,
+        now_s: float,
+        change: ChangeUnderWay,
+        why: str,
+        rates_rps: Mapping[str, float],
+        held: Sequence[Gpulet] | None = None,
+    ) -> str | None:
+        """Go back to the plan before a change; return why, where that was going back already and nothing is left to do.
+
+        Args:
+            now_s: the time.
+            change: under way, or just made.
+            why: for the record.
+            rates_rps: by model.
+            held: gpu-lets that serve now; default: those of the plan before.
+        """
+        self.proving = None
+        if change.is_rollback:
+            self.change = None
+            self._decide(journal.stuck(now_s, why))
+            return why
+        self._decide(journal.taken_back(now_s, why, self.pace.failed(now_s)))
+        before = {gpulet.id for gpulet in change.origin.gpulets}
+        if held is None:
+            held = [gpulet for gpulet in change.stage.gpulets if gpulet.id in before]
+        now, origin = self.here(change.stage, held), self.here(change.origin)
+        self._step(ChangeUnderWay(change.stage, origin, now, now_s, now_s, why, is_rollback=True), now, rates_rps)
+        return None

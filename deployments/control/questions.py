@@ -1,0 +1,94 @@
+"""What the planner is asked, one question at a time, and when the same question is worth asking again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from tenuto.deployments.control.journal import Reason
+from tenuto.deployments.control.settings import Moved
+from tenuto.placement.cluster import Gpu
+
+MOVED_ENOUGH = 0.05  # of a need: below it the same question would get the same answer
+CHANCE = 3.0  # derived: standard deviations that a steady rate leaves by chance in 0.3 % of the looks
+
+
+@dataclass(frozen=True)
+class Question:
+    """One that is out: its number, since when, and the GPUs that were there."""
+
+    number: int
+    since_s: float
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What was asked with: needs, reasons and time."""
+
+    needs: Mapping[str, float]
+    reasons: Collection[Reason]
+    at_s: float
+
+
+class Questions:
+    """Invariant: at most one question is out."""
+
+    def __init__(self, planned_rps: Mapping[str, float], *, average_s: float, horizon_s: float) -> None:
+        """Begin with the rates that the plan was made for.
+
+        Args:
+            planned_rps: by model.
+            average_s: time constant of the rates, which says how far chance moves them.
+            horizon_s: how long an answer holds.
+        """
+        self._average_s, self._horizon_s = average_s, horizon_s
+        self._planned_rps = planned_rps
+        self._number = 0
+        self._answer: _Answer | None = None
+        self.out: Question | None = None
+        self.is_repeated = False  # whether it is asked again, as its first answer was outgrown
+
+    def ask(self, now_s: float, needs: Mapping[str, float], reasons: Collection[Reason], gpus: tuple[Gpu, ...]) -> int:
+        """Begin a question; return its number."""
+        self._number += 1
+        self._planned_rps, self._answer = needs, _Answer(needs, reasons, now_s)
+        self.out = Question(self._number, now_s, gpus)
+        return self._number
+
+    def forget_answer(self) -> None:
+        """Ask again as soon as there is a reason."""
+        self._answer = None
+
+    def has_answered(self, now_s: float, needs: Mapping[str, float], reasons: Collection[Reason]) -> bool:
+        """Whether the last question was the same, lately."""
+        last = self._answer
+        is_fresh = last is not None and now_s - last.at_s < self._horizon_s and set(reasons) <= set(last.reasons)
+        return is_fresh and not self.is_outgrown(needs)
+
+    def is_outgrown(self, needs: Mapping[str, float]) -> bool:
+        """Whether needs have moved since the last question, those of one model or of all together, by more than chance
+        moves them: of many models with few requests each, one always seems to have."""
+        if self._answer is None:
+            return False
+
+        def has_moved(then: float, now: float) -> bool:
+            by_chance = CHANCE * math.sqrt(2.0 * then / self._average_s)  # of two averages
+            return abs(now - then) > max(MOVED_ENOUGH * then, by_chance)
+
+        before = self._answer.needs
+        return (
+            before.keys() != needs.keys()
+            or has_moved(sum(before.values()), sum(needs.values()))
+            or any(has_moved(before[name], needs[name]) for name in needs)
+        )
+
+    def moved(self, needs: Mapping[str, float], rule: Moved) -> dict[str, float]:
+        """Return the needs that have left what was asked for last by so much."""
+
+        def has_moved(before: float, now: float) -> bool:
+            by_ratio = rule.ratio is not None and not 1.0 / rule.ratio <= now / before <= rule.ratio
+            return by_ratio or (rule.rps is not None and abs(now - before) >= rule.rps)
+
+        return {name: now for name, now in needs.items() if has_moved(self._planned_rps.get(name, now), now)}
