@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from statistics import median_high
+
+import msgspec
 
 from tenuto.deployments.dispatch.advice import LiveAdvice
 from tenuto.deployments.dispatch.histogram import BATCH_SIZES, Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
-from tenuto.deployments.wire.status import Event, ModelStatus
+from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus
 from tenuto.outcome import Outcome
 from tenuto.placement.plan import ExpectedModel
 from tenuto.placement.workload import ModelSpec
@@ -24,31 +26,19 @@ def _no_times() -> Histogram:
     return Histogram(())
 
 
-@dataclass
-class ModelCounters:
-    """Counts since the dispatcher started; `batches` and `batched` give the mean batch size.
+class ModelCounters(ModelCounts, kw_only=True):
+    """Counts since the dispatcher started, as the status has them; `batches` and `batched` give the mean batch size.
 
     The histograms are of executed requests, in seconds: `latency_s` from arrival to answer, `batching_s` the wait for a
     batch, `gpulet_queue_s` the wait at the gpu-let. Their buckets lie around the SLO; they start anew when it changes.
     """
 
-    submitted: int = 0
-    ok: int = 0
-    late: int = 0
-    expired: int = 0
-    rejected: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    batches: int = 0
-    batched: int = 0
-    failed_ms: float = 0.0  # from arrival to the refusal, summed over refused requests
-    last_s: float = 0.0  # wall clock of the last answer
-    execution_ms: deque[float] = field(default_factory=lambda: deque(maxlen=512))
-    latency_s: Histogram = field(default_factory=_no_times)
-    batching_s: Histogram = field(default_factory=_no_times)
-    gpulet_queue_s: Histogram = field(default_factory=_no_times)
-    execution_s: Histogram = field(default_factory=_no_times)
-    batch_sizes: Histogram = field(default_factory=lambda: Histogram(BATCH_SIZES))
+    execution_ms: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=512))
+    latency_s: Histogram = msgspec.field(default_factory=_no_times)
+    batching_s: Histogram = msgspec.field(default_factory=_no_times)
+    gpulet_queue_s: Histogram = msgspec.field(default_factory=_no_times)
+    execution_s: Histogram = msgspec.field(default_factory=_no_times)
+    batch_sizes: Histogram = msgspec.field(default_factory=lambda: Histogram(BATCH_SIZES))
 
     def follow(self, slo_ms: float) -> None:
         """From now on this is the SLO."""
@@ -58,27 +48,13 @@ class ModelCounters:
 
     def status(self, spec: ModelSpec, expected: ExpectedModel | None, queued: int) -> ModelStatus:
         """Return them beside what the plan says of the model and expects of it."""
-        executions = sorted(self.execution_ms)
+        self.slo_ms, self.rate_rps, self.queued, self.counted_at_s = spec.slo_ms, spec.rate_rps, queued, time.time()
+        self.planned_goodput_rps = expected.goodput_rps if expected else None
+        self.planned_latency_ms = expected.latency_ms if expected else None
+        self.mean_batch = self.batched / self.batches if self.batches else None
+        self.execution_p50_ms = median_high(self.execution_ms) if self.execution_ms else None
         return ModelStatus(
-            counted_at_s=time.time(),
-            submitted=self.submitted,
-            ok=self.ok,
-            late=self.late,
-            expired=self.expired,
-            rejected=self.rejected,
-            failed=self.failed,
-            cancelled=self.cancelled,
-            batches=self.batches,
-            batched=self.batched,
-            mean_batch=self.batched / self.batches if self.batches else None,
-            execution_p50_ms=executions[len(executions) // 2] if executions else None,
-            failed_ms=self.failed_ms,
-            last_ms=round(self.last_s * 1000.0),
-            slo_ms=spec.slo_ms,
-            rate_rps=spec.rate_rps,
-            planned_goodput_rps=expected.goodput_rps if expected else None,
-            planned_latency_ms=expected.latency_ms if expected else None,
-            queued=queued,
+            **{name: getattr(self, name) for name in ModelCounts.__struct_fields__},
             latency_s=self.latency_s.buckets(),
             batching_s=self.batching_s.buckets(),
             gpulet_queue_s=self.gpulet_queue_s.buckets(),
@@ -117,7 +93,7 @@ class Accounts:
         good = sum([now_ms <= request.deadline_ms for request in requests])
         counters.ok += good
         counters.late += len(requests) - good
-        counters.last_s = time.time()
+        counters.last_ms = round(1000.0 * time.time())
         counters.execution_ms.append(executed.execution_ms)
         count = len(requests)
         counters.execution_s.add(executed.execution_ms / 1000.0, count)

@@ -34,13 +34,13 @@ class Buckets(msgspec.Struct, frozen=True):
     sum: float = 0.0
 
 
-class ModelCounts(_Told, frozen=True, kw_only=True):
+class ModelCounts(msgspec.Struct, kw_only=True):
     """What became of a model's requests since its dispatcher started, and what the plan expects of it.
 
     `submitted` requests were asked for; they ended `ok`, `late`, `expired`, `rejected` or `failed`, or their client
     went away (`cancelled`). `batches` and `batched` requests were sent to gpu-lets. `failed_ms` is the time from
     arrival to refusal, summed over refused requests, `last_ms` when the last answer left (Unix time in ms). `queued`
-    requests wait for a batch now. Planned figures are None where the plan expects nothing.
+    requests wait for a batch now. Planned figures are None where the plan expects nothing. Its dispatcher counts in it.
     """
 
     counted_at_s: float = 0.0
@@ -80,7 +80,7 @@ class ModelCounts(_Told, frozen=True, kw_only=True):
         return self.late + self.expired + self.rejected + self.failed
 
 
-class ModelStatus(ModelCounts, frozen=True, kw_only=True):
+class ModelStatus(ModelCounts, kw_only=True):
     """With distributions of executed requests, in seconds: from arrival to answer, the waits for a batch and at the
     gpu-let, the execution; `proxy_s`, the time before a proxy in front, where one says when requests began."""
 
