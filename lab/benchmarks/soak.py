@@ -224,8 +224,7 @@ def lay_to_incidents(incidents: list[Incident], lost: list[Sent]) -> list[Sent]:
         incident.held = incident.after = 0
     for each in lost:
         for incident in incidents:
-            until_s = incident.at_s if incident.what == "kill" else incident.ended_s
-            if each.sent_s <= until_s and each.ended_s >= incident.at_s:
+            if each.sent_s <= incident.ended_s and each.ended_s >= incident.at_s:
                 incident.held += 1
                 break
         else:
