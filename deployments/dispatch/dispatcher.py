@@ -22,6 +22,7 @@ from tenuto.batching.core.scheduler import Dispatch, Drop, Refusal, Scheduler
 from tenuto.batching.core.system import INF, NetworkDelay, System
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.deployments.dispatch.accounts import Accounts, ModelCounters
+from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.core_time import LEAST_PATIENCE_MS, CoreTime
 from tenuto.deployments.dispatch.fleet import (
     AttachedGpulet,
@@ -84,8 +85,7 @@ class Dispatcher:
         make_connection: ConnectionFactory = gpulet_connection,
         compute: Compute | None = None,
         on_change: Callable[[], None] = lambda: None,
-        sub_cluster: str | None = None,
-        on_superseded: Callable[[], None] = lambda: None,
+        charge: Charge | None = None,
     ) -> None:
         """Prepare without a plan; `apply` gives one.
 
@@ -99,8 +99,7 @@ class Dispatcher:
             make_connection: makes the connections to gpu-lets.
             compute: runs what the core wants computed aside; by default in another process.
             on_change: called when a gpu-let comes, goes or changes what it holds, and after a new plan.
-            sub_cluster: that other dispatchers may schedule for too; None where this one alone does.
-            on_superseded: called when another one has taken charge: what is open here must be cancelled.
+            charge: which of several dispatchers has the gpu-lets; by default this one alone.
         """
         self._build_scheduler = build_scheduler
         self._on_change = on_change
@@ -111,8 +110,8 @@ class Dispatcher:
         self._ids = itertools.count()
         self._open: dict[int, Request] = {}
         self._numbers = itertools.count()
-        self._fleet = Fleet(find_gpulet, self, make_connection, sub_cluster)
-        self._on_superseded = on_superseded
+        self._fleet = Fleet(find_gpulet, self, make_connection)
+        self._charge = charge or Charge()
         self._plan: Plan | None = None
         self._plan_data: dict[str, Any] | None = None
         self._scheduler: Scheduler = UnplannedScheduler()
@@ -208,14 +207,6 @@ class Dispatcher:
             self._scheduler.update_latency(program, gpulet, factor)
         self._tell_delays()
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
-
-    def take_charge(self) -> None:
-        """Schedule for the sub-cluster from now on, alone; call it when requests come."""
-        self._fleet.take_charge()
-
-    def leave_charge(self) -> None:
-        """Wait to be asked again, as another dispatcher schedules or nobody asks."""
-        self._fleet.leave_charge()
 
     def _offer(self, gpulet: AttachedGpulet, now: float) -> None:
         """Let the core use a gpu-let once it is connected, holds what the plan says, and is idle."""
@@ -452,10 +443,7 @@ class Dispatcher:
     def state_changed(self, connection: GpuletConnection) -> None:
         """A gpu-let said anew what it holds."""
         gpulet = self._fleet.behind(connection)
-        if self._fleet.connected(gpulet):
-            logger.warning("another dispatcher has taken charge of gpu-let %s: this one waits", gpulet.id)
-            self._fleet.leave_charge()
-            self._on_superseded()
+        self._charge.heard(connection)
         now = self._time.now_ms
         self._offer(gpulet, now)
         self._carry_out(now)

@@ -1,8 +1,8 @@
 """The dispatcher of a sub-cluster in a process of its own, fed in bundles by several gateways.
 
 Its gateways' connections are to it what HTTP connections are to a gateway: one that closes cancels what it asked for.
-It takes charge of the gpu-lets when the first requests come. When another one has taken charge, because a gateway could
-not hear this one, it lets all its gateways go: they ask the other one what was asked here.
+It takes charge of the gpu-lets when the first requests come, where it may (`charge`). When another one has taken it,
+because a gateway could not hear this one, it lets all its gateways go: they ask the other one what was asked here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.process.niceness import run_at_normal_priority
@@ -52,6 +53,11 @@ logger = logging.getLogger("ray.serve")
 
 _DRAIN_S = 8.0  # limit: for what is under way; Serve gives the process 10 s
 _LEFT = "its client went away"
+_NOT_IN_CHARGE = Refused(
+    Outcome.FAILED,
+    "another dispatcher schedules, which this gateway cannot reach; ask another gateway, or again in a few seconds",
+    1.0,
+)
 
 
 class _Asked:
@@ -74,11 +80,11 @@ class _Asked:
     def refused(self, request: Request, refused: Refused) -> None:
         """Send the refusal with the next bundle."""
         del request
-        self._send(AnsweredRequest(self._number, refused))
+        self.fail(refused)
 
-    def fail(self, reason: str) -> None:
-        """Say that the request could not even be asked for."""
-        self._send(AnsweredRequest(self._number, Refused(Outcome.FAILED, reason)))
+    def fail(self, refused: Refused) -> None:
+        """Send the refusal of a request that could not even be asked for."""
+        self._send(AnsweredRequest(self._number, refused))
 
     def _send(self, answered: AnsweredRequest, size_bytes: int = 0) -> None:
         self.request = None
@@ -101,6 +107,7 @@ class _Gateway:
 
     def __init__(self, protocol: FrameProtocol, hello: Hello) -> None:
         self.protocol = protocol
+        self.name = hello.gateway
         self.shares_memory = hello.machine == machine_id()
         self.asked: dict[int, _Asked] = {}
         self.told: GatewayReport | None = None
@@ -113,8 +120,9 @@ class _Gateway:
 class BundleServer:
     """Serves one dispatcher to gateways over sockets, on the event loop of the dispatcher."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, charge: Charge | None = None) -> None:
         self.dispatcher = dispatcher
+        self._charge = charge or Charge()
         self.token = secrets.token_hex(16)
         self.started_at_s = time.time()
         self._identity = Identity()
@@ -147,6 +155,7 @@ class BundleServer:
 
     def _on_hello(self, protocol: FrameProtocol, hello: Hello) -> None:
         self._gateways[id(protocol)] = _Gateway(protocol, hello)
+        self._count_gateways()
         if hello.is_watched:
             protocol.watch()
         state = self.state()
@@ -165,18 +174,21 @@ class BundleServer:
         for one in asked.values():
             if one.request is not None:
                 self.dispatcher.cancel(one.request)
+        self._count_gateways()
+
+    def _count_gateways(self) -> None:
+        self._charge.reached_by(gateway.name for gateway in self._gateways.values())
         if not self._gateways:
             self._wait()
+        self.announce()
 
     def step_back(self) -> None:
         """Let all gateways go, as another dispatcher is in charge, and wait."""
-        self._wait()
         for gateway in list(self._gateways.values()):
             gateway.protocol.abort()
 
     def _wait(self) -> None:
         """Be the youngest of the dispatchers: gateways ask the oldest."""
-        self.dispatcher.leave_charge()
         self.started_at_s = time.time()
 
     def _on_message(self, protocol: FrameProtocol, message: Message, body: memoryview) -> None:
@@ -195,17 +207,20 @@ class BundleServer:
             logger.warning("a gateway sent a %s, which nobody asked for", type(message).__name__)
 
     def _take(self, gateway: _Gateway, bundle: Requests, body: memoryview) -> None:
-        self.dispatcher.take_charge()
+        is_in_charge = self._charge.take()
         now_ms = time.monotonic() * 1000.0
         ahead_ms = clock_ahead_ms(bundle.sent_at_ms, now_ms, shares_memory=gateway.shares_memory)
         for row in bundle.rows:
             asked = gateway.asked[row.number] = _Asked(gateway, row.number)
+            if not is_in_charge:
+                asked.fail(_NOT_IN_CHARGE)
+                continue
             try:
                 parts, body = read_parts(row.places, bundle.arenas, body, self._arenas)
                 request = self._admit(asked, row, ahead_ms)
             except (OSError, ValueError, KeyError) as error:
                 why = f"'{row.model}' was removed from the plan" if isinstance(error, KeyError) else str(error)
-                asked.fail(why)
+                asked.fail(Refused(Outcome.FAILED, why))
                 continue
             if row.number in gateway.asked:
                 asked.request = request
@@ -238,17 +253,18 @@ class BundleServer:
 
     def state(self) -> DispatcherState:
         """Return what gateways answer for without asking."""
-        dispatcher = self.dispatcher
+        dispatcher, is_eligible = self.dispatcher, self._charge.can_be_had()
         names = [spec.name for spec in dispatcher.plan.models] if dispatcher.plan is not None else []
         found = ((name, dispatcher.signature(name)) for name in names)
         return DispatcherState(
             pid=os.getpid(),
             machine=machine_id(),
             started_at_s=self.started_at_s,
-            ready=dispatcher.is_ready(),
-            ready_models=[name for name in names if dispatcher.is_ready(name)],
+            ready=is_eligible and dispatcher.is_ready(),
+            ready_models=[name for name in names if is_eligible and dispatcher.is_ready(name)],
             signatures={name: signature for name, signature in found if signature is not None},
             gpulets=dispatcher.gpulets(),
+            is_eligible=is_eligible,
         )
 
     def announce(self) -> None:
@@ -305,15 +321,15 @@ class DispatcherReplica:
             def find(gpulet_id: str) -> Finder:
                 return elsewhere(find_gpulet(gpulet_id), rays)
 
+            charge = Charge(own_application(), self._on_superseded)
             dispatcher = Dispatcher(
                 serving.build_scheduler,
                 find,
                 max_queued=serving.config.max_queued,
                 on_change=self._on_change,
-                sub_cluster=own_application(),
-                on_superseded=self._on_superseded,
+                charge=charge,
             )
-            self._server = BundleServer(dispatcher)
+            self._server = BundleServer(dispatcher, charge)
         else:
             self._server.dispatcher.configure(serving.build_scheduler, max_queued=serving.config.max_queued)
         self._server.dispatcher.apply(serving.plan, serving.config.standby)

@@ -2,20 +2,16 @@
 
 It follows plan changes: unchanged gpu-lets keep their connections and what runs, removed ones answer what they run
 before their connection closes. It decides nothing about batches.
-
-Where several dispatchers may schedule for a sub-cluster it takes charge of the gpu-lets for this one, by a term that is
-later than all it has heard of, and learns from them when another one has.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.deployments.dispatch.in_flight import Batch
-from tenuto.deployments.wire.messages import GpuletState, TakeCharge
+from tenuto.deployments.wire.messages import GpuletState
 from tenuto.deployments.wire.peer import Connection, ConnectionEvents, Finder, PeerConnection
 from tenuto.deployments.wire.status import GpuletStatus, RunningBatch
 from tenuto.placement import Plan
@@ -29,7 +25,6 @@ ConnectionFactory = Callable[[str, Finder, ConnectionEvents[GpuletState]], Gpule
 _LAST_ANSWERS_S = 30.0  # limit: for the batches of a gpu-let that the plan no longer has
 _FIRST_REST_S = 0.1  # limit: between the first two tries to connect; twice as long after each further failure
 _LONGEST_REST_S = 5.0  # limit: of that rest, so that one which is back is found soon
-_DRAWN_BITS = 31  # format: of a term, so that two dispatchers that have heard of the same one never choose equal ones
 
 
 def gpulet_connection(gpulet_id: str, find: Finder, events: ConnectionEvents[GpuletState]) -> GpuletConnection:
@@ -91,7 +86,6 @@ class Fleet:
         find_gpulet: Callable[[str], Finder],
         events: ConnectionEvents[GpuletState],
         make_connection: ConnectionFactory = gpulet_connection,
-        sub_cluster: str | None = None,
     ) -> None:
         """Prepare without a plan.
 
@@ -99,11 +93,7 @@ class Fleet:
             find_gpulet: returns the function that finds a gpu-let by its id.
             events: told what connections bring.
             make_connection: makes them.
-            sub_cluster: that others may schedule for too; None where this dispatcher alone does.
         """
-        self._sub_cluster = sub_cluster
-        self._term = 0  # of this dispatcher, 0 while it is not in charge
-        self._latest_term = 0  # heard of
         self._find_gpulet = find_gpulet
         self._events = events
         self._make_connection = make_connection
@@ -179,37 +169,6 @@ class Fleet:
         await asyncio.gather(*(connection.stop() for connection in connections), *self._closing)
         for gpulet in self._gpulets:
             gpulet.lose()
-
-    # --- who is in charge ---------------------------------------------------------------------------------------
-
-    def take_charge(self) -> None:
-        """Have the gpu-lets to this dispatcher alone from now on, if it has not already."""
-        if self._sub_cluster is None or self._term:
-            return
-        self._term = (self._latest_term >> _DRAWN_BITS) + 1 << _DRAWN_BITS | secrets.randbits(_DRAWN_BITS)
-        for gpulet in self._by_connection.values():
-            self._claim(gpulet)
-
-    def leave_charge(self) -> None:
-        """Wait to be asked again."""
-        self._term = 0
-
-    def connected(self, gpulet: AttachedGpulet) -> bool:
-        """Take note of a gpu-let that has connected or said anew what it is; return whether another dispatcher has it
-        by now, whose term is later."""
-        if self._sub_cluster is None or gpulet.connection.state is None:
-            return False
-        term = gpulet.connection.state.terms.get(self._sub_cluster, 0)
-        self._latest_term = max(self._latest_term, term)
-        if 0 < self._term < term:
-            return True
-        if term < self._term:
-            self._claim(gpulet)
-        return False
-
-    def _claim(self, gpulet: AttachedGpulet) -> None:
-        if self._sub_cluster is not None and gpulet.connection.is_up:
-            gpulet.connection.send(TakeCharge(self._sub_cluster, self._term))
 
     # --- who may be used ----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,12 +91,12 @@ class _SubCluster:
     is_in_plan: bool = True
 
     def scheduling(self) -> _Peer | None:
-        """Return the dispatcher that schedules: the oldest that is there, which is the same for every gateway."""
-        found, oldest = None, (math.inf, 0)
+        """Return the dispatcher that schedules, which is the same for every gateway that reaches it."""
+        found, senior = None, (True, math.inf, 0)
         for peer in self.peers:
             state = peer.connection.state
-            if state is not None and peer.connection.is_up and (state.started_at_s, state.pid) < oldest:
-                found, oldest = peer, (state.started_at_s, state.pid)
+            if state is not None and peer.connection.is_up and state.seniority() < senior:
+                found, senior = peer, state.seniority()
         return found
 
     def connected(self) -> int:
@@ -127,6 +128,7 @@ class DispatcherClient:
             is_watched: whether dispatchers may give this process up when its loop stands still for a second or two.
         """
         self._is_watched = is_watched
+        self._name = secrets.token_hex(8)
         self._find = find_dispatcher
         self._dispatchers = 1  # of every sub-cluster; all but one wait
         self._on_change = on_change
@@ -202,7 +204,7 @@ class DispatcherClient:
             raise LookupError("no other dispatcher is there")
 
         connection = PeerConnection(
-            DispatcherState, group.name, find, self, name="dispatcher", is_watched=self._is_watched
+            DispatcherState, group.name, find, self, name="dispatcher", is_watched=self._is_watched, gateway=self._name
         )
         peer = _Peer(group, connection, Bundler(lambda _items: None))
         peer.outbox = Bundler(functools.partial(self._send, peer))

@@ -26,7 +26,7 @@ from tenuto.deployments.gpulet.inbox import Source
 from tenuto.deployments.wire.encryption import Identity, TlsSocket
 from tenuto.deployments.wire.frames import Address, FrameSocket, WrongFrameError, listener
 from tenuto.deployments.wire.liveness import BEAT_S
-from tenuto.deployments.wire.messages import GpuletState, Message, RunBatch, TakeCharge
+from tenuto.deployments.wire.messages import GpuletState, Message, RunBatch, TakeCharge, Term
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import Buffer
 
@@ -111,8 +111,7 @@ class Channel:
         self._identity = Identity()
         self._listeners: dict[tuple[str, bool], socket.socket] = {}
         self._peers: set[_Peer] = set()
-        self._in_charge: dict[str, _Peer] = {}  # by sub-cluster
-        self._terms: dict[str, int] = {}
+        self._in_charge: dict[str, tuple[_Peer | None, Term]] = {}  # by sub-cluster
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         threading.Thread(target=self._beat, name=f"gpu-let {name} beats", daemon=True).start()
@@ -137,7 +136,8 @@ class Channel:
     def announce(self, state: GpuletState) -> None:
         """Tell everyone who is connected, and whoever connects later, what this gpu-let is and holds."""
         with self._lock:
-            state = self._state = msgspec.structs.replace(state, terms=dict(self._terms))
+            terms = {name: term for name, (_, term) in self._in_charge.items()}
+            state = self._state = msgspec.structs.replace(state, terms=terms)
             peers = list(self._peers)
         for peer in peers:
             peer.connection.limit_bodies(state.most_asked_bytes())
@@ -225,8 +225,14 @@ class Channel:
             logger.warning("gpu-let %s closes a connection: %s", self._name, error)
         with self._lock:
             self._peers.discard(peer)
+            state, (holder, term) = self._state, self._holder(peer)
+            is_left = holder is peer and bool(term.gateways)
+            if is_left and peer.sub_cluster is not None:
+                self._in_charge[peer.sub_cluster] = peer, Term(term.number)
         _give_up(peer)  # nobody waits for it
         peer.connection.close()
+        if is_left and state is not None:
+            self.announce(state)
 
     def _take(self, peer: _Peer, message: Message, body: memoryview, received_at: float) -> None:
         if isinstance(message, RunBatch):
@@ -242,21 +248,25 @@ class Channel:
         from the terms in the state."""
         peer.sub_cluster = name = wanted.sub_cluster
         with self._lock:
-            state, before = self._state, self._in_charge.get(name)
-            is_later = wanted.term > self._terms.get(name, 0)
-            if is_later:
-                self._terms[name], self._in_charge[name] = wanted.term, peer
-        if not is_later and before is peer:
+            state, (before, term) = self._state, self._holder(peer)
+            is_taken = wanted.term.number >= term.number  # equal: the same dispatcher, maybe on another connection
+            if is_taken:
+                self._in_charge[name] = peer, wanted.term
+        if before is peer and wanted.term == term:
             return
-        if is_later and before is not None and before is not peer:
+        if is_taken and before is not None and before is not peer:
             logger.warning("gpu-let %s: another dispatcher of sub-cluster %s takes charge", self._name, name)
             _give_up(before)
         if state is not None:
             self.announce(state)
 
+    def _holder(self, peer: _Peer) -> tuple[_Peer | None, Term]:
+        """Return which dispatcher of a dispatcher's sub-cluster is in charge, or was last, and by which term."""
+        return self._in_charge.get(peer.sub_cluster or "", (None, Term()))
+
     def is_in_charge(self, peer: _Peer) -> bool:
         """Whether no other dispatcher of its sub-cluster has taken charge."""
-        return peer.sub_cluster is None or self._in_charge.get(peer.sub_cluster) is peer
+        return peer.sub_cluster is None or self._holder(peer)[0] is peer
 
     def _beat(self) -> None:
         while not self._is_closed.wait(BEAT_S):

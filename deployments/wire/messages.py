@@ -41,6 +41,7 @@ class Hello(_Message, tag=1):
     token: str
     machine: str = ""
     is_watched: bool = True  # given up when it falls silent; others have loops that users keep busy
+    gateway: str = ""  # of whoever asks dispatchers: a name that no other one has
 
 
 class Beat(_Message, tag=8):
@@ -50,11 +51,19 @@ class Beat(_Message, tag=8):
 # --- dispatcher and gpu-let -------------------------------------------------------------------------------------------
 
 
+class Term(NamedTuple):
+    """Who schedules for a sub-cluster: the dispatcher with the highest number, no two of which are equal; and the names
+    of the gateways that reach it, none once it is gone."""
+
+    number: int = 0
+    gateways: frozenset[str] = frozenset()
+
+
 class GpuletState(_Message, tag=2):
     """What a gpu-let is and holds; it says so to everyone who connects, and again when it changes.
 
     `programs`: the largest batch of each. `signatures`: of every model. `merged`: what merging did, by program.
-    `terms`: for every sub-cluster, the term of the dispatcher that took charge last; see `TakeCharge`.
+    `terms`: for every sub-cluster, that of the dispatcher that took charge last.
     """
 
     gpulet: str
@@ -73,7 +82,7 @@ class GpuletState(_Message, tag=2):
     merged: dict[str, dict[str, float]]
     signatures: dict[str, ModelSignature]
     node_id: str = ""  # Ray's name of the node
-    terms: dict[str, int] = {}  # msgspec copies defaults
+    terms: dict[str, Term] = {}  # msgspec copies defaults
 
     def most_asked_bytes(self) -> int:
         """Return the size of the largest batch that can be asked for."""
@@ -150,10 +159,10 @@ class GpuletCloses(_Message, tag=7):
 
 class TakeCharge(_Message, tag=9):
     """From now on this dispatcher schedules for its sub-cluster, and no other one: batches of those with an earlier
-    term are not begun any more. Terms are never equal; the highest holds."""
+    term are not begun any more. Said again when other gateways reach it."""
 
     sub_cluster: str
-    term: int
+    term: Term
 
 
 # --- gateway and dispatcher -------------------------------------------------------------------------------------------
@@ -233,6 +242,11 @@ class DispatcherState(_Message, tag=12):
     ready_models: list[str]
     signatures: dict[str, ModelSignature]
     gpulets: list[GpuletStatus]
+    is_eligible: bool = True  # it schedules, or no dispatcher does that gateways reach which do not reach this one
+
+    def seniority(self) -> tuple[bool, float, int]:
+        """Return what is smallest of the one that is to be asked: it may schedule, and of several it is the oldest."""
+        return not self.is_eligible, self.started_at_s, self.pid
 
     def most_asked_bytes(self) -> int:
         """Return the size of the largest bundle of requests."""

@@ -95,6 +95,7 @@ class PeerConnection(Generic[StateT]):
         *,
         name: str = "gpu-let",
         is_watched: bool = True,
+        gateway: str = "",
     ) -> None:
         """Prepare; `start` begins.
 
@@ -105,11 +106,13 @@ class PeerConnection(Generic[StateT]):
             events: told what happens.
             name: what to call it in logs, before its own name.
             is_watched: whether the peer may give this process up when it falls silent.
+            gateway: the name of the gateway that this is.
         """
         self.peer = peer
         self.state: StateT | None = None
         self._kind = kind
         self._is_watched = is_watched
+        self._gateway = gateway
         self._name = f"{name} {peer}"
         self._find = find
         self._events = events
@@ -155,7 +158,7 @@ class PeerConnection(Generic[StateT]):
             try:
                 endpoint = await self._find()
                 self._ended.clear()
-                hello = Hello(endpoint.token, self._machine, self._is_watched)
+                hello = Hello(endpoint.token, self._machine, self._is_watched, self._gateway)
                 self._protocol = await connect(
                     endpoint.address, hello, self._on_message, self._on_lost, certificate=endpoint.certificate
                 )

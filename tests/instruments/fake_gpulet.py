@@ -20,6 +20,7 @@ from tenuto.deployments.wire.messages import (
     Message,
     RunBatch,
     TakeCharge,
+    Term,
 )
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import GpuletMode
@@ -75,7 +76,8 @@ class FakeGpulet:
         self.incarnation = 0
         self._held: list[tuple[FrameProtocol, RunBatch, memoryview]] = []
         self._protocols: set[FrameProtocol] = set()
-        self.terms: dict[str, int] = {}
+        self.terms: dict[str, Term] = {}
+        self.taken: list[int] = []  # the numbers of the terms that held, one after the other
         self.in_charge: FrameProtocol | None = None  # of the one sub-cluster that tests have
         self._server: asyncio.Server | None = None
         self._alive = asyncio.Event()
@@ -90,7 +92,7 @@ class FakeGpulet:
 
     def _accept(self) -> FrameProtocol:
         return FrameProtocol(
-            self._on_message, lambda *_: None, expect_token="t", on_hello=lambda protocol, _: self._greet(protocol)
+            self._on_message, self._on_lost, expect_token="t", on_hello=lambda protocol, _: self._greet(protocol)
         )
 
     def _greet(self, protocol: FrameProtocol) -> None:
@@ -142,9 +144,12 @@ class FakeGpulet:
         return found
 
     def _on_message(self, protocol: FrameProtocol, message: Message, body: memoryview) -> None:
-        if isinstance(message, TakeCharge) and message.term > self.terms.get(message.sub_cluster, 0):
-            self.terms[message.sub_cluster], self.in_charge = message.term, protocol
-            self.tell(self._state())
+        if isinstance(message, TakeCharge):
+            number = self.terms.get(message.sub_cluster, Term()).number
+            if message.term.number > number:
+                self.taken.append(message.term.number)
+            if message.term.number >= number:
+                self._hold(message.sub_cluster, message.term, protocol)
         if not isinstance(message, RunBatch):
             return
         if self.in_charge not in (None, protocol):
@@ -158,6 +163,18 @@ class FakeGpulet:
             self._held.append((protocol, message, body))
         else:
             self._answer(protocol, message, body)
+
+    def _on_lost(self, protocol: FrameProtocol, _error: BaseException | None) -> None:
+        self._protocols.discard(protocol)
+        if protocol is self.in_charge:
+            for name, term in self.terms.items():
+                self._hold(name, Term(term.number), protocol)
+
+    def _hold(self, sub_cluster: str, term: Term, protocol: FrameProtocol) -> None:
+        self.in_charge = protocol
+        if self.terms.get(sub_cluster) != term:
+            self.terms[sub_cluster] = term
+            self.tell(self._state())
 
     def release(self) -> None:
         held, self._held = self._held, []

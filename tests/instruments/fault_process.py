@@ -25,6 +25,7 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
@@ -127,14 +128,11 @@ async def dispatcher(name: str, folder: Path, host: str) -> None:
     def eager(plan: Plan, network: NetworkDelay) -> Scheduler:
         return make_scheduler("eager", from_plan(plan, network), {})
 
+    charge = Charge("0", lambda: server.step_back())
     made = Dispatcher(
-        eager,
-        lambda gpulet_id: finder(folder, gpulet_id),
-        on_change=lambda: server.announce(),
-        sub_cluster="0",
-        on_superseded=lambda: server.step_back(),
+        eager, lambda gpulet_id: finder(folder, gpulet_id), on_change=lambda: server.announce(), charge=charge
     )
-    server = BundleServer(made)
+    server = BundleServer(made, charge)
     endpoint = await server.listen(host)
     made.apply(make_plan())
     announce(folder, name, endpoint)

@@ -12,6 +12,7 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher, SchedulerFactory
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.dispatch.in_flight import Request
@@ -54,15 +55,15 @@ class Cluster:
         self.pids = itertools.count()
 
     async def start(self) -> BundleServer:
+        charge = Charge("0", lambda: server.step_back())
         dispatcher = Dispatcher(
             self.scheduler,
             finder({g.id: g for g in self.gpulets}),
             max_queued=self.max_queued,
             on_change=lambda: server.announce(),
-            sub_cluster="0",
-            on_superseded=lambda: server.step_back(),
+            charge=charge,
         )
-        server = BundleServer(dispatcher)
+        server = BundleServer(dispatcher, charge)
         self.servers[server] = await server.listen()
         dispatcher.apply(self.plan)
         return server
@@ -80,8 +81,11 @@ class Cluster:
         found = list(self.servers.values())[self.not_found :]
         return found[self.asked % len(found)]
 
-    async def gateway(self, dispatchers: int = 1) -> DispatcherClient:
-        gateway = DispatcherClient(lambda _name: self._find)
+    async def gateway(self, dispatchers: int = 1, *, reaches: BundleServer | None = None) -> DispatcherClient:
+        async def find() -> Endpoint:
+            return await self._find() if reaches is None else self.servers[reaches]
+
+        gateway = DispatcherClient(lambda _name: find)
         self.gateways.append(gateway)
         await self.apply(gateway, dispatchers)
         await until(gateway.is_ready)
@@ -307,6 +311,27 @@ async def test_a_gateway_that_hears_a_dispatcher_no_more_takes_all_others_with_i
         8,
         10,
     )
+
+
+async def test_two_gateways_that_reach_one_dispatcher_each_are_not_served_in_turns(start: Start) -> None:
+    """Who was asked first serves its gateway without a break; the other gateway is told, until that one is gone."""
+    gpulets = [FakeGpulet(name, ("m",)) for name in ("a", "b")]
+    cluster = await start(make_plan(("a", ("m",)), ("b", ("m",)), slo_ms=60_000.0), *gpulets, scheduler=_eager)
+    servers = [cluster.server, await cluster.start()]
+    first, second = [await cluster.gateway(reaches=server) for server in servers]
+    assert (await answer(submit(first, "m", X))).outcome is Outcome.OK
+    await until(lambda: not second.is_ready("m"))
+    for _ in range(10):
+        asked = [submit(gateway, "m", X) for gateway in (first, second)]
+        mine, others = [await answer(future) for future in asked]
+        assert mine.outcome is Outcome.OK
+        assert others.outcome is Outcome.FAILED
+        assert "another dispatcher schedules" in others.reason
+    assert [len(gpulet.taken) for gpulet in gpulets] == [1, 1]
+    await cluster.kill()
+    await until(lambda: second.is_ready("m"))
+    assert (await answer(submit(second, "m", X))).outcome is Outcome.OK
+    assert [len(gpulet.taken) for gpulet in gpulets] == [2, 2]
 
 
 async def test_gateways_follow_how_many_dispatchers_there_are_to_be(start: Start) -> None:
