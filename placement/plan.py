@@ -6,10 +6,12 @@ One schema for every policy. Plans are immutable and comparable; they carry all 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator
 
 from tenuto.documents import Fault, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import raise_if_any, refused
@@ -74,6 +76,25 @@ class Expected(StrictModel):
     assumptions: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class GpuletProcess:
+    """What is fixed of a gpu-let when its process starts: its process goes on in another plan where that has the same.
+
+    Everything else changes in place. `node`: the label or address of the node; None: any. `cuda_mps`: it joins the
+    daemon of its GPU; only one that is bound by UUID has a daemon that can be named in a plan.
+    """
+
+    gpu: str
+    gpu_type: str
+    uuid: str | None
+    node: str | None
+    share_pct: float | None
+    memory_mib: float | None
+    mps: Literal["off", "auto", "required"]
+    cuda_mps: bool
+    streaming: bool
+
+
 class Plan(StrictModel):
     """The decision of a policy, complete and immutable."""
 
@@ -111,7 +132,8 @@ class Plan(StrictModel):
     @property
     def workload(self) -> Workload:
         """What the plan was made for, as far as plans say it."""
-        return Workload(models=self.models, applications=self.applications, objective=self.objective)
+        kept = {name: getattr(self, name) for name in ("models", "applications", "objective", "mps", "streaming")}
+        return Workload.model_validate(kept)
 
     def model(self, name: str) -> ModelSpec:
         """Return the workload entry of a model; KeyError if the plan does not know it."""
@@ -132,14 +154,23 @@ class Plan(StrictModel):
             found.setdefault(gpulet.gpu, []).append(gpulet)
         return found
 
-    def uses_mps(self, gpulet: Gpulet) -> bool:
-        """Return whether a gpu-let needs CUDA MPS on real hardware: always if required, with `auto` where its GPU has
-        shares or several gpu-lets. All gpu-lets of a GPU need it or none, or those outside would take turns with the
-        whole of the others."""
-        if self.mps != "auto":
-            return self.mps == "required"
-        beside = self.on_gpu(gpulet.gpu)
-        return len(beside) > 1 or any(other.effective_share_pct < 100.0 for other in beside)
+    def processes(self) -> dict[str, GpuletProcess]:
+        """Return the process of every gpu-let, by its id."""
+        gpus, held = {gpu.id: gpu for gpu in self.gpus}, self.by_gpu().items()
+        return {g.id: process for name, gpulets in held for g, process in self.processes_on(gpus[name], gpulets)}
+
+    def processes_on(self, gpu: PlannedGpu, gpulets: Sequence[Gpulet]) -> list[tuple[Gpulet, GpuletProcess]]:
+        """Return what the processes of gpu-lets would be that share a GPU, which need not be one of the plan.
+
+        CUDA MPS is always there if required, with `auto` where its GPU has shares or several gpu-lets. All gpu-lets of
+        a GPU need it or none, or those outside would take turns with the whole of the others.
+        """
+        needs_mps = self.mps == "required" or (
+            self.mps == "auto" and (len(gpulets) > 1 or any(g.effective_share_pct < 100.0 for g in gpulets))
+        )
+        joins = needs_mps and gpu.uuid is not None and gpu.type != "cpu"
+        place, how = (gpu.id, gpu.type, gpu.uuid, gpu.label or gpu.address), (self.mps, joins, self.streaming)
+        return [(g, GpuletProcess(*place, g.share_pct, g.memory_mib, *how)) for g in gpulets]
 
     def hosts_of(self, model: str) -> tuple[Gpulet, ...]:
         """Return the gpu-lets on which a model is resident."""
@@ -191,6 +222,14 @@ class Plan(StrictModel):
     def check_references(self, origin: str = "plan") -> None:
         """Raise `InvalidInputError` with every rule that its gpu-lets break; see `tenuto.placement.rules`."""
         raise_if_any(plan_problems({gpu.id: gpu.type for gpu in self.gpus}, self.gpulets, self.models, origin))
+
+
+def _read(value: Any) -> Any:
+    return value if isinstance(value, Plan) else Plan.from_data(value)
+
+
+# A plan inside another schema: plain data there, as `Plan.to_data` makes it.
+PlanField = Annotated[Plan, BeforeValidator(_read), PlainSerializer(Plan.to_data)]
 
 
 def _drop(data: dict[str, Any], **defaults: Any) -> None:

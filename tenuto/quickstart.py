@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.documents import dump_yaml, write_whole
 from tenuto.errors import EnvironmentFaultError
@@ -78,11 +78,11 @@ class Quickstart:
         with Launcher(progress=lambda text: self._say(f"  {text}")) as launcher:
             launcher.connect(num_gpus=4, address="local")  # never onto a cluster that others use
             self._say("serve: real models on the processor")
-            launcher.apply(serve_config(on_cpu, port=port, proxy_port=proxy_port))
+            launcher.apply(Deployment(plan=on_cpu, port=port, proxy_port=proxy_port).config())
             self.ask(launcher.base_url)
             runs = [self._load("cpu", "cpu", on_cpu, launcher.base_url)]
             self._say(f"serve: the same models on four emulated V100s, {_EMULATED_FACTOR:g} times the rates")
-            launcher.apply(serve_config(on_gpus, port=port, proxy_port=proxy_port, executor="emulated"))
+            launcher.apply(Deployment(plan=on_gpus, port=port, proxy_port=proxy_port, executor="emulated").config())
             runs.append(self._load("v100", "v100 (emulated)", on_gpus, launcher.base_url))
             self._say("stop: draining")
         return runs
@@ -120,7 +120,7 @@ class Quickstart:
                 f"no plan for {', '.join(plan.unserved)}: {plan.unserved_reasons}. Free the machine and retry."
             )
         path = self._folder / f"plan-{name}.yaml"
-        write_whole(path, dump_yaml(serve_config(plan, port=port)))
+        write_whole(path, dump_yaml(Deployment(plan=plan, port=port).config().to_data()))
         hosted = "; ".join(f"{g.id}: " + ", ".join(f"{r.name} ≤{r.batch_size}" for r in g.models) for g in plan.gpulets)
         self._say(f"plan: {name}: {hosted}")
         return plan

@@ -23,6 +23,7 @@ from tenuto.batching.virtual.gpulets import EmulatedBatch
 from tenuto.batching.virtual.result import BatchLog
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Gpulet, Plan
+from tenuto.placement.plan import GpuletProcess
 
 _TOLD_AFTER = 3  # batches of a program that took another time than planned before the scheduler is told, as live
 
@@ -75,6 +76,7 @@ class _Process:
     """The process of a gpu-let. `ready_at` is when it has loaded everything; INF: it never will."""
 
     gpulet: Gpulet
+    fixed: GpuletProcess
     ready_at: float
     is_ready: bool = False
     broken: str | None = None
@@ -148,16 +150,17 @@ class RunningSystem:
         """Serve by `plan` from now on, with idle processes for the gpu-lets on `standby` beside it.
 
         Gpu-lets it has and the last one had not are started, those with more models load them (and do not serve
-        meanwhile), those with another GPU or share start anew, and those that are gone end what they run.
+        meanwhile), those that need another process start anew, and those that are gone end what they run.
         """
         now = self.now_ms
         self._charge()
         kept: dict[str, _Process] = {}
         self._idle = {gpulet.id for gpulet in standby}
+        fixed = plan.model_copy(update={"gpulets": (*plan.gpulets, *standby)}).processes() | plan.processes()
         for gpulet in (*plan.gpulets, *standby):
             process = self._processes.get(gpulet.id)
-            if process is None or _is_other_process(process.gpulet, gpulet):
-                process = self._started(gpulet, now)
+            if process is None or process.fixed != fixed[gpulet.id]:
+                process = self._started(gpulet, fixed[gpulet.id], now)
             else:
                 missing = {r.name for r in gpulet.models} - {r.name for r in process.gpulet.models}
                 process.gpulet = gpulet
@@ -321,9 +324,9 @@ class RunningSystem:
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def _started(self, gpulet: Gpulet, now: float) -> _Process:
+    def _started(self, gpulet: Gpulet, fixed: GpuletProcess, now: float) -> _Process:
         low, high = self.life.start_s
-        process = _Process(gpulet, INF, broken=self._cannot_start(gpulet))
+        process = _Process(gpulet, fixed, INF, broken=self._cannot_start(gpulet))
         if process.broken is None:
             self._await(process, now + 1000.0 * float(self._generator.uniform(low, high)))
         return process
@@ -419,7 +422,3 @@ class RunningSystem:
         return {
             name: GpuletUse(sum(times) / 1000.0, len(times), measured.get(name, {})) for name, times in busy_ms.items()
         }
-
-
-def _is_other_process(before: Gpulet, after: Gpulet) -> bool:
-    return (before.gpu, before.share_pct, before.memory_mib) != (after.gpu, after.share_pct, after.memory_mib)

@@ -12,7 +12,8 @@ from tenuto.deployments.control.live import Live, LiveSystem, ServeSide
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.history import History
 from tenuto.deployments.wire.status import DispatchingStatus, LogLine
 from tenuto.errors import EnvironmentFaultError
 
@@ -53,7 +54,7 @@ def change_deployment(
         InvalidInputError: it cannot be served so; nothing was changed.
         EnvironmentFaultError: the gateways do not answer.
     """
-    plan = running.read_plan()
+    plan = running.plan
     settings = ControlSettings.model_validate({"mode": "off", "change": {"ready_timeout_s": ready_timeout_s}})
     system = LiveSystem(running, serve, read_status, gpus_of(plan))
     heard: list[LogLine] = []

@@ -13,11 +13,10 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from tenuto.deployments.control.steps import fits
-from tenuto.deployments.serve.diff import diff
 from tenuto.errors import refused
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.plan import GpuletProcess, PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.profiles.gpu_types import memory_mib_of
 
@@ -40,6 +39,11 @@ def fitted(
         InvalidInputError: it uses more GPUs of a type than there are.
     """
     before = running.by_gpu() if running is not None else {}
+    then = running.processes() if running is not None else {}
+
+    def pairs(new: Sequence[Gpulet], gpu: Gpu) -> _Pairs:
+        return _pairs(plan.processes_on(PlannedGpu.of(gpu), new), before.get(gpu.id, []), then)
+
     wanted = {gpu: gpulets for gpu, gpulets in plan.by_gpu().items() if gpulets}
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     taken = {*reserved, *(gpulet.id for gpulet in (running.gpulets if running is not None else ()))}
@@ -51,11 +55,16 @@ def fitted(
         if len(new) > len(there):
             rule = f"{len(new)} GPUs of type {gpu_type}, and {len(there)} are there"
             raise refused("gpus", len(new), rule, "Plan on the GPUs that are there.")
-        value = np.array([[_value(wanted[name], before.get(gpu.id, []), gpu) for gpu in there] for name in new])
+        value = np.array(
+            [
+                [_value(wanted[name], before.get(gpu.id, []), gpu, pairs(wanted[name], gpu)) for gpu in there]
+                for name in new
+            ]
+        )
         for row, column in zip(*linear_sum_assignment(value, maximize=True), strict=True):
             gpu = there[column]
             used[gpu.id] = PlannedGpu.of(gpu)
-            gpulets += _named(wanted[new[row]], gpu.id, before.get(gpu.id, []), taken)
+            gpulets += _named(wanted[new[row]], gpu.id, pairs(wanted[new[row]], gpu), taken)
     if keep_idle:
         used |= {gpu.id: PlannedGpu.of(gpu) for gpu in gpus if gpu.id not in used}
     order = {gpu.id: place for place, gpu in enumerate(gpus)}
@@ -70,11 +79,11 @@ def fitted(
 def renamed(plan: Plan, running: Plan) -> Plan:
     """Return an operator's plan in which every gpu-let that cannot go on in the process that has its id gets an id of
     its own, so that it can start beside it."""
-    restart = {change.gpulet for change in diff(running, plan).changes if change.kind == "restart"}
+    then, now = running.processes(), plan.processes()
     taken = {gpulet.id for gpulet in (*running.gpulets, *plan.gpulets)}
     found = []
     for gpulet in plan.gpulets:
-        if gpulet.id in restart:
+        if then.get(gpulet.id, now[gpulet.id]) != now[gpulet.id]:
             name = fresh_id(gpulet.gpu, taken)
             taken.add(name)
             gpulet = gpulet.model_copy(update={"id": name})
@@ -106,37 +115,41 @@ def fresh_id(gpu_id: str, taken: Collection[str]) -> str:
     return gpulet_id(gpu_id, index)
 
 
-def _value(new: Sequence[Gpulet], old: Sequence[Gpulet], gpu: Gpu) -> float:
+_Pairs = list[tuple[float, int, str]]
+
+
+def _value(new: Sequence[Gpulet], old: Sequence[Gpulet], gpu: Gpu, pairs: _Pairs) -> float:
     """Return what it is worth to lay a GPU's gpu-lets on one that holds others: models that stay loaded, less those
     that could only start once others have gone."""
-    pairs = _pairs(new, old)
     stay = {i for _, i, _ in pairs}
     starts = [gpulet for index, gpulet in enumerate(new) if index not in stay]
     breaks = 0.0 if fits([*old, *starts], gpu) else sum(len(gpulet.models) for gpulet in starts)
     return sum(value for value, _, _ in pairs) - BREAKS * breaks
 
 
-def _pairs(new: Sequence[Gpulet], old: Sequence[Gpulet]) -> list[tuple[float, int, int]]:
-    """Return (value, new, old) for every gpu-let that stays, greedily the most valuable first: its models, counted
-    twice where it holds no others, and a little more where nothing about it changes."""
+def _pairs(
+    new: Sequence[tuple[Gpulet, GpuletProcess]], old: Sequence[Gpulet], then: Mapping[str, GpuletProcess]
+) -> _Pairs:
+    """Return (value, new, id of the old) for every gpu-let whose process goes on, greedily the most valuable first: its
+    models, counted twice where it holds no others, and a little more where nothing about it changes."""
     found = []
-    for i, after in enumerate(new):
+    for i, (after, process) in enumerate(new):
         models = {replica.name for replica in after.models}
         for j, before in enumerate(old):
             same = {replica.name for replica in before.models}
-            if (after.share_pct, after.memory_mib) == (before.share_pct, before.memory_mib) and models & same:
+            if process == then[before.id] and models & same:
                 more = (models == same) * 1.0 + (after.models == before.models) * 0.1
                 found.append((len(models & same) * (1.0 + more), i, j))
     chosen: list[tuple[float, int, int]] = []
     for value, i, j in sorted(found, key=lambda pair: (-pair[0], pair[1], pair[2])):
         if all(i != other and j != another for _, other, another in chosen):
             chosen.append((value, i, j))
-    return chosen
+    return [(value, i, old[j].id) for value, i, j in chosen]
 
 
-def _named(new: Sequence[Gpulet], gpu_id: str, old: Sequence[Gpulet], taken: set[str]) -> list[Gpulet]:
+def _named(new: Sequence[Gpulet], gpu_id: str, pairs: _Pairs, taken: set[str]) -> list[Gpulet]:
     """Return the gpu-lets of a GPU with their ids; fresh ones are added to `taken`."""
-    ids: Mapping[int, str] = {i: old[j].id for _, i, j in _pairs(new, old)}
+    ids = {i: name for _, i, name in pairs}
     found = []
     for index, gpulet in enumerate(new):
         name = ids.get(index)

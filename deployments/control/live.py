@@ -7,13 +7,12 @@ Who takes a look when is left to the caller: the controller's own Serve deployme
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import msgspec
 
@@ -24,10 +23,19 @@ from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import PlanRequest, Proposal
 from tenuto.deployments.control.settings import Epoch
-from tenuto.deployments.serve.config import ENTRY_APPLICATION, GPULET_PREFIX, application_name
-from tenuto.deployments.serve.deployment import Deployment, History, Store
+from tenuto.deployments.serve.config import (
+    DISPATCHER_PREFIX,
+    ENTRY_APPLICATION,
+    GPULET_PREFIX,
+    ServeApplication,
+    ServeConfig,
+    application_name,
+)
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.history import History, Store
 from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.serve.sub_clusters import evened, imbalance
+from tenuto.deployments.serve.user_config import GpuletConfig
 from tenuto.deployments.wire.status import DispatchingStatus, LogLine, ModelStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
 from tenuto.placement import Gpulet, Plan
@@ -43,8 +51,8 @@ _KEPT_LOG = 500
 class ServeSide(Protocol):
     """What is asked of Serve; `Applications` on a real cluster."""
 
-    def apply(self, config: Mapping[str, Any]) -> None:
-        """Let the applications of a Serve config run, and no others."""
+    def apply(self, config: ServeConfig) -> None:
+        """Let its applications run, and no others."""
 
     def states(self) -> dict[str, ApplicationState]:
         """Return every application by name."""
@@ -63,6 +71,9 @@ class Planner(Protocol):
         """Return what came since the last call, by number of the question."""
 
 
+_GpuletApplication = ServeApplication[GpuletConfig]
+
+
 @dataclass
 class _Draining:
     """What a gpu-let's application holds beyond the plan: all of it, where it left, or programs that it held before.
@@ -70,7 +81,7 @@ class _Draining:
     `free_since_s`: since when the gateways no longer use it.
     """
 
-    application: dict[str, Any]
+    application: _GpuletApplication
     since_s: float
     free_since_s: float | None = None
 
@@ -114,10 +125,10 @@ class LiveSystem:
         self._read_status = read_status
         self._gpus = gpus
         self._gpulets = _gpulets_of(deployment.config())  # applications that the plan has, by name
-        self._plan = deployment.read_plan()
+        self._plan = deployment.plan
         self._routed = self._plan  # what the gateways follow
         self._draining: dict[str, _Draining] = {}
-        self._standby: dict[str, dict[str, Any]] = {}  # applications of idle processes, by gpu-let
+        self._standby: dict[str, _GpuletApplication] = {}  # applications of idle processes, by gpu-let
         self._waiting: tuple[Gpulet, ...] = ()  # these gpu-lets
         self._there: tuple[Gpu, ...] = ()  # GPUs that were there at the last look
         self._ready: frozenset[str] = frozenset()  # gpu-lets that were ready then
@@ -192,10 +203,9 @@ class LiveSystem:
         migration = self._migration if self._routed is self._plan else None
         also = None if migration is None else migration.before if migration.is_routed else migration.after
         config = self.deployment.config(self._routed, also=also, standby=self._waiting)
-        others = [app for app in config["applications"] if not app["name"].startswith(GPULET_PREFIX)]
         idle = {application_name(name): application for name, application in self._standby.items()}
         gpulets = idle | self._gpulets | {name: leaving.application for name, leaving in self._draining.items()}
-        self._serve.apply({**config, "applications": [*others, *gpulets.values()]})
+        self._serve.apply(replace(config, gpulets=tuple(gpulets.values())))
 
     def look(self, now_s: float) -> Observation | None:
         """Return what happened since the last look; None while the gateways do not answer.
@@ -274,7 +284,9 @@ class LiveSystem:
         migration = self._migration
         if migration is None or now_s - migration.since_s < _DRAIN_S:
             return
-        told = [state for name, state in states.items() if name == ENTRY_APPLICATION or name.startswith("dispatcher-")]
+        told = [
+            state for name, state in states.items() if name == ENTRY_APPLICATION or name.startswith(DISPATCHER_PREFIX)
+        ]
         is_told = all(state.is_running for state in told)
         if not is_told and now_s - migration.since_s < _LONGEST_DRAIN_S:  # or one waits for a node that is lost
             return
@@ -318,19 +330,18 @@ def _unchangeable(running: Deployment, wanted: Deployment) -> list[Problem]:
         **{name: f"is {getattr(running, name) or 'the default'} now" for name in ("proxy_port", "operator_port")},
     }
     changed = [name for name in rules if getattr(wanted, name) != getattr(running, name)]
-    feeds, fed = (each.gateways > 1 or each.partition is not None for each in (wanted, running))
-    if feeds != fed:
+    if wanted.feeds_dispatchers != running.feeds_dispatchers:
         changed.append("gateways")
         rules["gateways"] = f"{max(1, running.gateways)} run: one schedules by itself, several feed dispatchers"
     cure = "Leave it as it is, or begin anew with --replace, which interrupts."
     return [Problem(name, getattr(wanted, name), rules[name], cure) for name in changed]
 
 
-def _gpulets_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {app["name"]: app for app in config["applications"] if app["name"].startswith(GPULET_PREFIX)}
+def _gpulets_of(config: ServeConfig) -> dict[str, _GpuletApplication]:
+    return {application.name: application for application in config.gpulets}
 
 
-def _idle(deployment: Deployment, plan: Plan, standby: Sequence[Gpulet]) -> dict[str, dict[str, Any]]:
+def _idle(deployment: Deployment, plan: Plan, standby: Sequence[Gpulet]) -> dict[str, _GpuletApplication]:
     """Return the applications of gpu-lets on standby, by their ids."""
     if not standby:
         return {}
@@ -344,22 +355,20 @@ def _is_running(states: Mapping[str, ApplicationState], gpulet_id: str) -> bool:
     return state is not None and state.is_running
 
 
-def _with_programs_of(application: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+def _with_programs_of(application: _GpuletApplication, present: _GpuletApplication) -> _GpuletApplication:
     """Return a gpu-let's application that also holds what it holds at present: programs that it is to unload, and the
     larger batch of those it keeps. One that needs another process, or the memory of which is limited, is left as it
     is."""
-    result = copy.deepcopy(dict(application))
-    if application["args"] != present["args"] or application["args"]["spec"]["memory_mib"] is not None:
-        return result
-    programs = result["deployments"][0]["user_config"]["programs"]
-    known = {program["name"]: program for program in programs}
-    for program in present["deployments"][0]["user_config"]["programs"]:
-        kept = known.get(program["name"])
-        if kept is None:
-            programs.append(program)
-        elif kept["members"] == program["members"] and program["batch_size"] > kept["batch_size"]:
-            kept.update({key: program[key] for key in ("batch_size", "latency") if key in program})
-    return result
+    if not application.same_processes(present) or application.spec is None or application.spec.memory_mib is not None:
+        return application
+    config = application.user_config
+    programs = {program.name: program for program in config.programs}
+    for program in present.user_config.programs:
+        kept = programs.setdefault(program.name, program)
+        if kept.members == program.members and program.batch_size > kept.batch_size:
+            larger = {"batch_size": program.batch_size, "latency": program.latency or kept.latency}
+            programs[program.name] = kept.model_copy(update=larger)
+    return replace(application, user_config=config.model_copy(update={"programs": tuple(programs.values())}))
 
 
 def _ready(plan: Plan, status: DispatchingStatus) -> frozenset[str]:
@@ -372,11 +381,10 @@ def _ready(plan: Plan, status: DispatchingStatus) -> frozenset[str]:
     )
 
 
-def _grows(after: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+def _grows(after: _GpuletApplication, before: _GpuletApplication) -> bool:
     """Whether a gpu-let has something to load to become another."""
-    programs = [app["deployments"][0]["user_config"]["programs"] for app in (before, after)]
-    held = {program["name"]: program["batch_size"] for program in programs[0]}
-    return any(program["batch_size"] > held.get(program["name"], 0) for program in programs[1])
+    held = {program.name: program.batch_size for program in before.user_config.programs}
+    return any(program.batch_size > held.get(program.name, 0) for program in after.user_config.programs)
 
 
 class ControlMemory:
@@ -509,7 +517,7 @@ class Live:
             InvalidInputError: it cannot be served so, or the executor is another; nothing was changed.
         """
         running = self.controller.plan
-        plan = renamed(wanted.read_plan(), running)
+        plan = renamed(wanted.plan, running)
         self.system.settle(wanted, plan, now_s)
         self._next_by = by
         self.controller.deploy(now_s, plan, why, self.system.gpus())

@@ -20,18 +20,10 @@ from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.service import keep_ground
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
-from tenuto.deployments.serve.config import ENTRY_APPLICATION
-from tenuto.deployments.serve.deployment import (
-    CONTROL_APPLICATION,
-    ClusterStore,
-    Deployment,
-    History,
-    Store,
-    Version,
-    fitting_gateways,
-    is_ours,
-)
+from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, is_ours
+from tenuto.deployments.serve.deployment import Deployment, fitting_gateways
 from tenuto.deployments.serve.discovery import gateway_status
+from tenuto.deployments.serve.history import ClusterStore, History, Store, Version
 from tenuto.deployments.serve.launcher import Launcher, is_serving
 from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.wire.arena import machine_id
@@ -97,15 +89,13 @@ class Operations:
         if status.plan is None:
             raise EnvironmentFaultError("the gateways have no plan yet. Wait a moment and try again.")
         version = self.history.latest()
-        deployment = version.deployment if version is not None else Deployment(plan=status.plan)
+        deployment = version.deployment if version is not None else Deployment(plan=Plan.from_data(status.plan))
         return deployment.with_plan(Plan.from_data(status.plan))
 
     @property
     def base_url(self) -> str:
         """Where the gateways answer."""
-        deployment = self.running()
-        scheme = "https" if deployment.access.get("tls_cert") else "http"
-        return self._launcher.base_url or f"{scheme}://{deployment.host}:{deployment.port}"
+        return self._launcher.base_url or self.running().url
 
     # --- changing it --------------------------------------------------------------------------------------------------
 
@@ -151,8 +141,8 @@ class Operations:
     def _change(self, wanted: Deployment, why: str, by: str, kept: Collection[str], *, has_controller: bool) -> bool:
         running = self.running()
         if self.history.latest() is None:  # by `serve deploy`, or by a command that was killed: how is not known
-            running = wanted.with_plan(running.read_plan()).model_copy(update={"control": None})
-        as_now = running.with_plan(wanted.read_plan())
+            running = wanted.with_plan(running.plan).model_copy(update={"control": None})
+        as_now = running.with_plan(wanted.plan)
         wanted = wanted.model_copy(update={name: getattr(as_now, name) for name in kept})
         wanted = wanted.model_copy(update={"nodes": running.nodes})  # another number would start all of them anew
         if wanted.control is None:
@@ -285,7 +275,7 @@ def begin(
     """
     store = ClusterStore()
     _forget(store)
-    applications, gpulets = Applications(), len(deployment.read_plan().gpulets)
+    applications, gpulets = Applications(), len(deployment.plan.gpulets)
     gateways = deployment.gateways or fitting_gateways(applications.count_cores(), gpulets)
     deployment = deployment.model_copy(update={"nodes": applications.count_nodes(), "gateways": gateways})
     if ends_with_caller:
@@ -359,7 +349,7 @@ class AskedController:
 
     def deploy(self, wanted: Deployment, by: str, why: str) -> None:
         """Begin to go over to another deployment; the log says how it goes."""
-        self._ask(lambda control: control.deploy.remote(wanted.model_dump(), by, why))
+        self._ask(lambda control: control.deploy.remote(wanted.model_dump(mode="json"), by, why))
 
     def retire(self) -> None:
         """Let it look no more."""

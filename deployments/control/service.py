@@ -26,12 +26,12 @@ from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.applications import Applications
 from tenuto.deployments.serve.building import import_applications
-from tenuto.deployments.serve.deployment import ClusterStore, Deployment, History, Store
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.discovery import gateway_status
+from tenuto.deployments.serve.history import ClusterStore, History, Store
 from tenuto.deployments.wire.status import ControllerState, ControllerStatus, Event, LogLine
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
-from tenuto.placement import Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profile, Profiles
@@ -273,7 +273,7 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogLine], None],
     if version is None:
         raise EnvironmentFaultError("nothing is deployed. Use `tenuto deploy PLAN`.")
     profiles, gpus = read_ground(store)
-    plan = version.deployment.read_plan()
+    plan = version.deployment.plan
     memory = kept.read()
     if memory is None or (memory.change is None and memory.plan.gpulets != plan.gpulets):
         memory = Memory(plan, plan.workload)
@@ -316,7 +316,7 @@ def _check_profiled(spec: ModelSpec, profiles: Profiles, gpus: tuple[Gpu, ...]) 
 
 
 def _set_workload(live: Live, models: tuple[ModelSpec, ...]) -> None:
-    live.controller.set_workload(Workload(models=models, objective=live.controller.workload.objective))
+    live.controller.set_workload(live.controller.workload.model_copy(update={"models": models}))
 
 
 def want_gpus(by_type: Mapping[str, int]) -> None:

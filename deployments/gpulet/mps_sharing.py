@@ -276,14 +276,15 @@ async def turn_of(shared: SharedGpu | None) -> AsyncIterator[None]:
 
 
 def join_shared_gpu(spec: GpuletSpec, *, has_driver: bool) -> SharedGpu | None:
-    """Join a gpu-let to its GPU before CUDA starts; None where the plan asks for no CUDA MPS, or nothing is here.
+    """Join a gpu-let to its GPU before CUDA starts; None where the plan asks for no CUDA MPS, or no GPU
+    is used.
 
     Without a driver the choice of the executor says what is missing.
 
     Raises:
         EnvironmentFaultError: the GPU cannot be shared as planned.
     """
-    if not spec.cuda_mps or not has_driver:
+    if not spec.cuda_mps or not has_driver or spec.executor == "emulated":
         return None
     shared = SharedGpu(spec)
     shared.join()

@@ -9,8 +9,7 @@ from typing import Any
 from tenuto import __version__
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.building import deploy_applications
-from tenuto.deployments.serve.config import HEAD_NODE
-from tenuto.deployments.serve.deployment import is_ours
+from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, ServeConfig, is_ours
 from tenuto.deployments.serve.states import ApplicationState, application_states, delete_applications
 from tenuto.errors import EnvironmentFaultError
 
@@ -22,7 +21,7 @@ _CHECK_S = 90.0  # limit: a node's first worker imports Ray; on a busy machine t
 class Applications:
     """Serve on the cluster that this process is connected to; Serve has to run there."""
 
-    def apply(self, config: Mapping[str, Any]) -> None:
+    def apply(self, config: ServeConfig) -> None:
         """Let the applications of a Serve config run, and of ours no others."""
         deploy_applications(config)
 
@@ -36,7 +35,7 @@ class Applications:
         Raises:
             EnvironmentFaultError: Serve does not remove one.
         """
-        first = [name for name in ("tenuto-control", "tenuto") if name in names]
+        first = [name for name in (CONTROL_APPLICATION, ENTRY_APPLICATION) if name in names]
         for group in (*([name] for name in first), sorted(set(names) - set(first))):
             if group:
                 delete_applications(group)
@@ -93,7 +92,7 @@ def refuse_foreign(states: Mapping[str, ApplicationState]) -> None:
         )
 
 
-def check_nodes(config: Mapping[str, Any]) -> None:
+def check_nodes(config: ServeConfig) -> None:
     """Raise `EnvironmentFaultError` unless the cluster has the nodes and GPUs of a Serve config; Ray would wait for
     them without end."""
     problem = missing_from([(_names_of(n), float(n["Resources"].get("GPU", 0.0))) for n in _alive_nodes()], config)
@@ -101,19 +100,13 @@ def check_nodes(config: Mapping[str, Any]) -> None:
         raise EnvironmentFaultError(problem)
 
 
-def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: Mapping[str, Any]) -> str | None:
+def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: ServeConfig) -> str | None:
     """Return what nodes, each with what it is found by (its address first) and the GPUs that Ray counts there, lack
     for a Serve config; None: nothing."""
     gpus = {name: sum(count for names, count in nodes if name in names) for found, _ in nodes for name in found}
     wanted: dict[str, float] = {}  # Ray's GPUs by what a node is found by; "": any
-    for application in config["applications"]:
-        for deployment in application["deployments"]:
-            options = deployment["ray_actor_options"]
-            named = [key.removeprefix("node:") for key in options.get("resources", {}) if key.startswith("node:")]
-            named = [name for name in named if name != HEAD_NODE]
-            named += [f"{key}={value}" for key, value in options.get("label_selector", {}).items()]
-            place = named[0] if named else ""
-            wanted[place] = wanted.get(place, 0.0) + options.get("num_gpus", 0.0)
+    for actor in [application.actor for application in config.gpulets]:
+        wanted[actor.node or ""] = wanted.get(actor.node or "", 0.0) + actor.num_gpus
     missing = sorted(wanted.keys() - gpus.keys() - {""})
     if missing:
         known = sorted({name for names, _ in nodes for name in names if name == names[0] or "=" in missing[0]})

@@ -9,23 +9,22 @@ config. Versions are those that Serve itself gives, so that one way after the ot
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from typing import Any
 
 from tenuto.deployments.process.limits import within
-from tenuto.deployments.serve.deployment import is_ours
+from tenuto.deployments.serve.config import ServeConfig, is_ours
 from tenuto.deployments.serve.states import application_states, delete_applications, serve_client
 
 # limit: Serve's controller takes a config in well under a second; one that was just started reads its state
 _APPLIES_S = 60.0
 
 
-def deploy_applications(config: Mapping[str, Any]) -> None:
+def deploy_applications(config: ServeConfig) -> None:
     """Let the applications of a Serve config run, and of ours no others; Serve has to run. Returns before they do."""
     import ray
     from ray.serve.schema import ServeDeploySchema
 
-    schema = ServeDeploySchema.model_validate(config)
+    schema = ServeDeploySchema.model_validate(config.to_data())
     _update_all_at_once(schema)
     client = serve_client()
     try:
@@ -56,10 +55,10 @@ def _update_all_at_once(schema: Any) -> None:
                 deployment.rolling_update_percentage = 1.0
 
 
-def import_applications(config: Mapping[str, Any]) -> None:
+def import_applications(config: ServeConfig) -> None:
     """Import what `deploy_applications` needs for a config, so that the first change does not wait for it."""
-    for application in config["applications"]:
-        importlib.import_module(application["import_path"].partition(":")[0])
+    for application in config.applications:
+        importlib.import_module(application.module)
 
 
 def _built(schema: Any, logging_config: Any) -> list[bytes]:

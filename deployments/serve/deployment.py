@@ -1,103 +1,210 @@
-"""What is deployed, as one document: a plan and all else that its Serve config is made of; and the history of such
-documents, kept where the cluster keeps its own state.
-
-The cluster's key-value store ends with the cluster, as the deployment does, and survives the head where Ray is made to
-(an external Redis). Every node reaches it.
-"""
+"""A deployment: a plan and how it is served. All that runs of it on Serve is made from this one document."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tenuto.deployments.process.limits import ANSWER_S, within
-from tenuto.deployments.serve.config import HEAD_NODE, NODE_SLOT, serve_config
-from tenuto.deployments.serve.sub_clusters import fits_plan, parted
+from tenuto.deployments.serve.config import (
+    CONTROL_APPLICATION,
+    ENTRY_APPLICATION,
+    HEAD_NODE,
+    ActorOptions,
+    ServeApplication,
+    ServeConfig,
+    application_name,
+    dispatcher_name,
+)
+from tenuto.deployments.serve.sub_clusters import cut_plan, fits_plan, parted
+from tenuto.deployments.serve.user_config import (
+    ControlConfig,
+    DispatcherConfig,
+    Entrance,
+    GatewayConfig,
+    GpuletConfig,
+    GpuletSpec,
+    GpuOfGpulet,
+    MemberEntry,
+    Options,
+    ProgramEntry,
+)
 from tenuto.documents import StrictModel, parse_document
-from tenuto.errors import EnvironmentFaultError, refused
+from tenuto.mps.share import client_environment
 from tenuto.placement import Gpulet, Plan
+from tenuto.placement.plan import GpuletProcess, PlanField
+from tenuto.placement.program import Program
 
-CONTROL_APPLICATION = "tenuto-control"
-KEPT_VERSIONS = 100  # limit: plans that `tenuto history` shows
+# CUDA MPS admits at most 48 clients per GPU (driver r550; 60 later), so 50 slots are never too few.
+_LEDGER_SLOT = 0.02  # unit: a place of a GPU
+# Two gateways, the dispatcher that schedules, and Ray with all that waits: each keeps a core busy under full load.
+_CORES_OF_TWO = 4  # derived: of two gateways
 
 
 class Deployment(StrictModel):
-    """A plan and how it is served. `control` is the controller's settings as data; None: no controller.
+    """A plan and how it is served.
 
-    `nodes`: over which gateways and dispatchers are spread, found when the deployment begins. So are `gateways` where
-    they are 0; see `fitting_gateways`.
+    Attributes:
+        plan: a completed plan.
+        executor: `torch`, `emulated`, or `auto`: torch on `cpu` GPUs, on GPUs bound by UUID and wherever the node has
+            NVIDIA devices; emulated for logical GPUs on a node without any.
+        host: address that the gateways bind to.
+        port: of the gateways' own socket, where clients belong.
+        proxy_port: of Serve's proxies, another and slower way in; default: the port after `port`.
+        operator_port: status, metrics and the live page, on this machine; 0: none; default: two after `port`.
+        access: who may ask, and the certificate of the gateways' socket.
+        log_json: processes write JSON lines, with fields, instead of text.
+        encrypt: what goes between our processes from node to node is encrypted.
+        scheduler: batching scheduler of the dispatcher.
+        scheduler_options: its options.
+        gateway_options: see `Options`.
+        gateways: processes that take HTTP on the same port. One schedules by itself; several, or one with a partition,
+            feed the dispatcher of each sub-cluster, a process of its own, in bundles. 0: see `fitting_gateways`.
+        dispatchers: processes of each sub-cluster that has one of its own: one schedules, the others wait to take over.
+        nodes: over which gateways and dispatchers are spread, so that one that is lost takes no sub-cluster with it;
+            found when the deployment begins.
+        partition: sub-cluster of every model; one holds everything by default.
+        control: the controller's settings; None: no controller.
     """
 
-    plan: dict[str, Any]
+    plan: PlanField
     executor: Literal["auto", "torch", "emulated"] = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
     proxy_port: int | None = None
     operator_port: int | None = None
-    access: dict[str, Any] = Field(default_factory=dict)
+    access: Entrance = Entrance()
     log_json: bool = False
     encrypt: bool = False
     scheduler: str = "deferred"
     scheduler_options: dict[str, Any] = Field(default_factory=dict)
-    gateway_options: dict[str, Any] = Field(default_factory=dict)
-    gateways: int = 0
-    dispatchers: int = 2
-    nodes: int = 1
+    gateway_options: Options = Options()
+    gateways: Annotated[int, Field(ge=0)] = 0
+    dispatchers: Annotated[int, Field(ge=1)] = 2
+    nodes: Annotated[int, Field(ge=1)] = 1
     partition: dict[str, int] | None = None
     control: dict[str, Any] | None = None
 
-    def read_plan(self) -> Plan:
-        """Return the plan; raises `InvalidInputError` for one that breaks a rule."""
-        return Plan.from_data(self.plan)
+    @property
+    def feeds_dispatchers(self) -> bool:
+        """Whether dispatchers are processes of their own, which gateways feed."""
+        return self.gateways > 1 or self.partition is not None
+
+    @property
+    def url(self) -> str:
+        """Where clients are answered."""
+        return f"{'http' if self.access.tls_cert is None else 'https'}://{self.host}:{self.port}"
 
     def with_plan(self, plan: Plan) -> Deployment:
         """Return the same deployment of another plan, parted anew where its partition does not fit that."""
         partition = self.partition
         if partition is not None and plan.models and not fits_plan(plan, partition):
             partition = parted(plan, partition)
-        return self.model_copy(update={"plan": plan.to_data(), "partition": partition})
+        return self.model_copy(update={"plan": plan, "partition": partition})
 
     def config(
         self, plan: Plan | None = None, *, also: Mapping[str, int] | None = None, standby: Sequence[Gpulet] = ()
-    ) -> dict[str, Any]:
-        """Return the Serve config, of another plan than its own where one is given, with dispatchers that hold what
-        they have in another partition `also` and are connected to gpu-lets on `standby`, which run beside it.
+    ) -> ServeConfig:
+        """Return what runs of it on Serve.
+
+        Args:
+            plan: that is routed by, where it is another than its own.
+            also: another partition, which models are going over to or came from: dispatchers hold what they have in
+                either.
+            standby: gpu-lets beside the plan's that run idle; whoever schedules keeps connected to them.
 
         Raises:
-            InvalidInputError: a partition that does not fit the plan.
+            InvalidInputError: the partition leaves out a model of the plan or cuts a gpu-let in two, or the gateways
+                would be open to others without keys.
         """
-        config = serve_config(
-            plan or self.read_plan(),
-            executor=self.executor,
-            host=self.host,
-            port=self.port,
-            proxy_port=self.proxy_port,
-            operator_port=self.operator_port,
-            access=self.access,
+        plan = plan or self.plan
+        gateways = max(1, self.gateways)
+        cut = cut_plan(plan, self.partition, also=also) if self.feeds_dispatchers else {}
+        options = {
+            "scheduler": {"name": self.scheduler, "options": self.scheduler_options},
+            **self.gateway_options.model_dump(exclude_defaults=True),
+            **({"encrypt": True} if self.encrypt else {}),
+        }
+        gateway = {"plan": plan, **options, **self._sockets()}
+        if cut:
+            gateway["sub_clusters"] = {name: self._names_in(name, part) for name, part in cut.items()}
+            gateway["dispatchers"] = self.dispatchers
+        elif standby:
+            gateway["standby"] = [gpulet.id for gpulet in standby]
+        processes = plan.processes()
+        return ServeConfig(
+            entry=ServeApplication(
+                ENTRY_APPLICATION,
+                "gateway",
+                "tenuto.deployments.entry.gateway",
+                parse_document(GatewayConfig, gateway, origin="user_config of the gateway"),
+                processes=gateways,
+                most_per_node=self._most_per_node(gateways),
+                most_ongoing=100_000,
+            ),
+            dispatchers=tuple(
+                ServeApplication(
+                    dispatcher_name(name),
+                    "dispatcher",
+                    "tenuto.deployments.dispatch.dispatcher_process",
+                    DispatcherConfig.model_validate({"plan": part, **options, **_standby_of(part, standby)}),
+                    processes=self.dispatchers,
+                    most_per_node=self._most_per_node(self.dispatchers),
+                    health_period_s=0.5,
+                )
+                for name, part in cut.items()
+            ),
+            gpulets=tuple(self._gpulet(plan, gpulet, processes[gpulet.id]) for gpulet in plan.gpulets),
+            control=self._control(),
+            proxy_port=self.proxy_port or _beside(self.port, 1),
             log_json=self.log_json,
-            encrypt=self.encrypt,
-            scheduler=self.scheduler,
-            scheduler_options=self.scheduler_options,
-            gateway_options=self.gateway_options,
-            gateways=max(1, self.gateways),
-            dispatchers=self.dispatchers,
-            nodes=self.nodes,
-            partition=self.partition,
-            also=also,
-            standby=standby,
         )
-        if self.control is not None:
-            config["applications"].append(_control_application(self.control))
-        return config
 
+    def _sockets(self) -> dict[str, Any]:
+        """Return the gateways' sockets and who may use them."""
+        access = self.access.model_dump(exclude_defaults=True)
+        tls = {key: access.pop(key) for key in ("tls_cert", "tls_key") if key in access}
+        found: dict[str, Any] = {**access, "listen": {"host": self.host, "port": self.port, **tls}}
+        if self.operator_port != 0:
+            found["operators"] = {"host": "127.0.0.1", "port": self.operator_port or _beside(self.port, 2)}
+        return found
 
-# Two gateways, the dispatcher that schedules, and Ray with all that waits: each keeps a core busy under full load.
-_CORES_OF_TWO = 4  # derived: of two gateways
+    def _names_in(self, sub_cluster: str, part: Plan) -> list[str]:
+        """Return the models that gateways ask a sub-cluster for."""
+        partition = self.partition
+        return [s.name for s in part.models if partition is None or str(partition[s.name]) == sub_cluster]
+
+    def _most_per_node(self, processes: int) -> int | None:
+        return -(-processes // self.nodes) if self.nodes > 1 < processes else None
+
+    def _gpulet(self, plan: Plan, gpulet: Gpulet, process: GpuletProcess) -> ServeApplication[GpuletConfig]:
+        return ServeApplication(
+            application_name(gpulet.id),
+            "gpulet",
+            "tenuto.deployments.gpulet.replica",
+            GpuletConfig(programs=tuple(_entry(plan, p) for p in gpulet.programs), encrypt=self.encrypt),
+            spec=GpuletSpec(
+                gpulet=gpulet.id,
+                gpu=GpuOfGpulet(id=process.gpu, type=process.gpu_type, uuid=process.uuid),
+                share_pct=process.share_pct,
+                memory_mib=process.memory_mib,
+                executor=self.executor,
+                mps=process.mps,
+                cuda_mps=process.cuda_mps,
+                streaming=process.streaming,
+            ),
+            actor=_actor_options(process),
+        )
+
+    def _control(self) -> ServeApplication[ControlConfig] | None:
+        if self.control is None:
+            return None
+        # Beside Serve's own controller: the loss of another node then finds it there, and it acts at once.
+        config, actor = ControlConfig(settings=self.control), ActorOptions(HEAD_NODE)
+        return ServeApplication(
+            CONTROL_APPLICATION, "control", "tenuto.deployments.control.service", config, actor=actor
+        )
 
 
 def fitting_gateways(cores: int, gpulets: int) -> int:
@@ -107,169 +214,48 @@ def fitting_gateways(cores: int, gpulets: int) -> int:
     return 2 if cores >= _CORES_OF_TWO + gpulets else 1
 
 
-def _control_application(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "name": CONTROL_APPLICATION,
-        "route_prefix": None,
-        "import_path": "tenuto.deployments.control.service:build",
-        "args": {},
-        "deployments": [
-            {
-                "name": "control",
-                "num_replicas": 1,
-                "max_ongoing_requests": 100,
-                "health_check_period_s": 2.0,
-                "graceful_shutdown_timeout_s": 5.0,
-                # Beside Serve's own controller: the loss of another node then finds it there, and it acts at once.
-                "ray_actor_options": {"num_cpus": 0, "resources": {f"node:{HEAD_NODE}": NODE_SLOT}},
-                "user_config": {"settings": dict(settings)},
-            }
-        ],
-    }
+def _beside(port: int, steps: int) -> int:
+    return port + steps if port + steps <= 65535 else port - steps
 
 
-def is_ours(application: str) -> bool:
-    """Whether a Serve application of this name is one of ours."""
-    return application in ("tenuto", CONTROL_APPLICATION) or application.startswith(("gpulet-", "dispatcher-"))
+def _standby_of(part: Plan, standby: Sequence[Gpulet]) -> dict[str, list[str]]:
+    """Return the idle gpu-lets of a sub-cluster's models as settings of its dispatcher; none where there are none."""
+    models = {spec.name for spec in part.models}
+    found = [gpulet.id for gpulet in standby if models & {replica.name for replica in gpulet.models}]
+    return {"standby": found} if found else {}
 
 
-class Store(Protocol):
-    """Named values that outlive a process."""
+def _actor_options(process: GpuletProcess) -> ActorOptions:
+    """Return where Ray starts a gpu-let. The real share is in the environment; Ray's ledger gets one small slot.
 
-    def get(self, key: str) -> bytes | None:
-        """Return a value; None where there is none."""
-
-    def put(self, key: str, value: bytes) -> None:
-        """Keep a value in place of the one before."""
-
-    def add(self, key: str, value: bytes) -> bool:
-        """Keep a value, unless there is one; return whether it was kept."""
-
-    def keys(self, prefix: str) -> list[str]:
-        """Return the keys that begin so, in order."""
-
-    def delete(self, key: str) -> None:
-        """Forget a value."""
-
-
-class ClusterStore:
-    """The key-value store of the Ray cluster that this process is connected to."""
-
-    _NAMESPACE = "tenuto"
-
-    def get(self, key: str) -> bytes | None:
-        """Return a value; None where there is none."""
-        from ray.experimental.internal_kv import _internal_kv_get
-
-        found: bytes | None = within(ANSWER_S, _internal_kv_get, key, namespace=self._NAMESPACE)
-        return found
-
-    def put(self, key: str, value: bytes) -> None:
-        """Keep a value in place of the one before."""
-        from ray.experimental.internal_kv import _internal_kv_put
-
-        within(ANSWER_S, _internal_kv_put, key, value, overwrite=True, namespace=self._NAMESPACE)
-
-    def add(self, key: str, value: bytes) -> bool:
-        """Keep a value, unless there is one; return whether it was kept."""
-        from ray.experimental.internal_kv import _internal_kv_put
-
-        # Ray returns whether there was one already.
-        return not within(ANSWER_S, _internal_kv_put, key, value, overwrite=False, namespace=self._NAMESPACE)
-
-    def keys(self, prefix: str) -> list[str]:
-        """Return the keys that begin so, in order."""
-        from ray.experimental.internal_kv import _internal_kv_list
-
-        return sorted(key.decode() for key in within(ANSWER_S, _internal_kv_list, prefix, namespace=self._NAMESPACE))
-
-    def delete(self, key: str) -> None:
-        """Forget a value."""
-        from ray.experimental.internal_kv import _internal_kv_del
-
-        within(ANSWER_S, _internal_kv_del, key, namespace=self._NAMESPACE)
+    Ray packs fractions GPU by GPU, so that uneven shares which fit the GPUs may not fit its ledger, and slots that
+    depend on the number of gpu-lets would restart the neighbours of every gpu-let that comes or goes. Equal constant
+    slots do neither.
+    """
+    if process.gpu_type == "cpu":
+        return ActorOptions(process.node)
+    environment: dict[str, str] = {}
+    if process.uuid is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = process.uuid
+        if process.cuda_mps:
+            # CUDA reads these once, when the process first uses it: later would be too late.
+            environment |= client_environment(process.uuid, process.share_pct, process.memory_mib)
+    return ActorOptions(process.node, _LEDGER_SLOT, tuple(environment.items()))
 
 
-@dataclass(frozen=True)
-class Version:
-    """One deployment that was reached. `at_s` is seconds since 1970, `by` who made it: a command or the controller."""
-
-    number: int
-    at_s: float
-    by: str
-    why: str
-    deployment: Deployment
-
-
-class History:
-    """The versions of a deployment, oldest first; the last is what should run."""
-
-    _PREFIX = "version/"
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def add(self, deployment: Deployment, by: str, why: str) -> Version:
-        """Append a version; the oldest above `KEPT_VERSIONS` go."""
-        numbers = self._numbers()
-        number = numbers[-1] + 1 if numbers else 1
-        while True:
-            version = Version(number, time.time(), by, why, deployment)
-            data = {
-                "at_s": version.at_s,
-                "by": by,
-                "why": why,
-                "deployment": deployment.model_dump(exclude_defaults=True),
-            }
-            if self._store.add(self._key(number), json.dumps(data).encode()):
-                break
-            number += 1  # somebody else was faster
-        for old in numbers[: max(0, len(numbers) + 1 - KEPT_VERSIONS)]:
-            self._store.delete(self._key(old))
-        return version
-
-    def all(self) -> list[Version]:
-        """Return every version that is kept."""
-        return [version for number in self._numbers() if (version := self._read(number)) is not None]
-
-    def latest(self) -> Version | None:
-        """Return the last version; None where nothing was ever deployed."""
-        numbers = self._numbers()
-        return self._read(numbers[-1]) if numbers else None
-
-    def before(self) -> Version:
-        """Return the last version with another plan than the newest; `EnvironmentFaultError` if there is none."""
-        versions = self.all()
-        found = [version for version in versions if version.deployment.plan != versions[-1].deployment.plan]
-        if not found:
-            nothing = "nothing is deployed on this cluster. Use `tenuto deploy PLAN`."
-            raise EnvironmentFaultError("no other plan ran before. See `tenuto history`." if versions else nothing)
-        return found[-1]
-
-    def get(self, number: int) -> Version:
-        """Return a version; raises `InvalidInputError` where it is not kept."""
-        found = self._read(number)
-        if found is None:
-            kept = self._numbers()
-            rule = f"is not kept; {f'kept are {kept[0]} to {kept[-1]}' if kept else 'nothing was deployed'}"
-            raise refused("version", number, rule, "See `tenuto history`.")
-        return found
-
-    def clear(self) -> None:
-        """Forget everything, once nothing is deployed any more."""
-        for number in self._numbers():
-            self._store.delete(self._key(number))
-
-    def _numbers(self) -> list[int]:
-        return [int(key.removeprefix(self._PREFIX)) for key in self._store.keys(self._PREFIX)]
-
-    def _key(self, number: int) -> str:
-        return f"{self._PREFIX}{number:08d}"
-
-    def _read(self, number: int) -> Version | None:
-        raw = self._store.get(self._key(number))
-        if raw is None:
-            return None
-        data = json.loads(raw)
-        deployment = parse_document(Deployment, data["deployment"], origin=f"version {number}")
-        return Version(number, data["at_s"], data["by"], data["why"], deployment)
+def _entry(plan: Plan, program: Program) -> ProgramEntry:
+    specs = [plan.model(name) for name in program.models]
+    members = tuple(
+        MemberEntry(name=spec.name, source=spec.source, weights_path=spec.weights_path, options=spec.options)
+        for spec in specs
+    )
+    first = program.members[0]
+    copies = {} if program.is_merged else {"copy_in_ms": first.copy_in_ms, "copy_out_ms": first.copy_out_ms}
+    return ProgramEntry(
+        name=program.name,
+        batch_size=program.batch_size,
+        members=members,
+        latency=program.latency,
+        slowdown=program.slowdown,
+        **copies,
+    )

@@ -1,17 +1,16 @@
 """What applying a new plan costs, gpu-let by gpu-let: nothing but a new route, a reconfiguration in place, or a
 restart.
 
-The rules are those of the Serve config (`tenuto.deployments.serve.config`): what stands in a gpu-let's `user_config`
-changes in place, what stands in its arguments or actor options needs a new process, and the entry's `user_config`
-holds the whole plan.
+`GpuletProcess` is what needs a new process, all else of a gpu-let changes in place, and the entry is told the whole
+plan.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tenuto.placement.plan import Plan
+from tenuto.placement.plan import GpuletProcess, Plan
 from tenuto.placement.program import Gpulet
 
 ChangeKind = Literal["route-only", "reconfigure", "restart", "start", "stop"]
@@ -38,6 +37,7 @@ def diff(old: Plan, new: Plan) -> PlanDiff:
     """Return what turns the gpu-lets of `old` into those of `new`; every gpu-let of either appears exactly once."""
     before = {gpulet.id: gpulet for gpulet in old.gpulets}
     after = {gpulet.id: gpulet for gpulet in new.gpulets}
+    then, now = old.processes(), new.processes()
     changes = []
     for name in sorted(before.keys() | after.keys()):
         if name not in after:
@@ -45,19 +45,24 @@ def diff(old: Plan, new: Plan) -> PlanDiff:
         elif name not in before:
             changes.append(GpuletChange(name, "start", ("not in the old plan",)))
         else:
-            changes.append(_change(old, before[name], new, after[name]))
+            changes.append(_restart(name, then[name], now[name]) or _in_place(old, before[name], new, after[name]))
     return PlanDiff(tuple(changes), old.to_data() != new.to_data())
 
 
-def _change(old: Plan, before: Gpulet, new: Plan, after: Gpulet) -> GpuletChange:
-    process_before, process_after = _process(old, before), _process(new, after)
+def _restart(gpulet: str, before: GpuletProcess, after: GpuletProcess) -> GpuletChange | None:
+    if before == after:
+        return None
+    then, now = asdict(before), asdict(after)
+    words = {"share_pct": "share", "memory_mib": "memory limit", "mps": "MPS", "cuda_mps": "CUDA MPS", "gpu": "GPU"}
     reasons = tuple(
-        f"{key}: {_shown(process_before[key])} → {_shown(process_after[key])}"
-        for key in process_before
-        if process_before[key] != process_after[key]
+        f"{words.get(key, key.replace('_', ' '))}: {_shown(then[key])} → {_shown(now[key])}"
+        for key in then
+        if then[key] != now[key]
     )
-    if reasons:
-        return GpuletChange(after.id, "restart", reasons)
+    return GpuletChange(gpulet, "restart", reasons)
+
+
+def _in_place(old: Plan, before: Gpulet, new: Plan, after: Gpulet) -> GpuletChange:
     models_before, models_after = _models(old, before), _models(new, after)
     reasons = tuple(
         _model_reason(name, models_before.get(name), models_after.get(name))
@@ -65,21 +70,6 @@ def _change(old: Plan, before: Gpulet, new: Plan, after: Gpulet) -> GpuletChange
         if models_before.get(name) != models_after.get(name)
     )
     return GpuletChange(after.id, "reconfigure" if reasons else "route-only", reasons)
-
-
-def _process(plan: Plan, gpulet: Gpulet) -> dict[str, Any]:
-    """Return what is fixed when a gpu-let's process starts."""
-    gpu = next(gpu for gpu in plan.gpus if gpu.id == gpulet.gpu)
-    return {
-        "GPU": (gpu.id, gpu.type, gpu.uuid),
-        "node": gpu.address,
-        "share": gpulet.share_pct,
-        "memory limit": gpulet.memory_mib,
-        "MPS": plan.mps,
-        "streaming": plan.streaming,
-        # Only where a GPU is real: emulated gpu-lets do not restart for a neighbour.
-        "CUDA MPS": gpu.uuid is not None and gpu.type != "cpu" and plan.uses_mps(gpulet),
-    }
 
 
 def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:
@@ -116,6 +106,4 @@ def _model_reason(name: str, before: dict[str, Any] | None, after: dict[str, Any
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return " ".join(str(part) for part in value if part is not None)
     return "none" if value is None else str(value)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tenuto.deployments.process.limits import within
-from tenuto.deployments.serve.config import ENTRY_APPLICATION, application_name, dispatcher_name
-from tenuto.deployments.serve.deployment import CONTROL_APPLICATION
+from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, application_name, dispatcher_name
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import ControllerStatus, DispatchingStatus
 from tenuto.errors import EnvironmentFaultError

@@ -13,7 +13,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from tenuto.deployments.process.limits import ANSWER_S, within
@@ -21,10 +21,10 @@ from tenuto.deployments.process.ray_address import QUIET, announce, join_ray, ma
 from tenuto.deployments.process.ray_token import make_token
 from tenuto.deployments.serve.applications import check_nodes
 from tenuto.deployments.serve.building import deploy_applications
-from tenuto.deployments.serve.config import ENTRY_APPLICATION
-from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, is_ours
+from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, ServeConfig, is_ours
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.states import application_states, delete_applications, serve_client
+from tenuto.deployments.serve.user_config import Listen
 from tenuto.errors import EnvironmentFaultError
 
 # Read by Ray when its processes start. Niceness 0: Ray's default of 15 lets anything else on the machine delay the
@@ -137,7 +137,7 @@ class Launcher:
         start_local_ray(num_gpus)
         self._owns_ray = True
 
-    def apply(self, config: Mapping[str, Any], *, timeout_s: float = 300.0) -> None:
+    def apply(self, config: ServeConfig, *, timeout_s: float = 300.0) -> None:
         """Deploy a Serve config and wait until every application runs and every gpu-let is connected to the gateway.
 
         Applications of an earlier `apply` that the new config lacks are removed.
@@ -149,21 +149,19 @@ class Launcher:
         from ray import serve
 
         check_nodes(config)
-        http = config["http_options"]
-        own, operators = (_socket_of(config, name) for name in ("listen", "operators"))
+        own, operators = config.entry.user_config.listen, config.entry.user_config.operators
+        proxy = Listen(port=config.proxy_port)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         if not self._applied:
             ours = is_serving()
-            for listen, option in ((own, "--port"), (http, "--proxy-port"), (operators, "--operator-port")):
+            for listen, option in ((own, "--port"), (proxy, "--proxy-port"), (operators, "--operator-port")):
                 if listen is not None:
-                    _check_port(listen["host"], listen["port"], option, ours=ours)
+                    _check_port(listen.host, listen.port, option, ours=ours)
             try:
                 within(
                     _SERVE_STARTS_S,
                     serve.start,
-                    proxy_location=config["proxy_location"],
-                    http_options=dict(http),
-                    logging_config=config["logging_config"],
+                    **{key: value for key, value in config.to_data().items() if key != "applications"},
                 )
             except Exception as error:  # Ray wraps whatever stopped its proxy in kinds of its own
                 raise EnvironmentFaultError(
@@ -171,13 +169,13 @@ class Launcher:
                 ) from error
             # A Serve that ran before keeps its own address.
             actual = serve_client().http_config
-            if (actual.host, actual.port) != (http["host"], http["port"]):
+            if (actual.host, actual.port) != (proxy.host, proxy.port):
                 self._progress(f"Ray Serve already runs here, and its proxies listen on {actual.host}:{actual.port}")
             self._base_url = f"http://{actual.host}:{actual.port}"
         if own is not None:
-            self._base_url = f"{'https' if own.get('tls_cert') else 'http'}://{own['host']}:{own['port']}"
-        self._operator_url = "" if operators is None else f"http://{operators['host']}:{operators['port']}"
-        names = {application["name"] for application in config["applications"]}
+            self._base_url = own.url
+        self._operator_url = "" if operators is None else operators.url
+        names = {application.name for application in config.applications}
         deploy_applications(config)
         self._applied = names
         self._wait(names, time.monotonic() + timeout_s)
@@ -264,15 +262,6 @@ def is_serving() -> bool:
 
     actors = within(ANSWER_S, ray.util.list_named_actors, all_namespaces=True)
     return any(actor["name"] == "SERVE_CONTROLLER_ACTOR" for actor in actors)
-
-
-def _socket_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """Return where the gateways themselves `listen`, or answer `operators`; None where they do not."""
-    for application in config["applications"]:
-        if application["name"] == ENTRY_APPLICATION:
-            found: Mapping[str, Any] | None = application["deployments"][0]["user_config"].get(name)
-            return found
-    return None
 
 
 def _check_port(host: str, port: int, option: str, *, ours: bool) -> None:

@@ -16,7 +16,17 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.security.keys import KeyEntry
 from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.placement import Plan
+from tenuto.placement.plan import PlanField
 from tenuto.profiles.latency import LatencyField
+
+
+class UserConfig(StrictModel):
+    """What changes in place."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as Serve passes it on."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
 
 # --- gpu-lets ---------------------------------------------------------------------------------------------------------
 
@@ -70,7 +80,7 @@ class ProgramEntry(StrictModel):
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None
 
 
-class GpuletConfig(StrictModel):
+class GpuletConfig(UserConfig):
     """`user_config` of a gpu-let: all that can change without a restart. `encrypt`: as of `DispatcherConfig`.
 
     A batch that has been with the device for `hangs_s`, and for `HANGS_TIMES` of what its program is planned to take,
@@ -124,6 +134,11 @@ class Listen(StrictModel):
         """Whether only this machine reaches it."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
+    @property
+    def url(self) -> str:
+        """What clients call it."""
+        return f"{'http' if self.tls_cert is None else 'https'}://{self.host}:{self.port}"
+
 
 class TracesConfig(StrictModel):
     """Where spans go. `endpoint`: of a collector that speaks OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces.
@@ -135,19 +150,15 @@ class TracesConfig(StrictModel):
     ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
-class DispatcherConfig(StrictModel):
-    """`user_config` of a dispatcher in a process of its own.
+class Options(StrictModel):
+    """How gateways and dispatchers serve. `max_queued`: requests of one program that may wait.
 
-    `standby`: gpu-lets that the plan lacks and may have next: connected, and not used. `max_queued`: requests of one
-    program that may wait. `encrypt`: what goes from node to node is encrypted; inside of
-    a node nothing leaves the machine.
+    `max_body_mib`: of one request; `max_unfinished_mib`: of all requests that are not answered. `response_ms`: kept of
+    every deadline for what happens beyond the socket (default: 8 % of the SLO, at most 2 ms). `attainment`: the
+    share of requests that should be in time, which steers the margin before deadlines.
     """
 
-    plan: dict[str, Any]
-    standby: tuple[str, ...] = ()
-    scheduler: SchedulerChoice = SchedulerChoice()
     max_queued: Annotated[int, Field(ge=1)] = 10_000
-    encrypt: bool = False
     max_body_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     max_unfinished_mib: Annotated[int, Field(ge=1, le=1 << 20)] = 512
     max_connections: Annotated[int, Field(ge=1)] = 4096
@@ -155,30 +166,56 @@ class DispatcherConfig(StrictModel):
     attainment: Annotated[float, Field(gt=0, lt=1)] = 0.99
 
 
-class GatewayConfig(DispatcherConfig):
-    """`user_config` of the gateways.
+class DispatcherConfig(Options, UserConfig):
+    """`user_config` of a dispatcher in a process of its own.
 
-    `listen`: their own socket; without it only Serve's proxies lead here.
-    `sub_clusters`: names and models of the dispatchers in other processes; empty where the gateway schedules itself.
-    `dispatchers`: of each of them; all but one wait for its death.
-    `max_body_mib`: of one request; `max_unfinished_mib`: of all requests that are not answered. `response_ms`: kept of
-    every deadline for what happens beyond the socket (default: 8 % of the SLO, at most 2 ms). `attainment`: the
-    share of requests that should be in time, which steers the margin before deadlines.
+    `standby`: gpu-lets that the plan lacks and may have next: connected, and not used. `encrypt`: what goes from node
+    to node is encrypted; inside of a node nothing leaves the machine.
+    """
 
-    `operators`: a socket of their own for status, metrics and the live page. Where clients are others than whoever runs
-    this (`keys`, or a `listen.host` beyond this machine) nothing of that is answered on `listen`. `insecure`: bind
-    elsewhere without keys.
+    plan: PlanField
+    standby: tuple[str, ...] = ()
+    scheduler: SchedulerChoice = SchedulerChoice()
+    encrypt: bool = False
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as Serve passes it on; a plan file says its scheduler and addresses also where they are usual."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class Access(StrictModel):
+    """Who may ask, and who is told of it. `insecure`: be reached from elsewhere without keys.
 
     `host_names`: what clients may call this server, where it is bound to this machine and asks for no key; names of the
     machine itself are known. Whoever else's page lets its name point here (DNS rebinding) is refused.
     """
 
-    listen: Listen | None = None
-    operators: Listen | None = None
     keys: tuple[KeyEntry, ...] = ()
     insecure: bool = False
     host_names: tuple[str, ...] = ()
     traces: TracesConfig | None = None
+
+
+class Entrance(Access):
+    """Access to a whole deployment, with the certificate of its gateways' socket; see `Listen`."""
+
+    tls_cert: str | None = None
+    tls_key: str | None = None
+
+
+class GatewayConfig(Access, DispatcherConfig):
+    """`user_config` of the gateways.
+
+    `listen`: their own socket; without it only Serve's proxies lead here.
+    `sub_clusters`: names and models of the dispatchers in other processes; empty where the gateway schedules itself.
+    `dispatchers`: of each of them; all but one wait for its death.
+
+    `operators`: a socket of their own for status, metrics and the live page. Where clients are others than whoever runs
+    this (`keys`, or a `listen.host` beyond this machine) nothing of that is answered on `listen`.
+    """
+
+    listen: Listen | None = None
+    operators: Listen | None = None
     sub_clusters: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     dispatchers: Annotated[int, Field(ge=1)] = 1
 
@@ -208,6 +245,12 @@ class GatewayConfig(DispatcherConfig):
         return bool(self.keys) or (self.listen is not None and not self.listen.is_loopback)
 
 
+class ControlConfig(UserConfig):
+    """`user_config` of the controller. `settings`: see `tenuto.deployments.control.settings.ControlSettings`."""
+
+    settings: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Serving:
     """A plan and how its requests are scheduled."""
@@ -233,7 +276,8 @@ def read_gateway_config(raw: Mapping[str, Any]) -> tuple[Serving, GatewayConfig]
 
 
 def _serving(config: DispatcherConfig) -> Serving:
-    plan = Plan.from_data(config.plan, origin="user_config.plan")
-    serving = Serving(plan, config)
-    serving.build_scheduler(plan, NetworkDelay())  # finds unknown schedulers, options and SLOs that cannot be met
+    serving = Serving(config.plan, config)
+    serving.build_scheduler(
+        config.plan, NetworkDelay()
+    )  # finds unknown schedulers, options and SLOs that cannot be met
     return serving

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for `tests`, where this is not the folder it is started in
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.result_folder import hardware, versions
@@ -38,7 +38,7 @@ def main() -> int:
     rows: dict[str, dict[str, Any]] = {"virtual time": simulation.run().summary()["applications"]}
     with Launcher() as launcher:
         launcher.connect(num_gpus=2, address="local")
-        launcher.apply(serve_config(plan, executor="emulated"))
+        launcher.apply(Deployment(plan=plan, executor="emulated").config())
         for via in WAYS:
             options = BenchOptions(launcher.base_url, asked.seconds, asked.seed, clients=1, grace_s=2.0, via=via)
             result = run_bench(plan.models, options, applications=plan.applications)

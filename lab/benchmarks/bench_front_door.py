@@ -11,7 +11,7 @@ import argparse
 
 from serving import apply_rival, closed_loop, heading, rival_config, synthetic_plan
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher
 
 PORT = 8790
@@ -27,19 +27,19 @@ def main() -> None:
     rows = []
     with Launcher() as launcher:
         launcher.connect(num_gpus=2, address="local")
-        launcher.apply(serve_config(plan, port=PORT))
+        launcher.apply(Deployment(plan=plan, port=PORT).config())
         closed_loop(launcher.base_url, 16, 1.0)
         for connections in (16, 64, 128):
             rows.append(
                 (f"tenuto, deferred, {connections} connections", *closed_loop(launcher.base_url, connections, seconds))
             )
-        launcher.apply(serve_config(plan, port=PORT, gateways=2))
+        launcher.apply(Deployment(plan=plan, port=PORT, gateways=2).config())
         closed_loop(launcher.base_url, 16, 1.0)
         for connections in (16, 64, 128):
             rows.append(
                 (f"two gateways, deferred, {connections} conn.", *closed_loop(launcher.base_url, connections, seconds))
             )
-        launcher.apply(serve_config(plan, port=PORT, scheduler="eager"))
+        launcher.apply(Deployment(plan=plan, port=PORT, scheduler="eager").config())
         for connections in (1, 64):
             rows.append(
                 (f"tenuto, eager, {connections} connections", *closed_loop(launcher.base_url, connections, seconds))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from serving import apply_rival, heading, rival_config, synthetic_plan
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.placement import ModelSpec
@@ -77,7 +77,7 @@ def main() -> None:
 
             def tenuto(gpus: int = gpus, bound: float = bound) -> str:
                 plan = synthetic_plan(ALPHA_MS, BETA_MS, SLO_MS, bound, gpus, 18)
-                launcher.apply(serve_config(plan, port=PORT))
+                launcher.apply(Deployment(plan=plan, port=PORT).config())
                 return launcher.base_url
 
             def serve_batch(gpus: int = gpus) -> str:

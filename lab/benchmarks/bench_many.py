@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from bench_served import LOAD, busy_program, floor_of, in_time
 from serving import heading
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.placement import Plan
 
@@ -104,7 +104,7 @@ def main() -> None:
             floor = measure(port, models, given.rps, given.seconds, given.seed)
         print(f"{count} models on {gpulets} gpu-lets; floor: {floor.first:.1f} %, then {floor.then:.1f} % in time")
         port = unused_port()
-        config = serve_config(plan_of(gpulets, models), port=port, executor="emulated")
+        config = Deployment(plan=plan_of(gpulets, models), port=port, executor="emulated").config()
         for start in range(given.starts):
             with Launcher() as launcher:
                 launcher.connect(num_gpus=gpulets, address="local")

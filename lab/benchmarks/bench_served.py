@@ -26,7 +26,7 @@ from serving import heading, synthetic_plan
 from triton_rival import SETTINGS, WHEEL, installed
 from triton_rival import triton as triton_server
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.errors import EnvironmentFaultError
@@ -113,7 +113,9 @@ def ours(row: Row, scheduler: str = "deferred", gateways: int = 1) -> Iterator[t
     port = unused_port()
     with Launcher() as launcher:
         launcher.connect(num_gpus=row.gpus, address="local")
-        config = serve_config(row.plan(), port=port, executor="emulated", scheduler=scheduler, gateways=gateways)
+        config = Deployment(
+            plan=row.plan(), port=port, executor="emulated", scheduler=scheduler, gateways=gateways
+        ).config()
         launcher.apply(config)
         yield port, "synthetic"
 
@@ -132,7 +134,8 @@ def deployed(row: Row) -> Iterator[tuple[int, str]]:
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         config = Path(folder) / "plan.yaml"
-        config.write_text(yaml.safe_dump(serve_config(row.plan(), port=port, executor="emulated")))
+        served = Deployment(plan=row.plan(), port=port, executor="emulated")
+        config.write_text(yaml.safe_dump(served.config().to_data()))
 
         def run(*command: str) -> None:
             subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=120)

@@ -20,7 +20,7 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.gpulet.replica import GpuletReplica
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import InputPart
@@ -70,10 +70,10 @@ def plan(copies: float, *, streaming: bool, rate_rps: float) -> Plan:
 
 async def in_process(what: Plan, scheduler: str, seconds: float, seed: int) -> tuple[float, float]:
     """Return requests in time per second, and the part of the time that the gpu-let executed."""
-    application = serve_config(what, executor="emulated")["applications"][-1]
+    application = Deployment(plan=what, executor="emulated").config().gpulets[-1]
     gpulet = LocalGpulet.__new__(LocalGpulet)
-    await gpulet.__init__(application["args"]["spec"])  # type: ignore[misc]
-    await gpulet.reconfigure(application["deployments"][0]["user_config"])
+    await gpulet.__init__(application.spec.model_dump())  # type: ignore[misc]
+    await gpulet.reconfigure(application.user_config.to_data())
     dispatcher = Dispatcher(
         lambda plan, network: make_scheduler(scheduler, from_plan(plan, network), {}), lambda _: gpulet.endpoint
     )
@@ -122,7 +122,7 @@ def on_ray(copies: float, rate_rps: float, seconds: float, seed: int) -> list[fl
         running.connect(num_gpus=1, address="local")
         for streaming in (False, True):
             what = plan(copies, streaming=streaming, rate_rps=rate_rps)
-            running.apply(serve_config(what, port=8768, executor="emulated"), timeout_s=120)
+            running.apply(Deployment(plan=what, port=8768, executor="emulated").config(), timeout_s=120)
             options = BenchOptions(running.base_url, duration_s=seconds, seed=seed, clients=1)
             goodput.append(run_bench(list(what.models), options).summary["goodput_rps"])
     return goodput

@@ -18,7 +18,7 @@ import pyarrow.parquet
 from bench_served import ROWS, stolen
 from serving import heading
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 
 STAGES = ("batching_ms", "gpulet_queue_ms", "execution_ms")
@@ -88,7 +88,7 @@ def main() -> None:
         launcher.connect(num_gpus=row.gpus, address="local")
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         port = unused_port()
-        launcher.apply(serve_config(plan, port=port, executor="emulated"))
+        launcher.apply(Deployment(plan=plan, port=port, executor="emulated").config())
         planned = plan.models[0].rate_rps
         for rate in given.rates:
             for via in given.via or ("http", "handle"):

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.loadgen.result_folder import hardware, versions
 from tenuto.loadgen.sender import Reply
 from tenuto.loadgen.senders.http import HttpSender, post_bytes
@@ -60,7 +60,7 @@ def synthetic_plan(
 def rival_config(factory: str, args: dict[str, Any], port: int) -> dict[str, Any]:
     """Return a Serve config of one application of `serve_rivals`."""
     here = str(Path(__file__).parent)
-    base = serve_config(synthetic_plan(1, 0, 100, 1, 1, 1), port=port)
+    base = Deployment(plan=synthetic_plan(1, 0, 100, 1, 1, 1), port=port).config().to_data()
     application = {
         "name": factory,
         "route_prefix": "/",

@@ -40,8 +40,9 @@ from typing import Any
 from bench_operating import pids_of, until
 from fuzz_door import KINDS, Case, send
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
+from tenuto.deployments.serve.user_config import Entrance
 from tenuto.documents import write_whole
 from tenuto.placement import Plan
 
@@ -278,15 +279,15 @@ def soak(args: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> d
     incidents: list[Incident] = []
     with Launcher(progress=lambda text: print(text, file=sys.stderr)) as launcher:
         launcher.connect(num_gpus=4, address="local")
-        config = serve_config(
-            make_plan(),
+        deployment = Deployment(
+            plan=make_plan(),
             port=port,
             executor="emulated",
             gateways=2,
             dispatchers=2,
-            access={"host_names": ["x"]},  # what the cases of fuzz_door.py call it
+            access=Entrance(host_names=("x",)),  # what the cases of fuzz_door.py call it
         )
-        launcher.apply(config)
+        launcher.apply(deployment.config())
         with Clients(port, args.rps, args.seed) as clients:
             time.sleep(5.0)
             began_s = time.monotonic()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import yaml
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import unused_port
 from tests.deployments.serve.test_listening import make_plan
 
@@ -66,7 +66,7 @@ def _walk(folder: Path, environment: Mapping[str, str]) -> dict[str, tuple[objec
     head, dashboard, agent, port = (unused_port(wished) for wished in _PORTS)
     where = f"http://127.0.0.1:{dashboard}"
     plan = folder / "plan.yaml"
-    plan.write_text(yaml.safe_dump(serve_config(make_plan(), executor="emulated", port=port)))
+    plan.write_text(yaml.safe_dump(Deployment(plan=make_plan(), executor="emulated", port=port).config().to_data()))
     seen["doctor before a token"] = doctor("ray authentication")[1], "ray get-auth-token --generate, before `ray start`"
     run("ray", "get-auth-token", "--generate")
     token = folder / ".ray" / "auth_token"

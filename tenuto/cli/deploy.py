@@ -24,7 +24,7 @@ def command(asked: ServingArguments, why: str, replace: bool, address: str | Non
     Example: tenuto deploy plan.yaml --emulate
     """
     wanted = asked.deployment()
-    plan = wanted.read_plan()
+    plan = wanted.plan
     ground = asked.ground(plan)
     with operations(address) as running:
         reached = running.deploy(wanted, why or asked.plan_file, ground=ground, replace=replace, kept=asked.left_open())

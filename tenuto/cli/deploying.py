@@ -59,10 +59,8 @@ class ServingArguments:
         from tenuto.batching.registry import make_scheduler
         from tenuto.deployments.control.settings import ControlSettings
         from tenuto.deployments.security.keys import read_keys
-        from tenuto.deployments.serve.config import ENTRY_APPLICATION
         from tenuto.deployments.serve.deployment import Deployment
         from tenuto.deployments.serve.sub_clusters import read_partition
-        from tenuto.deployments.serve.user_config import read_gateway_config
 
         if self.emulate and self.executor not in (None, "emulated"):
             raise refused("--executor", self.executor, "contradicts --emulate", "Give one of the two.")
@@ -74,7 +72,7 @@ class ServingArguments:
         partition = read_partition(self.partition_file) if self.partition_file is not None else None
         found = Deployment.model_validate(
             {
-                "plan": plan.to_data(),
+                "plan": plan,
                 "executor": "emulated" if self.emulate else self.executor or _planned_executor(self.plan_file),
                 **{name: getattr(self, name) for name in _SAME},
                 "access": {
@@ -91,10 +89,7 @@ class ServingArguments:
                 "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
             }
         )
-
-        for application in found.config()["applications"]:
-            if application["name"] == ENTRY_APPLICATION:
-                read_gateway_config(application["deployments"][0]["user_config"])  # refused here, not in a replica
+        found.config()  # refused here, not in a replica
         return found
 
     def left_open(self) -> list[str]:

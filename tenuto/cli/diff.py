@@ -31,7 +31,7 @@ def command(plan_file: str, from_file: str | None, address: str | None, as_json:
         running = Plan.load(from_file)
     else:
         with operations(address) as found:
-            running = found.running().read_plan()
+            running = found.running().plan
     target = renamed(wanted, running)
     rates = {spec.name: spec.rate_rps for spec in wanted.models}
     way = stages(running, target, gpus_of(running, target), rates, Durations(1.0, 1.0))

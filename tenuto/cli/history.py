@@ -10,7 +10,6 @@ from tenuto.cli.common import emit_json, json_option, write_file
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
 from tenuto.errors import EnvironmentFaultError
-from tenuto.placement import Plan
 
 
 @click.command("history", short_help="List the plans that ran on a cluster.")
@@ -29,13 +28,13 @@ def command(number: int | None, output: str | None, address: str | None, as_json
     if chosen is None and not as_json:
         raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")
     if output is not None and chosen is not None:
-        write_file(output, Plan.from_data(chosen.deployment.plan).dump())
+        write_file(output, chosen.deployment.plan.dump())
         return
     if as_json:
         emit_json(
             {
                 "versions": [
-                    {"number": v.number, "at_s": v.at_s, "by": v.by, "why": v.why, "plan": v.deployment.plan}
+                    {"number": v.number, "at_s": v.at_s, "by": v.by, "why": v.why, "plan": v.deployment.plan.to_data()}
                     for v in versions
                 ]
             }
@@ -48,8 +47,8 @@ def command(number: int | None, output: str | None, address: str | None, as_json
                 str(v.number),
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v.at_s)),
                 v.by,
-                str(len(v.deployment.plan.get("gpulets", ()))),
-                str(len({gpulet["gpu"] for gpulet in v.deployment.plan.get("gpulets", ())})),
+                str(len(v.deployment.plan.gpulets)),
+                str(len({gpulet.gpu for gpulet in v.deployment.plan.gpulets})),
                 v.why,
             )
             for v in versions

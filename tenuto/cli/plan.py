@@ -219,10 +219,10 @@ def _parameters(policy: Policy) -> set[str]:
 
 def _document(plan: Plan, executor: str) -> str:
     """Return the Serve config which carries the plan."""
-    from tenuto.deployments.serve.config import serve_config
+    from tenuto.deployments.serve.deployment import Deployment
     from tenuto.documents import dump_yaml
 
-    return dump_yaml(serve_config(plan, executor=executor))
+    return dump_yaml(Deployment.model_validate({"plan": plan, "executor": executor}).config().to_data())
 
 
 def _number(value: float | None) -> str:

@@ -41,7 +41,7 @@ def command(asked: ServingArguments, replace: bool, address: str | None) -> int:
     from tenuto.deployments.process.foreground import run_in_front
 
     deployment = asked.deployment()
-    ground = asked.ground(deployment.read_plan())
+    ground = asked.ground(deployment.plan)
 
     def serve(orders: Orders) -> int:
         try:
@@ -68,7 +68,7 @@ def _serve(
     from tenuto.deployments.serve.launcher import Launcher
     from tenuto.deployments.wire.status import SystemStatus
 
-    gpus = deployment.read_plan().gpus
+    gpus = deployment.plan.gpus
     with Launcher(progress=tell, sleep=orders.sleep) as launcher:
         try:
             launcher.connect(num_gpus=sum(gpu.type != "cpu" for gpu in gpus), address=address)
@@ -137,7 +137,7 @@ def _reload(asked: ServingArguments, orders: Orders) -> None:
     try:
         wanted = asked.deployment()
         with Operations(None, tell, sleep=orders.sleep) as running:
-            reached = running.deploy(wanted, asked.plan_file, by="reload", ground=asked.ground(wanted.read_plan()))
+            reached = running.deploy(wanted, asked.plan_file, by="reload", ground=asked.ground(wanted.plan))
     except TenutoError as error:
         tell(f"nothing was reloaded: {error}")
     else:

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from tenuto.cli import deploy, history
 from tenuto.cli.deploying import ServingArguments
-from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.history import History
 from tenuto.placement import Plan
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, run_bench
@@ -60,7 +60,9 @@ def make_plan(*, batch_size: int = 4, share_pct: float | None = 50.0, cpu: bool 
 
 def apply(launcher: Launcher, **changes: Any) -> None:
     options = {"max_body_mib": 4}
-    launcher.apply(serve_config(make_plan(**changes), port=PORT, scheduler="eager", gateway_options=options))
+    launcher.apply(
+        Deployment(plan=make_plan(**changes), port=PORT, scheduler="eager", gateway_options=options).config()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +276,7 @@ def test_serve_config_is_accepted_by_the_schema() -> None:
 
     from tenuto.documents import dump_yaml
 
-    config = serve_config(make_plan())
+    config = Deployment(plan=make_plan()).config().to_data()
     ServeDeploySchema.model_validate(config)
     import yaml
 

@@ -79,7 +79,7 @@ def test_a_new_plan_is_reached_without_losing_a_request(operator: Operations) ->
 def test_rollback_goes_to_the_plan_before(operator: Operations) -> None:
     version, reached = operator.rollback(1)
     assert (version.number, reached) == (1, True)
-    shares = {gpulet.gpu: gpulet.share_pct for gpulet in operator.running().read_plan().gpulets}
+    shares = {gpulet.gpu: gpulet.share_pct for gpulet in operator.running().plan.gpulets}
     assert shares == {"n0/0": 50.0, "n0/1": 50.0}
 
 
@@ -92,5 +92,5 @@ def test_serves_own_way_of_deploying_after_ours_restarts_nothing(operator: Opera
     details = _get_global_client().get_serve_details()
     gateway = details["applications"]["tenuto"]["deployments"]["gateway"]["deployment_config"]
     assert gateway["rolling_update_percentage"] == 1.0  # as asked; else one that waits for a node would hold up all
-    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(running.config()), _blocking=True)
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(running.config().to_data()), _blocking=True)
     assert pids(operator.base_url) == before

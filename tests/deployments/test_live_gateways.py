@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
@@ -43,7 +43,7 @@ def make_plan() -> Plan:
 @pytest.fixture(scope="module")
 def url(launcher: Launcher) -> str:
     partition = {"left": 0, "right": 1}
-    launcher.apply(serve_config(make_plan(), port=PORT, scheduler="eager", gateways=2, partition=partition))
+    launcher.apply(Deployment(plan=make_plan(), port=PORT, scheduler="eager", gateways=2, partition=partition).config())
     until(lambda: met(launcher.base_url))
     return launcher.base_url
 

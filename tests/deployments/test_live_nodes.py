@@ -11,7 +11,7 @@ import pytest
 from tenuto.cli import main
 from tenuto.deployments.machines import node_gpus
 from tenuto.deployments.machines.node_gpus import read_ray_inventory
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.errors import EnvironmentFaultError
@@ -111,8 +111,8 @@ def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own
     with Launcher() as launcher:
         launcher.connect(num_gpus=2)
         with pytest.raises(EnvironmentFaultError, match=r"on node 192\.0\.2\.7, the cluster has 127"):
-            launcher.apply(serve_config(make_plan(other="192.0.2.7"), port=port))
-        launcher.apply(serve_config(make_plan(), scheduler="eager", port=port, encrypt=True))
+            launcher.apply(Deployment(plan=make_plan(other="192.0.2.7"), port=port).config())
+        launcher.apply(Deployment(plan=make_plan(), scheduler="eager", port=port, encrypt=True).config())
         url = launcher.base_url
         assert addresses_by_gpulet(url) == {"left/0/a": HEAD, "right/0/a": OTHER}
         for name in ("left", "right"):

@@ -4,12 +4,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.config import ServeConfig
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.deployments.serve.states import application_states
@@ -50,16 +51,17 @@ def plan(*, changed: bool = False) -> Plan:
     )
 
 
-def config(made: Plan) -> dict[str, Any]:
+def config(made: Plan) -> ServeConfig:
     """A config for real GPUs, whose gpu-lets are those on fake ones, in the environment of this test."""
-    found = serve_config(made, port=PORT, scheduler="eager")
+    found = Deployment(plan=made, port=PORT, scheduler="eager").config()
     here = {name: os.environ[name] for name in ("PATH", "TENUTO_MPS_ROOT")}
-    for application in found["applications"][1:]:
-        application["import_path"] = "tests.deployments.on_fake_gpu:build"
-        application["args"]["spec"]["executor"] = "emulated"
-        for deployment in application["deployments"]:
-            deployment["ray_actor_options"]["runtime_env"]["env_vars"] |= here
-    return found
+    gpulets = []
+    for each in found.gpulets:
+        assert each.spec is not None
+        spec = each.spec.model_copy(update={"executor": "emulated"})
+        actor = replace(each.actor, environment=(*each.actor.environment, *here.items()))
+        gpulets.append(replace(each, module="tests.deployments.on_fake_gpu", spec=spec, actor=actor))
+    return replace(found, gpulets=tuple(gpulets))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.placement import Plan
@@ -112,12 +112,9 @@ async def gpulet(name: str, folder: Path, host: str) -> None:
     """Run batches until the end of the process."""
     begun = Lines(folder / "begun")
     replica_module.make_executor = lambda _spec: Counting(begun)  # type: ignore[assignment]
-    application = next(
-        each
-        for each in serve_config(make_plan(), executor="emulated")["applications"]
-        if each["args"].get("spec", {}).get("gpulet") == name
-    )
-    replica = await LocalReplica.start(application["args"]["spec"], application["deployments"][0]["user_config"])
+    gpulets = Deployment(plan=make_plan(), executor="emulated").config().gpulets
+    (application,) = (each for each in gpulets if each.spec is not None and each.spec.gpulet == name)
+    replica = await LocalReplica.start(application)
     announce(folder, name, replica._channel.listen(host))
     await asyncio.Event().wait()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tenuto.deployments.gpulet.replica import GpuletReplica
+from tenuto.deployments.serve.config import ServeApplication
+from tenuto.deployments.serve.user_config import GpuletConfig
 from tenuto.deployments.wire.peer import Endpoint
 
 __all__ = ["LocalReplica"]
@@ -26,12 +28,13 @@ class LocalReplica(GpuletReplica):
         pass
 
     @classmethod
-    async def start(cls, spec: dict[str, Any], user_config: dict[str, Any]) -> LocalReplica:
-        """Start as Serve would: construct, then configure."""
+    async def start(cls, application: ServeApplication[GpuletConfig], **changes: Any) -> LocalReplica:
+        """Start as Serve would: construct, then configure; `changes`: of what it is told."""
+        assert application.spec is not None
         replica = cls.__new__(cls)
-        await replica.__init__(spec)  # type: ignore[misc]
+        await replica.__init__(application.spec.model_dump(mode="json"))  # type: ignore[misc]
         try:
-            await replica.reconfigure(user_config)
+            await replica.reconfigure({**application.user_config.to_data(), **changes})
         except BaseException:
             await replica.close()
             raise

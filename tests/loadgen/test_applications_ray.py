@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import served_plan
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
@@ -34,7 +34,7 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def url(plan: Plan, launcher: Launcher) -> str:
-    launcher.apply(serve_config(plan, port=PORT, executor="emulated"))
+    launcher.apply(Deployment(plan=plan, port=PORT, executor="emulated").config())
     return launcher.base_url
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.records import Records
@@ -88,7 +88,7 @@ def run_live(
 def _run(launcher: Launcher, case: Case, plan: Plan, scheduler: str, stretch: float, say: Say) -> dict[str, Any]:
     live = stretched_plan(plan, stretch)
     options = {"wait_ms": WAIT_MS * stretch} if scheduler == ROUTER else {}
-    launcher.apply(serve_config(live, executor="emulated", scheduler=scheduler, scheduler_options=options))
+    launcher.apply(Deployment(plan=live, executor="emulated", scheduler=scheduler, scheduler_options=options).config())
     served = [spec for spec in live.models if spec.name not in live.unserved]
     bench = BenchOptions(
         launcher.base_url,

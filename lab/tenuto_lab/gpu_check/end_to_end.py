@@ -17,7 +17,7 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.entry.dispatching import ask
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.documents import parse_pairs
@@ -46,7 +46,7 @@ async def serve_closed_loop(plan: Plan, seconds: float) -> dict[str, Any]:
     """
     (model,), (gpulet,) = plan.models, plan.gpulets
     size = gpulet.models[0].batch_size
-    async with LocalGpulets(serve_config(plan, executor="torch")) as local:
+    async with LocalGpulets(Deployment(plan=plan, executor="torch").config()) as local:
         dispatcher = Dispatcher(lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}), local.find)
         dispatcher.apply(plan)
         try:

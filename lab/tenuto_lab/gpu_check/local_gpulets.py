@@ -10,10 +10,11 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from tenuto.deployments.gpulet.replica import GpuletReplica
+from tenuto.deployments.serve.config import ServeApplication, ServeConfig
+from tenuto.deployments.serve.user_config import GpuletConfig
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.errors import EnvironmentFaultError, TenutoError
 
@@ -23,9 +24,9 @@ _START_S = 300.0
 class LocalGpulets:
     """Starts what a Serve config (`tenuto.deployments.serve.config`) says, and ends it. An async context manager."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        """Take a Serve config of emulated, CPU or GPU gpu-lets."""
-        self._applications = [app for app in config["applications"] if "spec" in app["args"]]
+    def __init__(self, config: ServeConfig) -> None:
+        """Take the config of emulated, CPU or GPU gpu-lets."""
+        self._applications = config.gpulets
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._endpoints: dict[str, Endpoint] = {}
 
@@ -40,35 +41,34 @@ class LocalGpulets:
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-    async def _start(self, application: Mapping[str, Any]) -> None:
+    async def _start(self, application: ServeApplication[GpuletConfig]) -> None:
         """Start one gpu-let and wait until its models are loaded.
 
         Raises:
             EnvironmentFaultError: it did not start, with its reason.
         """
-        (deployment,) = application["deployments"]
-        options = deployment["ray_actor_options"].get("runtime_env", {}).get("env_vars", {})
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "tenuto_lab.gpu_check.local_gpulets",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **options},
+            env={**os.environ, **dict(application.actor.environment)},
         )
-        spec = application["args"]["spec"]
-        self._processes[spec["gpulet"]] = process
+        spec = application.spec
+        assert spec is not None
+        self._processes[spec.gpulet] = process
         assert process.stdin is not None
         assert process.stdout is not None
-        given = {"spec": spec, "user_config": deployment["user_config"]}
+        given = {"spec": spec.model_dump(mode="json"), "user_config": application.user_config.to_data()}
         process.stdin.write(json.dumps(given).encode() + b"\n")
         async with asyncio.timeout(_START_S):
             line = await process.stdout.readline()
         said = json.loads(line or b'{"error": "its process ended"}')
         if "error" in said:
-            raise EnvironmentFaultError(f"gpu-let {spec['gpulet']} did not start: {said['error']}")
+            raise EnvironmentFaultError(f"gpu-let {spec.gpulet} did not start: {said['error']}")
         address = said["address"]
-        self._endpoints[spec["gpulet"]] = Endpoint(
+        self._endpoints[spec.gpulet] = Endpoint(
             address if isinstance(address, str) else (address[0], address[1]), said["token"]
         )
 

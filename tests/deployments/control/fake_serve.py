@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from tenuto.deployments.serve.config import ENTRY_APPLICATION, application_name
+from tenuto.deployments.serve.config import ServeConfig, application_name
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.wire.status import DispatchingStatus, GpuletStatus, ModelStatus
@@ -28,7 +27,7 @@ class FakeServe:
         self.counts: dict[str, dict[str, int]] = {}
         self.unserved: list[tuple[float, str]] = []
         self.ended: list[tuple[float, str]] = []
-        self.configs: list[Mapping[str, Any]] = []
+        self.configs: list[ServeConfig] = []
         self._since: dict[str, float] = {}
         self._plan: dict[str, Any] = {}
         self.apply(deployment.config())
@@ -60,24 +59,21 @@ class FakeServe:
 
     # --- Serve ------------------------------------------------------------------------------------------------------
 
-    def apply(self, config: Mapping[str, Any]) -> None:
+    def apply(self, config: ServeConfig) -> None:
         self.configs.append(config)
-        names = {application["name"] for application in config["applications"]}
+        names = {application.name for application in config.applications}
         self.ended += [(self.now_s, name) for name in self._since if name not in names]
-        for application in config["applications"]:
-            name = application["name"]
-            if name.startswith("gpulet-"):
-                programs = application["deployments"][0]["user_config"]["programs"]
-                wanted = {program["name"]: program["batch_size"] for program in programs}
-                present = self._held.get(name)
-                if present is None or all(present.get(model, 0) >= size for model, size in wanted.items()):
-                    self._held[name] = wanted
-                    self._loading.pop(name, None)
-                elif name not in self._loading or self._loading[name][1] != wanted:
-                    self._loading[name] = self.now_s + self.load_s, wanted
+        for application in config.gpulets:
+            name = application.name
+            wanted = {program.name: program.batch_size for program in application.user_config.programs}
+            present = self._held.get(name)
+            if present is None or all(present.get(model, 0) >= size for model, size in wanted.items()):
+                self._held[name] = wanted
+                self._loading.pop(name, None)
+            elif name not in self._loading or self._loading[name][1] != wanted:
+                self._loading[name] = self.now_s + self.load_s, wanted
         self._since = {name: self._since.get(name, self.now_s) for name in names}
-        (entry,) = (app for app in config["applications"] if app["name"] == ENTRY_APPLICATION)
-        self._plan = entry["deployments"][0]["user_config"]["plan"]
+        self._plan = config.entry.user_config.plan.to_data()
 
     def states(self) -> dict[str, ApplicationState]:
         return {

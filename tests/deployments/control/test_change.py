@@ -12,7 +12,8 @@ from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.rates import RatesMemory
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.history import History
 from tenuto.deployments.wire.status import LogLine
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
@@ -65,7 +66,7 @@ def test_new_gpulets_start_beside_the_old_where_there_is_room() -> None:
     assert {name for _, name in cluster.serve.ended} == {"gpulet-n0-0-a", "gpulet-n0-1-a"}
     version = cluster.history.latest()
     assert version is not None
-    assert {g["id"] for g in version.deployment.plan["gpulets"]} == {"n0/0/b", "n0/1/b"}
+    assert {g.id for g in version.deployment.plan.gpulets} == {"n0/0/b", "n0/1/b"}
 
 
 def test_gpulets_on_a_gpu_that_is_new_start_before_the_old_end() -> None:
@@ -80,12 +81,9 @@ def test_what_leaves_ends_only_after_the_gateways_let_go_of_it() -> None:
     without = next(
         index
         for index, config in enumerate(cluster.serve.configs)
-        if all(
-            gpulet["id"] not in ("n0/0/a", "n0/1/a")
-            for gpulet in config["applications"][0]["deployments"][0]["user_config"]["plan"]["gpulets"]
-        )
+        if all(gpulet.id not in ("n0/0/a", "n0/1/a") for gpulet in config.entry.user_config.plan.gpulets)
     )
-    kept = {application["name"] for application in cluster.serve.configs[without]["applications"]}
+    kept = {application.name for application in cluster.serve.configs[without].applications}
     assert {"gpulet-n0-0-a", "gpulet-n0-1-a"} <= kept
     assert without < len(cluster.serve.configs) - 1
 
@@ -107,7 +105,7 @@ def test_gpulets_that_cannot_start_bring_the_plan_before_back() -> None:
     assert "the weights are missing" in " ".join(entry.text for entry in cluster.entries)
     version = cluster.history.latest()
     assert version is not None
-    assert {g["id"] for g in version.deployment.plan["gpulets"]} == {"n0/0/a", "n0/1/a"}
+    assert {g.id for g in version.deployment.plan.gpulets} == {"n0/0/a", "n0/1/a"}
 
 
 def test_gpulets_that_never_come_bring_the_plan_before_back() -> None:
@@ -129,10 +127,10 @@ def test_models_are_loaded_before_they_are_routed_to_and_unloaded_after() -> Non
     assert cluster.change(make_plan({"n0/0/a": (50.0, ["b", "c"])}))
     assert cluster.serve.unserved == []  # nobody is told of it before it is there
     held = [
-        [program["name"] for program in application["deployments"][0]["user_config"]["programs"]]
+        [program.name for program in application.user_config.programs]
         for config in cluster.serve.configs
-        for application in config["applications"]
-        if application["name"] == "gpulet-n0-0-a"
+        for application in config.gpulets
+        if application.name == "gpulet-n0-0-a"
     ]
     assert [sorted(names) for names in held][-1] == ["b", "c"]
     assert ["a", "b", "c"] in [sorted(names) for names in held]
@@ -157,8 +155,7 @@ def test_settings_change_without_a_new_process() -> None:
     cluster = Cluster(HALVES)
     assert cluster.change(HALVES, scheduler="eager")
     assert cluster.serve.ended == []
-    entry = cluster.serve.configs[-1]["applications"][0]["deployments"][0]["user_config"]
-    assert entry["scheduler"]["name"] == "eager"
+    assert cluster.serve.configs[-1].entry.user_config.scheduler.name == "eager"
 
 
 def test_what_cannot_be_served_so_changes_nothing() -> None:

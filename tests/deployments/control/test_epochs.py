@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,9 @@ from tenuto.deployments.control.live import Live, LiveSystem
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.deployments.serve.config import ServeConfig
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.history import History
 from tenuto.deployments.serve.sub_clusters import evened, imbalance, parted
 from tenuto.deployments.wire.status import LogLine
 from tests.deployments.control.fake_serve import FakeServe
@@ -29,7 +30,7 @@ QUIET = {"mode": "act", "when": {"underused": None, "rate": None, "slo": False, 
 def serving(
     epoch: Mapping[str, float] | None = None, tell: Callable[[LogLine], None] = lambda _entry: None
 ) -> tuple[Live, FakeServe, History]:
-    deployment = Deployment(plan=PLAN.to_data(), executor="emulated", gateways=2, partition=UNEVEN)
+    deployment = Deployment(plan=PLAN, executor="emulated", gateways=2, partition=UNEVEN)
     serve, history = FakeServe(deployment), History(DictStore())
     settings = ControlSettings.model_validate({**QUIET, "epoch": {"every_s": 60, "moved": 0.5, **(epoch or {})}})
     system = LiveSystem(deployment, serve, serve.status, gpus_of(PLAN))
@@ -45,11 +46,11 @@ def serving(
     return live, serve, history
 
 
-def held(config: Mapping[str, Any]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+def held(config: ServeConfig) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Return whom gateways ask for what, and what each dispatcher holds."""
-    configs = {app["name"]: app["deployments"][0]["user_config"] for app in config["applications"]}
-    asked = configs["tenuto"]["sub_clusters"]
-    return asked, {name: [m["name"] for m in configs[f"dispatcher-{name}"]["plan"]["models"]] for name in asked}
+    holds = {each.name.removeprefix("dispatcher-"): each.user_config.plan.models for each in config.dispatchers}
+    asked = {name: list(models) for name, models in config.entry.user_config.sub_clusters.items()}
+    return asked, {name: [model.name for model in holds[name]] for name in asked}
 
 
 def run(live: Live, serve: FakeServe, seconds: int) -> None:

@@ -17,7 +17,8 @@ from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.service import ControllerReplica, keep_ground
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.history import History
 from tenuto.deployments.wire.status import DispatchingStatus, LogLine
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles import Profiles
@@ -49,7 +50,7 @@ class Served:
     """A controller's deployment over a fake cluster, whose clock goes by itself."""
 
     def __init__(self) -> None:
-        self.deployment = Deployment(plan=PLAN.to_data(), executor="emulated")
+        self.deployment = Deployment(plan=PLAN, executor="emulated")
         self.serve = FakeServe(self.deployment)
         self.store = DictStore()
         self.history = History(self.store)

@@ -16,7 +16,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.tensors import Blocks
@@ -225,9 +225,8 @@ async def test_a_real_gpulet_emulates_a_group_as_the_serve_config_tells_it() -> 
     for spec in data["models"]:
         spec["options"] = RAW[spec["name"]]
     plan = Plan.from_data(data)
-    deployment = serve_config(plan, executor="emulated")["applications"][1]
-    (options,) = deployment["deployments"]
-    replica = await LocalReplica.start(deployment["args"]["spec"], options["user_config"])
+    (application,) = Deployment(plan=plan, executor="emulated").config().gpulets
+    replica = await LocalReplica.start(application)
     dispatcher = Dispatcher(_deferred, lambda _: replica.endpoint)
     try:
         dispatcher.apply(plan)
@@ -248,16 +247,16 @@ async def test_a_real_gpulet_emulates_a_group_as_the_serve_config_tells_it() -> 
 
 
 def test_the_serve_config_loads_a_group_in_place_of_its_members() -> None:
-    def entries(plan: Plan) -> list[dict[str, Any]]:
-        application = serve_config(plan)["applications"][1]
-        found: list[dict[str, Any]] = application["deployments"][0]["user_config"]["programs"]
-        return found
+    def entries(plan: Plan) -> tuple[ProgramEntry, ...]:
+        (application,) = Deployment(plan=plan).config().gpulets
+        return application.user_config.programs
 
     (group,) = entries(make_plan(merged=True))
-    assert (group["name"], group["batch_size"]) == ("a+b", 8)
-    assert LatencyTable.model_validate(group["latency"]).at(8) == 11.0  # 4 + 1 of one, 3 of the other
-    assert [member["name"] for member in group["members"]] == ["a", "b"]
-    assert [entry["name"] for entry in entries(make_plan(merged=False))] == ["a", "b"]
+    assert (group.name, group.batch_size) == ("a+b", 8)
+    assert group.latency is not None
+    assert group.latency.at(8) == 11.0  # 4 + 1 of one, 3 of the other
+    assert [member.name for member in group.members] == ["a", "b"]
+    assert [entry.name for entry in entries(make_plan(merged=False))] == ["a", "b"]
 
 
 def test_an_emulated_group_takes_the_groups_time_and_answers_each_member() -> None:

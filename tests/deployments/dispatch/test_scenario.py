@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tenuto.deployments.dispatch.fleet import gpulet_connection
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -95,13 +95,8 @@ def test_merged_models_run_the_same_joint_batches_on_both_drivers(seed: int, sch
 
 
 async def _started(plan: Plan) -> dict[str, LocalReplica]:
-    applications = serve_config(plan, executor="emulated")["applications"][1:]
-    found = {}
-    for application in applications:
-        (deployment,) = application["deployments"]
-        spec = application["args"]["spec"]
-        found[spec["gpulet"]] = await LocalReplica.start(spec, deployment["user_config"])
-    return found
+    config = Deployment(plan=plan, executor="emulated").config()
+    return {each.spec.gpulet: await LocalReplica.start(each) for each in config.gpulets if each.spec is not None}
 
 
 async def test_real_gpulets_on_a_real_clock_keep_the_rules_of_the_same_scenario() -> None:

@@ -19,10 +19,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tenuto.deployments.entry.http import Head
 from tenuto.deployments.entry.traces import Traces
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import CLIENT_KEY, client_key, model_metadata
 from tenuto.deployments.serve.launcher import unused_port
-from tenuto.deployments.serve.user_config import read_gateway_config
+from tenuto.deployments.serve.user_config import Listen, read_gateway_config
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.sender import Body, Reply
 from tenuto.loadgen.senders.http import HttpSender
@@ -207,10 +207,9 @@ async def test_an_exposed_socket_needs_keys_and_operators_stay_at_home() -> None
     for rest in ({"keys": [entry("anna")]}, {"insecure": True}):
         _, config = read_gateway_config({"plan": plan, "listen": exposed, **rest})
         assert config.is_shared_with_clients
-    made = serve_config(PLAN, host="0.0.0.0", access={"insecure": True})
-    assert made["http_options"]["host"] == "127.0.0.1"
-    gateway = made["applications"][0]["deployments"][0]["user_config"]
-    assert gateway["operators"] == {"host": "127.0.0.1", "port": 8002}
+    made = Deployment(plan=PLAN, host="0.0.0.0", access={"insecure": True}).config()
+    assert made.to_data()["http_options"]["host"] == "127.0.0.1"
+    assert made.entry.user_config.operators == Listen(port=8002)
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:

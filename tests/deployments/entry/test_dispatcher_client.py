@@ -18,7 +18,7 @@ from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.sub_clusters import cut_plan
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Arena
@@ -436,23 +436,21 @@ def test_a_plan_is_cut_along_its_partition() -> None:
 
 
 def test_the_serve_config_has_a_dispatcher_per_sub_cluster_only_when_there_are_several_processes() -> None:
-    names = [a["name"] for a in serve_config(PLAN)["applications"]]
+    names = [each.name for each in Deployment(plan=PLAN).config().applications]
     assert names == ["tenuto", "gpulet-a", "gpulet-b"]
-    config = serve_config(PLAN, gateways=3, partition={"m": 0, "n": 0, "o": 1})
-    assert [a["name"] for a in config["applications"]] == [
+    config = Deployment(plan=PLAN, gateways=3, partition={"m": 0, "n": 0, "o": 1}).config()
+    assert [each.name for each in config.applications] == [
         "tenuto",
         "dispatcher-0",
         "dispatcher-1",
         "gpulet-a",
         "gpulet-b",
     ]
-    entry = config["applications"][0]["deployments"][0]
-    assert entry["num_replicas"] == 3
-    dispatcher = config["applications"][1]["deployments"][0]
-    assert (dispatcher["num_replicas"], "max_replicas_per_node" in dispatcher) == (2, False)
-    spread = serve_config(PLAN, gateways=3, nodes=2)["applications"]
-    assert [app["deployments"][0]["max_replicas_per_node"] for app in spread[:2]] == [2, 1]
-    assert entry["user_config"]["sub_clusters"] == {"0": ["m", "n"], "1": ["o"]}
-    assert Plan.from_data(config) == PLAN
+    assert config.entry.processes == 3
+    assert (config.dispatchers[0].processes, config.dispatchers[0].most_per_node) == (2, None)
+    spread = Deployment(plan=PLAN, gateways=3, nodes=2).config()
+    assert [spread.entry.most_per_node, spread.dispatchers[0].most_per_node] == [2, 1]
+    assert config.entry.user_config.sub_clusters == {"0": ("m", "n"), "1": ("o",)}
+    assert Plan.from_data(config.to_data()) == PLAN
     with pytest.raises(ValueError, match="gateways"):
-        serve_config(PLAN, gateways=0)
+        Deployment(plan=PLAN, gateways=-1)

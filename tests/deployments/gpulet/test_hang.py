@@ -13,7 +13,7 @@ from tenuto.deployments.dispatch import dispatcher as dispatcher_module
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.outcome import Outcome
 from tests.deployments.gpulet.test_lost_device import PLAN
 from tests.instruments.asking import X, answer, submit, until
@@ -51,9 +51,8 @@ async def test_a_process_whose_batch_never_comes_back_ends(monkeypatch: pytest.M
     monkeypatch.setattr(replica_module, "HANGS_TIMES", 1.0)
     monkeypatch.setattr(LocalReplica, "_exit", staticmethod(exits.append))
     gpulets = {}
-    for application in serve_config(PLAN, executor="torch")["applications"][1:]:
-        spec, user_config = application["args"]["spec"], application["deployments"][0]["user_config"]
-        gpulets[spec["gpulet"]] = await LocalReplica.start(spec, {**user_config, "hangs_s": 0.01})
+    for application in Deployment(plan=PLAN, executor="torch").config().gpulets:
+        gpulets[application.spec.gpulet] = await LocalReplica.start(application, hangs_s=0.01)
     hanging, sound = Hanging.made
     dispatcher = Dispatcher(_eager, lambda gpulet_id: gpulets[gpulet_id].endpoint)
     dispatcher.apply(PLAN)

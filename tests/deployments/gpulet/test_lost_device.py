@@ -11,7 +11,7 @@ from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet import worker as worker_module
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.answers import Refused
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -70,9 +70,8 @@ async def test_batches_of_a_lost_device_run_elsewhere_and_its_process_ends(
     monkeypatch.setattr(worker_module, "loses_device", lambda error: is_sticky and STICKY in str(error))
     monkeypatch.setattr(LocalReplica, "_exit", staticmethod(exits.append))
     gpulets = {}
-    for application in serve_config(PLAN, executor="torch")["applications"][1:]:
-        spec = application["args"]["spec"]
-        gpulets[spec["gpulet"]] = await LocalReplica.start(spec, application["deployments"][0]["user_config"])
+    for application in Deployment(plan=PLAN, executor="torch").config().gpulets:
+        gpulets[application.spec.gpulet] = await LocalReplica.start(application)
     broken, sound = Device.made
     dispatcher = Dispatcher(
         lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}),

@@ -13,45 +13,23 @@ import pytest
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
-from tenuto.deployments.gpulet.replica import GpuletReplica
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.status import GpuletMode
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tests.instruments.asking import answer, submit, until
+from tests.instruments.local_replica import LocalReplica
 
 OWN = "tests.instruments.own_models"
 LATENCY = {"alpha_ms": 1.0, "beta_ms": 6.0}
 
 
-class Gpulet(GpuletReplica):
-    """The real gpu-let and its socket, without Ray around it."""
-
-    async def endpoint(self, node_id: str = "") -> Endpoint:
-        return self._near
-
-    async def close(self) -> None:
-        await super().__del__()
-
-    def __del__(self) -> None:  # type: ignore[override]  # Serve's hook is a coroutine; here `close` is awaited
-        pass
-
-
-async def start(plan: Plan, executor: str) -> Gpulet:
+async def start(plan: Plan, executor: str) -> LocalReplica:
     """Start the plan's only gpu-let as its Serve config says."""
-    config = serve_config(plan, executor=executor)  # type: ignore[arg-type]
-    application = config["applications"][-1]
-    replica = Gpulet.__new__(Gpulet)
-    await replica.__init__(application["args"]["spec"])  # type: ignore[misc]
-    try:
-        await replica.reconfigure(application["deployments"][0]["user_config"])
-    except BaseException:
-        await replica.close()
-        raise
-    return replica
+    (application,) = Deployment(plan=plan, executor=executor).config().gpulets  # type: ignore[arg-type]
+    return await LocalReplica.start(application)
 
 
 def make_plan(gpu: str = "v100", **model: Any) -> Plan:
@@ -68,7 +46,7 @@ def make_plan(gpu: str = "v100", **model: Any) -> Plan:
 
 
 @pytest.fixture
-async def serving(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Dispatcher, Gpulet]]:
+async def serving(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Dispatcher, LocalReplica]]:
     plan, executor, scheduler = request.param
     gpulet = await start(plan, executor)
     dispatcher = Dispatcher(
@@ -85,7 +63,7 @@ EMULATED = make_plan(options={"copy_in_ms": 0.4, "copy_out_ms": 0.1})
 
 
 @pytest.mark.parametrize("serving", [(EMULATED, "emulated", s) for s in ("deferred", "eager")], indirect=True)
-async def test_an_emulated_gpulet_reports_where_the_time_went(serving: tuple[Dispatcher, Gpulet]) -> None:
+async def test_an_emulated_gpulet_reports_where_the_time_went(serving: tuple[Dispatcher, LocalReplica]) -> None:
     dispatcher, gpulet = serving
     futures = []
     for _ in range(120):
@@ -108,7 +86,7 @@ PLAIN = Plan.from_data({**EMULATED.to_data(), "streaming": False})
 
 @pytest.mark.parametrize("serving", [(PLAIN, "emulated", "eager")], indirect=True)
 async def test_where_the_plan_does_not_stream_copies_are_part_of_the_execution(
-    serving: tuple[Dispatcher, Gpulet],
+    serving: tuple[Dispatcher, LocalReplica],
 ) -> None:
     dispatcher, _ = serving
     for future in [submit(dispatcher, "m", [np.zeros(1, np.float32).tobytes()]) for _ in range(40)]:
@@ -120,7 +98,7 @@ async def test_where_the_plan_does_not_stream_copies_are_part_of_the_execution(
 
 
 @pytest.mark.parametrize("serving", [(make_plan("cpu", source=f"{OWN}:scale"), "torch", "eager")], indirect=True)
-async def test_on_a_cpu_every_request_gets_its_own_answer(serving: tuple[Dispatcher, Gpulet]) -> None:
+async def test_on_a_cpu_every_request_gets_its_own_answer(serving: tuple[Dispatcher, LocalReplica]) -> None:
     dispatcher, _ = serving
     rows = [np.full(4, n, np.float32) for n in range(40)]
     futures = [submit(dispatcher, "m", [row.tobytes()]) for row in rows]
@@ -135,7 +113,7 @@ async def test_on_a_cpu_every_request_gets_its_own_answer(serving: tuple[Dispatc
 
 @pytest.mark.parametrize("serving", [(make_plan("cpu", source=f"{OWN}:scale"), "torch", "eager")], indirect=True)
 async def test_models_change_between_batches_and_a_failing_batch_fails_alone(
-    serving: tuple[Dispatcher, Gpulet],
+    serving: tuple[Dispatcher, LocalReplica],
 ) -> None:
     dispatcher, gpulet = serving
     wrong = submit(dispatcher, "m", [b"\0" * 4])  # one number where there should be four

@@ -17,7 +17,7 @@ import ray
 
 from tenuto.cli import VERBS, _tenuto, main
 from tenuto.deployments.process.ray_address import announce, make_session_folder, running_ray
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.documents import dump_yaml
 from tenuto.errors import EnvironmentFaultError
 from tests.deployments.serve.test_listening import make_plan
@@ -99,7 +99,7 @@ def test_no_command_shows_the_token_to_an_address_that_others_could_write(
 ) -> None:
     found, address = thief
     plan = tmp_path / "plan.yaml"
-    plan.write_text(dump_yaml(serve_config(make_plan(), executor="emulated")))
+    plan.write_text(dump_yaml(Deployment(plan=make_plan(), executor="emulated").config().to_data()))
     arguments = [str(plan) if each == "PLAN" else each for each in ARGUMENTS.get(" ".join(command), [])]
     with pytest.raises(SystemExit):
         main([*command, *arguments])

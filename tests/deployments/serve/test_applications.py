@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 
 from tenuto.deployments.serve.applications import missing_from, nobody_listens
-from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.deployment import Deployment
 from tests.instruments.plans import make_plan
 
@@ -15,20 +14,20 @@ PLAN = make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])})
 
 def at(address: str) -> dict[str, object]:
     gpus = tuple(gpu.model_copy(update={"address": address}) for gpu in PLAN.gpus)
-    return serve_config(PLAN.model_copy(update={"gpus": gpus}))
+    return Deployment(plan=PLAN.model_copy(update={"gpus": gpus})).config()
 
 
 def labelled(label: str) -> dict[str, object]:
     gpus = tuple(gpu.model_copy(update={"label": label}) for gpu in PLAN.gpus)
-    return serve_config(PLAN.model_copy(update={"gpus": gpus}))
+    return Deployment(plan=PLAN.model_copy(update={"gpus": gpus})).config()
 
 
 def test_nodes_and_gpus_that_are_missing_are_named() -> None:
-    assert missing_from(ONE, serve_config(PLAN)) is None
+    assert missing_from(ONE, Deployment(plan=PLAN).config()) is None
     assert missing_from(ONE, at("10.0.0.1")) is None
     assert "on node 10.0.0.9, the cluster has 10.0.0.1" in str(missing_from(ONE, at("10.0.0.9")))
-    assert "the cluster has 0 of them" in str(missing_from([(["10.0.0.1"], 0.0)], serve_config(PLAN)))
-    controlled = Deployment(plan=PLAN.to_data(), control={"mode": "act"})
+    assert "the cluster has 0 of them" in str(missing_from([(["10.0.0.1"], 0.0)], Deployment(plan=PLAN).config()))
+    controlled = Deployment(plan=PLAN, control={"mode": "act"})
     assert missing_from(ONE, controlled.config()) is None  # on the head, wherever that is
     two = [(["10.0.0.1", "rack=a"], 0.0), (["10.0.0.2", "rack=b"], 4.0)]
     assert "node 10.0.0.1 has 0 of them" in str(missing_from(two, at("10.0.0.1")))

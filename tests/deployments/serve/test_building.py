@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tenuto.deployments.serve import building
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tests.instruments.plans import make_plan
 
-CONFIG = serve_config(make_plan({"n0/0/a": (50.0, ["a"])}))
+CONFIG = Deployment(plan=make_plan({"n0/0/a": (50.0, ["a"])})).config()
 
 
 def missing(*_arguments: Any) -> list[bytes]:
@@ -27,7 +27,7 @@ def test_a_serve_of_another_make_builds_by_itself(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(building, "_built", build)
     building.deploy_applications(CONFIG)
     (schema,) = given
-    assert [app.name for app in schema.applications] == [app["name"] for app in CONFIG["applications"]]
+    assert [app.name for app in schema.applications] == [app.name for app in CONFIG.applications]
     # A replica that waits for a node must not keep a new plan from those that serve.
     sent = [deployment.model_dump(exclude_unset=True) for app in schema.applications for deployment in app.deployments]
     assert {deployment["rolling_update_percentage"] for deployment in sent} == {1.0}

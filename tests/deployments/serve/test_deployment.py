@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.deployments.serve import deployment as module
-from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, Deployment, History, fitting_gateways, is_ours
+from tenuto.deployments.serve import history as module
+from tenuto.deployments.serve.config import CONTROL_APPLICATION, is_ours
+from tenuto.deployments.serve.deployment import Deployment, fitting_gateways
+from tenuto.deployments.serve.history import History
 from tenuto.deployments.serve.sub_clusters import fits_plan, parted
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tests.instruments.plans import make_plan
@@ -19,8 +21,8 @@ def of(plan=PLAN, **how: object) -> Deployment:  # type: ignore[no-untyped-def]
 
 
 def test_a_controller_is_an_application_of_its_own() -> None:
-    names = [application["name"] for application in of().config()["applications"]]
-    with_control = [application["name"] for application in of(control={"mode": "act"}).config()["applications"]]
+    names = [application.name for application in of().config().applications]
+    with_control = [each.name for each in of(control={"mode": "act"}).config().applications]
     assert with_control == [*names, CONTROL_APPLICATION]
     assert all(map(is_ours, with_control))
     assert not is_ours("somebody-else")
@@ -30,13 +32,14 @@ def test_who_schedules_knows_the_idle_gpulets_of_its_models() -> None:
     idle = make_plan({"n0/0/c": (60.0, ["b"])}).gpulets
 
     def told(deployment: Deployment) -> dict[str, object]:
-        applications = deployment.config(standby=idle)["applications"]
-        settings = {app["name"]: app["deployments"][0]["user_config"] for app in applications}
-        return {name: found["standby"] for name, found in settings.items() if "standby" in found}
+        config = deployment.config(standby=idle)
+        return {each.name: each.user_config.standby for each in (config.entry, *config.dispatchers)}
 
-    assert told(of()) == {"tenuto": ["n0/0/c"]}
-    assert told(of(gateways=2)) == {"dispatcher-0": ["n0/0/c"]}
-    assert told(of(gateways=2, partition={"a": 0, "b": 3})) == {"dispatcher-3": ["n0/0/c"]}
+    idle_ones = ("n0/0/c",)
+    assert told(of()) == {"tenuto": idle_ones}
+    assert told(of(gateways=2)) == {"tenuto": (), "dispatcher-0": idle_ones}
+    parts = {"tenuto": (), "dispatcher-0": (), "dispatcher-3": idle_ones}
+    assert told(of(gateways=2, partition={"a": 0, "b": 3})) == parts
 
 
 def test_another_plan_keeps_how_it_is_served() -> None:
@@ -65,7 +68,7 @@ def test_versions_are_numbered_kept_and_found() -> None:
     assert [version.number for version in history.all()] == [1, 2]
     assert history.latest() == second
     assert history.get(1) == first
-    assert first.deployment.read_plan().to_data() == PLAN.to_data()
+    assert first.deployment.plan == PLAN
     with pytest.raises(InvalidInputError, match="kept are 1 to 2"):
         history.get(7)
     with pytest.raises(EnvironmentFaultError, match="no other plan ran before"):

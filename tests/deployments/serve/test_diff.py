@@ -1,4 +1,4 @@
-"""Every way a plan can change, and what it costs; checked against the Serve config that is really applied."""
+"""Every way a plan can change, and what it costs."""
 
 from __future__ import annotations
 
@@ -96,39 +96,3 @@ def test_another_gpu_or_type_or_mps_mode_restarts() -> None:
     assert kinds(plan(BEFORE[0]), plan(moved)) == {"n0/0/a": "restart"}
     assert kinds(plan(BEFORE[0]), plan(BEFORE[0], gpu_type="t4")) == {"n0/0/a": "restart"}
     assert kinds(plan(BEFORE[0]), plan(BEFORE[0], mps="off")) == {"n0/0/a": "restart"}
-
-
-def parts(config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return per application what only a restart changes, and what changes in place."""
-    found = {}
-    for application in config["applications"]:
-        (deployment,) = application["deployments"]
-        fixed = {k: v for k, v in deployment.items() if k != "user_config"}
-        found[application["name"]] = ((application["args"], fixed), deployment["user_config"])
-    return found
-
-
-@pytest.mark.parametrize(
-    "after",
-    [
-        (gpulet("n0/0/a", ("x", 8)), BEFORE[1]),
-        (gpulet("n0/0/a", ("x", 4), share_pct=50), BEFORE[1]),
-        (BEFORE[0],),
-        (*BEFORE, gpulet("n0/1/a", ("x", 1))),
-        BEFORE,
-    ],
-)
-def test_the_serve_config_changes_as_the_diff_says(after: tuple[dict[str, Any], ...]) -> None:
-    config = pytest.importorskip("tenuto.deployments.serve.config")
-    old, new = plan(*BEFORE), plan(*after)
-    before, now = parts(config.serve_config(old)), parts(config.serve_config(new))
-    for change in diff(old, new).changes:
-        name = config.application_name(change.gpulet)
-        if change.kind in ("start", "stop"):
-            assert (name in now) == (change.kind == "start")
-        elif before[name][0] != now[name][0]:
-            assert change.kind == "restart"
-        else:
-            assert change.kind == ("reconfigure" if before[name][1] != now[name][1] else "route-only")
-    entry = config.ENTRY_APPLICATION
-    assert diff(old, new).entry_changes == (before[entry] != now[entry])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.deployments.process.ray_token import guard_of
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.placement import Plan
@@ -37,7 +37,7 @@ def make_plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def running(launcher: Launcher) -> Launcher:
-    launcher.apply(serve_config(make_plan(), port=PORT, scheduler="eager", log_json=True))
+    launcher.apply(Deployment(plan=make_plan(), port=PORT, scheduler="eager", log_json=True).config())
     return launcher
 
 
