@@ -14,12 +14,12 @@ from tenuto.errors import InvalidInputError, MissingProfileError
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import Latency, LatencyTable, LinearLatency, ModelProfile, Profiles
-from tenuto.profiles.share_latency import EVERY_RULE, ShareRule, latency_on_share
+from tenuto.profiles.share_latency import EVERY_RULE, WHOLE_GPU_PCT, ShareRule, latency_on_share
 
-WHOLE_GPU = 100.0
-MOST_BATCH = 128  # the largest batch considered unless a policy says otherwise
-CONTEXT_MIB = 600.0  # of a process on a GPU type on which it was not measured; a guess, stated where it counts
-SLACK = 1e-9  # relative; budgets are often exactly a latency
+MOST_BATCH = 128  # limit: the largest batch considered unless a policy says otherwise
+CONTEXT_MIB = 600.0  # limit: of a process where it was not measured; what is kept free for one, stated where it counts
+SLACK = 1e-9  # limit: of rounding, relative; budgets are often exactly a latency
+FULL_PCT = WHOLE_GPU_PCT + 1e-9  # limit: of rounding in sums of shares
 
 Steps = tuple[float, ...]
 """l(0), l(1), …, l(b) in ms; l(0) is 0 and no latency is below the one before it."""
@@ -76,7 +76,7 @@ class ModelOnGpu:
         """The profile row it is planned with."""
         return self._row.profile
 
-    def latency(self, share_pct: float = WHOLE_GPU, allowed: Container[ShareRule] = EVERY_RULE) -> Latency:
+    def latency(self, share_pct: float = WHOLE_GPU_PCT, allowed: Container[ShareRule] = EVERY_RULE) -> Latency:
         """Return l(b) on a share.
 
         Raises:
@@ -101,11 +101,11 @@ class ModelOnGpu:
         except MissingProfileError:
             return False
 
-    def steps(self, share_pct: float = WHOLE_GPU, most: int = MOST_BATCH) -> Steps:
+    def steps(self, share_pct: float = WHOLE_GPU_PCT, most: int = MOST_BATCH) -> Steps:
         """Return l(0..b) on a share, where b is the largest measured batch or `most`; raises as `latency`."""
         return self._row.steps(share_pct, most)
 
-    def largest_batch(self, budget_ms: float, share_pct: float = WHOLE_GPU, most: int = MOST_BATCH) -> int:
+    def largest_batch(self, budget_ms: float, share_pct: float = WHOLE_GPU_PCT, most: int = MOST_BATCH) -> int:
         """Return the largest batch within a budget on a share, every smaller one within it as well; or 0."""
         return bisect_right(self.steps(share_pct, most), budget_ms * (1 + SLACK)) - 1
 

@@ -13,8 +13,8 @@ from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.program import Gpulet
 
-HEADROOM = 1.1  # allocators round up and libraries take workspaces
-PARTS = 16  # caps are whole sixteenths of a GPU where there is room, so that small changes do not move them
+HEADROOM = 1.1  # limit: of a process, times what was measured; allocators round up and libraries take workspaces
+PARTS = 16  # format: caps are whole sixteenths of a GPU where there is room, so that small changes do not move them
 
 
 def with_caps(plan: Plan, cluster: Cluster, contexts_mib: Mapping[str, float]) -> Plan:

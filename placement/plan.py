@@ -21,7 +21,7 @@ from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import plan_problems
 from tenuto.placement.workload import ModelSpec, Objective, Workload
 
-SCHEMA = 1
+SCHEMA = 1  # format: of a plan file
 
 
 class PolicyUsed(StrictModel):

@@ -181,7 +181,7 @@ def option_problems(
     return found
 
 
-_OLDER = (7, 0)
+_OLDER = (7, 0)  # format: NVIDIA's; any capability below `FAST_CAPABILITY`
 
 
 def measured_otherwise(

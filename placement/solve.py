@@ -18,9 +18,10 @@ from tenuto.placement.watch import INTERRUPTED
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import ModelProfile, Profiles
 
-MOST_ELASTIC_GPUS = 10_000  # a rate that takes more is a slip of the pen; policies would open GPUs for minutes
-ATTAINED = 0.99  # of its requests in time: what a model is named for staying below
-NEARLY = 0.97  # what a promise near the capacity of its gpu-lets is at least
+MOST_ELASTIC_GPUS = 10_000  # limit: a rate that takes more is a slip of the pen; policies would open GPUs for minutes
+# paper: Symphony's goodput, the 99th percentile within the SLO; what a model is named for staying below
+ATTAINED = 0.99
+NEARLY = 0.97  # limit: chooses between two sentences; what a promise near the capacity of its gpu-lets is at least
 
 
 def solve(

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 FAST_CAPABILITY = (8, 0)
-"""CUDA's compute capability from which on everything that is fast is chosen where options leave it open."""
+"""format: CUDA's compute capability, from which on everything that is fast is chosen where options leave it open."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ _PRODUCTS = (
     (r"\bGTX TITAN X\b", "titanx"),
 )
 
-# NVIDIA names a MIG device after its memory in GB, of which the split takes up to a twentieth: 1g.5gb has 4864 MiB.
+# format: NVIDIA names a MIG device after its memory in GB, of which the split takes up to a twentieth: 1g.5gb has
+# 4864 MiB.
 _MIG_MIB_PER_GB = 1024 * 0.95
 
 

@@ -14,8 +14,8 @@ from tenuto.profiles.latency import Latency, LatencyTable, LinearLatency
 from tenuto.profiles.profile import ModelProfile, ProfilePoint
 
 SM_UTILISATION = "wavg_sm_util_pct"  # time-weighted SM utilisation alone on the GPU (Elvinger's thesis, section 5.3.2)
-WHOLE_GPU_PCT = 100.0
-LARGEST_OF_A_LINE = 4096  # batch size up to which a line is kept as two points
+WHOLE_GPU_PCT = 100.0  # unit
+LARGEST_OF_A_LINE = 4096  # limit: batch size up to which a line is kept as two points
 
 ShareRule = Literal["measured", "continued", "utilisation", "proportional"]
 """Where a latency on a share comes from.

@@ -30,11 +30,11 @@ from tenuto.placement.arrivals.arrival import Arrival
 
 AZURE_PROCESSES = ("azure_2019", "azure_2021")
 Times = NDArray[np.float64]
-_MINUTE_S, _DAY_MIN = 60.0, 1440
-_WINDOW_2021_S = 5400.0  # AlpaServe's window for fitting rate and variation
-_FEW_GAPS = 2
-# A fit from a handful of gaps can be far off; AlpaServe falls back to the empirical rate beyond this factor.
-_WILD_RATE = 5.0
+_MINUTE_S, _DAY_MIN = 60.0, 1440  # unit
+# paper: AlpaServe (OSDI 2023), whose code finds rate and variation in windows of this length, and takes the rate that
+# was counted where the one from the gaps is this many times as high
+_WINDOW_2021_S, _WILD_RATE = 5400.0, 5.0
+_FEW_GAPS = 2  # limit: of fewer there is no variation
 
 
 @dataclass(frozen=True)

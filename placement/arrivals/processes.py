@@ -89,7 +89,7 @@ PROCESSES: Mapping[str, Process] = {
     "steps": _steps,
 }
 
-# Options each process reads, and a lower bound for each number.
+# limit: options each process reads, and a lower bound for each number
 _OPTIONS: dict[str, dict[str, float]] = {
     "on_off": {"on_s": 1e-6, "off_s": 0.0},
     "diurnal": {"period_s": 1e-6, "amplitude": 0.0},

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from tenuto.errors import MissingProfileError
 from tenuto.placement.copy_times import copy_ms_per_request
-from tenuto.placement.costs import WHOLE_GPU, ModelOnGpu
+from tenuto.placement.costs import ModelOnGpu
 from tenuto.placement.interference import InterferenceModel, Resident
 from tenuto.placement.interference.named import interference_models, stand_ins
 from tenuto.placement.plan import Plan
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.profiles import Latency, Profiles
-from tenuto.profiles.share_latency import with_share
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT, with_share
 
 INTERFERENCE = "contention"  # needs latencies only, so that it can judge every plan
 
@@ -117,7 +117,7 @@ class Sharing:
         if gpulet.share_pct is None or any(other.share_pct is None for other in others):
             return 1.0 + len(others)
         total_pct = gpulet.share_pct + sum(other.effective_share_pct for other in others)
-        factor = max(1.0, total_pct / WHOLE_GPU)
+        factor = max(1.0, total_pct / WHOLE_GPU_PCT)
         own = self._resident(replica, gpulet, kind)
         beside = [self._worst(own, other, kind) for other in others]
         known = [resident for resident in beside if resident is not None]

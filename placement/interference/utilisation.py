@@ -9,7 +9,7 @@ from tenuto.errors import MissingProfileError
 from tenuto.placement.interference.base import Resident
 from tenuto.profiles import ModelProfile
 
-_KEPT = 64  # profiles of which the tables are remembered
+_KEPT = 64  # limit: profiles of which the tables are remembered
 
 _Table = dict[float, tuple[list[int], list[float]]]  # by share in percent: batch sizes, ascending, and values
 

@@ -19,7 +19,7 @@ from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.profiles.measuring.events import EVENTS, Failed
 from tenuto.profiles.networks.cpu_share import calm_openmp
 
-_SETTLE_S = 10.0  # for a batch in flight to end after SIGINT
+_SETTLE_S = 10.0  # limit: for a batch in flight to end after SIGINT
 
 
 class LostWorkerError(EnvironmentFaultError):

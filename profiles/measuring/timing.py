@@ -11,10 +11,9 @@ import numpy as np
 
 from tenuto.profiles.profile import Fit, ProfilePoint
 
-TOLERANCE_PCT = 1.5  # half-width of the median's 95 % confidence interval at which it is believed
-MIN_RUNS = 10  # before that
-MAX_RUNS = 500
-AGREEMENT_PCT = 3.0  # medians of two rounds that differ by at most this agree
+TOLERANCE_PCT = 1.5  # limit: half-width of the median's 95 % confidence interval at which it is believed
+MIN_RUNS, MAX_RUNS = 10, 500  # limit: before that, and after that whatever the interval
+AGREEMENT_PCT = 2 * TOLERANCE_PCT  # derived: two right medians are that far apart at most
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tenuto.profiles.measuring.memory import CudaMemory, MemoryMeter, ResidentMe
 from tenuto.profiles.measuring.processes import serve_parent
 from tenuto.profiles.measuring.sampling import next_batch
 from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, first_visible_uuid, watch
-from tenuto.profiles.measuring.timing import measure_repeatedly
+from tenuto.profiles.measuring.timing import AGREEMENT_PCT, measure_repeatedly
 from tenuto.profiles.networks.catalogue import LoadedModel, is_exported, is_factory, lookup
 from tenuto.profiles.networks.cpu_share import cpu_cores, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, is_fast_device, pick_device
@@ -42,9 +42,8 @@ Record = Callable[[Callable[[], object]], KernelTrace]
 # What a profile calls the times of a batch on the device, and what the runner does.
 DEVICE_TIMES = {"h2d_ms": "copy_in_ms", "kernels_ms": "execution_ms", "d2h_ms": "copy_out_ms"}
 
-_NOISY_PCT = 10.0  # a median less certain than this is recorded with a doubt
-_REPEAT_PCT = 3.0  # repeated medians that differ by more are flagged
-_WATCH_S = 1.0  # for power and clocks: the driver's power is a moving average of up to a second
+_NOISY_PCT = 10.0  # limit: a median less certain than this is recorded with a doubt
+_WATCH_S = 1.0  # derived: for power and clocks: the driver's power is a moving average of up to a second
 
 
 class BatchOfOne:
@@ -122,7 +121,7 @@ def measure_points(
             report(PointMeasured(point))
             if point.metrics["uncertainty_pct"] > _NOISY_PCT:
                 report(Doubt(_noisy(point)))
-            elif point.metrics["repeat_pct"] > _REPEAT_PCT:
+            elif point.metrics["repeat_pct"] > AGREEMENT_PCT:
                 unequal.append(f"batch {size} at {share:g} % ({point.metrics['repeat_pct']:.1f} %)")
         if left_out := sorted(wanted - set(known)):
             text = f"batches {', '.join(map(str, left_out))} at {share:g} %: not measured, as the others predict them "
@@ -130,7 +129,7 @@ def measure_points(
     for note in runner.network.notes:
         report(Doubt(note))
     if unequal:
-        text = f"repeated medians differ by more than {_REPEAT_PCT:g} %: {', '.join(unequal)}"
+        text = f"repeated medians differ by more than {AGREEMENT_PCT:g} %: {', '.join(unequal)}"
         report(Doubt(text))
 
 

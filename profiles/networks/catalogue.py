@@ -17,7 +17,7 @@ from tenuto.errors import refused
 if TYPE_CHECKING:
     import torch
 
-LABEL_COUNT = 2  # of a sequence classifier built from configuration: two classes, LABEL_0 and LABEL_1
+LABEL_COUNT = 2  # format: transformers' sequence classifiers built from configuration have LABEL_0 and LABEL_1
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ def _text(name: str, network: str, text: TextInput, **config: Any) -> CatalogueE
 
 
 _STANDARD = ImageInput(resize_px=256, crop_px=224)
-# 128 tokens: about what a paragraph needs. The thesis does not print its length; its latencies suggest 512, which the
-# option `sequence_length` sets. Likewise EfficientNet-B7 has its published 600 px here, where the thesis' latencies
-# suggest 224 (option `image_size`).
+# limit: tokens of an input unless an option says otherwise, about a paragraph. The thesis does not print its length;
+# its latencies suggest 512, which the option `sequence_length` sets. Likewise EfficientNet-B7 has its
+# published 600 px here, where the thesis' latencies suggest 224 (option `image_size`).
 _TOKENS = 128
 
 CATALOGUE: dict[str, CatalogueEntry] = {

@@ -11,7 +11,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-_TOLERANCE = 1e-3  # of the largest magnitude of an output: fp32 rounding through a deep network, no more
+_TOLERANCE = 1e-3  # limit: of the largest magnitude of an output: fp32 rounding through a deep network, no more
 
 
 def fold_batch_norms(module: torch.nn.Module, examples: tuple[torch.Tensor, ...]) -> tuple[torch.nn.Module, int]:

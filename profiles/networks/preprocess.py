@@ -24,7 +24,7 @@ from tenuto.profiles.networks.inputs import sends_pixels
 Array = NDArray[Any]
 Prediction = dict[str, Any]
 
-MAX_PIXELS = 50_000_000  # larger pictures are refused before they are decoded: they would take gigabytes
+MAX_PIXELS = 50_000_000  # limit: larger pictures are refused before they are decoded: they would take gigabytes
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 

@@ -28,9 +28,8 @@ from tenuto.profiles.networks.preprocess import normalised
 if TYPE_CHECKING:
     import torch
 
-_FEW_CORES = 8  # a process that waits for its GPU spins above, and sleeps up to it
-
-STREAMED_DEPTH = 2  # batches between `stage` and `finish` where copies overlap: one executes, one is staged
+_FEW_CORES = 8  # limit: a process that waits for its GPU spins above, and sleeps up to it
+STREAMED_DEPTH = 2  # derived: batches between `stage` and `finish` where copies overlap: one executes, one is staged
 
 
 @dataclass(frozen=True, slots=True)

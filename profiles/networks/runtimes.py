@@ -150,7 +150,7 @@ class _OnnxSession:
         return tuple(answer)
 
 
-# ONNX's numbers of element types, by which the runtime also names bfloat16, and its words for them.
+# format: ONNX's numbers of element types, by which the runtime also names bfloat16, and its words for them.
 _NUMBERS = {
     "torch.float32": 1,
     "torch.uint8": 2,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference.named import canonical_name, interference_models
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.gpulet.knee import FLAT, KNEES, Curve
@@ -19,6 +18,7 @@ from tenuto.placement.policies.shared.hosting import hosting_plan
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 from tenuto_lab.baselines.gpulets_plus_search import PairSearch, Rules
 
 CHOICES = {"batch": ("smallest", "largest"), "order": ("rate", "load"), "booked": ("alone", "beside")}
@@ -82,7 +82,7 @@ class GpuletsPlus(Policy):
         "check_neighbours=false"
     )
 
-    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU)
+    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU_PCT)
     interference: str = "gpulet"
     batch: str = option("smallest", choices=CHOICES["batch"])
     order: str = option("rate", choices=CHOICES["order"])
@@ -102,7 +102,7 @@ class GpuletsPlus(Policy):
             InvalidInputError: the profiles lack the hardware coefficients of the chosen interference model.
         """
         costs, reasons = share_costs(workload, cluster, profiles, self._sizes(workload), self.max_batch)
-        whole, _ = share_costs(workload, cluster, profiles, (WHOLE_GPU,), self.max_batch)
+        whole, _ = share_costs(workload, cluster, profiles, (WHOLE_GPU_PCT,), self.max_batch)
         costs = {name: {**whole[name], **costs[name]} for name in costs}
         rules = Rules(
             knee=ALL_KNEES[self.knee],

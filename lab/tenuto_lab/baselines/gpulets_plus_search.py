@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from tenuto.errors import InvalidInputError, MissingProfileError
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference import InterferenceModel, Resident
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted
 from tenuto.placement.workload import ModelSpec
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 MOST_GPULETS = 2
 ROUNDING = 1e-9
@@ -68,7 +68,7 @@ class _OpenGpu:
     @property
     def room_pct(self) -> float:
         used = sum(tenant.share_pct for tenant in self.tenants)
-        return WHOLE_GPU - used if len(self.tenants) < MOST_GPULETS else 0.0
+        return WHOLE_GPU_PCT - used if len(self.tenants) < MOST_GPULETS else 0.0
 
 
 class PairSearch:
@@ -98,7 +98,7 @@ class PairSearch:
         for one in self._open:
             for tenant in one.tenants:
                 turn = Turn(tenant.costs, tenant.batch_size, tenant.rate_rps, self._factor(one, tenant))
-                whole = tenant.share_pct >= WHOLE_GPU
+                whole = tenant.share_pct >= WHOLE_GPU_PCT
                 found.append(Hosted(one.gpu, None if whole else tenant.share_pct, [turn.replica(tenant.share_pct)]))
         return found
 

@@ -11,7 +11,6 @@ from itertools import combinations_with_replacement, product
 from tenuto.errors import refused
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.gpulet.gpulet import Gpulet
 from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
@@ -21,6 +20,7 @@ from tenuto.placement.policies.shared.hosting import CARRIED, Hosted, hosting_pl
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 from tenuto_lab.baselines.partition_search import Let, PartitionSearch, SearchStopped
 
 
@@ -49,7 +49,7 @@ class Ideal(Policy):
     readings = "a model's rest takes turns in one gpu-let, never divided over several; up to max_gpus GPUs"
     is_interruptible = True
 
-    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU)
+    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU_PCT)
     max_batch: int = option(32, minimum=1)
     max_gpus: int = option(8, minimum=1)
     max_steps: int = option(50_000, minimum=1)
@@ -72,7 +72,7 @@ class Ideal(Policy):
         best = max(candidates, key=lambda plan: plan.expected.goodput_rps)
         if not workload.models or (_accepts(best, workload) and not cluster.elastic):
             return best
-        sizes = (*(sorted(set(self.shares)) if workload.mps != "off" else ()), WHOLE_GPU)
+        sizes = (*(sorted(set(self.shares)) if workload.mps != "off" else ()), WHOLE_GPU_PCT)
         costs, reasons = share_costs(workload, cluster, profiles, sizes, self.max_batch)
         note = "no partition of the GPUs carries every rate; this is the best of the candidates"
         if not reasons:
@@ -109,8 +109,8 @@ class Ideal(Policy):
     def _search(
         self, types: tuple[str, ...], cluster: Cluster, costs: CostsByType, workload: Workload, sizes: tuple[float, ...]
     ) -> list[Hosted] | None:
-        splits = [(WHOLE_GPU,)] + [
-            (low, high) for low in sizes for high in sizes if low <= high and abs(low + high - WHOLE_GPU) < 1e-6
+        splits = [(WHOLE_GPU_PCT,)] + [
+            (low, high) for low in sizes for high in sizes if low <= high and abs(low + high - WHOLE_GPU_PCT) < 1e-6
         ]
         counts = {kind: types.count(kind) for kind in dict.fromkeys(types)}
         pool = GpuPool(cluster)

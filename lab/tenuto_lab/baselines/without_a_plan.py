@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.gpulet.gpulet import Gpulet
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn, share_costs
@@ -17,6 +16,7 @@ from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 from tenuto_lab.baselines.ideal import Ideal
 
 
@@ -41,7 +41,7 @@ class SelfTuning(Policy):
     readings = "guided by exhaustive search up to max_gpus GPUs, beyond by gpulet's partitioning without turns"
     is_interruptible = True
 
-    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU)
+    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU_PCT)
     max_batch: int = option(32, minimum=1)
     max_gpus: int = option(8, minimum=1)
     max_steps: int = option(50_000, minimum=1)
@@ -83,9 +83,9 @@ class MpsDefault(Policy):
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic, ties broken by the order of the workload and of the cluster."""
-        costs, reasons = share_costs(workload, cluster, profiles, (WHOLE_GPU,), self.max_batch)
+        costs, reasons = share_costs(workload, cluster, profiles, (WHOLE_GPU_PCT,), self.max_batch)
         loads = {
-            name: min(workload[name].rate_rps / own.capacity_rps(WHOLE_GPU) for own in by_kind.values())
+            name: min(workload[name].rate_rps / own.capacity_rps(WHOLE_GPU_PCT) for own in by_kind.values())
             for name, by_kind in costs.items()
             if by_kind
         }
@@ -114,8 +114,8 @@ class _Loaded:
         """Return the largest batch that fits beside what is there, 0 where the model is there or none fits."""
         if any(turn.costs.spec.name == costs.spec.name for turn in self.turns):
             return 0
-        room = costs.room_mib(WHOLE_GPU) - self.held_mib
-        return costs.on.batches_in_memory(room, len(costs.latency_ms[WHOLE_GPU]) - 1) if room > 0.0 else 0
+        room = costs.room_mib(WHOLE_GPU_PCT) - self.held_mib
+        return costs.on.batches_in_memory(room, len(costs.latency_ms[WHOLE_GPU_PCT]) - 1) if room > 0.0 else 0
 
 
 class _Spread:
@@ -131,7 +131,7 @@ class _Spread:
 
     def put(self, costs: Mapping[str, ShareCosts], rate_rps: float) -> bool:
         """Put a replica with its part of the rate on a GPU; return whether one had room for it."""
-        loads = {kind: rate_rps / own.capacity_rps(WHOLE_GPU) for kind, own in costs.items()}
+        loads = {kind: rate_rps / own.capacity_rps(WHOLE_GPU_PCT) for kind, own in costs.items()}
         places = ((one.load + loads[one.gpu.type], one.order) for one in self._gpus if one.gpu.type in costs)
         best = next(
             (
@@ -158,4 +158,4 @@ class _Spread:
 
     def hosted(self) -> list[Hosted]:
         """Return the processes, each a gpu-let without a share."""
-        return [Hosted(one.gpu, None, [turn.replica(WHOLE_GPU)]) for one in self._gpus for turn in one.turns]
+        return [Hosted(one.gpu, None, [turn.replica(WHOLE_GPU_PCT)]) for one in self._gpus for turn in one.turns]

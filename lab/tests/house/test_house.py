@@ -21,16 +21,7 @@ NOT_YET_SOURCED = frozenset(
         "batching/planning",
         "batching/virtual",
         "deployments/control",
-        "placement",
-        "placement/arrivals",
         "placement/expectation",
-        "placement/interference",
-        "placement/policies",
-        "placement/shown",
-        "profiles",
-        "profiles/estimator",
-        "profiles/measuring",
-        "profiles/networks",
     }
 )
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tenuto.placement.costs import WHOLE_GPU, ModelOnGpu, Steps
+from tenuto.placement.costs import SLACK, ModelOnGpu, Steps
 from tenuto.profiles import Latency
-
-SLACK = 1e-9
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +38,14 @@ class FfdCost:
         self.on, self.spec, self.fill, self.max_batch = on, on.spec, fill, max_batch
         self.context_mib = context_mib
         measured = on.profile.shares()
-        parts = tuple(share for share in measured if share < WHOLE_GPU)
+        parts = tuple(share for share in measured if share < WHOLE_GPU_PCT)
         self.assumes_proportional = sharing == "space" and not parts
         self.in_space = sharing == "space" or (sharing == "auto" and bool(parts))
         if self.assumes_proportional:
             self._shares = tuple(float(share) for share in range(5, 101, 5))
         else:
-            self._shares = measured if self.in_space else (WHOLE_GPU,)
-        self.whole_gpu_unknown = not self.in_space and WHOLE_GPU not in measured
+            self._shares = measured if self.in_space else (WHOLE_GPU_PCT,)
+        self.whole_gpu_unknown = not self.in_space and WHOLE_GPU_PCT not in measured
         self._frontiers: dict[float, tuple[Batch, ...]] = {}
         self.frontier = () if self.whole_gpu_unknown else self._frontier(self._shares[-1])
         able = [batch for batch in self.frontier if self.in_time(batch)]
@@ -69,11 +68,11 @@ class FfdCost:
         """Return l(b) where it is assumed instead of looked up; None elsewhere."""
         if not self.assumes_proportional or share_pct is None:
             return None
-        return self.on.latency().scaled(WHOLE_GPU / share_pct)
+        return self.on.latency().scaled(WHOLE_GPU_PCT / share_pct)
 
     def _steps(self, share_pct: float) -> Steps:
         if self.assumes_proportional:
-            return tuple(ms * WHOLE_GPU / share_pct for ms in self.on.steps(WHOLE_GPU, self.max_batch))
+            return tuple(ms * WHOLE_GPU_PCT / share_pct for ms in self.on.steps(WHOLE_GPU_PCT, self.max_batch))
         return self.on.steps(share_pct, self.max_batch)
 
     def _frontier(self, share_pct: float) -> tuple[Batch, ...]:

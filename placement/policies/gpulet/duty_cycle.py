@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ROUNDING = 1e-9
+ROUNDING = 1e-9  # limit: of rounding, relative
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference import Resident
 from tenuto.placement.policies.gpulet.interference import Disturbance, Reserve, slowed_rps
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts
@@ -16,6 +15,7 @@ from tenuto.placement.policies.gpulet.shared_gpu import Solved, Tenants, solve_g
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted
 from tenuto.placement.workload import ModelSpec
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _OpenGpu:
 
     gpu: Gpu
     order: int
-    gpulets: list[tuple[float, Tenants]] = field(default_factory=lambda: [(WHOLE_GPU, ())])
+    gpulets: list[tuple[float, Tenants]] = field(default_factory=lambda: [(WHOLE_GPU_PCT, ())])
     solved: tuple[Solved | None, ...] = (None,)
 
     def try_on(self, gpulets: list[tuple[float, Tenants]], disturbances: Mapping[str, Disturbance]) -> bool:
@@ -183,7 +183,7 @@ class ElasticPartitioning:
         needs = {
             (kind, share): rate / (own.capacity_rps(share) or 1e-9)
             for kind, own in costs.items()
-            for share in (*self._rules.shares_pct, WHOLE_GPU)
+            for share in (*self._rules.shares_pct, WHOLE_GPU_PCT)
         }
         for share, order, index, busy in self._used:
             one = self._open[order]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference.named import canonical_name, interference_models, stand_ins
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.gpulet.elastic_partitioning import ElasticPartitioning, Rules
@@ -23,6 +22,7 @@ from tenuto.placement.policies.shared.hosting import hosting_plan
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,7 +66,7 @@ class Gpulet(Policy):
 
     interference: str = "none"
     max_partitions: int = option(2, minimum=1)
-    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU)
+    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU_PCT)
     knee: str = option("curvature", choices=tuple(KNEES))
     smaller: bool = True
     turns: bool = True
@@ -111,7 +111,7 @@ class Gpulet(Policy):
 
     def _sizes(self, workload: Workload) -> tuple[float, ...]:
         """Return the sizes of gpu-lets, ascending; only whole GPUs where CUDA MPS is turned off."""
-        return (*(sorted(set(self.shares)) if workload.mps != "off" else ()), WHOLE_GPU)
+        return (*(sorted(set(self.shares)) if workload.mps != "off" else ()), WHOLE_GPU_PCT)
 
 
 def _worth(plan: Plan) -> tuple[float, int]:

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference import InterferenceModel, NoInterference, Resident
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 
 class Disturbance:
@@ -68,11 +68,11 @@ class Reserve:
     def capacity_rps(self, kind: str, own: ShareCosts, share_pct: float) -> float:
         """Return the highest rate the share carries within the SLO beside that neighbour, alone on a whole GPU."""
         disturbance = self._disturbances[kind]
-        if disturbance.none or share_pct >= WHOLE_GPU:
+        if disturbance.none or share_pct >= WHOLE_GPU_PCT:
             return own.capacity_rps(share_pct)
         key = (kind, own.spec.name, share_pct)
         if key not in self._known:
-            comers = self._comers(kind, own, WHOLE_GPU - share_pct)
+            comers = self._comers(kind, own, WHOLE_GPU_PCT - share_pct)
             self._known[key] = slowed_rps(
                 own,
                 share_pct,

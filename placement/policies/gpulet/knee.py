@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-FLAT = 1e-9
+FLAT = 1e-9  # limit: a gain in rate per share below it is rounding
 
 Curve = Sequence[tuple[float, float]]  # (share in percent, highest rate it carries), ascending in share
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
@@ -22,6 +21,7 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.program import held_mib
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,7 +49,7 @@ class SquishyBinPacking(Policy):
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic, ties broken by the order of the workload."""
         pool = GpuPool(cluster)
-        share = WHOLE_GPU / 2 if self.halves else WHOLE_GPU
+        share = WHOLE_GPU_PCT / 2 if self.halves else WHOLE_GPU_PCT
         by_model, reasons = share_costs(workload, cluster, profiles, (share,), self.max_batch)
         costs = {kind: {name: views[kind] for name, views in by_model.items() if kind in views} for kind in pool.types}
         left = {spec.name: spec.rate_rps for spec in workload.models}
@@ -88,7 +88,7 @@ class SquishyBinPacking(Policy):
         names = list(costs)
         hosted: list[Hosted] = []
         gpu: Gpu | None = None
-        per_gpu = round(WHOLE_GPU / share)
+        per_gpu = round(WHOLE_GPU_PCT / share)
         most = None if pool.elastic else per_gpu * int(pool.left(kind))
         asked = dict(left)
         for index, node in enumerate(self._bins(costs, left, share, most)):

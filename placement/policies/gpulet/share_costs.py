@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.costs import WHOLE_GPU, ModelOnGpu, Steps, context_mib_of, costs_of
+from tenuto.placement.costs import ModelOnGpu, Steps, context_mib_of, costs_of
 from tenuto.placement.program import Replica
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import ModelProfile, Profiles
-from tenuto.profiles.share_latency import ShareRule
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT, ShareRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class ShareCosts:
 
     def room_mib(self, share_pct: float) -> float:
         """Return the memory for replicas that comes with a share."""
-        return self.on.gpu.memory_mib * share_pct / WHOLE_GPU - self.context_mib
+        return self.on.gpu.memory_mib * share_pct / WHOLE_GPU_PCT - self.context_mib
 
     def memory_mib(self, batch_size: int) -> float:
         """Return the memory of a replica in MiB, 0 where none was measured."""
@@ -110,7 +110,7 @@ def share_costs(
 def _view(on: ModelOnGpu, shares: Iterable[float], max_batch: int, context_mib: float) -> ShareCosts:
     view = ShareCosts(on, {}, context_mib)
     for share in shares:
-        allowed: tuple[ShareRule, ...] = ("measured", "continued") if share >= WHOLE_GPU else ("measured",)
+        allowed: tuple[ShareRule, ...] = ("measured", "continued") if share >= WHOLE_GPU_PCT else ("measured",)
         if on.knows(share, allowed):
             size = on.largest_batch(on.slo_ms / 2, share, max_batch)
             size = on.batches_in_memory(view.room_mib(share), size)
@@ -128,5 +128,5 @@ def _why_none(by_type: Mapping[str, ModelOnGpu], shares: tuple[float, ...]) -> s
     first_ms = on.steps(share)[1]
     if 2 * first_ms > on.slo_ms:
         return f"SLO below batch 1: two single requests in a row take {2 * first_ms:.4g} of {on.slo_ms:g} ms"
-    part = on.gpu.memory_mib * share / WHOLE_GPU
+    part = on.gpu.memory_mib * share / WHOLE_GPU_PCT
     return f"memory: one request needs {on.memory_mib(1) or 0.0:.0f} MiB of the {part:.0f} MiB that come with a share"

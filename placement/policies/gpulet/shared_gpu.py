@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference import Resident
 from tenuto.placement.policies.gpulet.duty_cycle import Asked, Cycle, find_cycle
 from tenuto.placement.policies.gpulet.interference import Disturbance
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn
 from tenuto.placement.policies.shared.hosting import Hosted
 from tenuto.placement.program import held_mib
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
-ROUNDS = 12  # of adapting batches to slowdowns and slowdowns to batches
+ROUNDS = 12  # limit: of adapting batches to slowdowns and slowdowns to batches
 
 Tenants = tuple[tuple[ShareCosts, float], ...]  # who takes turns in a gpu-let, each with the rate routed there
 
@@ -30,7 +30,7 @@ class Solved:
         """Return the gpu-let for the plan."""
         sizes = zip(tenants, self.cycle.batch_sizes, self.slowdowns, strict=True)
         replicas = [Turn(costs, size, rate, slowdown).replica(share_pct) for (costs, rate), size, slowdown in sizes]
-        whole = share_pct >= WHOLE_GPU
+        whole = share_pct >= WHOLE_GPU_PCT
         return Hosted(gpu, None if whole else share_pct, replicas, round(self.cycle.duty_ms, 6))
 
 

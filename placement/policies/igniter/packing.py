@@ -17,9 +17,9 @@ from tenuto.placement.program import Replica
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import Profiles
 
-MOST_REPLICAS = 1024
-LARGEST_WHOLE_BATCH = 32  # of a workload that fills GPUs by itself
-COUNTED = 0.9  # of what a whole GPU carries
+MOST_REPLICAS = 1024  # limit: of a model
+# paper: the code of iGniter; of a workload that fills GPUs by itself, and the part of what they carry that counts
+LARGEST_WHOLE_BATCH, COUNTED = 32, 0.9
 Try = Callable[["OpenGpu", Demand], Shares | None]
 
 

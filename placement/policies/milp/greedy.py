@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tenuto.placement.policies.milp.patterns import FULL, Item, Pattern
+from tenuto.placement.costs import FULL_PCT
+from tenuto.placement.policies.milp.patterns import Item, Pattern
 from tenuto.placement.policies.milp.program import Program
 
 
@@ -75,7 +76,7 @@ class _Filling:
         """Return a GPU filled with what is left, and the weighted rate it carries."""
         model, carries, compute, held, size = self._columns[kind]
         chosen: list[Item] = []
-        free_compute = free_held = FULL
+        free_compute = free_held = FULL_PCT
         value = 0.0
         if not len(model):
             return Pattern(kind, ()), 0.0

@@ -39,14 +39,11 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
-# Column generation: patterns added per round and GPU type, and rounds before the bound of the last round is taken.
-COLUMNS_PER_ROUND = 20
-MOST_ROUNDS = 200
-# Parts of the time limit by which the columns are made and the goodput (or price) is found; the rest of it is for
-# keeping replicas away from neighbours. Building the programs takes time too, hence not all of it is given away.
-COLUMNS_UNTIL = 0.35
-GOODPUT_UNTIL = 0.75
-ALL_UNTIL = 0.95
+# limit: column generation; patterns added per round and GPU type, and rounds before the last one's bound is taken
+COLUMNS_PER_ROUND, MOST_ROUNDS = 20, 200
+# limit: parts of the time limit by which the columns are made and the goodput (or price) is found; the rest of it is
+# for keeping replicas away from neighbours. Building the programs takes time too, hence not all of it is given away.
+COLUMNS_UNTIL, GOODPUT_UNTIL, ALL_UNTIL = 0.35, 0.75, 0.95
 
 
 @dataclass(kw_only=True, eq=False)

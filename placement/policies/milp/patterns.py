@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tenuto.placement.costs import FULL_PCT
 from tenuto.placement.policies.shared.requirements import Requirement
 from tenuto.placement.workload import ModelSpec
-
-FULL = 100.0 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def _combinations(
     for index in range(start, len(items)):
         for item in items[index]:
             new_compute, new_memory = compute + item.need.compute_pct, memory + item.held_pct
-            if new_compute <= FULL and new_memory <= FULL:
+            if new_compute <= FULL_PCT and new_memory <= FULL_PCT:
                 yield (item,)
                 for rest in _combinations(items, index + 1, new_compute, new_memory):
                     yield (item, *rest)
@@ -181,11 +180,11 @@ def patterns_worth(
             complete = False
             return
         for later in range(position, len(order)):
-            if value + min(rest_value[later], (FULL - compute) * best_ratio[later]) <= threshold:
+            if value + min(rest_value[later], (FULL_PCT - compute) * best_ratio[later]) <= threshold:
                 return
             for item in items[order[later]]:
                 new_compute, new_memory = compute + item.need.compute_pct, memory + item.held_pct
-                if new_compute <= FULL and new_memory <= FULL:
+                if new_compute <= FULL_PCT and new_memory <= FULL_PCT:
                     descend(later + 1, new_compute, new_memory, value + worth(item), (*chosen, item))
 
     descend(0, 0.0, 0.0, 0.0, ())

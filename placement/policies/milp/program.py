@@ -14,7 +14,7 @@ from tenuto.placement.policies.milp.patterns import Item, Pattern
 from tenuto.placement.solver import Rows, integer_program
 from tenuto.placement.workload import ModelSpec
 
-TOLERANCE = 1e-6
+TOLERANCE = 1e-6  # limit: of rounding by the solver, relative
 
 
 @dataclass(frozen=True)

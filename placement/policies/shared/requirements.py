@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.costs import WHOLE_GPU, ModelOnGpu, context_mib_of, costs_of
+from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
 from tenuto.placement.policies.shared.hosting import Hosted
 from tenuto.placement.program import Replica
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 MEMORY = "memory"  # the name under which the memory requirement is asked for; any profile metric may stand in
 
@@ -86,7 +87,7 @@ def requirements_of(
 
 
 def _known_metrics(costs: Iterable[ModelOnGpu]) -> str:
-    points = [point for on in costs for point in on.profile.points if point.share_pct == WHOLE_GPU]
+    points = [point for on in costs for point in on.profile.points if point.share_pct == WHOLE_GPU_PCT]
     names = {name for point in points for name in point.metrics}
     names |= {MEMORY for point in points if point.memory_mib is not None}
     return ", ".join(sorted(names)) or "none"
@@ -99,7 +100,7 @@ def _measured(on: ModelOnGpu, compute_metric: str, memory_metric: str) -> Iterab
         if compute is not None and memory is not None and compute > 0:
             latency_ms, rate_rps = profile.latency_ms(size), profile.throughput_rps(size)
             memory_mib = on.memory_mib(size)
-            resident_pct = WHOLE_GPU * (memory_mib or 0.0) / on.gpu.memory_mib
+            resident_pct = WHOLE_GPU_PCT * (memory_mib or 0.0) / on.gpu.memory_mib
             yield Requirement(size, compute, memory, rate_rps, latency_ms, memory_mib, resident_pct)
 
 
@@ -138,7 +139,7 @@ def _requirements(on: ModelOnGpu, measured: tuple[Requirement, ...]) -> Requirem
 def context_pct_of(cluster: Cluster, profiles: Profiles) -> dict[str, float]:
     """Return how much of a GPU's memory the context of a process takes, in percent by GPU type."""
     gpus = cluster.one_of_each
-    return {kind: WHOLE_GPU * context_mib_of(kind, profiles) / gpu.memory_mib for kind, gpu in gpus.items()}
+    return {kind: WHOLE_GPU_PCT * context_mib_of(kind, profiles) / gpu.memory_mib for kind, gpu in gpus.items()}
 
 
 Placed = Sequence[tuple[Gpu, Sequence[tuple[str, Requirement]]]]

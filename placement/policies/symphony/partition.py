@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.placement.solver import Rows, integer_program
 
-GOOD_ENOUGH = 1e-2  # the solver asked for less takes its whole time limit from some 30 models on, and seldom finds it
-MOST_CHOICES = 20_000  # models times sub-clusters; of more the solver found nothing better in its time limit
+# limit: a solver asked for less takes its whole time limit from some 30 models on, and seldom finds it
+GOOD_ENOUGH = 1e-2
+MOST_CHOICES = 20_000  # limit: models times sub-clusters; of more the solver found nothing better in its time limit
 Floats = NDArray[np.float64]
 Assignment = NDArray[np.int64]
 

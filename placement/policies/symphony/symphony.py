@@ -24,7 +24,7 @@ from tenuto.placement.program import Replica
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
-MOST_GPUS = 100_000  # bought for one sub-cluster at most, so that a wrong rate does not loop for ever
+MOST_GPUS = 100_000  # limit: bought for one sub-cluster at most, so that a wrong rate does not loop for ever
 
 
 @dataclass

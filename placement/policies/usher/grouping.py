@@ -13,10 +13,10 @@ import numpy as np
 
 TIES = ("exact", "float")
 
-# Blossom matching is cubic; above this many nodes the closed form below finds a matching of the same weight.
+# limit: Blossom matching is cubic; above this many nodes the closed form below finds a matching of the same weight.
 LARGEST_GENERAL_MATCHING = 128
-# Weights are whole numbers of this many parts per percent: exact ties stay ties, and are broken by the workload's
-# order.
+# format: weights are whole numbers of this many parts per percent: exact ties stay ties, and are broken by the
+# workload's order.
 PARTS_PER_PCT = 10_000
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-FULL = 100.0 + 1e-9  # percent of a GPU; the margin is for rounding in sums
-DIGITS = 9  # loads are rounded, so that equal ones reached in another order are one state
-LOOKS = 2  # times the limit of placements: choices that are discarded by their bound take time too
+from tenuto.placement.costs import FULL_PCT
+
+DIGITS = 9  # limit: of rounding; loads are rounded, so that equal ones reached in another order are one state
+LOOKS = 2  # limit: times the limit of placements: choices that are discarded by their bound take time too
 
 
 class Need(NamedTuple):
@@ -160,7 +161,7 @@ class GpuStates:
             need = needs[state.kind]
             if need is not None:
                 compute, held = state.compute_pct + need.compute_pct, state.held_pct + need.held_pct
-                if compute <= FULL and held <= FULL:
+                if compute <= FULL_PCT and held <= FULL_PCT:
                     options.append((not state.is_own, -round(compute + held, DIGITS), state, compute, held))
         options.sort()
         used, idle, left, cost = self.used, self.idle, wanted, 0.0
@@ -181,7 +182,7 @@ class GpuStates:
             for kind in sorted(range(len(needs)), key=self.prices.__getitem__):
                 count = int(min(left, idle[kind]))
                 need = needs[kind]
-                if count and need is not None and need.compute_pct <= FULL and need.held_pct <= FULL:
+                if count and need is not None and need.compute_pct <= FULL_PCT and need.held_pct <= FULL_PCT:
                     if used is self.used:
                         used = dict(used)
                     fresh = State(kind, round(need.compute_pct, DIGITS), round(need.held_pct, DIGITS), True)
@@ -212,12 +213,15 @@ class GpuStates:
             configs = [config for choice in choices for config in choice.configs]
             needs = [need for config in configs if (need := config.needs[kind]) is not None]
             least.append(
-                (min((n.compute_pct for n in needs), default=FULL), min((n.held_pct for n in needs), default=FULL))
+                (
+                    min((n.compute_pct for n in needs), default=FULL_PCT),
+                    min((n.held_pct for n in needs), default=FULL_PCT),
+                )
             )
         full = {
             state: count
             for state, count in self.used.items()
-            if state.compute_pct + least[state.kind][0] > FULL or state.held_pct + least[state.kind][1] > FULL
+            if state.compute_pct + least[state.kind][0] > FULL_PCT or state.held_pct + least[state.kind][1] > FULL_PCT
         }
         return GpuStates({s: n for s, n in self.used.items() if s not in full}, self.idle, self.prices), full
 
@@ -416,7 +420,7 @@ class Search:
         if not self._buys and rest:
             free = 100.0 * sum(states.idle)
             for state, count in states.used.items():
-                free += (FULL - state.compute_pct) * count
+                free += (FULL_PCT - state.compute_pct) * count
             bound = goodput
             for rate, most in sorted([self._dearest[index] for index in rest], reverse=True):
                 bound += min(most, rate * free)

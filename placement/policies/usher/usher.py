@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from tenuto.errors import Problem, raise_if_any
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import hosting_plan
@@ -31,10 +30,11 @@ from tenuto.placement.policies.usher.search import Choice, Config, GpuStates, Ne
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
-MULTIPLIERS = 6  # replica counts are i * c_min with i in 1..6
-MOST_IN_A_GROUP = 6  # of an explicit group; the search is exponential in it
-NODES_OF_A_PLAN = 400_000  # placements tried for all groups together before the best so far is taken
+MULTIPLIERS = 6  # paper: §3.3; replica counts are i * c_min with i in 1..6
+MOST_IN_A_GROUP = 6  # limit: of an explicit group; the search is exponential in it
+NODES_OF_A_PLAN = 400_000  # limit: placements tried for all groups together before the best so far is taken
 
 
 @dataclass(kw_only=True, eq=False)
@@ -154,7 +154,7 @@ class Usher(Policy):
                 problems.append(Problem("--option groups", self.groups, rule, "Divide it."))
             raise_if_any(problems)
             return given
-        whole = 1.0 if self.grouping_ties == "float" else WHOLE_GPU
+        whole = 1.0 if self.grouping_ties == "float" else WHOLE_GPU_PCT
         averages = {name: _average([r for req in needs[name].values() for r in req.measured], whole) for name in names}
         found = group_models(averages, self.max_group_size if self.grouping else 1, ties=self.grouping_ties)
         if self.group_order == "workload":
@@ -166,7 +166,7 @@ class Usher(Policy):
     ) -> tuple[tuple[Config, ...], str]:
         """Return what may be chosen for a model, fewest replicas and smallest batch first; or why nothing may."""
         usable = {
-            kind: {r.batch_size: r for r in req.within_slo if r.held_pct(context_pct[kind]) <= WHOLE_GPU}
+            kind: {r.batch_size: r for r in req.within_slo if r.held_pct(context_pct[kind]) <= WHOLE_GPU_PCT}
             for kind, req in needs.items()
         }
         usable = {kind: by_size for kind, by_size in usable.items() if by_size}
@@ -255,14 +255,14 @@ class _Assignment:
         return len(self._gpus) - 1
 
 
-def _average(requirements: Sequence[Requirement], whole: float = WHOLE_GPU) -> tuple[float, float]:
+def _average(requirements: Sequence[Requirement], whole: float = WHOLE_GPU_PCT) -> tuple[float, float]:
     """Return the mean (Creq, Mreq) where a GPU has `whole` of each; (0, 0) of none.
 
     The mean is over all measured batches: over those within the SLO only, other groups than the thesis prints in
     section 5.4.1 would come out.
     """
     count = max(1, len(requirements))
-    part = WHOLE_GPU / whole
+    part = WHOLE_GPU_PCT / whole
     compute, memory = (r.compute_pct / part for r in requirements), (r.memory_pct / part for r in requirements)
     return sum(compute) / count, sum(memory) / count
 
@@ -282,8 +282,8 @@ def _no_room(choice: Choice, states: GpuStates, kinds: Sequence[str]) -> str:
                 if state.kind != kind:
                     continue
                 lacks = {
-                    "GPU time": (need.compute_pct, WHOLE_GPU - state.compute_pct),
-                    "memory": (need.held_pct, WHOLE_GPU - state.held_pct),
+                    "GPU time": (need.compute_pct, WHOLE_GPU_PCT - state.compute_pct),
+                    "memory": (need.held_pct, WHOLE_GPU_PCT - state.held_pct),
                 }
                 what, (asked, free) = max(lacks.items(), key=lambda item: item[1][0] - item[1][1])
                 text = (

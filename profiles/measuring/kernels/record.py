@@ -65,7 +65,7 @@ class SmLimits:
     warp_size: int = 32
 
 
-_KIB = 1024
+_KIB = 1024  # unit
 SM_LIMITS: dict[tuple[int, int], SmLimits] = {
     (5, 2): SmLimits(64, 32, 96 * _KIB, 256),
     (6, 0): SmLimits(64, 32, 64 * _KIB, 256, warp_granularity=2),

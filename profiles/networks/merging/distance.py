@@ -19,7 +19,7 @@ import networkx
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-_LARGEST_ASSIGNMENT = 1500  # operators; above, the assignment costs more than merging may
+_LARGEST_ASSIGNMENT = 1500  # limit: operators; above, the assignment costs more than merging may
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tenuto.profiles.networks.merging.similarity import Submatrix, match_operato
 
 # USHER's published values (OSDI 2024, §3.4 and §4).
 OMEGA = 0.4  # least part of an operator's weights that two operators must have in common
-EQUAL_ABS_DIFF = 1e-7  # weights that differ by no more count as equal
+EQUAL_ABS_DIFF = 1e-7  # paper: §4; weights that differ by no more count as equal
 
 aten = torch.ops.aten
 

@@ -24,8 +24,8 @@ from tenuto.profiles.networks.network import size_mib
 
 # Of DBSCAN, in graph edits: USHER's published value (OSDI 2024, §4), which joins models of equal graphs only.
 DISTANCE = 1e-7
-# The largest error of an output, relative to its largest magnitude; models whose merged outputs err by more stay as
-# they are.
+# limit: the largest error of an output, relative to its largest magnitude; models whose merged outputs err by more stay
+# as they are.
 TOLERANCE = 1e-5
 
 
