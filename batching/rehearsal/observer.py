@@ -22,7 +22,10 @@ from tenuto.batching.rehearsal.budget import Budget
 from tenuto.batching.rehearsal.memory import Judge, Seen
 from tenuto.batching.rehearsal.replay import Replay, Replayed, Setting
 
-VALUES: tuple[tuple[float, ...], ...] = ((0.0, 0.4, 0.7, 1.0), (0.5, 0.75, 1.0, 1.5))  # of each knob
+VALUES: tuple[tuple[float, ...], ...] = (
+    (0.0, 0.4, 0.7, 1.0),
+    (0.5, 0.75, 1.0, 1.5),
+)  # limit: what each knob is tried at
 FIRST = 200  # limit: requests of the first replay; the next have twice as many each, up to
 MOST = 1500  # fitted: requests of a replay, as of which it is no longer doubled
 AT_ONCE = 4  # fitted: so many replays follow each other; then
