@@ -80,7 +80,7 @@ class _Verbs(click.Group):
             raise click.UsageError(f"unknown command '{args[0]}'. {cure}", ctx) from None
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(version(), prog_name="tenuto")
 def _tenuto() -> None:
     """Serve many models on few GPUs, each within its latency SLO.

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tenuto.cli.common import command_line, emit_json, json_option, progress_console, stdout_console, tell
+from tenuto.cli.common import command_line, json_option, notice, printed_as_json, say, tell
 from tenuto.cli.tables import number, print_run
 from tenuto.errors import refused
 
@@ -19,34 +19,31 @@ from tenuto.errors import refused
 )
 @click.argument("target", metavar="PLAN|URL")
 @click.option("--url", default=None, help="Endpoint when a PLAN is given. Default: http://127.0.0.1:8000.")
-@click.option("--duration-s", default=30.0, show_default=True, help="Length of the schedule.")
+@click.option("--duration-s", default=30.0, help="Length of the schedule.")
 @click.option(
     "--warmup-s", default=None, type=float, help="First part left out of the figures. Default: 5 % of the duration."
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of the schedule and the payloads.")
-@click.option("--rate-scale", default=1.0, show_default=True, help="Factor on every rate of the plan.")
-@click.option("--slo-scale", default=1.0, show_default=True, help="Factor on every SLO of the plan.")
-@click.option("--clients", default=1, show_default=True, help="Ray actors that send; 0 sends from this process.")
-@click.option("--grace-s", default=5.0, show_default=True, help="How long to wait for answers after the last request.")
+@click.option("--seed", default=0, help="Seed of the schedule and the payloads.")
+@click.option("--rate-scale", default=1.0, help="Factor on every rate of the plan.")
+@click.option("--slo-scale", default=1.0, help="Factor on every SLO of the plan.")
+@click.option("--clients", default=1, help="Ray actors that send; 0 sends from this process.")
+@click.option("--grace-s", default=5.0, help="How long to wait for answers after the last request.")
 @click.option(
     "--tensors",
     type=click.Choice(["binary", "json"]),
     default="binary",
-    show_default=True,
     help="How inputs travel: raw bytes behind a JSON header, or JSON numbers.",
 )
 @click.option(
     "--via",
     type=click.Choice(["http", "handle"]),
     default="http",
-    show_default=True,
     help="HTTP, or the Python handle on the Ray cluster that serves.",
 )
 @click.option(
     "--client-priority",
     type=click.Choice(["realtime", "normal"]),
     default="realtime",
-    show_default=True,
     help="Of the threads that send; realtime where the system permits it keeps to the schedule on busy machines.",
 )
 @click.option(
@@ -60,9 +57,7 @@ from tenuto.errors import refused
 @click.option("--key-file", metavar="FILE", help="File with the API key to show; default: TENUTO_API_KEY.")
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @json_option
-def command(
-    target: str, url: str | None, folder: str | None, key_file: str | None, force: bool, as_json: bool, **asked: Any
-) -> int:
+def command(target: str, url: str | None, folder: str | None, key_file: str | None, force: bool, **asked: Any) -> int:
     """Send a plan's load to a running endpoint, open-loop, and judge it by goodput.
 
     Applications fan out and join here as their users would: first stages at the scheduled time, later ones when all
@@ -92,16 +87,14 @@ def command(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what was measured is written, which takes a moment
     result.notes = notes
     document = describe(result, options, plan, command=command_line())
-    if as_json:
-        emit_json(document)
     # The report comes before the verdict, which stays the last line; a full disk must not cost the figures.
     try:
         if out is not None:
             write_run_files(out, document, result.records, result.schedule, result.queued)
             write_report(out, Run(document, result.records, plan))
-            progress_console().print(f"report: {out / 'report.html'}")
+            notice(f"report: {out / 'report.html'}")
     finally:
-        if not as_json:
+        if not printed_as_json(document):
             _print(document)
     return 0 if result.verdict.result == "PASS" else 1
 
@@ -117,19 +110,18 @@ def _read_key(file: str) -> str:
 
 def _print(document: dict[str, Any]) -> None:
     """Print the tables, then the conditions, then the verdict last."""
-    console = stdout_console()
     print_run(document)
     verdict = document["verdict"]
     conditions = verdict["conditions"]
     later = f" and {conditions['followed']} of later stages" if "followed" in conditions else ""
-    console.print(
+    say(
         f"offered {document['offered_rps']:.1f} rps, goodput {document['goodput_rps']:.1f} rps; "
         f"sent {conditions['sent']} of {conditions['scheduled']}{later}, "
         f"p99 of the generator's lateness {number(conditions['lateness_p99_ms'])} ms"
     )
     for line in document.get("errors", []):
-        console.print(f"failures: {line}")
+        say(f"failures: {line}")
     for reason in verdict["reasons"]:
-        console.print(f"  {reason}")
+        say(f"  {reason}")
     kinds = {True: " (emulated GPUs)", None: " (the address does not say whether its GPUs are emulated)"}
-    console.print(f"verdict: {verdict['result']}{kinds.get(document.get('emulated'), '')}")
+    say(f"verdict: {verdict['result']}{kinds.get(document.get('emulated'), '')}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import emit_json, write_file
+from tenuto.cli.common import json_option, printed_as_json, write_file
 from tenuto.cli.tables import print_table
 from tenuto.errors import EnvironmentFaultError
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @click.command(name="cluster", short_help="List the GPUs of this machine or Ray cluster; write a cluster file.")
 @click.option("--address", metavar="ADDRESS", help="Ray cluster whose nodes to ask, or `auto`; default: this machine.")
 @click.option("-o", "--output", metavar="FILE", help="Write the cluster file here.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(address: str | None, output: str | None, as_json: bool) -> int:
+@json_option
+def command(address: str | None, output: str | None) -> int:
     """List GPUs by UUID with type, memory, SMs, driver and modes.
 
     Exit code 3 where there is no driver or GPU.
@@ -40,19 +40,13 @@ def command(address: str | None, output: str | None, as_json: bool) -> int:
     cluster = cluster_of(nodes)
     if output is not None:
         write_file(output, cluster.dump(), what=f"{len(cluster.gpus)} GPUs on {len(cluster.nodes)} nodes")
-    if as_json:
-        named = zip(cluster.nodes, nodes.items(), strict=True)
-        emit_json(
-            {
-                "cluster": cluster.model_dump(mode="json", exclude_none=True),
-                "gpus": [
-                    {"node": node.name, "address": address, **device.to_data()}
-                    for node, (address, devices) in named
-                    for device in devices
-                ],
-            }
-        )
-    elif output is None:
+    told = [
+        {"node": node.name, "address": asked, **device.to_data()}
+        for node, (asked, devices) in zip(cluster.nodes, nodes.items(), strict=True)
+        for device in devices
+    ]
+    data = {"cluster": cluster.model_dump(mode="json", exclude_none=True), "gpus": told}
+    if not printed_as_json(data) and output is None:
         _print([node.name for node in cluster.nodes], nodes)
     return 0
 

@@ -25,7 +25,14 @@ from tenuto.profiles import Profile, Profiles
 Verb = Callable[..., Any]
 T = TypeVar("T")
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_AS_JSON = "tenuto.cli.as_json"  # in the context of the verb that runs
+
+
+def _remember(context: click.Context, _: click.Parameter, value: bool) -> None:
+    context.meta[_AS_JSON] = value
+
+
+json_option = click.option("--json", is_flag=True, expose_value=False, callback=_remember, help="Print JSON.")
 
 
 class _Console(Console):
@@ -33,6 +40,7 @@ class _Console(Console):
         raise BrokenPipeError  # `main` knows what that is; rich would exit with 1
 
 
+@functools.cache  # so that what is printed while it shows progress comes above that
 def progress_console() -> Console:
     """Return the console for progress and notices, on stderr."""
     return _Console(stderr=True, highlight=False)
@@ -43,10 +51,20 @@ def stdout_console() -> Console:
     return _Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
+def say(text: str) -> None:
+    """Print one line of results on stdout, as it is."""
+    stdout_console().print(text, markup=False, soft_wrap=True)
+
+
+def notice(text: str) -> None:
+    """Print one line on stderr, as it is."""
+    progress_console().print(text, markup=False, soft_wrap=True)
+
+
 def tell(text: str) -> None:
     """Print one line of progress on stderr, where somebody still reads it."""
     try:
-        progress_console().print(f"tenuto: {text}", markup=False, soft_wrap=True)
+        notice(f"tenuto: {text}")
     except BrokenPipeError:  # what was begun goes on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -66,13 +84,26 @@ def write_file(path: str, text: str, *, option: str = "-o", what: str = "") -> N
         write_whole(path, text)
     except OSError as error:
         raise refused(option, path, f"cannot be written ({error.strerror})", "Give a writable path.") from error
-    progress_console().print(f"wrote {path}{what and f': {what}'}", markup=False, soft_wrap=True)
+    notice(f"wrote {path}{what and f': {what}'}")
 
 
-def emit_json(data: Any) -> None:
-    """Print one JSON document on stdout, keys in the given order."""
-    json.dump(data, sys.stdout, indent=2, allow_nan=False)
+def wants_json() -> bool:
+    """Return whether --json is given to the verb that runs."""
+    return bool(click.get_current_context().meta.get(_AS_JSON))
+
+
+def printed_as_json(data: Any) -> bool:
+    """Print what a verb found as one JSON document on stdout where --json is given; return whether it is.
+
+    Keys keep their order. What `msgspec` knows, such as structs and dataclasses, may be in the data.
+    """
+    if not wants_json():
+        return False
+    import msgspec
+
+    json.dump(data, sys.stdout, indent=2, allow_nan=False, default=msgspec.to_builtins)
     sys.stdout.write("\n")
+    return True
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]  # which has one from click 8.2 on only

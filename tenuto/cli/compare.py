@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, stdout_console
+from tenuto.cli.common import json_option, printed_as_json, say
 from tenuto.cli.tables import print_table
 from tenuto.errors import InvalidInputError
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("folders", metavar="A B…", nargs=-1, required=True)
 @click.option("--different-schedules", is_flag=True, help="Compare although the schedules differ.")
 @json_option
-def command(folders: tuple[str, ...], different_schedules: bool, as_json: bool) -> None:
+def command(folders: tuple[str, ...], different_schedules: bool) -> None:
     """Compare every further run with the first.
 
     A folder of run folders counts as repeats of one run.
@@ -31,11 +32,8 @@ def command(folders: tuple[str, ...], different_schedules: bool, as_json: bool) 
         raise InvalidInputError("give at least two runs to compare, such as: tenuto compare runs/a runs/b")
     first, *others = [load_side(folder) for folder in folders]
     found = [compare(first, other, different_schedules=different_schedules) for other in others]
-    if as_json:
-        emit_json({"comparisons": [_data(comparison) for comparison in found]})
-        return
-    for comparison in found:
-        _print(comparison)
+    if not printed_as_json({"comparisons": [_data(comparison) for comparison in found]}):
+        _print(found)
 
 
 def _data(comparison: Comparison) -> dict[str, Any]:
@@ -59,19 +57,17 @@ def _data(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _print(comparison: Comparison) -> None:
-    console = stdout_console()
-    first, second = comparison.first, comparison.second
-    print_table(
-        ("model", "figure", first.name, second.name, "difference", "95 % interval", "conclusion"),
-        ((entry.model or "all", entry.metric, *_numbers(entry), entry.conclusion) for entry in comparison.differences),
-        left=("figure", "conclusion"),
-    )
-    console.print(
-        f"{len(first.folders)} against {len(second.folders)} run(s); spread {comparison.method}", markup=False
-    )
-    for warning in comparison.warnings:
-        console.print(f"warning: {warning}", markup=False)
+def _print(found: Sequence[Comparison]) -> None:
+    for each in found:
+        first, second = each.first, each.second
+        print_table(
+            ("model", "figure", first.name, second.name, "difference", "95 % interval", "conclusion"),
+            ((entry.model or "all", entry.metric, *_numbers(entry), entry.conclusion) for entry in each.differences),
+            left=("figure", "conclusion"),
+        )
+        say(f"{len(first.folders)} against {len(second.folders)} run(s); spread {each.method}")
+        for warning in each.warnings:
+            say(f"warning: {warning}")
 
 
 def _numbers(entry: Difference) -> tuple[str, str, str, str]:

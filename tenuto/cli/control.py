@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 
 import click
-import msgspec
 
-from tenuto.cli.common import emit_json, json_option, stdout_console
+from tenuto.cli.common import json_option, printed_as_json, say
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import number, print_table
 
@@ -29,7 +28,7 @@ def pause(address: str | None) -> None:
     """
     with operations(address) as running:
         running.controller.pause(True)
-    stdout_console().print("paused")
+    say("paused")
 
 
 @command.command("resume", short_help="Change plans again.")
@@ -41,21 +40,20 @@ def resume(address: str | None) -> None:
     """
     with operations(address) as running:
         running.controller.pause(False)
-    stdout_console().print("resumed")
+    say("resumed")
 
 
 @command.command("status", short_help="Show what the controller knows and does.")
 @address_option
 @json_option
-def status(address: str | None, as_json: bool) -> None:
+def status(address: str | None) -> None:
     """Show measured rates, what is planned for, and the change under way.
 
     Example: tenuto control status
     """
     with operations(address) as running:
         state = running.controller.state()
-    if as_json:
-        emit_json(msgspec.to_builtins(state))
+    if printed_as_json(state):
         return
     print_table(
         ("model", "measured rps", "planned for rps"),
@@ -65,23 +63,22 @@ def status(address: str | None, as_json: bool) -> None:
     if state.change is not None:
         doing = f"a change for {time.time() - state.change.begun_at_s:.0f} s: {state.change.why}"
     line = f"mode {state.mode}, policy {state.policy}; {doing}"
-    stdout_console().print(line, markup=False, soft_wrap=True)
+    say(line)
 
 
 @command.command("log", short_help="Print what the controller noticed, decided and did.")
-@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 500), help="Entries, the newest.")
+@click.option("--limit", default=50, type=click.IntRange(1, 500), help="Entries, the newest.")
 @address_option
 @json_option
-def log(limit: int, address: str | None, as_json: bool) -> None:
+def log(limit: int, address: str | None) -> None:
     """Print the log, oldest first.
 
     Example: tenuto control log --limit 20
     """
     with operations(address) as running:
         lines = running.controller.log(limit)
-    if as_json:
-        emit_json({"log": msgspec.to_builtins(lines)})
+    if printed_as_json({"log": lines}):
         return
     for line in lines:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line.at_s))
-        stdout_console().print(f"{at}  {line.kind}: {line.text}", markup=False, soft_wrap=True)
+        say(f"{at}  {line.kind}: {line.text}")

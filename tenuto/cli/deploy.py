@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, tell
+from tenuto.cli.common import json_option, printed_as_json, tell
 from tenuto.cli.deploying import ServingArguments, address_option, operations, serving_arguments
 
 
 @click.command("deploy", short_help="Make a plan the one that runs on a Ray cluster, make before break.")
 @serving_arguments
-@click.option("--why", default="", metavar="TEXT", help="What for; kept in the history.")
+@click.option("--why", default="", show_default=False, metavar="TEXT", help="What for; kept in the history.")
 @click.option("--replace", is_flag=True, help="Begin anew: end what runs first, foreign Serve applications included.")
 @address_option
 @json_option
-def command(asked: ServingArguments, why: str, replace: bool, address: str | None, as_json: bool) -> int:
+def command(asked: ServingArguments, why: str, replace: bool, address: str | None) -> int:
     """Deploy PLAN on a running Ray cluster; it stays when this command ends.
 
     Where a plan runs already, new gpu-lets start beside the old ones, as far as there is room, take over, and the old
@@ -29,9 +29,8 @@ def command(asked: ServingArguments, why: str, replace: bool, address: str | Non
     with operations(address) as running:
         reached = running.deploy(wanted, why or asked.plan_file, ground=ground, replace=replace, kept=asked.left_open())
         version, url = running.history.latest(), running.base_url
-    if as_json:
-        emit_json({"reached": reached, "version": version.number if version is not None else None, "url": url})
-    elif reached and version is not None:
+    number = version.number if version is not None else None
+    if not printed_as_json({"reached": reached, "version": number, "url": url}) and reached:
         at = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
-        tell(f"version {version.number} runs at {url}; see `tenuto status{at}`, end it with `tenuto delete`")
+        tell(f"version {number} runs at {url}; see `tenuto status{at}`, end it with `tenuto delete`")
     return 0 if reached else 1

@@ -147,8 +147,8 @@ _serving: Any = (
     click.option(
         "--executor", type=click.Choice(["auto", "torch", "emulated"]), default=None, help="What runs the models."
     ),
-    click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind to."),
-    click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on."),
+    click.option("--host", default="127.0.0.1", help="Address to bind to."),
+    click.option("--port", default=8000, type=click.IntRange(1, 65535), help="Port to listen on."),
     click.option(
         "--proxy-port",
         type=click.IntRange(1, 65535),
@@ -168,7 +168,6 @@ _serving: Any = (
     click.option(
         "--trace-ratio",
         default=0.0,
-        show_default=True,
         type=click.FloatRange(0, 1),
         help="Share of the requests without a traceparent that are traced.",
     ),
@@ -182,11 +181,12 @@ _serving: Any = (
     ),
     click.option("--insecure", is_flag=True, help="Let --host be reached from elsewhere without keys."),
     click.option("--encrypt", is_flag=True, help="Encrypt what goes between nodes; inside a node nothing leaves it."),
-    click.option("--scheduler", default="deferred", show_default=True, help="Batching scheduler of the dispatcher."),
+    click.option("--scheduler", default="deferred", help="Batching scheduler of the dispatcher."),
     click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
     click.option(
         "--gateways",
         default=0,
+        show_default=False,
         type=click.IntRange(0, 64),
         help="Processes that take HTTP; several feed one dispatcher per sub-cluster.  [default: 2 where every process "
         "has a core, else 1]",
@@ -194,7 +194,6 @@ _serving: Any = (
     click.option(
         "--dispatchers",
         default=2,
-        show_default=True,
         type=click.IntRange(1, 8),
         help="Of each sub-cluster, where gateways feed any: one schedules, the others wait to take over.",
     ),

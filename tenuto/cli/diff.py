@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, stdout_console
+from tenuto.cli.common import json_option, printed_as_json, say
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
 from tenuto.placement import Plan
@@ -17,7 +17,7 @@ from tenuto.placement import Plan
 @click.option("--from", "from_file", metavar="FILE", help="Plan to go from; default: the one that runs.")
 @address_option
 @json_option
-def command(plan_file: str, from_file: str | None, address: str | None, as_json: bool) -> None:
+def command(plan_file: str, from_file: str | None, address: str | None) -> None:
     """Show what `tenuto deploy PLAN` would do: which gpu-lets keep their process, change in place, start and stop.
 
     Example: tenuto diff new.yaml --from old.yaml
@@ -56,8 +56,7 @@ def command(plan_file: str, from_file: str | None, address: str | None, as_json:
             for (plan, ready, _), gone in zip(way, without, strict=True)
         ],
     }
-    if as_json:
-        emit_json(data)
+    if printed_as_json(data):
         return
     print_table(
         ("gpu-let", "change", "why"),
@@ -68,6 +67,6 @@ def command(plan_file: str, from_file: str | None, address: str | None, as_json:
         starting = ", ".join(step["starting"]) or "nothing"
         loss = f"; unserved meanwhile: {', '.join(step['unserved'])}" if step["unserved"] else ""
         line = f"step {number} of {len(way)}: {starting} starts or loads{loss}"
-        stdout_console().print(line, markup=False, soft_wrap=True)
+        say(line)
     if not way:
-        stdout_console().print("nothing changes")
+        say("nothing changes")

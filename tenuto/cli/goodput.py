@@ -12,7 +12,7 @@ import click
 
 from tenuto.batching.virtual.goodput import Criterion, Goal, Trial
 from tenuto.batching.virtual.highest_rate import HighestRate, SearchLimits, find_highest_rate
-from tenuto.cli.common import ProgressLine, command_line, emit_json, stdout_console, tell
+from tenuto.cli.common import ProgressLine, command_line, printed_as_json, say, tell
 from tenuto.cli.tables import print_run
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.errors import TenutoError, refused
@@ -36,15 +36,14 @@ _LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # limit: of a live search unless asked oth
 
 @click.command("goodput", short_help="The highest rate scale in time; attainment by SLO, rate and burstiness.")
 @virtual_arguments
-@click.option("--rate-scale", type=float, default=1.0, show_default=True, help="Where the search begins.")
+@click.option("--rate-scale", type=float, default=1.0, help="Where the search begins.")
 @click.option(
     "--criterion",
     type=click.Choice(["each", "all"]),
     default="each",
-    show_default=True,
     help="Whether every model and application, or all their requests together, must attain 99 %.",
 )
-@click.option("--tolerance", type=float, default=0.01, show_default=True, help="Relative width of the final bracket.")
+@click.option("--tolerance", type=float, default=0.01, help="Relative width of the final bracket.")
 @click.option("--runs", type=int, help=f"Most runs of the search. Default: 64, {_LIVE_RUNS} against an endpoint.")
 @click.option(
     "--curve",
@@ -59,14 +58,13 @@ _LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # limit: of a live search unless asked oth
     metavar="SCALE",
     help="Rate scale of the curves. Default: the highest found.",
 )
-@click.option("--clients", default=1, show_default=True, help="Against an endpoint: Ray actors that send; 0: none.")
+@click.option("--clients", default=1, help="Against an endpoint: Ray actors that send; 0: none.")
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder for goodput.html and result.json.")
 @click.option("--force", is_flag=True, help="Replace an answer that is already in DIR.")
 @click.pass_context
 def command(
     context: click.Context,
     asked: VirtualArguments,
-    as_json: bool,
     rate_scale: float,
     criterion: Criterion,
     tolerance: float,
@@ -125,9 +123,7 @@ def command(
         "settings": {"scheduler": None if is_live else asked.scheduler_name, "seed": asked.seed},
         "applications": [application.name for application in applications],
     }
-    if as_json:
-        emit_json(summary)
-    else:
+    if not printed_as_json(summary):
         _print(summary)
     if out is not None:
         from tenuto.loadgen.report.goodput import write_goodput
@@ -220,17 +216,15 @@ def _summary(found: Answer, goal: Goal) -> dict[str, Any]:
 
 
 def _print(summary: Mapping[str, Any]) -> None:
-    console = stdout_console()
     if summary["simulation"] is not None:
         print_run(summary["simulation"])
     state = " (interrupted: best so far)" if summary["interrupted"] else f" ({summary['ended']})"
     each = "every model and application" if summary["applications"] else "every model"
     which = each if summary["criterion"] == "each" else "all requests together"
     if not summary["rate_scale"]:
-        console.print(f"no rate tried keeps 99 % in time ({which}){state}", markup=False)
+        say(f"no rate tried keeps 99 % in time ({which}){state}")
     else:
-        console.print(
+        say(
             f"goodput: {summary['goodput_rps']:,.1f} rps at rate scale {summary['rate_scale']:.4g} "
-            f"({summary['offered_rps']:,.1f} rps offered; criterion: {which}){state}",
-            markup=False,
+            f"({summary['offered_rps']:,.1f} rps offered; criterion: {which}){state}"
         )

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, write_file
+from tenuto.cli.common import json_option, printed_as_json, write_file
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
 from tenuto.errors import EnvironmentFaultError
@@ -17,7 +17,7 @@ from tenuto.errors import EnvironmentFaultError
 @click.option("-o", "--output", metavar="FILE", help="Write the plan of a version.")
 @address_option
 @json_option
-def command(number: int | None, output: str | None, address: str | None, as_json: bool) -> None:
+def command(number: int | None, output: str | None, address: str | None) -> None:
     """List every version of the deployment: when, by what, why.
 
     Example: tenuto history
@@ -25,21 +25,17 @@ def command(number: int | None, output: str | None, address: str | None, as_json
     with operations(address) as running:
         versions = running.history.all()
         chosen = running.history.get(number) if number is not None else versions[-1] if versions else None
-    if chosen is None and not as_json:
-        raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")
     if output is not None and chosen is not None:
         write_file(output, chosen.deployment.plan.dump())
         return
-    if as_json:
-        emit_json(
-            {
-                "versions": [
-                    {"number": v.number, "at_s": v.at_s, "by": v.by, "why": v.why, "plan": v.deployment.plan.to_data()}
-                    for v in versions
-                ]
-            }
-        )
+    told = [
+        {"number": v.number, "at_s": v.at_s, "by": v.by, "why": v.why, "plan": v.deployment.plan.to_data()}
+        for v in versions
+    ]
+    if printed_as_json({"versions": told}):
         return
+    if chosen is None:
+        raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")
     print_table(
         ("version", "at", "by", "gpu-lets", "GPUs", "why"),
         (

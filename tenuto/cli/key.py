@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, progress_console, stdout_console
+from tenuto.cli.common import json_option, notice, printed_as_json, say
 from tenuto.errors import refused
 
 
@@ -13,7 +13,7 @@ from tenuto.errors import refused
 @click.option("--model", "models", multiple=True, metavar="PATTERN", help="Model it may ask for; repeatable.  [all]")
 @click.option("--rate-rps", type=click.FloatRange(min=0, min_open=True), help="Most requests per second, on average.")
 @json_option
-def command(name: str, models: tuple[str, ...], rate_rps: float | None, as_json: bool) -> int:
+def command(name: str, models: tuple[str, ...], rate_rps: float | None) -> int:
     """Make a key: the key itself is shown once, its entry for the key file keeps only the hash.
 
     Example: tenuto key mobile-app --model 'resnet*' --rate-rps 200 >> keys.yaml
@@ -32,10 +32,9 @@ def command(name: str, models: tuple[str, ...], rate_rps: float | None, as_json:
             "NAME", name, "is not a client's name", "Use letters, digits, `.`, `-` and `_`, at most 64."
         ) from error
     data = entry.model_dump(mode="json", exclude_defaults=True)
-    if as_json:
-        emit_json({"key": key, "entry": data})
+    if printed_as_json({"key": key, "entry": data}):
         return 0
-    progress_console().print(f"the key of {name}, shown only now: {key}", soft_wrap=True, markup=False)
+    notice(f"the key of {name}, shown only now: {key}")
     fields = ", ".join(f"{field}: {value if field != 'models' else list(value)}" for field, value in data.items())
-    stdout_console().print(f"  - {{{fields}}}", soft_wrap=True, markup=False)
+    say(f"  - {{{fields}}}")
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.cli.common import Numbers, command_line, emit_json, json_option, progress_console, stdout_console, tell
+from tenuto.cli.common import Numbers, command_line, json_option, notice, printed_as_json, say, tell
 from tenuto.cli.tables import print_table
 from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.options import split_pairs
@@ -34,13 +34,9 @@ if TYPE_CHECKING:
     help="New random weights for a model's parameters of these prefixes, as after fine-tuning; repeatable.",
 )
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of every model, such as image_size=64.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights.")
-@click.option(
-    "--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Batch of each model when timing."
-)
-@click.option(
-    "--repetitions", type=click.IntRange(1), default=7, show_default=True, help="Timed runs of each way, in turns."
-)
+@click.option("--seed", type=int, default=0, help="Seed of random weights.")
+@click.option("--batch-size", type=click.IntRange(1), default=4, help="Batch of each model when timing.")
+@click.option("--repetitions", type=click.IntRange(1), default=7, help="Timed runs of each way, in turns.")
 @click.option(
     "-o",
     "--output",
@@ -53,17 +49,11 @@ if TYPE_CHECKING:
     "sizes",
     type=Numbers(int, 1, 4096),
     default="1,2,4,8,16",
-    show_default=True,
     metavar="B,B…",
     help="With -o: joint batches to measure, all models' requests together.",
 )
 @click.option(
-    "--shares",
-    type=Numbers(int, 1, 100),
-    default="100",
-    show_default=True,
-    metavar="PCT,PCT…",
-    help="With -o: shares of the CPU.",
+    "--shares", type=Numbers(int, 1, 100), default="100", metavar="PCT,PCT…", help="With -o: shares of the CPU."
 )
 @json_option
 def command(
@@ -77,7 +67,6 @@ def command(
     output: str | None,
     sizes: tuple[int, ...],
     shares: tuple[int, ...],
-    as_json: bool,
 ) -> int:
     """Merge operator graphs as USHER (OSDI 2024, §3.4) does, on this processor, and report what came of it.
 
@@ -143,10 +132,8 @@ def command(
         )
         for cluster, times in zip(data["clusters"], joint, strict=True):
             cluster["joint"] = [one.to_data() for one in times]
-        progress_console().print(f"wrote {book.path}", markup=False)
-    if as_json:
-        emit_json(data)
-    else:
+        notice(f"wrote {book.path}")
+    if not printed_as_json(data):
         _print(data)
     return 0 if data["clusters"] else 1
 
@@ -205,7 +192,6 @@ def _time(found: MergedModels, loaded: dict[str, Any], size: int, repetitions: i
 
 
 def _print(data: dict[str, Any]) -> None:
-    console = stdout_console()
     for cluster in data["clusters"]:
         print_table(
             ("operator", "weight", "shared", "rows x columns"),
@@ -222,13 +208,12 @@ def _print(data: dict[str, Any]) -> None:
         )
         pct = 100.0 * (cluster["together_ms"] / cluster["apart_ms"] - 1.0)
         verdict = "it pays" if cluster["pays"] else "it does not pay here"
-        console.print(
+        say(
             f"{' + '.join(cluster['models'])}: {cluster['operators_before']} operators with weights become "
             f"{cluster['operators_after']}, {cluster['operators_partly']} of them shared in part; weights "
             f"{cluster['memory_before_mib']:.1f} -> {cluster['memory_after_mib']:.1f} MiB; largest relative error "
             f"{cluster['worst_error']:.1e}\nbatches of {data['batch_size']} of each on {data['device']}: "
-            f"{cluster['apart_ms']:.1f} ms apart, {cluster['together_ms']:.1f} ms together ({pct:+.0f} %): {verdict}",
-            markup=False,
+            f"{cluster['apart_ms']:.1f} ms apart, {cluster['together_ms']:.1f} ms together ({pct:+.0f} %): {verdict}"
         )
         if "joint" in cluster:
             print_table(
@@ -247,4 +232,4 @@ def _print(data: dict[str, Any]) -> None:
                 left=("split",),
             )
     for name, reason in data["unmerged"].items():
-        console.print(f"{name} stays as it is: {reason}", markup=False)
+        say(f"{name} stays as it is: {reason}")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import yaml
 
-from tenuto.cli.common import emit_json, json_option, stdout_console
+from tenuto.cli.common import json_option, printed_as_json, say
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
 from tenuto.errors import InvalidInputError, refused
@@ -39,15 +39,14 @@ def _entry(text: str) -> dict[str, Any]:
 @command.command("list", short_help="List the models that are asked for.")
 @address_option
 @json_option
-def listing(address: str | None, as_json: bool) -> None:
+def listing(address: str | None) -> None:
     """List the entries of the workload.
 
     Example: tenuto model list
     """
     with operations(address) as running:
         entries: list[dict[str, Any]] = running.controller.models()
-    if as_json:
-        emit_json({"models": entries})
+    if printed_as_json({"models": entries}):
         return
     print_table(
         ("model", "declared rps", "SLO ms"),
@@ -65,7 +64,7 @@ def add(entry: str, address: str | None) -> None:
     """
     with operations(address) as running:
         running.controller.set_model(_entry(entry), add=True)
-    stdout_console().print("added; `tenuto control log` says when it is served")
+    say("added; `tenuto control log` says when it is served")
 
 
 @command.command("update", short_help="Change a model's rate, SLO, weight or source.")
@@ -78,7 +77,7 @@ def update(entry: str, address: str | None) -> None:
     """
     with operations(address) as running:
         running.controller.set_model(_entry(entry), add=False)
-    stdout_console().print("updated; `tenuto control log` says what it changes")
+    say("updated; `tenuto control log` says what it changes")
 
 
 @command.command("remove", short_help="Serve a model no longer.")
@@ -91,4 +90,4 @@ def remove(name: str, address: str | None) -> None:
     """
     with operations(address) as running:
         running.controller.remove_model(name)
-    stdout_console().print("removed; `tenuto control log` says when its gpu-lets are free")
+    say("removed; `tenuto control log` says when its gpu-lets are free")

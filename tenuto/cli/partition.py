@@ -6,14 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from tenuto.cli.common import (
-    ClusterArguments,
-    cluster_arguments,
-    emit_json,
-    json_option,
-    progress_console,
-    stdout_console,
-)
+from tenuto.cli.common import ClusterArguments, cluster_arguments, json_option, notice, printed_as_json, say
 from tenuto.cli.tables import number, print_table
 from tenuto.deployments.serve.sub_clusters import read_partition
 from tenuto.errors import Problem, raise_if_any, refused
@@ -34,18 +27,14 @@ from tenuto.profiles import Profiles
     metavar="FILE",
     help="Present partition: output of `tenuto partition --json`, or a mapping of model to sub-cluster.",
 )
-@click.option("--time-limit-s", type=float, default=10.0, show_default=True, help="For the solver.")
+@click.option("--time-limit-s", type=float, default=10.0, help="For the solver.")
 @click.option("--max-rate-rps", type=float, help="Most requests per second of one sub-cluster.")
 @click.option("--max-models", type=int, help="Most models of one sub-cluster.")
 @click.option(
     "--max-moved-mib", type=float, help="Most memory that may be loaded and unloaded, both counted, against --current."
 )
 @click.option(
-    "--memory-weight",
-    type=float,
-    default=Limits().memory_weight,
-    show_default=True,
-    help="Weight of even memory against even rates.",
+    "--memory-weight", type=float, default=Limits().memory_weight, help="Weight of even memory against even rates."
 )
 @json_option
 def command(
@@ -58,7 +47,6 @@ def command(
     max_models: int | None,
     max_moved_mib: float | None,
     memory_weight: float,
-    as_json: bool,
 ) -> None:
     """Split the models of WORKLOAD into K sub-clusters of even rate and memory (Symphony, appendix A), and the GPUs
     by what these need.
@@ -89,12 +77,10 @@ def command(
     current = None if current_file is None else read_partition(current_file)
     found = partition(models, subclusters, limits=limits, current=current, time_limit_s=time_limit_s)
     if not found.proven:
-        progress_console().print(
+        notice(
             f"time limit reached: nothing better than {found.lower_bound:.4f} can exist; found {found.objective:.4f}"
         )
-    if as_json:
-        emit_json(found.as_dict(len(cluster.gpus)) | {"unserved": {p.value: p.rule for p in impossible}})
-    else:
+    if not printed_as_json(found.as_dict(len(cluster.gpus)) | {"unserved": {p.value: p.rule for p in impossible}}):
         _print(found, len(cluster.gpus), impossible)
 
 
@@ -139,7 +125,6 @@ def _models(
 
 
 def _print(found: Partition, gpus: int, impossible: Sequence[Problem]) -> None:
-    console = stdout_console()
     print_table(
         ("sub-cluster", "GPUs", "need", "rps", "MiB per GPU", "models"),
         (
@@ -156,13 +141,12 @@ def _print(found: Partition, gpus: int, impossible: Sequence[Problem]) -> None:
         left=("models",),
     )
     for problem in impossible:
-        console.print(f"unserved: {problem.value}: {problem.rule}. {problem.cure}", markup=False)
+        say(f"unserved: {problem.value}: {problem.rule}. {problem.cure}")
     moved = "moves nothing"
     if found.moved:
         moved = f"moves {', '.join(found.moved)} ({found.changed_mib:,.0f} MiB loaded and unloaded)"
     proof = "optimal" if found.proven else f"at most {found.objective - found.lower_bound:.4f} above the optimum"
-    console.print(
+    say(
         f"rates {100 * found.rate_imbalance:.2f} % and memory {100 * found.memory_imbalance:.2f} % of an average "
-        f"sub-cluster apart, {moved}; {proof}",
-        markup=False,
+        f"sub-cluster apart, {moved}; {proof}"
     )

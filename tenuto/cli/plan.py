@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 import click
-from rich.markup import escape
 
-from tenuto.cli.common import ClusterArguments, cluster_arguments, emit_json, json_option, stdout_console, write_file
+from tenuto.cli.common import ClusterArguments, cluster_arguments, json_option, printed_as_json, say, write_file
 from tenuto.cli.tables import print_table
 from tenuto.cli.watching import planning_watched
 from tenuto.errors import InvalidInputError, Problem, refused
@@ -52,7 +51,6 @@ class _Faults:
     "--policy",
     "policy_name",
     default=DEFAULT_POLICY,
-    show_default=True,
     metavar="NAME|FILE.py:CLASS",
     help="Placement policy; see `tenuto policies`.",
 )
@@ -81,7 +79,6 @@ class _Faults:
     "--executor",
     type=click.Choice(["auto", "torch", "emulated"]),
     default="auto",
-    show_default=True,
     help="How the written plan's gpu-lets run their models.",
 )
 @click.option(
@@ -98,7 +95,6 @@ def command(
     output: str | None,
     executor: str,
     picture: str | None,
-    as_json: bool,
 ) -> None:
     """Find and validate a plan for WORKLOAD on a cluster.
 
@@ -121,7 +117,7 @@ def command(
     workload, cluster, profiles, policies = _inputs(workload_file, names, where, options, strict_options=not compare)
     if compare:
         orders = [profiles, *_other_orders(profiles, where.profile_names, cluster)]
-        _compare(policies, workload, cluster, orders, as_json)
+        _compare(policies, workload, cluster, orders)
         return
     extended = Plan.load(extended_file) if extended_file else None
     with planning_watched(policies[policy_name]):
@@ -132,9 +128,7 @@ def command(
         from tenuto.placement.shown.picture import draw
 
         write_file(picture, draw(plan), option="--picture")
-    if as_json:
-        emit_json(plan.to_data())
-    else:
+    if not printed_as_json(plan.to_data()):
         _print_plan(plan)
     if workload.models and not plan.gpulets:
         raise SystemExit(1)  # a plan that serves nothing is no success
@@ -172,9 +166,7 @@ def _other_orders(profiles: Profiles, names: tuple[str, ...], cluster: Cluster) 
     return [Profiles([other, *(profile for profile in first if profile is not other)]) for other in others]
 
 
-def _compare(
-    policies: dict[str, Policy], workload: Workload, cluster: Cluster, orders: list[Profiles], as_json: bool
-) -> None:
+def _compare(policies: dict[str, Policy], workload: Workload, cluster: Cluster, orders: list[Profiles]) -> None:
     """Plan with every policy and print the plans; each uses the first order of profiles that has what it needs.
 
     Raises:
@@ -194,11 +186,9 @@ def _compare(
             used[name] = [profile.name for profile in profiles]
             break
     failed = {name: error for name, error in refused.items() if name not in plans}
-    if as_json:
-        errors = {name: str(error) for name, error in failed.items()}
-        data = {name: plan.to_data() for name, plan in plans.items()}
-        emit_json({"plans": data, "profiles": used, "errors": errors})
-    elif plans:
+    errors = {name: str(error) for name, error in failed.items()}
+    data = {name: plan.to_data() for name, plan in plans.items()}
+    if not printed_as_json({"plans": data, "profiles": used, "errors": errors}) and plans:
         _print_comparison(plans, used)
     if failed:
         lines = [f"--compare {name}: {line}" for name, error in failed.items() for line in str(error).splitlines()]
@@ -231,7 +221,6 @@ def _number(value: float | None) -> str:
 
 
 def _print_plan(plan: Plan) -> None:
-    console = stdout_console()
     rows = rows_of(plan)
     hidden = ("hidden ms",) if plan.streaming else ()
     if rows:
@@ -254,18 +243,18 @@ def _print_plan(plan: Plan) -> None:
         )
     idle = [gpu for gpu, gpulets in plan.by_gpu().items() if not gpulets]
     if idle:
-        console.print(f"idle: {_shortened(idle)}")
+        say(f"idle: {_shortened(idle)}")
     for name, reason in why_unserved(plan):
-        console.print(f"unserved: {escape(name)}: {escape(reason)}")
+        say(f"unserved: {name}: {reason}")
     for name, reason in why_below(plan):
-        console.print(f"below: {escape(name)}: {escape(reason)}")
+        say(f"below: {name}: {reason}")
     for note in plan.notes:
-        console.print(f"note: {escape(note)}")
+        say(f"note: {note}")
     for assumption in plan.expected.assumptions:
-        console.print(f"assumes: {escape(assumption)}")
+        say(f"assumes: {assumption}")
     if plan.streaming:
-        console.print(f"streaming: {STREAMS}; {HIDDEN if any(row.hidden_ms for row in rows) else NOTHING_HIDDEN}")
-    console.print(f"{plan.policy.name}: {_totals(totals_of(plan))}")
+        say(f"streaming: {STREAMS}; {HIDDEN if any(row.hidden_ms for row in rows) else NOTHING_HIDDEN}")
+    say(f"{plan.policy.name}: {_totals(totals_of(plan))}")
 
 
 def _cells(rows: Sequence[PlanRow], *, with_hidden: bool) -> Iterator[tuple[str, ...]]:
@@ -305,7 +294,6 @@ def _totals(totals: PlanTotals) -> str:
 
 
 def _print_comparison(plans: dict[str, Plan], used: dict[str, list[str]]) -> None:
-    console = stdout_console()
     totals = [totals_of(plan) for plan in plans.values()]
     rows = [(model, *(cells[name] for name in plans)) for model, cells in compare_rows(plans)]
     rows += [
@@ -320,9 +308,9 @@ def _print_comparison(plans: dict[str, Plan], used: dict[str, list[str]]) -> Non
         rows.append(("profiles", *(", ".join(used[name]) for name in plans)))
     print_table(("", *plans), rows, left=tuple(plans))
     if any(plan.streaming for plan in plans.values()):
-        console.print(f"streaming: {STREAMS}")
+        say(f"streaming: {STREAMS}")
     for name, plan in plans.items():
         for model, reason in why_unserved(plan):
-            console.print(f"{name}: unserved: {escape(model)}: {escape(reason)}")
+            say(f"{name}: unserved: {model}: {reason}")
         for model, reason in why_below(plan):
-            console.print(f"{name}: below: {escape(model)}: {escape(reason)}")
+            say(f"{name}: below: {model}: {reason}")

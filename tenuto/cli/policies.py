@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import emit_json
+from tenuto.cli.common import json_option, printed_as_json
 from tenuto.cli.tables import print_table
 from tenuto.placement import policy_names
 
 
 @click.command("policies", short_help="List the placement policies.")
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def command(as_json: bool) -> None:
+@json_option
+def command() -> None:
     """List the placement policies: what they do, where they come from, and where ours read or deviate from that.
 
     Example: tenuto policies
     """
     policies = policy_names()
-    if as_json:
-        emit_json(
-            {
-                "policies": [
-                    {"name": name, **{key: _text(kind, key) for key in ("summary", "source", "readings")}}
-                    for name, kind in policies.items()
-                ]
-            }
-        )
+    told = [
+        {"name": name, **{key: _text(kind, key) for key in ("summary", "source", "readings")}}
+        for name, kind in policies.items()
+    ]
+    if printed_as_json({"policies": told}):
         return
     print_table(
         ("policy", "summary", "source, and how ours reads it"),

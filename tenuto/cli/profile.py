@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tenuto.cli.common import Numbers, command_line, emit_json, json_option, progress_console, stdout_console
+from tenuto.cli.common import Numbers, command_line, json_option, notice, printed_as_json, progress_console, say
 from tenuto.cli.tables import number, print_table
 from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, refused
@@ -27,32 +26,20 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
-    show_default=True,
     help="Where to measure; auto is CUDA where there is one.",
 )
 @click.option(
-    "--batch-sizes",
-    "sizes",
-    type=Numbers(int),
-    default="1,2,4,8",
-    show_default=True,
-    metavar="N,N…",
-    help="Batch sizes to measure.",
+    "--batch-sizes", "sizes", type=Numbers(int), default="1,2,4,8", metavar="N,N…", help="Batch sizes to measure."
 )
 @click.option(
     "--shares",
     type=Numbers(float),
     default="100",
-    show_default=True,
     metavar="PCT,PCT…",
     help="Shares of the device in percent; threads on a CPU, CUDA MPS on a GPU.",
 )
 @click.option(
-    "--budget-s",
-    type=float,
-    default=20.0,
-    show_default=True,
-    help="Seconds of repeated timing per model, building it excluded.",
+    "--budget-s", type=float, default=20.0, help="Seconds of repeated timing per model, building it excluded."
 )
 @click.option("--weights", "weights_path", metavar="FILE|DIR", help="Local weights of the model (only with one MODEL).")
 @click.option(
@@ -62,7 +49,7 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     metavar="K=V",
     help="Model option such as sequence_length=512, image_size=224 or dtype=bf16; repeatable.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights and inputs.")
+@click.option("--seed", type=int, default=0, help="Seed of random weights and inputs.")
 @click.option(
     "--time-limit-s", type=float, metavar="S", help="Begin no point after S seconds; continue later with --resume."
 )
@@ -97,7 +84,6 @@ def command(
     resume: bool,
     tolerance_pct: float,
     output: str | None,
-    as_json: bool,
 ) -> int:
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
 
@@ -110,7 +96,6 @@ def command(
     if time_limit_s is not None and not time_limit_s > 0:
         raise refused("--time-limit-s", time_limit_s, "must be above 0", "Give seconds.")
     book = ProfileBook(None if output is None else Path(output), command=shlex.join(command_line()), resume=resume)
-    console = progress_console()
     until = None if time_limit_s is None else time.monotonic() + time_limit_s
     with shares_of(device, needed=any(share < 100 for share in shares)) as given:
         finished, fault = _measure(requests, book, until, given)
@@ -119,13 +104,11 @@ def command(
             "the time limit was over before anything was measured. Give more seconds with --time-limit-s."
         )
     profile = book.profile
-    if as_json:
-        emit_json(profile.model_dump(mode="json", by_alias=True, exclude_none=True))
-    else:
+    if not printed_as_json(profile.model_dump(mode="json", by_alias=True, exclude_none=True)):
         _print(profile)
-    console.print(f"wrote {escape(str(book.path))} ({finished} of {len(requests)} models)")
+    notice(f"wrote {book.path} ({finished} of {len(requests)} models)")
     if isinstance(fault, TenutoError):
-        console.print(f"error: {escape(str(fault))}")
+        notice(f"error: {fault}")
         return fault.exit_code
     return 130 if fault is not None else 0
 
@@ -198,7 +181,7 @@ def _measure(
                 continue
             remaining_s = None if until is None else until - time.monotonic()
             if remaining_s is not None and remaining_s <= 0:
-                console.print(f"time limit reached before {escape(name)}; continue with --resume")
+                notice(f"time limit reached before {name}; continue with --resume")
                 break
             progress.update(task, description=f"{name}: building")
 
@@ -207,7 +190,7 @@ def _measure(
                 text = f"{name}: batch {point.batch_size} at {point.share_pct:g} %: {point.latency_ms:.1f} ms"
                 progress.update(task, advance=1, description=text)
                 if not console.is_terminal:
-                    console.print(text)
+                    notice(text)
 
             try:
                 measurement = measure_model(
@@ -227,10 +210,9 @@ def _measure(
 
 
 def _print(profile: Profile) -> None:
-    console = stdout_console()
     measured = profile.measured
     if measured is not None:
-        console.print(f"[bold]{profile.gpu_type}[/bold]: {escape(measured.hardware)}, {measured.date}")
+        say(f"{profile.gpu_type}: {measured.hardware}, {measured.date}")
     print_table(
         ("model", "share", "batch", "latency ms", "± ms", "repeat %", "requests/s", "memory MiB"),
         (
@@ -249,9 +231,9 @@ def _print(profile: Profile) -> None:
         ),
     )
     for name, model in profile.models.items():
-        console.print(_fit_text(name, model))
+        say(_fit_text(name, model))
         for doubt in model.doubts:
-            console.print(f"  {escape(doubt)}")
+            say(f"  {doubt}")
 
 
 def _fit_text(name: str, model: ModelProfile) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import emit_json, json_option
+from tenuto.cli.common import json_option, printed_as_json
 from tenuto.cli.tables import print_table
 
 
 @click.command(name="profiles", short_help="List the profiles that come with Tenuto.")
 @json_option
-def command(as_json: bool) -> None:
+def command() -> None:
     """List the shipped profiles with their GPU type, models and source.
 
     Example: tenuto profiles --json
@@ -19,22 +19,18 @@ def command(as_json: bool) -> None:
 
     profiles = [load_shipped(name) for name in shipped_names()]
     defaults = {profile.name for kind in {p.gpu_type for p in profiles} for profile in default_profiles(kind)}
-    if as_json:
-        emit_json(
-            {
-                "profiles": [
-                    {
-                        "name": p.name,
-                        "gpu_type": p.gpu_type,
-                        "default": p.name in defaults,
-                        "models": sorted(p.models),
-                        "source": p.source,
-                        "doubts": list(p.doubts),
-                    }
-                    for p in profiles
-                ]
-            }
-        )
+    told = [
+        {
+            "name": p.name,
+            "gpu_type": p.gpu_type,
+            "default": p.name in defaults,
+            "models": sorted(p.models),
+            "source": p.source,
+            "doubts": list(p.doubts),
+        }
+        for p in profiles
+    ]
+    if printed_as_json({"profiles": told}):
         return
     print_table(
         ("name", "GPU type", "default", "models", "source"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, progress_console, stdout_console
+from tenuto.cli.common import json_option, notice, printed_as_json, say
 from tenuto.cli.tables import number, percent, print_table
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     name="quickstart", short_help="Profile, plan, serve, load and judge real models on this machine; no GPU needed."
 )
 @click.option("-o", "--output", "folder", default=None, metavar="DIR", help="Folder for profile, plans and reports.")
-@click.option("--seconds", default=15.0, show_default=True, help="Length of each of the two load runs.")
-@click.option("--seed", default=1, show_default=True, help="Seed of the arrivals.")
+@click.option("--seconds", default=15.0, help="Length of each of the two load runs.")
+@click.option("--seed", default=1, help="Seed of the arrivals.")
 @json_option
-def command(folder: str | None, seconds: float, seed: int, as_json: bool) -> int:
+def command(folder: str | None, seconds: float, seed: int) -> int:
     """Do the whole job here: profile three real networks, plan, serve over HTTP, load with Ray actors, judge by
     goodput.
 
@@ -35,15 +35,13 @@ def command(folder: str | None, seconds: float, seed: int, as_json: bool) -> int
 
     started = time.monotonic()
     out = prepare_report(Path(folder) if folder is not None else default_folder(), force=False)
-    console = progress_console()
 
-    def say(text: str) -> None:
-        console.print(f"[{time.monotonic() - started:5.1f} s] {text}", markup=False, soft_wrap=True)
+    def narrate(text: str) -> None:
+        notice(f"[{time.monotonic() - started:5.1f} s] {text}")
 
-    runs = Quickstart(out, seconds=seconds, seed=seed, say=say).run()
+    runs = Quickstart(out, seconds=seconds, seed=seed, say=narrate).run()
     code = 0 if all(run.result.verdict.result != "INVALID" for run in runs) else 1
-    if as_json:
-        emit_json({"runs": [{"run": run.title, "folder": str(run.folder), **run.document} for run in runs]})
+    if printed_as_json({"runs": [{"run": run.title, "folder": str(run.folder), **run.document} for run in runs]}):
         return code
     print_table(
         ("run", "model", "SLO ms", "offered", "goodput", "in time", "p50 ms", "batch", "planned ms", "ran ms"),
@@ -51,13 +49,12 @@ def command(folder: str | None, seconds: float, seed: int, as_json: bool) -> int
         left=("model",),
         title="goodput: answers within the SLO per second",
     )
-    output = stdout_console()
-    output.print("planned: one full batch as the plan expects it; ran: median over the batches that ran")
+    say("planned: one full batch as the plan expects it; ran: median over the batches that ran")
     for run in runs:
         reasons = f" ({'; '.join(run.result.verdict.reasons)})" if run.result.verdict.reasons else ""
-        output.print(f"verdict, {run.title}: {run.result.verdict.result}{reasons}")
+        say(f"verdict, {run.title}: {run.result.verdict.result}{reasons}")
     for run in runs:
-        output.print(f"report, {run.title}: {run.folder / 'report.html'}", soft_wrap=True)
+        say(f"report, {run.title}: {run.folder / 'report.html'}")
     return code
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, tell
+from tenuto.cli.common import json_option, printed_as_json, tell
 from tenuto.cli.deploying import address_option, operations
 
 
@@ -12,16 +12,14 @@ from tenuto.cli.deploying import address_option, operations
 @click.argument("number", type=int, required=False, metavar="[VERSION]")
 @address_option
 @json_option
-def command(number: int | None, address: str | None, as_json: bool) -> int:
+def command(number: int | None, address: str | None) -> int:
     """Go back to VERSION, by default to the last one with another plan than the one that runs.
 
     Example: tenuto rollback
     """
     with operations(address) as running:
         version, reached = running.rollback(number)
-    if as_json:
-        emit_json({"reached": reached, "version": version.number})
-    else:
+    if not printed_as_json({"reached": reached, "version": version.number}):
         again = f"the plan of version {version.number} runs again"
         tell(again if reached else "it could not be reached; nothing changed")
     return 0 if reached else 1

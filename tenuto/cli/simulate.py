@@ -12,7 +12,7 @@ import click
 from tenuto.batching.core.autoscale import AutoscaleOptions
 from tenuto.batching.core.told import describe_schedulers
 from tenuto.batching.virtual.advice_series import advice_over_time
-from tenuto.cli.common import command_line, emit_json, progress_console, stdout_console, tell
+from tenuto.cli.common import command_line, notice, printed_as_json, say, tell
 from tenuto.cli.tables import percent, print_advice, print_run, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.errors import Problem, raise_if_any
@@ -27,7 +27,7 @@ PROGRESS_S = 5.0  # limit: between two lines of progress
 
 @click.command("simulate", short_help="Run a plan or a workload in virtual time.")
 @virtual_arguments
-@click.option("--rate-scale", type=float, default=1.0, show_default=True, help="Multiply every rate by this.")
+@click.option("--rate-scale", type=float, default=1.0, help="Multiply every rate by this.")
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder for report.html, result.json, requests.parquet.")
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @click.option("--advice", "advice_window_s", type=float, metavar="S", help="Scaling advice for every S seconds.")
@@ -40,7 +40,6 @@ PROGRESS_S = 5.0  # limit: between two lines of progress
 )
 def command(
     asked: VirtualArguments,
-    as_json: bool,
     rate_scale: float,
     folder: str | None,
     force: bool,
@@ -61,7 +60,7 @@ def command(
                 if value is not None
             ]
         )
-        _run_controlled(asked, control_file, rate_scale, 1.0 if sample is None else sample, as_json=as_json)
+        _run_controlled(asked, control_file, rate_scale, 1.0 if sample is None else sample)
         return
     if sample is not None:
         raise_if_any([Problem("--sample", sample, "is for runs with --control", "Leave it away.")])
@@ -74,23 +73,19 @@ def command(
     summary = run.summary()
     if advice_options is not None:
         summary["advice"] = [advice.as_dict() for advice in advice_over_time(run.result, advice_options)]
-    if as_json:
-        emit_json(summary)
-    else:
+    if not printed_as_json(summary):
         print_run(summary)
-        stdout_console().print(_in_words(summary, asked.scheduler_name))
+        say(_in_words(summary, asked.scheduler_name))
         for line in describe_schedulers([run.result.scheduler] if run.result.scheduler else []):
-            stdout_console().print(f"scheduler: {line}", soft_wrap=True, markup=False)
+            say(f"scheduler: {line}")
         if "advice" in summary:
             print_advice(summary["advice"])
     if out is not None:
         _write_report(out, run, simulation, rate_scale)
-        progress_console().print(f"report: {out / 'report.html'}", markup=False)
+        notice(f"report: {out / 'report.html'}")
 
 
-def _run_controlled(
-    asked: VirtualArguments, control_file: str, rate_scale: float, sample: float, *, as_json: bool
-) -> None:
+def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: float, sample: float) -> None:
     from tenuto.deployments.control.journal import Kind
     from tenuto.loadgen.controlled import controlled_summary
 
@@ -105,8 +100,7 @@ def _run_controlled(
 
     run = simulation.run(rate_scale, progress, sample=sample)
     summary = controlled_summary(run, asked.duration_s, since, simulation.workload.applications)
-    if as_json:
-        emit_json(summary)
+    if printed_as_json(summary):
         return
     for what in ("application", "model"):
         if f"{what}s" in summary:
@@ -119,9 +113,9 @@ def _run_controlled(
             )
     for entry in summary["control"]["log"]:
         line = f"{entry['at_s']:10.1f} s  {entry['kind']}: {entry['text']}"
-        stdout_console().print(line, markup=False, soft_wrap=True)
+        say(line)
     control = summary["control"]
-    stdout_console().print(
+    say(
         f"attainment {percent(summary['attainment'])}, {control['changes']} changes, {control['rolled_back']} rolled "
         f"back, {control['gpu_hours']:.2f} GPU-hours, {control['share_hours']:.2f} of them by share; "
         f"{summary['requests']:,} requests in {summary['wall_s']:.1f} s"

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
-from tenuto.cli.common import emit_json, json_option, stdout_console
+from tenuto.cli.common import json_option, printed_as_json, say, stdout_console
 from tenuto.cli.tables import number, print_table
 from tenuto.outcome import OUTCOMES
 
@@ -21,12 +20,12 @@ _SORTS = ("name", "attainment", "rate", "latency")
 
 
 @click.command(name="status", short_help="Show what runs against what was planned, once or live.")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Where operators are answered.")
+@click.option("--url", default="http://127.0.0.1:8000", help="Where operators are answered.")
 @click.option("--watch", is_flag=True, help="Watch the last ten seconds of it; Ctrl-C ends. In a file: once.")
-@click.option("--every-s", default=1.0, show_default=True, type=click.FloatRange(0.2, 60.0), help="Time between looks.")
-@click.option("--sort", default="attainment", show_default=True, type=click.Choice(_SORTS), help="Models, watched.")
+@click.option("--every-s", default=1.0, type=click.FloatRange(0.2, 60.0), help="Time between looks.")
+@click.option("--sort", default="attainment", type=click.Choice(_SORTS), help="Models, watched.")
 @json_option
-def command(url: str, watch: bool, every_s: float, sort: str, as_json: bool) -> int:
+def command(url: str, watch: bool, every_s: float, sort: str) -> int:
     """Show every gpu-let and model: planned against measured, since the start or, watched, lately.
 
     Exit code 1 when a gpu-let is missing.
@@ -39,40 +38,36 @@ def command(url: str, watch: bool, every_s: float, sort: str, as_json: bool) -> 
 
     base = url.rstrip("/")
     if watch:
-        _watch(lambda: get_told(f"{base}/live", LiveStatus), every_s, sort, as_json=as_json)
+        _watch(lambda: get_told(f"{base}/live", LiveStatus), every_s, sort)
         return 0
     status = get_told(f"{base}/status", SystemStatus)
-    if as_json:
-        emit_json(msgspec.to_builtins(status))
-    else:
+    if not printed_as_json(status):
         _print(status)
     return 0 if all(gpulet.up for gpulet in status.gpulets) else 1
 
 
-def _watch(look: Callable[[], LiveStatus], every_s: float, sort: str, *, as_json: bool) -> None:
+def _watch(look: Callable[[], LiveStatus], every_s: float, sort: str) -> None:
     """Show picture after picture; one where they go into a file, and of JSON."""
     from rich.live import Live
 
     from tenuto.cli.live_picture import picture
 
     console, first = stdout_console(), look()
-    if as_json:
-        emit_json(msgspec.to_builtins(first))
-    elif not console.is_terminal:
+    if printed_as_json(first):
+        return
+    if not console.is_terminal:
         console.print(picture(first, sort=sort, lines=10_000))
-    else:
-        with Live(
-            picture(first, sort=sort, lines=console.height), console=console, screen=True, auto_refresh=False
-        ) as on:
-            while True:
-                time.sleep(every_s)
-                on.update(picture(look(), sort=sort, lines=console.height), refresh=True)
+        return
+    shown = picture(first, sort=sort, lines=console.height)
+    with Live(shown, console=console, screen=True, auto_refresh=False) as on:
+        while True:
+            time.sleep(every_s)
+            on.update(picture(look(), sort=sort, lines=console.height), refresh=True)
 
 
 def _print(status: SystemStatus) -> None:
     from tenuto.batching.core.told import describe_schedulers
 
-    console = stdout_console()
     print_table(
         ("gpu-let", "state", "device", "share", "mode", "pid", "models (batch)"),
         (
@@ -90,7 +85,7 @@ def _print(status: SystemStatus) -> None:
         left=("state", "device", "share", "mode", "models (batch)"),
     )
     for note in sharing_notes(status.gpulets):
-        console.print(f"note: {note}", soft_wrap=True, markup=False)
+        say(f"note: {note}")
     print_table(
         ("model", *OUTCOMES, "waiting", "mean batch", "planned ms", "executed ms (p50)"),
         (
@@ -103,17 +98,17 @@ def _print(status: SystemStatus) -> None:
         ),
     )
     if (margin := status.margin) is not None:
-        console.print(
+        say(
             f"margin before deadlines: {margin.margin_ms:.2f} ms; {margin.late_share:.2%} of the answers leave "
             f"late; {margin.refused_for_margin} requests were refused for it"
         )
     if (door := status.front_door) is not None and door.turned_away:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(door.turned_away.items()))
-        console.print(f"turned away at the door: {reasons}; wrong keys: {door.wrong_keys}")
+        say(f"turned away at the door: {reasons}; wrong keys: {door.wrong_keys}")
     for line in describe_schedulers(status.schedulers):
-        console.print(f"scheduler: {line}", soft_wrap=True, markup=False)
+        say(f"scheduler: {line}")
     if status.autoscale is not None:
-        console.print(f"autoscale advice: {status.autoscale}")
+        say(f"autoscale advice: {status.autoscale}")
 
 
 def describe_share(share_pct: float | None, given: MpsStatus | None) -> str:

@@ -153,14 +153,11 @@ virtual_arguments = gathered(
         "--scheduler",
         "scheduler_name",
         default="deferred",
-        show_default=True,
         metavar="NAME",
         help=f"One of {', '.join(scheduler_names())}.",
     ),
-    click.option(
-        "--duration-s", type=float, default=60.0, show_default=True, help="Length of the run in virtual time."
-    ),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of the arrivals."),
+    click.option("--duration-s", type=float, default=60.0, help="Length of the run in virtual time."),
+    click.option("--seed", type=int, default=0, help="Seed of the arrivals."),
     click.option("--warmup-s", type=float, metavar="S", help="Not counted; default: the first 5 %."),
     click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
     click.option(

@@ -7,15 +7,7 @@ from typing import Any
 
 import click
 
-from tenuto.cli.common import (
-    Numbers,
-    emit_json,
-    json_option,
-    profiles_from,
-    progress_console,
-    stdout_console,
-    write_file,
-)
+from tenuto.cli.common import Numbers, json_option, printed_as_json, profiles_from, progress_console, say, write_file
 from tenuto.cli.tables import number, print_table
 from tenuto.documents import parse_pairs
 from tenuto.errors import refused
@@ -38,7 +30,6 @@ _USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models a
     "sizes",
     type=Numbers(int, 1),
     default="1,2,4,8,16,32",
-    show_default=True,
     metavar="N,N…",
     help="Batch sizes to estimate.",
 )
@@ -46,10 +37,7 @@ _USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models a
     "--option", "options", multiple=True, metavar="K=V", help="Model option such as sequence_length=512; repeatable."
 )
 @click.option(
-    "--errors/--no-errors",
-    default=True,
-    show_default=True,
-    help="Find the errors on models left out one by one (some seconds).",
+    "--errors/--no-errors", default=True, help="Find the errors on models left out one by one (some seconds)."
 )
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the estimates as a profile."
@@ -63,7 +51,6 @@ def command(
     options: tuple[str, ...],
     errors: bool,
     output: str | None,
-    as_json: bool,
 ) -> None:
     """Estimate time, compute and memory requirement of MODEL on a GPU type without running it.
 
@@ -101,17 +88,16 @@ def command(
     measured = {s.trace.batch_size: s for s in samples if is_same_network(s.model, row)}
     if output:
         write_file(output, _as_profile(row, gpu_type, estimates, len(estimator.models), report))
-    if as_json:
-        emit_json(
-            {
-                "model": row,
-                "gpu_type": gpu_type,
-                "learnt_from": list(estimator.models),
-                "estimate_ms": round(took_ms, 3),
-                "estimates": [vars(e) for e in estimates],
-                "leave_one_model_out": vars(report) if report else None,
-            }
-        )
+    if printed_as_json(
+        {
+            "model": row,
+            "gpu_type": gpu_type,
+            "learnt_from": list(estimator.models),
+            "estimate_ms": round(took_ms, 3),
+            "estimates": [vars(e) for e in estimates],
+            "leave_one_model_out": vars(report) if report else None,
+        }
+    ):
         return
     _print(row, gpu_type, estimates, measured, estimator.models, took_ms, report)
 
@@ -150,8 +136,7 @@ def _print(
     took_ms: float,
     report: Any,
 ) -> None:
-    console = stdout_console()
-    console.print(f"[bold]{row}[/bold] on {gpu_type}, ESTIMATED from {len(models)} other models, {took_ms:.1f} ms each")
+    say(f"[bold]{row}[/bold] on {gpu_type}, ESTIMATED from {len(models)} other models, {took_ms:.1f} ms each")
     rows = []
     for e in estimates:
         known = measured.get(e.batch_size)
@@ -174,16 +159,16 @@ def _print(
     print_table(headings, rows)
     if report is None:
         return
-    console.print(
+    say(
         f"Mean error on models left out ({report.models} models, {report.points} points), in brackets the "
         f"plain baseline; USHER claims {_USHER_ACCURACY_PCT} % accuracy with kernel profiles:"
     )
     worst, wrong_pct = report.worst
-    console.print(
+    say(
         f"  time {report.time_pct:.1f} % ({report.time_baseline_pct:.1f} %); "
         f"median {report.time_median_pct:.1f} %, worst {worst} {wrong_pct:.0f} %"
     )
     if report.memory_pct is not None:
-        console.print(f"  memory {report.memory_pct:.1f} % ({report.memory_baseline_pct:.1f} %)")
+        say(f"  memory {report.memory_pct:.1f} % ({report.memory_baseline_pct:.1f} %)")
     if report.creq_points is not None:
-        console.print(f"  Creq {report.creq_points:.1f} points ({report.creq_baseline_points:.1f} points)")
+        say(f"  Creq {report.creq_points:.1f} points ({report.creq_baseline_points:.1f} points)")

@@ -9,19 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
-from rich.markup import escape
 
-from tenuto.cli.common import ProgressLine, command_line, emit_json, json_option, progress_console, stdout_console, tell
+from tenuto.cli.common import ProgressLine, command_line, json_option, notice, printed_as_json, say, tell, wants_json
 from tenuto.cli.tables import print_table
 
 if TYPE_CHECKING:
     from tenuto_lab.experiments.experiment import Experiment, Settings
-
-_MARKS = {
-    "reproduced": "[green]reproduced[/]",
-    "not reproduced": "[red]not reproduced[/]",
-    "not checked": "not checked",
-}
 
 
 @click.command("experiment", short_help="Run the thesis' experiments again; one page per experiment.")
@@ -29,7 +22,7 @@ _MARKS = {
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder; each experiment gets its own below it.")
 @click.option("--force", is_flag=True, help="Replace experiments that are already in DIR.")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="Only this policy; repeatable.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the arrivals.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the arrivals.")
 @click.option(
     "--duration-s",
     type=click.FloatRange(0.5, 3600),
@@ -39,7 +32,6 @@ _MARKS = {
     "--clients",
     type=click.Choice(["thesis", "exact"]),
     default="thesis",
-    show_default=True,
     help="Send what the thesis' clients reached, or the target rates exactly.",
 )
 @click.option("--quick", is_flag=True, help="Fewer points and shorter runs; the observations' points are kept.")
@@ -68,7 +60,6 @@ def command(
     time_stretch: float | None,
     address: str | None,
     jobs: int | None,
-    as_json: bool,
 ) -> int:
     """Run published experiments again, in virtual time or live on emulated GPUs.
 
@@ -82,7 +73,7 @@ def command(
     from tenuto_lab.experiments.registry import EXPERIMENTS, find_experiments
 
     if len(names) == 1 and names[0].lower() == "list":
-        _print_list(EXPERIMENTS, as_json)
+        _print_list(EXPERIMENTS)
         return 0
     chosen = find_experiments(names)
     for name in policies:
@@ -101,12 +92,11 @@ def command(
     for experiment in chosen:
         document = _run(experiment, settings, out, workers, (time_stretch or 1.0, address) if live else None)
         documents.append(document)
-        if not as_json:
+        if not wants_json():
             _print(document)
         if not document["complete"]:
             break
-    if as_json:
-        emit_json({"experiments": documents})
+    printed_as_json({"experiments": documents})
     return 0 if len(documents) == len(chosen) and all(document["complete"] for document in documents) else 1
 
 
@@ -156,16 +146,13 @@ def _run(
     )
     if out is not None:
         page = write_experiment(out / f"figure-{experiment.name}", experiment, results, observations, document)
-        progress_console().print(f"page: {page}", markup=False)
+        notice(f"page: {page}")
     return document
 
 
-def _print_list(experiments: Sequence[Experiment], as_json: bool) -> None:
-    if as_json:
-        rows = [
-            {"name": e.name, "figures": list(e.figures), "section": e.section, "title": e.title} for e in experiments
-        ]
-        emit_json({"experiments": rows})
+def _print_list(experiments: Sequence[Experiment]) -> None:
+    told = [{"name": e.name, "figures": list(e.figures), "section": e.section, "title": e.title} for e in experiments]
+    if printed_as_json({"experiments": told}):
         return
     print_table(
         ("name", "figures", "section", "what it shows"),
@@ -189,20 +176,19 @@ def _print(document: dict[str, Any]) -> None:
     """Print each observation with its verdict, then the count."""
     from tenuto_lab.experiments.page import reproduced_of
 
-    console = stdout_console()
-    console.print(f"figure {document['name']}: {document['title']}", style="bold", markup=False)
+    say(f"figure {document['name']}: {document['title']}")
     for seen in document["observations"]:
-        console.print(f"  {_MARKS[seen['status']]}: {escape(seen['statement'])}")
-        console.print(f"    published: {escape(seen['published'])}")
-        console.print(f"    here: {escape(seen['ours'])}")
+        say(f"  {seen['status']}: {seen['statement']}")
+        say(f"    published: {seen['published']}")
+        say(f"    here: {seen['ours']}")
         if seen["why"]:
-            console.print(f"    why: {escape(seen['why'])}")
+            say(f"    why: {seen['why']}")
     if document["derived"] is not None:
-        console.print(f"  {escape(_derived(document['derived']))}")
+        say(f"  {_derived(document['derived'])}")
     for name, why in document["not_planned"].items():
-        console.print(f"  {name} cannot plan from this profile: {escape(why)}")
+        say(f"  {name} cannot plan from this profile: {why}")
     state = "" if document["complete"] else " (interrupted: partial)"
-    console.print(
+    say(
         f"  {reproduced_of(document['observations_summary'])}; {len(document['points'])} points in "
         f"{document['wall_s']:.1f} s{state}"
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import Numbers, emit_json, json_option, progress_console, stdout_console, write_file
+from tenuto.cli.common import Numbers, json_option, printed_as_json, progress_console, say, write_file
 from tenuto.documents import parse_pairs
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ def command() -> None:
 @command.command("time", short_help="Time every operator of models on the whole device.")
 @click.argument("models", metavar="MODEL...", nargs=-1, required=True)
 @click.option("--profile", "profile", required=True, metavar="FILE", help="A profile of this device, which names it.")
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
-@click.option("--batch-sizes", "sizes", type=Numbers(int, 1), default="1,8", show_default=True, metavar="N,N…")
+@click.option("--device", default="auto", help="cpu, cuda or auto.")
+@click.option("--batch-sizes", "sizes", type=Numbers(int, 1), default="1,8", metavar="N,N…")
 @_options
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights and inputs.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of weights and inputs.")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Operator times.")
 def _time(
     models: tuple[str, ...],
@@ -69,11 +69,9 @@ def _time(
     required=True,
     help="Files of `tenuto kernels time`; USHER's method learns from several GPU types at once; repeatable.",
 )
-@click.option(
-    "--batch-sizes", "sizes", type=Numbers(int, 1), default="1,2,4,8,16,32", show_default=True, metavar="N,N…"
-)
+@click.option("--batch-sizes", "sizes", type=Numbers(int, 1), default="1,2,4,8,16,32", metavar="N,N…")
 @_options
-@click.option("--errors/--no-errors", default=True, show_default=True, help="Find the errors on models left out.")
+@click.option("--errors/--no-errors", default=True, help="Find the errors on models left out.")
 @json_option
 def _estimate(
     model: str,
@@ -82,7 +80,6 @@ def _estimate(
     sizes: tuple[int, ...],
     options: tuple[str, ...],
     errors: bool,
-    as_json: bool,
 ) -> None:
     """Estimate MODEL from single kernels of other models, by our method and by USHER's as published.
 
@@ -97,9 +94,7 @@ def _estimate(
     with progress_console().status("learning"):
         at_batch = tracer(model, parse_pairs(options))
         made = estimate_by_kernels(timed, gpu_type, row, [at_batch(size) for size in sizes], errors)
-    if as_json:
-        emit_json({"model": row, "gpu_type": gpu_type, **made.as_data()})
-    else:
+    if not printed_as_json({"model": row, "gpu_type": gpu_type, **made.as_data()}):
         _print_by_kernels(made)
 
 
@@ -107,11 +102,11 @@ def _estimate(
 @click.argument("model", metavar="MODEL")
 @click.option("--profile", "profile", required=True, metavar="FILE", help="The profile; it has MODEL's point.")
 @click.option("--batch-size", type=int, required=True, metavar="N", help="Batch size of the point.")
-@click.option("--share", type=float, default=100.0, show_default=True, metavar="PCT", help="Share of the point.")
+@click.option("--share", type=float, default=100.0, metavar="PCT", help="Share of the point.")
 @click.option("--ncu", metavar="FILE", help="Nsight Compute CSV (--csv --page raw) of one batch of MODEL.")
 @click.option("--nsys", metavar="FILE", help="Nsight Systems CSV (-r cuda_gpu_trace) of the same batch.")
 @click.option("--trace", metavar="FILE", help="torch.profiler trace of the same batch.")
-@click.option("--batches", type=int, default=1, show_default=True, help="Batches those files recorded.")
+@click.option("--batches", type=int, default=1, help="Batches those files recorded.")
 def _import(
     model: str,
     profile: str,
@@ -134,22 +129,21 @@ def _import(
     merged = import_kernels(Profile.load(profile), ImportRequest(row, batch_size, share, ncu, nsys, trace, batches))
     write_file(profile, merged.dump(), option="--profile")
     for doubt in merged.models[row].doubts:
-        stdout_console().print(doubt, markup=False)
+        say(doubt)
 
 
 def _print_by_kernels(made: ByKernels) -> None:
-    console = stdout_console()
     times = ", ".join(f"batch {batch}: {ms:.2f} ms" for batch, ms in made.latency_ms.items())
-    console.print(f"From single kernels of {len(made.models)} other models, {made.estimate_ms:.1f} ms each: {times}")
+    say(f"From single kernels of {len(made.models)} other models, {made.estimate_ms:.1f} ms each: {times}")
     if made.creq_pct:
-        console.print("  Creq " + ", ".join(f"batch {batch}: {pct:.0f} %" for batch, pct in made.creq_pct.items()))
+        say("  Creq " + ", ".join(f"batch {batch}: {pct:.0f} %" for batch, pct in made.creq_pct.items()))
     if (r := made.report) is not None:
-        console.print(
+        say(
             f"  on models left out ({r.models} models, {r.kernels} kernels): time {r.time_pct:.1f} %, plain roofline "
             f"{r.roofline_pct:.1f} %; single kernels {r.kernel_median_pct:.0f} % (median); USHER claims "
             f"{USHER_ACCURACY_PCT} % accuracy"
         )
-    console.print(
+    say(
         f"By USHER's estimator as published, from kernels of {', '.join(made.usher.types)}: "
         + "; ".join(
             f"batch {batch}: {need.time_ms:.2f} ms, {need.memory_bytes / 2**20:.0f} MiB"
@@ -158,4 +152,4 @@ def _print_by_kernels(made: ByKernels) -> None:
         )
     )
     if (e := made.usher.errors) is not None:
-        console.print(f"  on models left out ({e.models} models, {e.runs} batches): time {e.time_pct:.1f} %")
+        say(f"  on models left out ({e.models} models, {e.runs} batches): time {e.time_pct:.1f} %")

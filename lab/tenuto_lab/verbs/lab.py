@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, stdout_console
+from tenuto.cli.common import json_option, printed_as_json, say
 from tenuto.cli.tables import print_table
 from tenuto_lab.house.constants import ORIGINS, find_constants
 from tenuto_lab.house.lines import lines_by_room
@@ -28,7 +28,7 @@ def command() -> None:
 @command.command("lines", short_help="Lines of code proper, by room.")
 @_root
 @json_option
-def _lines(root: str | None, as_json: bool) -> None:
+def _lines(root: str | None) -> None:
     """Print the lines of code proper of every room: without blank lines, comments, docstrings and imports.
 
     ROOT is a checkout; default: the one that Tenuto is installed from. What serves is the machine; tests, laboratory,
@@ -41,8 +41,7 @@ def _lines(root: str | None, as_json: bool) -> None:
     for room, lines in rooms.items():
         folders[room.partition("/")[0]] += lines
     machine = sum(lines for folder, lines in folders.items() if folder not in APART)
-    if as_json:
-        emit_json({"machine": machine, "folders": dict(folders), "rooms": dict(rooms)})
+    if printed_as_json({"machine": machine, "folders": dict(folders), "rooms": dict(rooms)}):
         return
     rows: list[tuple[str, str, str]] = []
     for folder, lines in folders.most_common():
@@ -50,7 +49,7 @@ def _lines(root: str | None, as_json: bool) -> None:
         inside = [(room, own) for room, own in rooms.most_common() if room.partition("/")[0] == folder]
         rows += [("", room.removeprefix(f"{folder}/"), f"{own:,}") for room, own in inside if len(inside) > 1]
     print_table(("folder", "room", "lines"), rows, left=("room",))
-    stdout_console().print(f"the machine: {machine:,} lines")
+    say(f"the machine: {machine:,} lines")
 
 
 @command.command("constants", short_help="Numeric constants, and where their values come from.")
@@ -58,7 +57,7 @@ def _lines(root: str | None, as_json: bool) -> None:
 @click.option("--origin", type=click.Choice(ORIGINS), help="Only those of this origin.")
 @click.option("--room", metavar="FOLDER", help="Only those below this folder, such as batching/core.")
 @json_option
-def _constants(root: str | None, origin: str | None, room: str | None, as_json: bool) -> None:
+def _constants(root: str | None, origin: str | None, room: str | None) -> None:
     """List the numeric constants of the machine's modules with the source of their values.
 
     A constant that steers is derived, from a paper, or fitted, and its comment says so; one that steers nothing begins
@@ -72,16 +71,15 @@ def _constants(root: str | None, origin: str | None, room: str | None, as_json: 
         if (origin is None or constant.origin == origin) and (room is None or Path(constant.place).is_relative_to(room))
     ]
     counted = Counter(constant.origin for constant in found)
-    if as_json:
-        rows = [{**asdict(constant), "origin": constant.origin} for constant in found]
-        emit_json({"count": {each: counted[each] for each in ORIGINS}, "constants": rows})
+    told = [{**asdict(constant), "origin": constant.origin} for constant in found]
+    if printed_as_json({"count": {each: counted[each] for each in ORIGINS}, "constants": told}):
         return
     print_table(
         ("where", "name", "value", "origin", "what is said of it"),
         ((c.place, c.name, c.value, c.origin, c.said) for c in found),
         left=("name", "value", "origin", "what is said of it"),
     )
-    stdout_console().print(", ".join(f"{counted[each]} {each}" for each in ORIGINS if counted[each]), markup=False)
+    say(", ".join(f"{counted[each]} {each}" for each in ORIGINS if counted[each]))
 
 
 def _root_of(given: str | None) -> Path:
