@@ -58,7 +58,6 @@ FOREIGN_KEYS = {
     "deployments/gpulet/process.py": 2,  # what the process is given
     "deployments/gpulet/replica.py": 1,  # Serve's config
     "deployments/operator/app.py": 4,  # FastAPI
-    "deployments/operator/docs_page.py": 18,  # OpenAPI
 }
 Place = tuple[str, ...]
 """Where a module lives: its path without the suffix, as folders and a name; a package is the place of its face."""

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tenuto.deployments.entry.connection import HttpServer
 from tenuto.deployments.entry.service import InferenceService
-from tenuto.deployments.operator.devices import DeviceFigures
+from tenuto.deployments.machines.devices import DeviceFigures
 from tenuto.deployments.wire.status import GatewayReport, GatewayStatus
 
 

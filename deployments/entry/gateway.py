@@ -26,6 +26,7 @@ from tenuto.deployments.entry.asgi import (
     send_response,
 )
 from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Limits
+from tenuto.deployments.entry.decisions import AskController, nobody
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.fellows import Fellows
@@ -35,7 +36,6 @@ from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.entry.watched import WatchedGateway
 from tenuto.deployments.operator.app import make_operator_app
-from tenuto.deployments.operator.decisions import AskController, nobody
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for

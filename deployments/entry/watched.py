@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 
 from tenuto import __version__
+from tenuto.deployments.entry.decisions import AskController, ControllerFigures
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.fellows import Fellows
 from tenuto.deployments.entry.http import HttpError
 from tenuto.deployments.entry.service import InferenceService
-from tenuto.deployments.operator.decisions import AskController, ControllerFigures
 from tenuto.deployments.operator.merged_status import merge_system
 from tenuto.deployments.wire.status import EndedRequest, SystemStatus
 

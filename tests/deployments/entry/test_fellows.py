@@ -17,8 +17,8 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
+from tenuto.deployments.entry.decisions import ControllerFigures
 from tenuto.deployments.entry.gateway import Entry
-from tenuto.deployments.operator.decisions import ControllerFigures
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint

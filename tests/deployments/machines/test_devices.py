@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from tenuto.deployments.operator.devices import DeviceFigures
+from tenuto.deployments.machines.devices import DeviceFigures
 from tenuto.deployments.operator.exposition import render_metrics
 from tenuto.deployments.wire.status import DeviceStatus, SystemStatus
 
