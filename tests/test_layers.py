@@ -45,7 +45,7 @@ TYPED_ROOMS = (
 FOREIGN_KEYS = {
     "deployments/control/live.py": 29,  # Serve's config
     "deployments/control/operations.py": 5,  # what a launcher signed, and the environment
-    "deployments/control/service.py": 3,  # Serve's config, and what the planner plans with
+    "deployments/control/controller_process.py": 3,  # Serve's config, and what the planner plans with
     "deployments/control/settings.py": 1,  # a file before it is checked
     "deployments/entry/asgi.py": 14,  # ASGI
     "": 18,  # OpenAPI

@@ -48,10 +48,8 @@ FILES_MEANT_TWICE = frozenset(
         "policy.py",
         "processes.py",
         "program.py",
-        "service.py",
         "shares.py",
         "symphony.py",
-        "waiting.py",
         "worker.py",
     }
 )

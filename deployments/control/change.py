@@ -9,8 +9,8 @@ from collections.abc import Callable
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.live import Live, LiveSystem, ServeSide
-from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
+from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History

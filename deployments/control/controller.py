@@ -17,10 +17,10 @@ from tenuto.deployments.control.changing import Changing
 from tenuto.deployments.control.interface import Decision, MakePlan, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
 from tenuto.deployments.control.learned import Learned, News
-from tenuto.deployments.control.memory import ChangeUnderWay, Memory
 from tenuto.deployments.control.planning import PlanRequest, Proposal
 from tenuto.deployments.control.questions import Questions
 from tenuto.deployments.control.rates import Rates
+from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
 from tenuto.deployments.control.settings import ControlSettings, Mode
 from tenuto.deployments.control.standby import taken_over
 from tenuto.deployments.wire.status import ChangeStatus, ControllerState, LogLine

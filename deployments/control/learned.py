@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tenuto.deployments.control.attainment import Attainment
 from tenuto.deployments.control.interface import Observation
-from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.rates import Rates
+from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.placement import Plan, Workload
 from tenuto.placement.expectation.outlook import Outlook, Outlooks, Traffic

@@ -1,8 +1,8 @@
 """The controller on a running deployment: what it may know is read from the gateways and from Serve, what it decides is
 made Serve's configuration, and both are remembered.
 
-Who takes a look when is left to the caller: the controller's own Serve deployment once a second for good
-(`tenuto.deployments.control.service`), a command until its change is over (`tenuto.deployments.control.change`).
+Who takes a look when is left to the caller: the controller's own Serve deployment for good (`controller_process`), a
+command until its change is over (`change`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of, renamed
 from tenuto.deployments.control.interface import Apply, Decision, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind
-from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import PlanRequest, Proposal
+from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import Epoch
 from tenuto.deployments.serve.config import (
     DISPATCHER_PREFIX,

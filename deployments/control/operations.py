@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.deployments.control.change import change_deployment
+from tenuto.deployments.control.controller_process import keep_ground
 from tenuto.deployments.control.live import ControlMemory
-from tenuto.deployments.control.service import keep_ground
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
 from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, is_ours
@@ -314,7 +314,7 @@ def _started(pid: int) -> str:
 
 
 class AskedController:
-    """The controller that runs, asked from another process; see `tenuto.deployments.control.service.ControllerReplica`.
+    """The controller that runs, asked from another process (`controller_process.ControllerReplica`).
 
     Every method raises `EnvironmentFaultError` where it does not answer, and what it raises itself.
     """

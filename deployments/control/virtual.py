@@ -19,8 +19,8 @@ from tenuto.batching.virtual.running import Life, Look, RunningSystem
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind
-from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import Proposal, propose
+from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.wire.status import LogLine
 from tenuto.errors import InvalidInputError

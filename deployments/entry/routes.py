@@ -15,7 +15,7 @@ from tenuto.deployments.entry.http import HttpError
 from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, TensorSpec
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes
-from tenuto.deployments.operator.pages import add_docs
+from tenuto.deployments.operator.web_pages import add_docs
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.status import ModelStatus
 

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from tenuto import __version__
 from tenuto.deployments.operator.exposition import CONTENT_TYPE, render_metrics
 from tenuto.deployments.operator.live_view import LiveView
-from tenuto.deployments.operator.pages import add_docs, live_page
+from tenuto.deployments.operator.web_pages import add_docs, live_page
 from tenuto.deployments.security.site import why_foreign
 from tenuto.deployments.wire.status import EndedRequest, SystemStatus
 

@@ -203,7 +203,7 @@ class Deployment(StrictModel):
         # Beside Serve's own controller: the loss of another node then finds it there, and it acts at once.
         config, actor = ControlConfig(settings=self.control), ActorOptions(HEAD_NODE)
         return ServeApplication(
-            CONTROL_APPLICATION, "control", "tenuto.deployments.control.service", config, actor=actor
+            CONTROL_APPLICATION, "control", "tenuto.deployments.control.controller_process", config, actor=actor
         )
 
 

@@ -53,8 +53,7 @@ def gateway_status() -> DispatchingStatus:
 
 
 async def controller_shown() -> ControllerStatus | None:
-    """Return what the controller shows of itself (`tenuto.deployments.control.service.Control.shown`); None where none
-    runs."""
+    """Return what the controller shows of itself (`ControllerReplica.shown`); None where none runs."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
 

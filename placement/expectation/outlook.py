@@ -5,7 +5,7 @@ Requests of a model wait in one queue for all gpu-lets that host it. A batch is 
 allows, so that its size follows from rate and SLO: the largest b with l(b) + (b - 1/2) / rate <= SLO, at most the
 planned one (with b in place of b - 1/2 where a gpu-let is always busy: Symphony, section 3.3; with b - 1 where one is
 always free). Gpu-lets that share programs, directly or through others, are one *component*, which serves what
-fits into the time of its gpu-lets, less what waiting costs (`waiting`).
+fits into the time of its gpu-lets, less what waiting costs (`queueing`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from tenuto.placement.components import connected_components
+from tenuto.placement.expectation.queueing import MeanBatch, Stream, blocked_part, lost_parts, used_part
 from tenuto.placement.expectation.sharing import listed
-from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, lost_parts, used_part
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
 from tenuto.placement.program import Gpulet, Program, slowest_ms
 from tenuto.placement.solver import linear_program
@@ -302,7 +302,7 @@ class _ServedInTime:
     done: Mapping[str, float]
     busy: Sequence[float]
     flows: Mapping[tuple[str, int], float]
-    batches: Sequence[Mapping[str, Batch]]
+    batches: Sequence[Mapping[str, MeanBatch]]
 
 
 def _served_in_time(
@@ -315,7 +315,7 @@ def _served_in_time(
     is_cautious: bool,
 ) -> _ServedInTime:
     by_weight = objective == "weighted"
-    batches: list[dict[str, Batch]] = []
+    batches: list[dict[str, MeanBatch]] = []
     for kind, own in zip(component, slowdowns, strict=True):
         gathered = {
             p.name: _gathered(p, asked[p.name], slowdown, is_alone=len(kind.programs) == 1, is_cautious=is_cautious)
@@ -367,7 +367,7 @@ def _served_in_time(
 def _overloaded(
     names: Sequence[str],
     component: Sequence[_Kind],
-    batches: Sequence[Mapping[str, Batch]],
+    batches: Sequence[Mapping[str, MeanBatch]],
     asked: Mapping[str, _Asked],
     objective: str,
     used: float,
@@ -384,14 +384,14 @@ def _overloaded(
     return {pair: (best.get(pair, 0.0) + all_lose.get(pair, 0.0)) / 2.0 for pair in best | all_lose}
 
 
-def _time(batch: Batch) -> float:
+def _time(batch: MeanBatch) -> float:
     return batch.time_s
 
 
 def _blocked(
     name: str,
     component: Sequence[_Kind],
-    batches: Sequence[Mapping[str, Batch]],
+    batches: Sequence[Mapping[str, MeanBatch]],
     asked: _Asked,
     flows: Mapping[tuple[str, int], float],
 ) -> float:
@@ -418,7 +418,9 @@ def _mean_slowdown(program: Program, neighbours: Sequence[_Kind]) -> float:
     return 1.0 + (program.slowdown - 1.0) * sum(kind.busy for kind in neighbours) / len(neighbours)
 
 
-def _gathered(program: Program, asked: _Asked, slowdown: float, *, is_alone: bool, is_cautious: bool) -> Batch | None:
+def _gathered(
+    program: Program, asked: _Asked, slowdown: float, *, is_alone: bool, is_cautious: bool
+) -> MeanBatch | None:
     """Return the mean batch that is gathered in time; None: not even one request is.
 
     Also where a smaller one takes less time per request: a scheduler gathers as long as the deadline allows. Where no
@@ -447,7 +449,7 @@ def _gathered(program: Program, asked: _Asked, slowdown: float, *, is_alone: boo
     ms = latency.at(below)
     if mean > below:
         ms += (mean - below) * (latency.at(below + 1) - ms)
-    return Batch(mean, ms * slowdown, ms * stated)
+    return MeanBatch(mean, ms * slowdown, ms * stated)
 
 
 @cache
@@ -466,7 +468,7 @@ def mean_of_capped(largest: int, come: float) -> float:
 def _flows(
     names: Sequence[str],
     component: Sequence[_Kind],
-    batches: Sequence[Mapping[str, Batch]],
+    batches: Sequence[Mapping[str, MeanBatch]],
     asked: Mapping[str, _Asked],
     objective: str,
     used: float,

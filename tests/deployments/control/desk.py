@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
-from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import Proposal
+from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.worth import ChangeWorth
 from tenuto.deployments.wire.status import LogLine

@@ -10,8 +10,8 @@ import pytest
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.live import Live, LiveSystem
-from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
+from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.config import ServeConfig
 from tenuto.deployments.serve.deployment import Deployment

@@ -13,7 +13,7 @@ import pytest
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.app import make_operator_app
-from tenuto.deployments.operator.pages import docs_page, live_page
+from tenuto.deployments.operator.web_pages import docs_page, live_page
 from tenuto.pages import templates
 
 ROOT = Path(__file__).parents[3]

@@ -21,8 +21,8 @@ from msgspec.structs import asdict
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, Planner
-from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import PlannerProcess
+from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.applications import Applications
 from tenuto.deployments.serve.building import import_applications

@@ -21,7 +21,7 @@ NO_WAIT_S = 1e-4  # the least that requests are taken to wait for: a tenth of a 
 
 
 @dataclass(frozen=True)
-class Batch:
+class MeanBatch:
     """The batch in which a program's requests run on a gpu-let: mean size, and what it takes beside the neighbours.
 
     `stated_ms` is what a scheduler expects it to take, where that is more: requests are given up by it.
@@ -43,7 +43,7 @@ class Stream:
     index of dispersion of their number in a second."""
 
     rate_rps: float
-    batch: Batch
+    batch: MeanBatch
     slo_ms: float
     weight: float = 1.0
     dispersion: float = 1.0

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tenuto.deployments.control.controller import Controller
+from tenuto.deployments.control.controller_process import ControllerReplica, keep_ground
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
-from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.planning import Proposal
-from tenuto.deployments.control.service import ControllerReplica, keep_ground
+from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, lost_parts, used_part
+from tenuto.placement.expectation.queueing import MeanBatch, Stream, blocked_part, lost_parts, used_part
 
 streams = st.lists(
     st.builds(
-        lambda rate, size, ms, slack: Stream(rate, Batch(size, ms), ms * slack),
+        lambda rate, size, ms, slack: Stream(rate, MeanBatch(size, ms), ms * slack),
         st.floats(1, 500),
         st.integers(1, 64),
         st.floats(1, 100),
@@ -53,7 +53,7 @@ def test_a_single_server_whose_requests_wait_for_some_services_at_most(load: flo
         if work <= services:
             work += 1.0
             served += 1
-    stream = Stream(load, Batch(1, 1000.0), 1000.0 * (services + 1))
+    stream = Stream(load, MeanBatch(1, 1000.0), 1000.0 * (services + 1))
     assert used_part(load, [stream], 1) == pytest.approx(load * served / len(gaps), abs=0.025)
 
 
@@ -70,8 +70,8 @@ def test_all_that_is_lost_falls_on_someone_and_most_on_what_serves_least(asked: 
     parts = lost_parts(asked, lost)
     assert all(0.0 <= each <= 1.0 + 1e-9 for each in parts)
     assert sum(p * s.work for p, s in zip(parts, asked, strict=True)) == pytest.approx(lost)
-    heavy = Stream(50.0, Batch(1, 20.0), 60.0)
-    light, patient = Stream(50.0, Batch(10, 20.0), 60.0), Stream(50.0, Batch(1, 20.0), 600.0)
+    heavy = Stream(50.0, MeanBatch(1, 20.0), 60.0)
+    light, patient = Stream(50.0, MeanBatch(10, 20.0), 60.0), Stream(50.0, MeanBatch(1, 20.0), 600.0)
     first, second, third = lost_parts([heavy, light, patient], 0.1)
     assert first > max(second, third)
-    assert lost_parts([heavy, Stream(50.0, Batch(1, 20.0), 60.0, weight=2.0)], 0.1)[1] < first
+    assert lost_parts([heavy, Stream(50.0, MeanBatch(1, 20.0), 60.0, weight=2.0)], 0.1)[1] < first
