@@ -8,8 +8,8 @@ import os
 from setuptools import Extension, setup
 
 COMPILED = {
-    "batching/core": "gathering gpulets scheduler staggered symphony system",
-    "batching/core/deferred": "admission cut deferring due keeping_free lineup waiting",
+    "batching/core": "by_deadline gathering gpulets scheduler staggered symphony system",
+    "batching/core/deferred": "admission cut deferring due keeping_free lineup looking loss waiting",
     "batching/rehearsal": "budget memory observer replay",
     "deployments/dispatch": "accounts core_time dispatcher fleet histogram in_flight "
     "measured_times request_log unplanned",

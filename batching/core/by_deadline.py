@@ -1,279 +1,165 @@
-"""What schedulers share that look no batch ahead: queues in order of deadlines, idle gpu-lets by what they hold, and
-giving up in time. Eager batching builds on it, and schedulers of other packages may."""
+"""What all schedulers share: the requests of each program in order of their deadlines, giving up in time, and cutting a
+batch for a gpu-let and sending it."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
 
+from mypy_extensions import mypyc_attr
+
+from tenuto.batching.core.gathering import GatherRule
+from tenuto.batching.core.gpulets import Gpulets, P, Pool
 from tenuto.batching.core.scheduler import Dispatch, Drop, Scheduler, SchedulerOptions
-from tenuto.batching.core.system import EXPIRY_MARGIN_MS, INF, TIME_TOLERANCE_MS, Host, NetworkDelay, System
+from tenuto.batching.core.system import EXPIRY_MARGIN_MS, INF, TIME_TOLERANCE_MS, NetworkDelay, System
 
 
-class IdlePool:
-    """Gpu-lets that host the same programs; they may differ in speed. Entries of both heaps may be stale."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Queue(Generic[P]):
+    """The requests of one program in order of their deadlines, and where they can run.
 
-    __slots__ = ("hosts", "idle", "waiting")
-
-    def __init__(self, hosts: Mapping[int, Host]) -> None:
-        self.hosts = hosts
-        self.idle: list[int] = []  # gpu-let indices; valid while the gpu-let is marked idle
-        self.waiting: list[tuple[float, int]] = []  # (rank, program); valid while it is the program's rank
-
-
-class DeadlineQueue:
-    """Requests of one program in order of deadlines.
-
-    `deadlines` says when the batch must have ended (the answer's way subtracted, the tolerance added), so that plain <=
-    compares. `sent[b]` is the time from dispatch to end of a batch on the fastest gpu-let, `quickest` that of one
-    request.
+    `deadlines` says when the batch must have ended, `arrived` when each request came. `pools` are the fastest first,
+    `least_factor` how many times as long as planned the program takes on the gpu-let that was ever found to be
+    fastest. `expire_at` is when the head may have to be given up.
     """
 
-    __slots__ = ("budget_ms", "deadlines", "expiry_at", "ids", "index", "pools", "quickest", "rank", "sent", "timer_at")
+    __slots__ = ("arrived", "deadlines", "expire_at", "ids", "least_factor", "pools", "program")
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, program: int, pools: list[P]) -> None:
+        self.program = program
+        self.pools = pools
         self.deadlines: list[float] = []
         self.ids: list[int] = []
-        self.pools: list[IdlePool] = []  # fastest first
-        self.sent: list[float] = [0.0]
-        self.quickest = INF
-        self.budget_ms = 0.0  # from arrival to the end of the batch, for the shortest SLO of its models
-        self.expiry_at = INF  # when the head has to be given up; later than that if it was replaced
-        self.timer_at = INF  # a subclass's timer
-        self.rank = INF  # order among waiting programs; INF: not waiting
+        self.arrived: list[float] = []
+        self.least_factor = 1.0
+        self.expire_at = INF
+
+    def insert(self, deadline: float, request_id: int, now: float) -> None:
+        """Take a request."""
+        deadlines = self.deadlines
+        if not deadlines or deadline >= deadlines[-1]:
+            deadlines.append(deadline)
+            self.ids.append(request_id)
+            self.arrived.append(now)
+        else:
+            place = bisect_right(deadlines, deadline)
+            deadlines.insert(place, deadline)
+            self.ids.insert(place, request_id)
+            self.arrived.insert(place, now)
+
+    def take(self, begin: int, end: int) -> list[int]:
+        """Take requests out; returns their ids."""
+        taken = self.ids[begin:end]
+        del self.ids[begin:end], self.deadlines[begin:end], self.arrived[begin:end]
+        return taken
 
 
-def head_first_batch(deadlines: list[float], now: float, sent: list[float]) -> tuple[int, int]:
-    """Return how many requests at the front cannot be met even alone, and the largest batch behind them (0: none)."""
-    skip = bisect_left(deadlines, now + sent[1])
-    count = len(deadlines) - skip
-    if not count:
-        return skip, 0
-    size = bisect_right(sent, deadlines[skip] - now) - 1
-    return skip, min(size, count)
+Q = TypeVar("Q", bound=Queue)  # type: ignore[type-arg]
 
 
-class DeadlineScheduler(Scheduler):
-    """Base of these schedulers. A subclass says what an arrival, a free gpu-let, a new head and a timer cause.
+@mypyc_attr(allow_interpreted_subclasses=True)
+class DeadlineScheduler(Scheduler, Generic[P, Q]):
+    """Base of the schedulers. Learning costs one assignment, whatever the number of gpu-lets and programs."""
 
-    Costs per event: O(log M + log G) plus the subclass's.
-    """
-
-    def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
+    def __init__(self, system: System, options: SchedulerOptions | None, gpulets: Gpulets[P], queues: list[Q]) -> None:
+        """`queues`: by program."""
         super().__init__(system, options)
-        count = len(system.gpulets)
-        self._timers: list[tuple[float, int]] = []  # (time, program, or number of programs + key of the subclass)
-        self._queues = [DeadlineQueue(index) for index in range(len(system.programs))]
-        self._queue_of = [self._queues[program] for program in system.program_of]
-        self._idle = [True] * count
-        self._busy = [False] * count
-        self._lost = [False] * count
-        self._factors: list[dict[int, float]] = [{} for _ in range(count)]
-        self._pool_of: list[IdlePool] = []
-        pools: dict[int, IdlePool] = {}
-        for index, gpulet in enumerate(system.gpulets):
-            pool = pools.setdefault(id(gpulet.hosts), IdlePool(gpulet.hosts))
-            self._pool_of.append(pool)
-            pool.idle.append(index)
-        self._pools = list(pools.values())
-        self._tables: list[
-            dict[int, list[float]]
-        ] = []  # by gpu-let and program: time from dispatch to end, by batch size
+        self._gpulets = gpulets
+        self._queues = queues
+        self._queue_of = [queues[program] for program in system.program_of]
+        self._expiries: list[tuple[float, int]] = []  # a heap of (when, program); valid is what says its `expire_at`
         self._adopt(system.network)
 
     def _adopt(self, network: NetworkDelay) -> None:
-        """Compute every table from latencies, corrections and network delays."""
-        self._ctrl_ms, self._data_ms = network.ctrl_ms, network.data_ms_per_request
+        self._network = network
         self._response_ms = network.response_ms
-        shared: dict[object, dict[int, list[float]]] = {}
-        self._tables = []
-        for index, gpulet in enumerate(self.system.gpulets):
-            key = (id(gpulet.hosts), tuple(sorted(self._factors[index].items())))
-            if key not in shared:
-                shared[key] = {program: self._table(index, program) for program in gpulet.hosts}
-            self._tables.append(shared[key])
-        distinct = list({id(table): (table, self._pool_of[g]) for g, table in enumerate(self._tables)}.values())
-        for queue, spec in zip(self._queues, self.system.offered, strict=True):
-            queue.budget_ms = spec.slo_ms - self._response_ms + TIME_TOLERANCE_MS
-            own = sorted(
-                ((table[queue.index], pool) for table, pool in distinct if queue.index in table), key=lambda t: t[0][1]
-            )
-            queue.pools = list({id(pool): pool for _, pool in own}.values())
-            if own:
-                queue.sent = own[0][0]
-                queue.quickest = self._give_up_ms(queue)
+        self._gpulets.adopt(network)
 
-    def _table(self, gpulet: int, program: int) -> list[float]:
-        host = self.system.gpulets[gpulet].hosts[program]
-        factor = self._factors[gpulet].get(program, 1.0)
-        delays = [0.0] + [self._ctrl_ms + self._data_ms * size for size in range(1, host.max_batch + 1)]
-        return [latency * factor + delay for latency, delay in zip(host.planned_ms(), delays, strict=True)]
+    # What cannot be met ----------------------------------------------------------------------------------------------
 
-    def _give_up_ms(self, queue: DeadlineQueue) -> float:
-        """Return how long before its deadline a queued request is given up: when even alone it would be late."""
-        return queue.sent[1]
+    def _quickest_ms(self, queue: Q) -> float:
+        """Return how long a request alone takes at least, from its dispatch to its end."""
+        fastest: Pool = queue.pools[0]
+        return self._gpulets.way_ms(1) + queue.least_factor * fastest.run[queue.program][1]
 
-    # What a subclass decides -----------------------------------------------------------------------------------------
+    def _expire_later(self, queue: Q) -> None:
+        """See to it that a head is given up in time."""
+        at = queue.deadlines[0] - self._quickest_ms(queue) + EXPIRY_MARGIN_MS
+        if at < queue.expire_at:
+            queue.expire_at = at
+            heappush(self._expiries, (at, queue.program))
+            if at < self.next_wake_ms:
+                self.next_wake_ms = at
 
-    def _arrived(self, now: float, queue: DeadlineQueue) -> None:
-        """A request was queued."""
-        raise NotImplementedError
+    def _expire(self, now: float) -> None:
+        """Give up the requests that cannot be met even alone on the fastest gpu-let."""
+        expiries = self._expiries
+        while expiries and expiries[0][0] <= now:
+            at, program = heappop(expiries)
+            queue = self._queues[program]
+            if at != queue.expire_at:
+                continue
+            queue.expire_at = INF
+            if queue.ids:
+                gone = bisect_left(queue.deadlines, now + self._quickest_ms(queue) - TIME_TOLERANCE_MS)
+                if gone:
+                    self._drop(queue, gone, now)
+            if queue.ids:
+                self._expire_later(queue)
 
-    def _freed(self, now: float, gpulet: int) -> None:
-        """A gpu-let has nothing to run and is not marked idle: send it a batch, or call `_set_idle`."""
-        raise NotImplementedError
+    def _drop(self, queue: Q, count: int, now: float) -> None:  # noqa: ARG002
+        """Give up the first requests of a queue."""
+        self.decisions.append(Drop(queue.program, queue.take(0, count)))
 
-    def _head_changed(self, now: float, queue: DeadlineQueue) -> None:
-        """Requests left the queue without being run; it may be empty."""
+    # What is sent ----------------------------------------------------------------------------------------------------
 
-    def _timer(self, now: float, at: float, key: int) -> None:
-        """A timer of the subclass, set with `_push_timer`, is due."""
+    def _cut(self, queue: Q, pool: P, defended: int, rule: GatherRule, now: float) -> tuple[int, int]:
+        """Cut a batch for the next gpu-let of a pool, and give up what none can meet; returns how many requests are
+        left before it, and its size (0: nothing can be met there)."""
+        gpulets, deadlines = self._gpulets, queue.deadlines
+        free_at, gpulet = gpulets.open_at(pool, now)
+        factor, arrives_at = gpulets.factor(queue.program, gpulet), now + gpulets.ctrl_ms
+        skip, size = rule(deadlines, defended, pool.run[queue.program], factor, arrives_at, gpulets.data_ms, free_at)
+        lost = skip
+        if skip and pool is not queue.pools[0]:  # what this gpu-let is too slow for may still be met by a faster one
+            lost = bisect_left(deadlines, now + self._quickest_ms(queue) - TIME_TOLERANCE_MS, 0, skip)
+        if lost:
+            self._drop(queue, lost, now)
+        return skip - lost, size
 
-    def _tables_changed(self) -> None:
-        """Latencies or delays were corrected."""
+    def _send(self, queue: Q, pool: P, skip: int, size: int, now: float) -> None:
+        """Send requests as one batch to the next gpu-let of a pool."""
+        gpulets, program = self._gpulets, queue.program
+        free_at, gpulet = gpulets.open_at(pool, now)
+        start, run_ms = (
+            max(now + gpulets.way_ms(size), free_at),
+            gpulets.factor(program, gpulet) * pool.run[program][size],
+        )
+        self.decisions.append(Dispatch(gpulet, program, queue.take(skip, skip + size), start, start + run_ms))
+        gpulets.send(gpulet, run_ms, start + run_ms)
 
-    # Events ----------------------------------------------------------------------------------------------------------
-
-    def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
-        queue = self._queue_of[model]
-        due = deadline_ms - self._response_ms + TIME_TOLERANCE_MS
-        if now_ms + queue.quickest > due:
-            self.decisions.append(Drop(queue.index, [request_id]))
-            return
-        self._insert(queue, due, request_id)
-        self._arrived(now_ms, queue)
-
-    def _insert(self, queue: DeadlineQueue, due: float, request_id: int) -> None:
-        deadlines = queue.deadlines
-        if not deadlines or due >= deadlines[-1]:
-            deadlines.append(due)
-            queue.ids.append(request_id)
-        else:
-            place = bisect_right(deadlines, due)
-            deadlines.insert(place, due)
-            queue.ids.insert(place, request_id)
-        at = deadlines[0] - queue.quickest + EXPIRY_MARGIN_MS
-        if at < queue.expiry_at:
-            queue.expiry_at = at
-            self._push_timer(at, queue.index)
+    # What every driver may ask ---------------------------------------------------------------------------------------
 
     def cancel(self, now_ms: float, model: int, request_id: int) -> bool:
         queue = self._queue_of[model]
-        try:
-            place = queue.ids.index(request_id)
-        except ValueError:
+        if request_id not in queue.ids:
             return False
-        del queue.ids[place], queue.deadlines[place]
-        self._head_changed(now_ms, queue)
+        place = queue.ids.index(request_id)
+        queue.take(place, place + 1)
+        self._cancelled(queue, now_ms)
         return True
 
-    def batch_done(self, now_ms: float, gpulet: int) -> None:
-        if self._busy[gpulet] and not self._lost[gpulet]:
-            self._busy[gpulet] = False
-            self._freed(now_ms, gpulet)
-
-    def wake(self, now_ms: float) -> None:
-        timers, count = self._timers, len(self._queues)
-        while timers and timers[0][0] <= now_ms:
-            at, key = heappop(timers)
-            if key >= count:
-                self._timer(now_ms, at, key - count)
-                continue
-            queue = self._queues[key]
-            if at == queue.expiry_at:
-                queue.expiry_at = INF
-                self._expire(now_ms, queue)
-        self.next_wake_ms = timers[0][0] if timers else INF
-
-    def _push_timer(self, at: float, key: int) -> None:
-        heappush(self._timers, (at, key))
-        if at < self.next_wake_ms:
-            self.next_wake_ms = at
-
-    def _expire(self, now: float, queue: DeadlineQueue) -> None:
-        """Give up what can no longer be met anywhere, and set the timer of the new head."""
-        gone = bisect_left(queue.deadlines, now + queue.quickest)
-        if gone:
-            self._drop(queue, gone)
-        if queue.deadlines:
-            at = queue.deadlines[0] - queue.quickest + EXPIRY_MARGIN_MS
-            if at < queue.expiry_at:
-                queue.expiry_at = at
-                self._push_timer(at, queue.index)
-        if gone:
-            self._head_changed(now, queue)
-
-    def gpulet_lost(self, now_ms: float, gpulet: int) -> None:  # noqa: ARG002
-        self._lost[gpulet] = True
-        self._busy[gpulet] = self._idle[gpulet] = False
-
-    def gpulet_back(self, now_ms: float, gpulet: int) -> None:
-        if self._lost[gpulet]:
-            self._lost[gpulet] = False
-            self._freed(now_ms, gpulet)
+    def _cancelled(self, queue: Q, now: float) -> None:
+        """A request of the queue was taken back; it may be empty."""
 
     def queued(self, program: int) -> int:
         return len(self._queues[program].ids)
 
     def update_latency(self, program: int, gpulet: int, factor: float) -> None:
-        self._factors[gpulet][program] = factor
-        self._adopt(NetworkDelay(self._ctrl_ms, self._data_ms, self._response_ms))
-        self._tables_changed()
+        self._gpulets.correct(program, gpulet, factor)
+        queue = self._queues[program]
+        queue.least_factor = min(queue.least_factor, factor)
 
     def update_network(self, network: NetworkDelay) -> None:
-        shift = self._response_ms - network.response_ms
-        for queue in self._queues:
-            queue.deadlines = [due + shift for due in queue.deadlines]
         self._adopt(network)
-        self._tables_changed()
-
-    # Gpu-lets and batches --------------------------------------------------------------------------------------------
-
-    def _set_idle(self, gpulet: int) -> None:
-        self._idle[gpulet] = True
-        heappush(self._pool_of[gpulet].idle, gpulet)
-
-    def _idle_for(self, queue: DeadlineQueue) -> int:
-        """Return an idle gpu-let that hosts the program, of the fastest pool the one with the smallest index; -1 if
-        none."""
-        is_idle = self._idle
-        for pool in queue.pools:
-            idle = pool.idle
-            while idle:
-                if is_idle[idle[0]]:
-                    return idle[0]
-                heappop(idle)
-        return -1
-
-    def _send(self, now: float, queue: DeadlineQueue, gpulet: int, skip: int, size: int) -> None:
-        """Run `size` requests behind the first `skip`; of those, the ones no gpu-let can serve in time are given up."""
-        index = queue.index
-        end = skip + size
-        batch = queue.ids[skip:end]
-        del queue.ids[skip:end], queue.deadlines[skip:end]
-        if skip:
-            gone = min(skip, bisect_left(queue.deadlines, now + queue.quickest))
-            if gone:
-                self._drop(queue, gone)
-        self._idle[gpulet] = False
-        self._busy[gpulet] = True
-        start = now + self._ctrl_ms + self._data_ms * size
-        self.decisions.append(Dispatch(gpulet, index, batch, start, now + self._tables[gpulet][index][size]))
-
-    def _drop(self, queue: DeadlineQueue, count: int) -> None:
-        self.decisions.append(Drop(queue.index, queue.ids[:count]))
-        del queue.ids[:count], queue.deadlines[:count]
-
-    # Waiting programs, for schedulers that rank them by a time -------------------------------------------------------
-
-    def _wait(self, queue: DeadlineQueue, rank: float) -> None:
-        """Let a program wait for a gpu-let under this rank, the smallest first."""
-        if rank != queue.rank:
-            queue.rank = rank
-            for pool in queue.pools:
-                heappush(pool.waiting, (rank, queue.index))
-                if len(pool.waiting) > 64 + 8 * len(self._queues):
-                    pool.waiting = [entry for entry in pool.waiting if self._queues[entry[1]].rank == entry[0]]
-                    heapify(pool.waiting)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
-from tenuto.batching.core.by_deadline import DeadlineQueue, DeadlineScheduler, head_first_batch
-from tenuto.batching.core.scheduler import SchedulerOptions
-from tenuto.batching.core.system import INF, System
+from tenuto.batching.core.by_deadline import DeadlineScheduler, Queue
+from tenuto.batching.core.gathering import head_first, longest_within
+from tenuto.batching.core.gpulets import Gpulets, Pool
+from tenuto.batching.core.scheduler import Drop, SchedulerOptions
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, System
 
 
-class EagerScheduler(DeadlineScheduler):
+class EagerScheduler(DeadlineScheduler[Pool, Queue[Pool]]):
     """Symphony's own comparison (arXiv 2308.07470 §3): the deferred scheduler without deferring.
 
     An arrival that finds a gpu-let idle runs as soon as all of the same moment are there: one by one those that a
@@ -23,80 +24,76 @@ class EagerScheduler(DeadlineScheduler):
     summary = "run what waits as soon as a gpu-let is idle, most urgent model first"
 
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
-        super().__init__(system, options)
-        self._came: dict[int, DeadlineQueue] = {}  # at this moment, while a gpu-let was idle
+        gpulets = Gpulets(system, Pool)
+        queues = [Queue(program, pools) for program, pools in enumerate(gpulets.pools_of)]
+        super().__init__(system, options, gpulets, queues)
+        self._waiting: dict[int, Queue[Pool]] = {}
 
-    def _largest(self, sent: list[float], limit: int, slack_ms: float) -> int:
-        """Return the largest batch of at most `limit` that ends within the slack."""
-        return min(limit, bisect_right(sent, slack_ms) - 1)
+    # What other schedulers may do otherwise --------------------------------------------------------------------------
 
-    def _gather(self, now: float, queue: DeadlineQueue, sent: list[float]) -> tuple[int, int]:
-        return head_first_batch(queue.deadlines, now, sent)
+    def _size(self, queue: Queue[Pool], pool: Pool, limit: int, slack_ms: float) -> int:
+        """Return the largest batch of at most `limit` that an idle gpu-let of a pool ends within the slack."""
+        gpulets, program = self._gpulets, queue.program
+        gpulet = pool.idle[0] if pool.idle else pool.gpulets[0]
+        room_ms = slack_ms + TIME_TOLERANCE_MS - gpulets.ctrl_ms
+        return min(limit, longest_within(pool.run[program], room_ms, gpulets.factor(program, gpulet), gpulets.data_ms))
 
-    def _arrived(self, now: float, queue: DeadlineQueue) -> None:
-        self._rank(now, queue)
-        if self._idle_for(queue) >= 0:
-            self._came[queue.index] = queue
-            self.next_wake_ms = now
+    def _rank(self, queue: Queue[Pool], now: float) -> float:
+        """Return the latest start of the largest batch that could start now; the smallest goes first."""
+        pool, head = queue.pools[0], queue.deadlines[0]
+        size = max(1, self._size(queue, pool, len(queue.ids), head - now))
+        return head - self._gpulets.way_ms(size) - queue.least_factor * pool.run[queue.program][size]
+
+    # Events ----------------------------------------------------------------------------------------------------------
+
+    def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
+        queue = self._queue_of[model]
+        due = deadline_ms - self._response_ms
+        if not queue.pools or now_ms + self._quickest_ms(queue) > due + TIME_TOLERANCE_MS:
+            self.decisions.append(Drop(queue.program, [request_id]))
+            return
+        queue.insert(due, request_id, now_ms)
+        self._waiting[queue.program] = queue
+        self._expire_later(queue)
+        if _has_idle(queue):
+            self.next_wake_ms = now_ms
+
+    def batch_done(self, now_ms: float, gpulet: int) -> None:
+        if self._gpulets.done(gpulet, now_ms):
+            self._serve(now_ms)
 
     def wake(self, now_ms: float) -> None:
-        super().wake(now_ms)
-        came, self._came = self._came, {}
-        for queue in sorted(came.values(), key=lambda queue: queue.rank):
-            while queue.deadlines and (gpulet := self._idle_for(queue)) >= 0 and self._run(now_ms, queue, gpulet):
-                pass
+        self._expire(now_ms)
+        self._serve(now_ms)
+        self.next_wake_ms = self._expiries[0][0] if self._expiries else INF
 
-    def _run(self, now: float, queue: DeadlineQueue, gpulet: int) -> bool:
-        """Send the model's batch to the gpu-let; False if nothing can be met there."""
-        skip, size = self._gather(now, queue, self._tables[gpulet][queue.index])
-        if not size:
-            return False
-        self._send(now, queue, gpulet, skip, size)
-        queue.rank = INF
-        if queue.deadlines:
-            self._rank(now, queue)
-        return True
+    def _serve(self, now: float) -> None:
+        """Give idle gpu-lets to what waits, the most urgent first."""
+        waiting = [queue for queue in self._waiting.values() if queue.ids]
+        self._waiting = {queue.program: queue for queue in waiting}
+        ready = [queue for queue in waiting if _has_idle(queue)]
+        ranked = [(self._rank(queue, now) if len(ready) > 1 else 0.0, queue.program) for queue in ready]
+        heapify(ranked)
+        while ranked:
+            queue = self._queues[heappop(ranked)[1]]
+            pool = next((pool for pool in queue.pools if pool.idle), None)
+            if pool is not None and self._run(queue, pool, now) and queue.ids:
+                heappush(ranked, (self._rank(queue, now), queue.program))
 
-    def _rank(self, now: float, queue: DeadlineQueue) -> None:
-        """Wait under the latest start of the largest batch that could start now."""
-        deadlines = queue.deadlines
-        head = deadlines[0]
-        size = self._largest(queue.sent, len(deadlines), head - now)
-        self._wait(queue, head - queue.sent[max(1, size)])
+    def _run(self, queue: Queue[Pool], pool: Pool, now: float) -> bool:
+        """Send a batch to the first idle gpu-let of a pool; False if it can meet nothing."""
+        skip, size = self._cut(queue, pool, 1, head_first, now)
+        if size:
+            self._send(queue, pool, skip, size, now)
+        return size > 0
 
-    def _head_changed(self, now: float, queue: DeadlineQueue) -> None:
-        if queue.deadlines:
-            self._rank(now, queue)
-        else:
-            queue.rank = INF
+    def gpulet_lost(self, now_ms: float, gpulet: int) -> None:  # noqa: ARG002
+        self._gpulets.lose(gpulet)
 
-    def _freed(self, now: float, gpulet: int) -> None:
-        pool = self._pool_of[gpulet]
-        waiting = pool.waiting
-        aside: list[tuple[float, int]] = []
-        served = False
-        while waiting and not served:
-            entry = heappop(waiting)
-            queue = self._queues[entry[1]]
-            if entry[0] != queue.rank:
-                continue
-            if entry[0] < now and self._shrinks(now, queue):
-                waiting = pool.waiting
-                continue
-            served = self._run(now, queue, gpulet)
-            waiting = pool.waiting
-            if not served and queue.rank == entry[0]:
-                aside.append(entry)
-        for entry in aside:
-            heappush(pool.waiting, entry)
-        if not served:
-            self._set_idle(gpulet)
+    def gpulet_back(self, now_ms: float, gpulet: int) -> None:
+        self._gpulets.back(gpulet)
+        self._serve(now_ms)
 
-    def _shrinks(self, now: float, queue: DeadlineQueue) -> bool:
-        """The batch the model waits with can no longer start: give up lost heads and rank it anew. True if that
-        changed."""
-        before = queue.rank
-        self._expire(now, queue)
-        if queue.deadlines and queue.rank == before:
-            self._rank(now, queue)
-        return queue.rank != before
+
+def _has_idle(queue: Queue[Pool]) -> bool:
+    return any(pool.idle for pool in queue.pools)

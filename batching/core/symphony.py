@@ -15,15 +15,15 @@ with strict ones the paper's own trace (section 3.3) fails.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from tenuto.batching.core.by_deadline import DeadlineScheduler, Queue
 from tenuto.batching.core.gathering import GATHERING, longest_within
 from tenuto.batching.core.gpulets import Gpulets, Pool
-from tenuto.batching.core.scheduler import Dispatch, Drop, Scheduler, SchedulerOptions
+from tenuto.batching.core.scheduler import SchedulerOptions
 from tenuto.batching.core.staggered import ArrivalRate, staggered_batch
-from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, System
 
 PAST_MS = 1e-3  # how long after its latest moment a candidate is gathered anew
 
@@ -40,28 +40,15 @@ class SymphonyOptions(SchedulerOptions):
     release: str = field(default="frontrun", metadata={"choices": ("frontrun", "target")})
 
 
-class _Queue:
-    """The requests of one program in order of their deadlines, and its candidate."""
+class _Candidate(Queue[Pool]):
+    """The requests of one program, and the batch it would run now."""
 
-    __slots__ = (
-        "deadlines",
-        "ids",
-        "is_waiting",
-        "latest",
-        "longest",
-        "program",
-        "rate",
-        "slo_ms",
-        "staggered",
-        "timer",
-    )
+    __slots__ = ("is_waiting", "latest", "longest", "rate", "slo_ms", "staggered", "timer")
 
-    def __init__(self, program: int, slo_ms: float, rate: ArrivalRate) -> None:
-        self.program = program
+    def __init__(self, program: int, pools: list[Pool], slo_ms: float, rate: ArrivalRate) -> None:
+        super().__init__(program, pools)
         self.slo_ms = slo_ms
         self.rate = rate
-        self.deadlines: list[float] = []  # when the batch must have ended
-        self.ids: list[int] = []
         self.staggered = 1  # the batch of the staggered pattern
         self.longest = 1  # the largest batch that can be in time at all
         self.timer = INF  # frontrun, or for a waiting candidate the moment it has to be gathered anew
@@ -69,7 +56,7 @@ class _Queue:
         self.latest = INF  # of a waiting candidate
 
 
-class SymphonyScheduler(Scheduler):
+class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
     """The published rule. Invariant: a program is waiting only while no gpu-let that can take its batch is idle."""
 
     name = "symphony"
@@ -77,31 +64,28 @@ class SymphonyScheduler(Scheduler):
     options_type = SymphonyOptions
 
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
-        super().__init__(system, options)
         chosen = options if isinstance(options, SymphonyOptions) else SymphonyOptions()
         self._gather = GATHERING[chosen.gather]
         self._releases_at_target = chosen.release == "target"
-        self._gpulets = Gpulets(system, Pool)
-        self._queues = [_Queue(p, spec.slo_ms, ArrivalRate(spec.rate_rps)) for p, spec in enumerate(system.offered)]
-        self._queue_of = [self._queues[program] for program in system.program_of]
-        self._waiting: dict[int, _Queue] = {}
+        gpulets = Gpulets(system, Pool)
+        candidates = [
+            _Candidate(program, gpulets.pools_of[program], offered.slo_ms, ArrivalRate(offered.rate_rps))
+            for program, offered in enumerate(system.offered)
+        ]
+        super().__init__(system, options, gpulets, candidates)
+        self._waiting: dict[int, _Candidate] = {}
         self._timers: list[tuple[float, int]] = []  # (time, program); stale unless it is the queue's timer
         self._gpu_timer = INF  # only with a network delay: when to send the next batch ahead
-        self._adopt(system.network)
-        for queue in self._queues:
+        for queue in candidates:
             self._set_staggered(queue)
 
-    def _adopt(self, network: NetworkDelay) -> None:
-        self._network = network
-        self._gpulets.adopt(network)
-
-    def _set_staggered(self, queue: _Queue) -> None:
+    def _set_staggered(self, queue: _Candidate) -> None:
         program, gpulets = queue.program, self._gpulets
         gpulets.order(program)
-        pools = gpulets.pools_of[program]
+        pools = queue.pools
         if pools:
             run, factor = pools[0].run[program], gpulets.factor(program, pools[0].gpulets[0])
-            budget_ms = queue.slo_ms - self._network.response_ms - gpulets.ctrl_ms
+            budget_ms = queue.slo_ms - self._response_ms - gpulets.ctrl_ms
             queue.longest = max(1, longest_within(run, budget_ms + TIME_TOLERANCE_MS, factor, gpulets.data_ms))
             queue.staggered = staggered_batch(
                 run, budget_ms, queue.rate.rps, longest=queue.longest, factor=factor, data_ms=gpulets.data_ms
@@ -120,19 +104,16 @@ class SymphonyScheduler(Scheduler):
         if now_ms >= queue.rate.next_at:
             queue.rate.roll(now_ms)
             self._set_staggered(queue)
-        due_ms = deadline_ms - self._network.response_ms
-        place = bisect_right(queue.deadlines, due_ms)
-        queue.deadlines.insert(place, due_ms)
-        queue.ids.insert(place, request_id)
+        queue.insert(deadline_ms - self._response_ms, request_id, now_ms)
         if queue.is_waiting:
             self._update(queue, now_ms)
         else:
             self._set_timer(queue, min(queue.timer, max(now_ms, self._frontrun(queue, now_ms))))
 
-    def _frontrun(self, queue: _Queue, now: float) -> float:
+    def _frontrun(self, queue: _Candidate, now: float) -> float:
         """Return when the candidate has to run for want of time; until then the whole queue fits in one batch."""
         program, size = queue.program, len(queue.deadlines)
-        pools = self._gpulets.pools_of[program]
+        pools = queue.pools
         if not pools or size >= queue.longest or (self._releases_at_target and size >= queue.staggered):
             return now
         idle = next((pool for pool in pools if pool.idle), pools[0])
@@ -140,24 +121,23 @@ class SymphonyScheduler(Scheduler):
             return now
         return queue.deadlines[0] - self._sent_ms(program, idle, size + 1)
 
-    def _set_timer(self, queue: _Queue, at: float) -> None:
+    def _set_timer(self, queue: _Candidate, at: float) -> None:
         if at != queue.timer:
             queue.timer = at
             if at < INF:
                 heappush(self._timers, (at, queue.program))
                 self.next_wake_ms = min(self.next_wake_ms, at)
 
-    def _update(self, queue: _Queue, now: float) -> None:
+    def _update(self, queue: _Candidate, now: float) -> None:
         """Gather the candidate; run it if it is due and a gpu-let can take it, else wait or set the model timer."""
-        program = queue.program
-        pools = self._gpulets.pools_of[program]
+        pools = queue.pools
         while queue.ids:
             frontrun = self._frontrun(queue, now)
             if frontrun > now and not queue.is_waiting:
                 self._set_timer(queue, frontrun)
                 return
             if not pools:
-                self._drop(queue, len(queue.ids))
+                self._drop(queue, len(queue.ids), now)
                 break
             way_ms = self._way_ms(queue)
             if not any(self._can_take(pool, way_ms, now) and self._dispatch(queue, pool, now) for pool in pools):
@@ -171,20 +151,20 @@ class SymphonyScheduler(Scheduler):
         at, gpulet = self._gpulets.open_at(pool, now)
         return gpulet >= 0 and at <= now + way_ms + TIME_TOLERANCE_MS
 
-    def _way_ms(self, queue: _Queue) -> float:
+    def _way_ms(self, queue: _Candidate) -> float:
         return self._gpulets.way_ms(min(len(queue.ids), queue.longest))
 
-    def _wait(self, queue: _Queue, now: float) -> None:
+    def _wait(self, queue: _Candidate, now: float) -> None:
         """Wait for a gpu-let with the candidate as it stands; what cannot be part of it is given up."""
         gpulets, program = self._gpulets, queue.program
-        pool = gpulets.pools_of[program][0]
+        pool = queue.pools[0]
         factor = gpulets.factor(program, pool.idle[0] if pool.idle else pool.gpulets[0])
         arrives_at = now + gpulets.ctrl_ms
         skip, size = self._gather(
             queue.deadlines, queue.staggered, pool.run[program], factor, arrives_at, gpulets.data_ms, arrives_at
         )
         if skip:
-            self._drop(queue, skip)
+            self._drop(queue, skip, now)
         if not size:
             self._rest(queue)
             return
@@ -194,7 +174,7 @@ class SymphonyScheduler(Scheduler):
         self._set_timer(queue, queue.latest + PAST_MS)
         self._arm_gpu_timer(now)
 
-    def _rest(self, queue: _Queue) -> None:
+    def _rest(self, queue: _Candidate) -> None:
         queue.timer = INF
         queue.is_waiting = False
         self._waiting.pop(queue.program, None)
@@ -222,7 +202,7 @@ class SymphonyScheduler(Scheduler):
         """The GPU timer: give gpu-lets that are free when the longest way is over to the most urgent that wait."""
         way_ms = self._longest_way_ms()
         for queue in sorted(self._waiting.values(), key=lambda queue: queue.latest):
-            pools = [pool for pool in self._gpulets.pools_of[queue.program] if self._can_take(pool, way_ms, now)]
+            pools = [pool for pool in queue.pools if self._can_take(pool, way_ms, now)]
             if pools:
                 queue.is_waiting = False
                 self._waiting.pop(queue.program, None)
@@ -249,46 +229,18 @@ class SymphonyScheduler(Scheduler):
                 self._gpu_timer = min(self._gpu_timer, at - way_ms)
         self.next_wake_ms = min(self.next_wake_ms, self._gpu_timer)
 
-    def _dispatch(self, queue: _Queue, pool: Pool, now: float) -> bool:
+    def _dispatch(self, queue: _Candidate, pool: Pool, now: float) -> bool:
         """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
-        program, deadlines, ids = queue.program, queue.deadlines, queue.ids
-        free_at, gpulet = self._gpulets.open_at(pool, now)
-        gpulets, run = self._gpulets, pool.run[program]
-        factor = gpulets.factor(program, gpulet)
-        skip, size = self._gather(
-            deadlines, queue.staggered, run, factor, now + gpulets.ctrl_ms, gpulets.data_ms, free_at
-        )
-        fastest = gpulets.pools_of[program][0]
-        # What this gpu-let is too slow for may still be met by a faster one.
-        lost = skip if pool is fastest else bisect_left(deadlines, now + self._sent_ms(program, fastest, 1), 0, skip)
-        if lost:
-            self._drop(queue, lost)
-            skip -= lost
-        if not size:
-            return False
-        stop = skip + size
-        batch = ids[skip:stop]
-        del ids[skip:stop], deadlines[skip:stop]
-        start, run_ms = max(now + gpulets.way_ms(size), free_at), factor * run[size]
-        self.decisions.append(Dispatch(gpulet, program, batch, start, start + run_ms))
-        gpulets.send(gpulet, run_ms, start + run_ms)
-        return True
-
-    def _drop(self, queue: _Queue, count: int) -> None:
-        self.decisions.append(Drop(queue.program, queue.ids[:count]))
-        del queue.ids[:count], queue.deadlines[:count]
+        skip, size = self._cut(queue, pool, queue.staggered, self._gather, now)
+        if size:
+            self._send(queue, pool, skip, size, now)
+        return size > 0
 
     # Everything else -------------------------------------------------------------------------------------------------
 
-    def cancel(self, now_ms: float, model: int, request_id: int) -> bool:
-        queue = self._queue_of[model]
-        if request_id not in queue.ids:
-            return False
-        place = queue.ids.index(request_id)
-        del queue.ids[place], queue.deadlines[place]
+    def _cancelled(self, queue: _Candidate, now: float) -> None:
         self._set_timer(queue, INF)
-        self._update(queue, now_ms)
-        return True
+        self._update(queue, now)
 
     def gpulet_lost(self, now_ms: float, gpulet: int) -> None:  # noqa: ARG002
         self._gpulets.lose(gpulet)
@@ -296,12 +248,3 @@ class SymphonyScheduler(Scheduler):
     def gpulet_back(self, now_ms: float, gpulet: int) -> None:
         self._gpulets.back(gpulet)
         self._serve_waiting(now_ms)
-
-    def queued(self, program: int) -> int:
-        return len(self._queues[program].ids)
-
-    def update_latency(self, program: int, gpulet: int, factor: float) -> None:
-        self._gpulets.correct(program, gpulet, factor)
-
-    def update_network(self, network: NetworkDelay) -> None:
-        self._adopt(network)

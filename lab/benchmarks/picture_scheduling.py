@@ -15,7 +15,7 @@ from scenes import poisson
 
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler, deferring
 from tenuto.batching.core.deferred.lineup import line_up
-from tenuto.batching.core.deferred.waiting import Place, Queue
+from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
 from tenuto.batching.core.scheduler import Decision, Dispatch, Drop
 from tenuto.batching.core.system import Gpulet, Host, Model, System
 from tenuto.batching.rehearsal.observer import Rehearsals
@@ -48,7 +48,7 @@ class Plans:
         self.scheduler = DeferredScheduler(system, DeferredOptions(hold=1.0, rehearse=False))
         self.kept: tuple[list[float], list[Planned]] | None = None
 
-    def line_up(self, waiting: list[Queue], now: float) -> list[float]:
+    def line_up(self, waiting: list[WaitingQueue], now: float) -> list[float]:
         ends = [0.0] * len(self.scheduler.system.gpulets)
         for pool in self.scheduler._gpulets.pools:
             for end, gpulet in pool.busy:
@@ -56,21 +56,22 @@ class Plans:
         slacks = line_up(waiting, now)
         free, found = list(ends), []
         for queue in waiting:
-            start = queue.end - queue.run_ms - now
+            batch = queue.batch
+            start = batch.end - batch.run_ms - now
             gpulet = next((g for g, at in enumerate(free) if abs(max(at, 0.0) - start) < 1e-6), -1)
             found.append(
                 Planned(
                     self.scheduler.system.programs[queue.program].name,
-                    queue.size,
+                    batch.size,
                     gpulet,
                     start,
-                    start + queue.run_ms,
-                    queue.due - now,
-                    queue.latest - now,
+                    start + batch.run_ms,
+                    batch.due - now,
+                    batch.latest - now,
                 )
             )
             if gpulet >= 0:
-                free[gpulet] = start + queue.run_ms
+                free[gpulet] = start + batch.run_ms
         used = {batch.gpulet for batch in found}
         is_telling = len(found) >= 4 and used == set(range(len(ends))) and max(ends) > 8.0 and slacks[0] > 2.0
         if self.kept is None and is_telling:
@@ -153,13 +154,11 @@ class Playing(DeferredScheduler):
         super().__init__(*args)  # type: ignore[arg-type]
         self.played.append([])
 
-    def _dispatch(self, queue: Queue, pool: Place, now: float) -> bool:
-        is_sent = super()._dispatch(queue, pool, now)
-        if is_sent:
-            self.played[-1].append(self.decisions[-1])
-        return is_sent
+    def _send(self, queue: WaitingQueue, pool: Place, skip: int, size: int, now: float) -> None:
+        super()._send(queue, pool, skip, size, now)
+        self.played[-1].append(self.decisions[-1])
 
-    def _drop(self, queue: Queue, count: int, now: float) -> None:
+    def _drop(self, queue: WaitingQueue, count: int, now: float) -> None:
         super()._drop(queue, count, now)
         self.played[-1].append(self.decisions[-1])
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tenuto.batching.core.deferred.due import Holding
-from tenuto.batching.core.deferred.waiting import Place, Queue
+from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
 from tenuto.batching.core.gathering import window
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.system import INF
@@ -31,52 +31,54 @@ class Cutter:
         self._holding = holding
         self._evens_out = evens_out
 
-    def cut(self, queue: Queue, pool: Place, gpulet: int, now: float) -> None:
+    def cut(self, queue: WaitingQueue, pool: Place, gpulet: int, now: float) -> None:
         """Cut the batch that the queue would run now on this gpu-let of the pool."""
         program, deadlines, gpulets = queue.program, queue.deadlines, self._gpulets
-        queue.pool = pool
+        batch = queue.batch
+        batch.pool = pool
         run = pool.run[program]
-        factor = queue.factor = gpulets.factor(program, gpulet)
+        factor = batch.factor = gpulets.factor(program, gpulet)
         ctrl_ms, data_ms = gpulets.ctrl_ms, gpulets.data_ms
         size, head = len(deadlines), deadlines[0]
-        most = min(queue.longest, len(run) - 1)
+        most = min(queue.costs.longest, len(run) - 1)
         if size < most:
             sent_ms = ctrl_ms + data_ms * (size + 1) + factor * run[size + 1]
-            queue.due = self._holding.due_ms(queue, size, sent_ms, now)
+            batch.due = self._holding.due_ms(queue, size, sent_ms, now)
         else:
-            queue.due = now
+            batch.due = now
             size = most
-        queue.cut_until = head - (ctrl_ms + data_ms * size + factor * run[size])
-        if queue.cut_until < now:
+        batch.cut_until = head - (ctrl_ms + data_ms * size + factor * run[size])
+        if batch.cut_until < now:
             arrives_at = now + ctrl_ms
-            skip, size = window(deadlines, queue.defend, run, factor, arrives_at, data_ms, arrives_at)
+            skip, size = window(deadlines, queue.costs.defend, run, factor, arrives_at, data_ms, arrives_at)
             if size:
                 head = deadlines[skip]
             elif pool is not queue.pools[0]:
-                queue.size = 0
+                batch.size = 0
                 return
             else:
                 size = 1
-            queue.due = now
-        queue.size = size
-        queue.way_ms = ctrl_ms + data_ms * size
-        queue.latest = head - (queue.way_ms + factor * run[size])
-        queue.density = queue.worth * size / (factor * run[size])
-        queue.level = queue.priority
+            batch.due = now
+        batch.size = size
+        batch.way_ms = ctrl_ms + data_ms * size
+        batch.latest = head - (batch.way_ms + factor * run[size])
+        batch.density = queue.worth * size / (factor * run[size])
+        batch.level = queue.priority
         if queue.allowance.borrowed:
-            queue.density *= 1.0 - queue.allowance.borrowed
+            batch.density *= 1.0 - queue.allowance.borrowed
             if queue.allowance.exceeds and queue.allowance.owed < size:
-                queue.level -= BORROWED
+                batch.level -= BORROWED
         if self._evens_out:
-            queue.density += WORST_FIRST * round(queue.lost / ORDINARY_LOSS)
+            batch.density += WORST_FIRST * round(queue.loss.share / ORDINARY_LOSS)
 
-    def longest_beside_ms(self, queues: Sequence[Queue], pool: Place, now: float) -> float:
+    def longest_beside_ms(self, queues: Sequence[WaitingQueue], pool: Place, now: float) -> float:
         """Return how long a batch of a program that exceeds its plan may be on the last idle gpu-let of a pool: as long
         as any that keeps to its plan can wait, unless another gpu-let ends sooner."""
         longest_ms = INF
         for other in map(queues.__getitem__, pool.run):
             if not other.allowance.exceeds and other.rate.rps and sum(len(place.idle) for place in other.pools) <= 1:
-                wait_ms = other.budget_ms - self._gpulets.way_ms(other.ripe) - other.factor * other.run[other.ripe]
+                costs, size = other.costs, other.costs.ripe
+                wait_ms = costs.budget_ms - self._gpulets.way_ms(size) - other.batch.factor * costs.run[size]
                 if all(place.busy[0][0] > now + wait_ms for place in other.pools if place.busy):
                     longest_ms = min(longest_ms, wait_ms)
         return longest_ms

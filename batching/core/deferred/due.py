@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from tenuto.batching.core.deferred.waiting import Place, Queue
+from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.staggered import staggered_batch
 from tenuto.batching.core.system import INF
@@ -18,8 +18,6 @@ from tenuto.batching.core.system import INF
 # Fitted constants: halved and doubled by lab/benchmarks/bench_constants.py, over random scenarios.
 RIPE = 0.5  # fitted: part of the staggered batch that may go before it is due where gpu-lets are short
 LEAST_SAVING = 0.1  # fitted: part of the GPU time that the longest batch saves, below which batches are not held
-LOSS_MS = 5000.0  # derived: the window of the offered rate, so that one batch hardly changes the share lost
-LOSS_COUNT = 200.0  # derived: requests over which that share is taken at least, to be known to 1 %
 
 
 class Holding:
@@ -31,7 +29,7 @@ class Holding:
         self.in_full_until = -INF  # requests were lost lately, and are fewer where all are held in full
         self._gpulets = gpulets
 
-    def due_ms(self, queue: Queue, size: int, sent_ms: float, now: float) -> float:
+    def due_ms(self, queue: WaitingQueue, size: int, sent_ms: float, now: float) -> float:
         """Return when a batch of so many is due.
 
         Args:
@@ -40,11 +38,11 @@ class Holding:
             sent_ms: what one request more would take from its dispatch to its end.
             now: the present time.
         """
-        hold, head, until = self.hold, queue.deadlines[0], queue.oldest + queue.held_ms
-        due = (head if head < until else until) - (1.0 - hold) * queue.budget_ms - hold * sent_ms
-        return min(due, self.bound_ms(queue, size, now)) if queue.is_bounded else due
+        hold, head, until = self.hold, queue.deadlines[0], queue.oldest + queue.costs.held_ms
+        due = (head if head < until else until) - (1.0 - hold) * queue.costs.budget_ms - hold * sent_ms
+        return min(due, self.bound_ms(queue, size, now)) if queue.hold.is_bounded else due
 
-    def set_patience(self, queue: Queue) -> None:
+    def set_patience(self, queue: WaitingQueue) -> None:
         """Find for how many times their own length batches of a queue are held at most.
 
         With m programs per gpu-let and batches held for k times their length, each program keeps a gpu-let busy for at
@@ -53,36 +51,36 @@ class Holding:
         """
         if not queue.pools:
             return
-        rps = queue.rate.rps
-        queue.is_light = rps is not None and max(pool.alone for pool in queue.pools) < self.save_above
-        queue.patience = max(pool.crowd for pool in queue.pools) / self.save_above if self.save_above else INF
-        if rps is not None and rps / 1000.0 * queue.patience * queue.run[queue.staggered] >= queue.staggered:
-            queue.patience = INF
+        rps, hold, costs = queue.rate.rps, queue.hold, queue.costs
+        hold.is_light = rps is not None and max([pool.alone for pool in queue.pools]) < self.save_above
+        hold.patience = max([pool.crowd for pool in queue.pools]) / self.save_above if self.save_above else INF
+        if rps is not None and rps / 1000.0 * hold.patience * costs.run[costs.staggered] >= costs.staggered:
+            hold.patience = INF
         # What saves next to nothing is held for nothing.
-        queue.hold_at_most_ms = 0.0 if self.save_above and queue.saving < LEAST_SAVING else queue.longest_hold_ms
-        queue.is_bounded = queue.is_light or queue.patience < INF or queue.hold_at_most_ms < INF
+        hold.most_ms = 0.0 if self.save_above and costs.saving < LEAST_SAVING else hold.asked_ms
+        hold.is_bounded = hold.is_light or hold.patience < INF or hold.most_ms < INF
 
-    def bound_ms(self, queue: Queue, size: int, now: float) -> float:
+    def bound_ms(self, queue: WaitingQueue, size: int, now: float) -> float:
         """Return until when a batch of so many is held at most."""
-        bound = queue.hold_at_most_ms
+        hold, bound = queue.hold, queue.hold.most_ms
         if now >= self.in_full_until:
             # The load may have risen since its rate was taken: then gpu-lets are busy.
-            idle = sum(len(pool.idle) for pool in queue.pools)
-            is_light = queue.is_light and idle >= (1.0 - self.save_above) * queue.gpulets
-            bound = min(bound, 0.0 if is_light else queue.patience * queue.factor * queue.run[size])
+            idle = sum([len(pool.idle) for pool in queue.pools])
+            is_light = hold.is_light and idle >= (1.0 - self.save_above) * queue.costs.gpulets
+            bound = min(bound, 0.0 if is_light else hold.patience * queue.batch.factor * queue.costs.run[size])
         return queue.oldest + bound
 
-    def set_staggered(self, queue: Queue) -> None:
-        gpulets = self._gpulets
-        queue.staggered = staggered_batch(
-            queue.run,
-            queue.budget_ms - gpulets.ctrl_ms,
+    def set_staggered(self, queue: WaitingQueue) -> None:
+        gpulets, costs = self._gpulets, queue.costs
+        costs.staggered = staggered_batch(
+            costs.run,
+            costs.budget_ms - gpulets.ctrl_ms,
             queue.rate.rps,
-            longest=queue.longest,
-            factor=queue.factor,
+            longest=costs.longest,
+            factor=queue.batch.factor,
             data_ms=gpulets.data_ms,
         )
-        queue.defend = max(1, round(self.defend * queue.staggered))
-        queue.ripe = ceil(RIPE * queue.staggered)
-        queue.loss_step = 1.0 / max(LOSS_COUNT, LOSS_MS / 1000.0 * (queue.rate.rps or 0.0))
-        queue.alone = (queue.rate.recent_rps or 0.0) / 1000.0 * queue.run[1] / queue.gpulets
+        costs.defend = max(1, round(self.defend * costs.staggered))
+        costs.ripe = ceil(RIPE * costs.staggered)
+        costs.alone = (queue.rate.recent_rps or 0.0) / 1000.0 * costs.run[1] / costs.gpulets
+        queue.loss.follow(queue.rate.rps or 0.0)

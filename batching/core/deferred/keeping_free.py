@@ -22,11 +22,13 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from math import exp
 
-from tenuto.batching.core.deferred.waiting import Place, Queue
+from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
 from tenuto.batching.core.system import INF
 
 
-def kept_until(queue: Queue, pool: Place, losing: Iterable[Queue], now: float, *, is_tight: bool) -> float:
+def kept_until(
+    queue: WaitingQueue, pool: Place, losing: Iterable[WaitingQueue], now: float, *, is_tight: bool
+) -> float:
     """Return until when the batch of a queue leaves an idle gpu-let of the pool to others; `now` where it may go.
 
     Args:
@@ -36,11 +38,12 @@ def kept_until(queue: Queue, pool: Place, losing: Iterable[Queue], now: float, *
         now: ms.
         is_tight: gpu-lets are too few for all batches that wait.
     """
-    run_ms = queue.factor * pool.run[queue.program][queue.size]
+    batch = queue.batch
+    run_ms = batch.factor * pool.run[queue.program][batch.size]
     impatient = [
-        (other.budget_ms - other.quickest_ms, other.program, other)
+        (other.costs.patience_ms, other.program, other)
         for other in losing
-        if other is not queue and other.program in pool.run and other.budget_ms - other.quickest_ms < run_ms
+        if other is not queue and other.program in pool.run and other.costs.patience_ms < run_ms
     ]
     if not impatient or not any(place.busy for place in queue.pools):
         return now
@@ -53,7 +56,7 @@ def kept_until(queue: Queue, pool: Place, losing: Iterable[Queue], now: float, *
         if not rate:
             continue
         # The most impatient goes first, so that it has all gpu-lets to itself, and the next what is left.
-        load += rate * other.run[1]
+        load += rate * other.costs.run[1]
         per_ms += rate
         free, soonest = _free_within(other, now + patience)
         if soonest - now > patience:
@@ -62,11 +65,11 @@ def kept_until(queue: Queue, pool: Place, losing: Iterable[Queue], now: float, *
             ends_ms = min(ends_ms, soonest - now)
             again = min(again, soonest - patience)
     lost = sum([worth * (ends_ms - patience) for patience, worth in costs if patience < ends_ms])
-    served = queue.worth * queue.size * (ends_ms / run_ms if is_tight else 1.0)
+    served = queue.worth * batch.size * (ends_ms / run_ms if is_tight else 1.0)
     return now if lost <= served else again
 
 
-def _free_within(queue: Queue, until: float) -> tuple[int, float]:
+def _free_within(queue: WaitingQueue, until: float) -> tuple[int, float]:
     """Return how many gpu-lets of a program are free by then, and when the first of the others is."""
     free, soonest = 0, INF
     for place in queue.pools:

@@ -10,34 +10,31 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
 
-from tenuto.batching.core.deferred.waiting import Place, Queue
+from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
 
-LATEST = attrgetter("latest")
 
-
-def line_up(waiting: list[Queue], now: float) -> list[float]:
+def line_up(waiting: list[WaitingQueue], now: float) -> list[float]:
     """Line the batches up by their latest start, mark those that are pushed out, and return the slack in ms of each
     pool.
 
     The slack is how long after its planned start each batch that the pool could run is due, at least; below 0 where
     one is due already, and not above 0 where some are pushed out.
     """
-    waiting.sort(key=LATEST)
+    waiting.sort(key=_latest)
     pools_used = _find_frees(waiting, now)
     for number, queue in enumerate(waiting):
-        queue.is_out = False
-        queue.placed = None
-        limit = queue.latest + TIME_TOLERANCE_MS
-        way_ms = queue.way_ms
-        pools = queue.pools
+        batch, pools = queue.batch, queue.pools
+        batch.is_out = False
+        batch.placed = None
+        limit = batch.latest + TIME_TOLERANCE_MS
+        way_ms = batch.way_ms
         while True:
             if len(pools) > 1:
                 found, run_ms = _soonest(queue)
             else:
-                found, run_ms = pools[0], queue.factor * queue.run[queue.size]
+                found, run_ms = pools[0], batch.factor * queue.costs.run[batch.size]
             free = found.free
             if not free:
                 break
@@ -45,42 +42,48 @@ def line_up(waiting: list[Queue], now: float) -> list[float]:
             start = max(free[0] - way_ms, now)
             if start <= limit:
                 del free[0]
-                queue.placed = found
-                queue.end = start + way_ms + run_ms
-                queue.run_ms = run_ms
-                insort(free, queue.end)
+                batch.placed = found
+                batch.end = start + way_ms + run_ms
+                batch.run_ms = run_ms
+                insort(free, batch.end)
                 if found.least:
-                    heappush(found.least, (queue.level, queue.density, number, queue))
-                spare = (queue.due if queue.due > now else now) - start
+                    heappush(found.least, (batch.level, batch.density, number, queue))
+                spare = (batch.due if batch.due > now else now) - start
                 for pool in pools:
                     if spare < pool.slack:
                         pool.slack = spare
                 break
             # Only on its own gpu-lets it can take another's place.
-            least, least_of = (queue.level, queue.density, number, queue), found
+            least, least_of = (batch.level, batch.density, number, queue), found
             for pool in pools:
                 if not pool.least:
                     lined = enumerate(waiting[:number])
-                    pool.least = [(q.level, q.density, place, q) for place, q in lined if q.placed is pool]
+                    pool.least = [
+                        (q.batch.level, q.batch.density, place, q) for place, q in lined if q.batch.placed is pool
+                    ]
                     heapify(pool.least)
                 if pool.least and pool.least[0] < least:
                     least, least_of = pool.least[0], pool
             out = least[3]
-            out.is_out = True
+            out.batch.is_out = True
             for pool in out.pools:
                 pool.slack = min(pool.slack, 0.0)
             if out is queue:
                 break
             heappop(least_of.least)
-            out.placed = None
+            out.batch.placed = None
             # Its gpu-let is free earlier; if another batch was lined up behind it, that one ends earlier.
             free = least_of.free
-            place = min(bisect_left(free, out.end), len(free) - 1)
-            insort(free, free.pop(place) - out.run_ms)
+            place = min(bisect_left(free, out.batch.end), len(free) - 1)
+            insort(free, free.pop(place) - out.batch.run_ms)
     return [pool.slack for pool in pools_used]
 
 
-def _find_frees(waiting: list[Queue], now: float) -> list[Place]:
+def _latest(queue: WaitingQueue) -> float:
+    return queue.batch.latest
+
+
+def _find_frees(waiting: list[WaitingQueue], now: float) -> list[Place]:
     """Find when gpu-lets become free, of each pool that a batch which waits can use the first ones only."""
     most = len(waiting)
     found = list(dict.fromkeys([pool for queue in waiting for pool in queue.pools]))
@@ -101,26 +104,27 @@ def _find_frees(waiting: list[Queue], now: float) -> list[Place]:
     return found
 
 
-def _soonest(queue: Queue) -> tuple[Place, float]:
+def _soonest(queue: WaitingQueue) -> tuple[Place, float]:
     """Return, of the pools of a queue, the one on which its batch would end first by the plan, and its length there."""
     found, found_ms = queue.pools[0], 0.0
-    least = INF
+    batch, least = queue.batch, INF
     for pool in queue.pools:
         if pool.free:
             run = pool.run[queue.program]
-            run_ms = queue.factor * (run[queue.size] if queue.size < len(run) else run[-1])
+            run_ms = batch.factor * (run[batch.size] if batch.size < len(run) else run[-1])
             if pool.free[0] + run_ms < least:
                 found, found_ms, least = pool, run_ms, pool.free[0] + run_ms
     return found, found_ms
 
 
-def is_short(queue: Queue) -> bool:
+def is_short(queue: WaitingQueue) -> bool:
     """Whether the plan has no slack where the batch of a queue can run."""
     return any(pool.slack <= TIME_TOLERANCE_MS for pool in queue.pools)
 
 
-def rank(queue: Queue) -> tuple[bool, float, float]:
+def rank(queue: WaitingQueue) -> tuple[bool, float, float]:
     """Return the order in which batches that may go are sent: the planned by their latest start, then the rest."""
-    if queue.is_out:
-        return True, -queue.level, -queue.density
-    return False, queue.latest, 0.0
+    batch = queue.batch
+    if batch.is_out:
+        return True, -batch.level, -batch.density
+    return False, batch.latest, 0.0

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
+from tenuto.batching.core.by_deadline import Queue
 from tenuto.batching.core.deferred.admission import Allowance
+from tenuto.batching.core.deferred.loss import Loss
 from tenuto.batching.core.gathering import longest_within
 from tenuto.batching.core.gpulets import Gpulets, Pool
 from tenuto.batching.core.staggered import ArrivalRate
@@ -33,107 +35,135 @@ class Place(Pool):
 
     alone: float = 0.0
     crowd: float = 0.0
-    waiting: dict[int, Queue] = field(default_factory=dict)
+    waiting: dict[int, WaitingQueue] = field(default_factory=dict)
     is_enclosed: bool = False
     free: list[float] = field(default_factory=list)
     slack: float = INF
-    least: list[tuple[int, float, int, Queue]] = field(default_factory=list)
+    least: list[tuple[int, float, int, WaitingQueue]] = field(default_factory=list)
     seen: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Queue:
-    """The requests of one program in order of their deadlines, what its batches cost, and the batch it would run now.
+class Costs:
+    """What batches of a program cost as far as known, and how large they should be."""
 
-    The batch: `size`, 0 if nothing can be met; on a gpu-let of `pool`; to be sent by `latest`, and from `due` on. It
-    is as cut until `cut_until`, if no request comes or goes. `run_ms` is its length where the plan has it.
-    """
-
-    program: int
-    rate: ArrivalRate
-    allowance: Allowance
-    worth: float  # of one request
-    priority: int
-    longest_hold_ms: float  # as asked for
-    level: int = 0  # the priority, and lower while it exceeds its plan
-    arrived: list[float] = field(default_factory=list)  # when the requests did
-    deadlines: list[float] = field(default_factory=list)  # when the batch must have ended
-    ids: list[int] = field(default_factory=list)
-    oldest: float = INF  # when the first of them arrived
-    alone: float = 0.0  # the load of each gpu-let that hosts it, if its requests ran alone
-    patience: float = INF  # for how many times its own length a batch is held at most
-    hold_at_most_ms: float = INF  # for how long a batch is held at most in any case
-    is_bounded: bool = False  # how long a batch is held is bounded
-    is_light: bool = False  # nobody needs the GPU time that holding saves
-    lost: float = 0.0  # share of its requests lately
-    loss_step: float = 0.0  # by which one request changes it
-    pools: list[Place] = field(default_factory=list)  # fastest first
-    run: list[float] = field(default_factory=lambda: [0.0])  # on the fastest, by plan
-    factor: float = 1.0  # how many times as long it takes on the gpu-let that it was cut for, as measured
-    least_factor: float = 1.0  # that of the gpu-let on which it was ever found to be fastest
+    run: list[float] = field(default_factory=lambda: [0.0])  # on the fastest gpu-let, by plan
     budget_ms: float = 0.0  # from arrival to the end of the batch
     held_ms: float = 0.0  # the same by the longest SLO of its models: who allows more is not held for longer
     gpulets: int = 1  # that host it
     longest: int = 1  # the largest batch that can be in time at all
-    saving: float = 0.0  # part of the GPU time of its requests alone that this batch saves
     quickest_ms: float = INF  # from dispatch to the end of one request alone
+    alone: float = 0.0  # the load of each gpu-let that hosts it, if its requests ran alone
     staggered: int = 1  # the batch of the staggered pattern
     defend: int = 1  # the size below which the head is given up
     ripe: int = 1  # the size that may go before it is due
+
+    @property
+    def saving(self) -> float:
+        """Part of the GPU time of its requests alone that the longest batch saves."""
+        return 1.0 - self.run[self.longest] / (self.longest * self.run[1])
+
+    @property
+    def patience_ms(self) -> float:
+        """For how long a request can wait."""
+        return self.budget_ms - self.quickest_ms
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """For how long batches of a program are held at most."""
+
+    asked_ms: float = INF  # by whoever planned it
+    most_ms: float = INF  # in any case
+    patience: float = INF  # for how many times its own length
+    is_light: bool = False  # nobody needs the GPU time that holding saves
+    is_bounded: bool = False  # by any of these
+
+
+@dataclass(slots=True, eq=False)
+class CutBatch:
+    """The batch that a queue would run now, and its place in the line-up.
+
+    As cut: `size`, 0 if nothing can be met; on a gpu-let of `pool`, on which the program takes `factor` times as long
+    as planned; to be sent by `latest`, and from `due` on. It is so until `cut_until`, if no request comes or goes.
+    """
+
     pool: Place | None = None
     size: int = 0
+    factor: float = 1.0
     way_ms: float = 0.0  # how long its data is on the way
-    run_ms: float = 0.0
     latest: float = INF
     due: float = INF
     density: float = 0.0  # worth of its requests per ms
+    level: int = 0  # the priority, and lower while the program exceeds its plan
     cut_until: float = -INF
-    is_open: bool = False  # a gpu-let can be sent its batch
-    is_out: bool = False  # of the plan
-    placed: Place | None = None  # the pool it has in the plan
-    end: float = 0.0  # in the plan
-    watch: Watch = field(init=False)
-    order: int = 0  # when it began to wait
-    seen: int = 0  # the last search that found it
-    expire_at: float = INF  # when its head may have to be given up
-    is_weighed: bool = False  # it is looked back at when its requests stop
+    is_open: bool = False  # a gpu-let can be sent it
+    # In the line-up:
+    is_out: bool = False
+    placed: Place | None = None  # the pool it has there
+    run_ms: float = 0.0
+    end: float = 0.0
 
-    def __post_init__(self) -> None:
+
+class WaitingQueue(Queue[Place]):
+    """A queue, what is known and planned of its program, and the batch it would run now."""
+
+    __slots__ = (
+        "allowance",
+        "batch",
+        "costs",
+        "hold",
+        "is_weighed",
+        "loss",
+        "oldest",
+        "order",
+        "priority",
+        "rate",
+        "seen",
+        "watch",
+        "worth",
+    )
+
+    def __init__(self, program: int, pools: list[Place], offered: Model, worth: float) -> None:
+        super().__init__(program, pools)
+        self.worth = worth  # of one request
+        self.priority = offered.priority
+        self.rate = ArrivalRate(offered.rate_rps)
+        self.allowance = Allowance(offered.rate_rps)
+        self.loss = Loss()
+        self.costs = Costs()
+        self.hold = Hold(INF if offered.longest_hold_ms is None else offered.longest_hold_ms)
+        self.batch = CutBatch()
         self.watch = Watch([self])
-
-    @classmethod
-    def of(cls, program: int, offered: Model, worth: float) -> Queue:
-        """Return the empty queue of a program."""
-        hold_ms = INF if offered.longest_hold_ms is None else offered.longest_hold_ms
-        rate = offered.rate_rps
-        return cls(program, ArrivalRate(rate), Allowance(rate), worth, offered.priority, hold_ms)
+        self.oldest = INF  # when the first of the requests arrived
+        self.order = 0  # when it began to wait
+        self.seen = 0  # the last search that found it
+        self.is_weighed = False  # it is looked back at when its requests stop
 
     def adopt_costs(self, gpulets: Gpulets[Place], budget_ms: float, longest_slo_ms: float) -> None:
-        """Take over where its batches run and what they cost there as far as known, and what follows from that."""
-        program = self.program
-        gpulets.order(program)
-        pools = self.pools = gpulets.pools_of[program]
-        self.budget_ms = budget_ms
-        self.held_ms = longest_slo_ms + TIME_TOLERANCE_MS
-        self.cut_until = -INF
+        """Take over what its batches cost as far as known, and what follows from that."""
+        costs, batch, pools = self.costs, self.batch, self.pools
+        gpulets.order(self.program)
+        costs.budget_ms = budget_ms
+        costs.held_ms = longest_slo_ms + TIME_TOLERANCE_MS
+        batch.cut_until = -INF
         if pools:
-            self.run = pools[0].run[program]
-            self.factor = gpulets.factor(program, pools[0].idle[0] if pools[0].idle else pools[0].gpulets[0])
-            self.quickest_ms = gpulets.way_ms(1) + self.least_factor * self.run[1]
+            run = costs.run = pools[0].run[self.program]
+            batch.factor = gpulets.factor(self.program, pools[0].idle[0] if pools[0].idle else pools[0].gpulets[0])
+            costs.quickest_ms = gpulets.way_ms(1) + self.least_factor * run[1]
             room_ms = budget_ms + TIME_TOLERANCE_MS - gpulets.ctrl_ms
-            self.longest = max(1, longest_within(self.run, room_ms, self.factor, gpulets.data_ms))
-            self.saving = 1.0 - self.run[self.longest] / (self.longest * self.run[1])
-            self.gpulets = sum(pool.size for pool in pools)
+            costs.longest = max(1, longest_within(run, room_ms, batch.factor, gpulets.data_ms))
+            costs.gpulets = sum([pool.size for pool in pools])
 
-    def take(self, begin: int, end: int) -> None:
-        """Take requests out."""
-        del self.ids[begin:end], self.deadlines[begin:end], self.arrived[begin:end]
-        self.cut_until = -INF
+    def take(self, begin: int, end: int) -> list[int]:
+        taken = super().take(begin, end)
+        self.batch.cut_until = -INF
         if self.ids:
             self.oldest = min(self.arrived)
         else:
             for pool in self.pools:
                 pool.waiting.pop(self.program, None)
+        return taken
 
 
 class Watch:
@@ -141,7 +171,7 @@ class Watch:
 
     __slots__ = ("at", "is_tight", "queues")
 
-    def __init__(self, queues: list[Queue]) -> None:
+    def __init__(self, queues: list[WaitingQueue]) -> None:
         self.queues = queues
         self.at = INF
         self.is_tight = False  # the plan has no slack somewhere: ripe batches may go there
@@ -150,14 +180,14 @@ class Watch:
 class Waiting:
     """Which queues wait together, and when to look at them."""
 
-    def __init__(self, queues: list[Queue]) -> None:
+    def __init__(self, queues: list[WaitingQueue]) -> None:
         self._queues = queues
         self._is_shared = len(queues) != 1  # a program by itself has one watch, and needs no heap
         self._watches: list[tuple[float, int, Watch]] = []  # a heap; valid is what says when its watch is
         self._touched: list[Place] = []  # where something happened: who waits for them is looked at at once
         self._pushed = self._order = self._search = 0
 
-    def wait(self, queue: Queue) -> None:
+    def wait(self, queue: WaitingQueue) -> None:
         """A queue has requests."""
         self._order += 1
         queue.order = self._order
@@ -182,9 +212,9 @@ class Waiting:
         self._touched += touched
         return bool(touched)
 
-    def ripe(self, now: float) -> list[Queue]:
+    def ripe(self, now: float) -> list[WaitingQueue]:
         """Return the queues to look at now."""
-        queues: list[Queue] = []
+        queues: list[WaitingQueue] = []
         for pool in self._touched:
             queues += pool.waiting.values()
         self._touched.clear()
@@ -208,12 +238,12 @@ class Waiting:
             heappop(watches)
         return watches[0][0] if watches else INF
 
-    def part(self, queues: list[Queue]) -> list[Queue]:
+    def part(self, queues: list[WaitingQueue]) -> list[WaitingQueue]:
         """Return, of some queues, those with requests, and all that wait for gpu-lets together with them: where as many
         gpu-lets are idle as programs wait, nobody keeps another from any."""
         self._search += 1
         search = self._search
-        part: list[Queue] = []
+        part: list[WaitingQueue] = []
         for queue in queues:
             if queue.ids:
                 queue.seen = search
@@ -231,7 +261,7 @@ class Waiting:
             part.sort(key=ORDER)
         return part
 
-    def watch_together(self, part: list[Queue]) -> Watch:
+    def watch_together(self, part: list[WaitingQueue]) -> Watch:
         """Return the one watch of a part."""
         watch = part[0].watch
         if len(part) > 1 or len(watch.queues) > 1:

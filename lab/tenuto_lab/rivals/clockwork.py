@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
-from tenuto.batching.core.by_deadline import DeadlineQueue
+from tenuto.batching.core.by_deadline import Queue
 from tenuto.batching.core.eager import EagerScheduler
+from tenuto.batching.core.gathering import head_first
+from tenuto.batching.core.gpulets import Pool
 from tenuto.batching.core.scheduler import SchedulerOptions
 from tenuto.batching.core.system import System
 
@@ -42,22 +43,18 @@ class ClockworkScheduler(EagerScheduler):
         self._chosen = options if isinstance(options, ClockworkOptions) else ClockworkOptions()
         super().__init__(system, options)
 
-    def _largest(self, sent: list[float], limit: int, slack_ms: float) -> int:
-        if self._chosen.order == "latest":
-            limit = min(limit, 1)
-        size = min(limit, bisect_right(sent, slack_ms) - 1)
+    def _size(self, queue: Queue[Pool], pool: Pool, limit: int, slack_ms: float) -> int:
+        size = super()._size(queue, pool, min(limit, 1) if self._chosen.order == "latest" else limit, slack_ms)
         return 1 << (size.bit_length() - 1) if size > 0 and self._chosen.sizes == "powers" else size
 
-    def _gather(self, now: float, queue: DeadlineQueue, sent: list[float]) -> tuple[int, int]:
-        skip = bisect_left(queue.deadlines, now + sent[1])
-        left = len(queue.deadlines) - skip
-        return skip, self._largest(sent, left, queue.deadlines[skip] - now) if left else 0
+    def _run(self, queue: Queue[Pool], pool: Pool, now: float) -> bool:
+        skip, size = self._cut(queue, pool, 1, head_first, now)
+        if size:
+            size = self._size(queue, pool, size, queue.deadlines[skip] - now)
+            self._send(queue, pool, skip, size, now)
+        return size > 0
 
-    def _rank(self, now: float, queue: DeadlineQueue) -> None:
+    def _rank(self, queue: Queue[Pool], now: float) -> float:
         if self._chosen.order == "earliest":
-            super()._rank(now, queue)
-        else:
-            self._wait(queue, queue.quickest - queue.deadlines[0])  # the greatest latest moment is the smallest rank
-
-    def _shrinks(self, now: float, queue: DeadlineQueue) -> bool:
-        return self._chosen.order == "earliest" and super()._shrinks(now, queue)
+            return super()._rank(queue, now)
+        return self._quickest_ms(queue) - queue.deadlines[0]  # the greatest latest moment goes first

@@ -6,10 +6,10 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tenuto.batching.core.by_deadline import DeadlineQueue, DeadlineScheduler, IdlePool
 from tenuto.batching.core.scheduler import Dispatch, Drop, SchedulerOptions
 from tenuto.batching.core.system import INF, System
 from tenuto.placement.policies.shared.squishy import Bin, Demand, fill
+from tenuto_lab.rivals.base import IdlePool, RivalQueue, RivalScheduler
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Slot:
         self.ids: list[int] = []
 
 
-class NexusScheduler(DeadlineScheduler):
+class NexusScheduler(RivalScheduler):
     """Nexus (Shen et al., SOSP 2019), global scheduler and backends.
 
     Requests are routed on arrival, in proportion to the planned rates (smooth weighted round robin, ties to the smaller
@@ -148,9 +148,8 @@ class NexusScheduler(DeadlineScheduler):
             for due, request in zip(slot.deadlines, slot.ids, strict=True)
         ]
         for queue in self._queues:
-            queued += [(queue.index, due, request) for due, request in zip(queue.deadlines, queue.ids, strict=True)]
-            queue.deadlines.clear()
-            queue.ids.clear()
+            queued += [(queue.program, due, request) for due, request in zip(queue.deadlines, queue.ids, strict=True)]
+            queue.take(0, len(queue.ids))
         self._waiting = [0] * len(self._slots)
         self._plan(fill_all=fill_all)
         for program, due, request in sorted(queued, key=lambda entry: entry[1]):
@@ -197,16 +196,16 @@ class NexusScheduler(DeadlineScheduler):
         elif self._measure_at == INF and self._chosen.plan == "epochs":
             self._measure_at = now_ms + 1000.0
             self._set_epoch(now_ms)
-        self._counts[queue.index] += 1
+        self._counts[queue.program] += 1
         if now_ms + queue.quickest > due:
-            self.decisions.append(Drop(queue.index, [request_id]))
+            self.decisions.append(Drop(queue.program, [request_id]))
         else:
-            self._route(now_ms, queue.index, due, request_id)
+            self._route(now_ms, queue.program, due, request_id)
 
     def _route(self, now: float, program: int, due: float, request: int) -> None:
         heap = self._routes[program]
         if not heap:  # every gpu-let that holds it is lost
-            self._insert(self._queues[program], due, request)
+            self._insert(self._queues[program], due, request, now)
             return
         tag, gpulet, slot = heappop(heap)
         heappush(heap, (tag + slot.stride, gpulet, slot))
@@ -229,26 +228,26 @@ class NexusScheduler(DeadlineScheduler):
         if slot.deadlines:
             at = slot.deadlines[0] - queue.quickest + 1e-3
             if at < queue.timer_at:
-                queue.timer_at = queue.expiry_at = at
-                self._push_timer(at, queue.index)
+                queue.timer_at = queue.expire_at = at
+                self._push_timer(at, queue.program)
 
-    def _expire(self, now: float, queue: DeadlineQueue) -> None:
+    def _expire(self, now: float, queue: RivalQueue) -> None:
         queue.timer_at = INF
         limit = now + queue.quickest
-        for _, gpulet, slot in self._routes[queue.index]:
+        for _, gpulet, slot in self._routes[queue.program]:
             gone = bisect_left(slot.deadlines, limit)
             if gone:
                 self._give_up(slot, gone)
                 self._waiting[gpulet] -= gone
             self._guard(slot)
-        if not self._routes[queue.index]:
+        if not self._routes[queue.program]:
             super()._expire(now, queue)
 
     def _give_up(self, slot: _Slot, count: int) -> None:
         self.decisions.append(Drop(slot.program, slot.ids[:count]))
         del slot.ids[:count], slot.deadlines[:count]
 
-    def _arrived(self, now: float, queue: DeadlineQueue) -> None:
+    def _arrived(self, now: float, queue: RivalQueue) -> None:
         """Not used: requests go to the slots of gpu-lets."""
 
     def _freed(self, now: float, gpulet: int) -> None:

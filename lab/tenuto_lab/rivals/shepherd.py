@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from tenuto.batching.core.by_deadline import DeadlineQueue, DeadlineScheduler, head_first_batch
 from tenuto.batching.core.scheduler import Preempt, SchedulerOptions
 from tenuto.batching.core.system import NetworkDelay, System
+from tenuto_lab.rivals.base import RivalQueue, RivalScheduler, head_first_batch
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _Running:
         self.version = version
 
 
-class ShepherdScheduler(DeadlineScheduler):
+class ShepherdScheduler(RivalScheduler):
     """Flex of Shepherd (Zhang et al., NSDI 2023). Its offline part, Herd, groups models and GPUs and is a placement
     matter.
 
@@ -61,30 +61,30 @@ class ShepherdScheduler(DeadlineScheduler):
         self._smallest: dict[int, list[tuple[int, int, int]]] = {id(pool): [] for pool in self._pools}
         self._own: list[list[tuple[int, int, int]]] = [[] for _ in system.programs]
 
-    def _arrived(self, now: float, queue: DeadlineQueue) -> None:
+    def _arrived(self, now: float, queue: RivalQueue) -> None:
         gpulet = self._idle_for(queue)
         if gpulet >= 0 and self._run(now, queue, gpulet):
             return
-        self._waiting.setdefault(queue.index)
+        self._waiting.setdefault(queue.program)
         if self._ratio:
             self._try_preempting(now, queue)
 
-    def _run(self, now: float, queue: DeadlineQueue, gpulet: int) -> bool:
-        skip, size = head_first_batch(queue.deadlines, now, self._tables[gpulet][queue.index])
+    def _run(self, now: float, queue: RivalQueue, gpulet: int) -> bool:
+        skip, size = head_first_batch(queue.deadlines, now, self._tables[gpulet][queue.program])
         if not size:
             return False
         deadlines = queue.deadlines[skip : skip + size]
         self._send(now, queue, gpulet, skip, size)
         version = self._versions[gpulet] = self._versions[gpulet] + 1
         ids = list(self.decisions[-1].request_ids)  # type: ignore[union-attr]
-        self._running[gpulet] = _Running(gpulet, queue.index, deadlines, ids, version)
+        self._running[gpulet] = _Running(gpulet, queue.program, deadlines, ids, version)
         entry = (size, gpulet, version)
         self._remember(self._smallest[id(self._pool_of[gpulet])], entry)
-        self._remember(self._own[queue.index], entry)
+        self._remember(self._own[queue.program], entry)
         if not queue.deadlines:
-            self._waiting.pop(queue.index, None)
+            self._waiting.pop(queue.program, None)
         else:
-            self._waiting.setdefault(queue.index)
+            self._waiting.setdefault(queue.program)
         return True
 
     def _remember(self, heap: list[tuple[int, int, int]], entry: tuple[int, int, int]) -> None:
@@ -104,19 +104,19 @@ class ShepherdScheduler(DeadlineScheduler):
             heappop(heap)
         return None
 
-    def _try_preempting(self, now: float, queue: DeadlineQueue) -> None:
+    def _try_preempting(self, now: float, queue: RivalQueue) -> None:
         waiting = len(queue.deadlines)
-        own = self._top(self._own[queue.index])
+        own = self._top(self._own[queue.program])
         if own is not None and waiting + len(own.ids) >= self._ratio * len(own.ids):
             merged = sorted([*own.deadlines, *queue.deadlines])
-            if self._is_worth_it(now, merged, own, queue.index):
+            if self._is_worth_it(now, merged, own, queue.program):
                 self._preempt(now, own, queue)
                 return
-        for pool in queue.pools:
+        for pool in queue.idle_pools:
             least = self._top(self._smallest[id(pool)])
-            if least is None or least.program == queue.index or waiting < self._ratio * len(least.ids):
+            if least is None or least.program == queue.program or waiting < self._ratio * len(least.ids):
                 continue
-            if self._is_worth_it(now, queue.deadlines, least, queue.index):
+            if self._is_worth_it(now, queue.deadlines, least, queue.program):
                 self._preempt(now, least, queue)
                 return
 
@@ -124,15 +124,15 @@ class ShepherdScheduler(DeadlineScheduler):
         _, size = head_first_batch(deadlines, now, self._tables[running.gpulet][program])
         return size >= self._ratio * len(running.ids)
 
-    def _preempt(self, now: float, running: _Running, queue: DeadlineQueue) -> None:
+    def _preempt(self, now: float, running: _Running, queue: RivalQueue) -> None:
         gpulet = running.gpulet
         self.decisions.append(Preempt(gpulet))
         self._running[gpulet] = None
         self._busy[gpulet] = False
         back = self._queues[running.program]
         for due, request in zip(running.deadlines, running.ids, strict=True):
-            self._insert(back, due, request)
-        self._waiting.setdefault(back.index)
+            self._insert(back, due, request, now)
+        self._waiting.setdefault(back.program)
         if not self._run(now, queue, gpulet):
             self._freed(now, gpulet)
 
@@ -150,9 +150,9 @@ class ShepherdScheduler(DeadlineScheduler):
         if best is None or not self._run(now, best, gpulet):
             self._set_idle(gpulet)
 
-    def _head_changed(self, now: float, queue: DeadlineQueue) -> None:  # noqa: ARG002
+    def _head_changed(self, now: float, queue: RivalQueue) -> None:  # noqa: ARG002
         if not queue.deadlines:
-            self._waiting.pop(queue.index, None)
+            self._waiting.pop(queue.program, None)
 
     def gpulet_lost(self, now_ms: float, gpulet: int) -> None:
         super().gpulet_lost(now_ms, gpulet)

@@ -6,9 +6,9 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tenuto.batching.core.by_deadline import DeadlineQueue, DeadlineScheduler
 from tenuto.batching.core.scheduler import SchedulerOptions
 from tenuto.batching.core.system import INF, System
+from tenuto_lab.rivals.base import RivalQueue, RivalScheduler
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TimeoutOptions(SchedulerOptions):
     drop: str = field(default="late", metadata={"choices": ("late", "queue", "none")})
 
 
-class TimeoutScheduler(DeadlineScheduler):
+class TimeoutScheduler(RivalScheduler):
     """TensorFlow Serving's batching session, Triton's dynamic batcher and Ray Serve's `@serve.batch`.
 
     A batch is released when it is full or when its oldest request has waited `wait_ms`; while no gpu-let is idle it
@@ -50,35 +50,35 @@ class TimeoutScheduler(DeadlineScheduler):
 
     def _tables_changed(self) -> None:
         for queue in self._queues:
-            if not queue.pools:
+            if not queue.idle_pools:
                 continue
             sent = queue.sent
             size = self._chosen.batch_size
             if not size:
                 size = max((b for b in range(1, len(sent)) if 2 * sent[b] <= queue.budget_ms), default=1)
-            self._sizes[queue.index] = size
+            self._sizes[queue.program] = size
             wait = self._chosen.wait_ms
             run = sent[min(size, len(sent) - 1)]
-            self._waits[queue.index] = wait if wait >= 0 else max(0.0, queue.budget_ms - 2 * run)
+            self._waits[queue.program] = wait if wait >= 0 else max(0.0, queue.budget_ms - 2 * run)
 
-    def _give_up_ms(self, queue: DeadlineQueue) -> float:
+    def _give_up_ms(self, queue: RivalQueue) -> float:
         if self._chosen.drop == "late":
             return queue.sent[1]
         return 0.0 if self._chosen.drop == "queue" else -INF
 
-    def _arrived(self, now: float, queue: DeadlineQueue) -> None:
+    def _arrived(self, now: float, queue: RivalQueue) -> None:
         if queue.rank == INF:
             self._consider(now, queue)
 
-    def _head_changed(self, now: float, queue: DeadlineQueue) -> None:
+    def _head_changed(self, now: float, queue: RivalQueue) -> None:
         if not queue.deadlines:
             queue.rank = INF
         elif queue.rank == INF:
             self._consider(now, queue)
 
-    def _consider(self, now: float, queue: DeadlineQueue) -> None:
+    def _consider(self, now: float, queue: RivalQueue) -> None:
         """Release the batch if it is full or old enough, else see to it that a timer does."""
-        deadlines, index = queue.deadlines, queue.index
+        deadlines, index = queue.deadlines, queue.program
         while deadlines:
             release_at = deadlines[0] - queue.budget_ms + self._waits[index]
             if len(deadlines) < self._sizes[index] and release_at > now:
@@ -99,11 +99,11 @@ class TimeoutScheduler(DeadlineScheduler):
             if queue.rank == INF:
                 self._consider(now, queue)
 
-    def _run(self, now: float, queue: DeadlineQueue, gpulet: int) -> bool:
+    def _run(self, now: float, queue: RivalQueue, gpulet: int) -> bool:
         """Send one batch; False if nothing of the queue can run there in time."""
-        sent = self._tables[gpulet][queue.index]
+        sent = self._tables[gpulet][queue.program]
         deadlines = queue.deadlines
-        limit = min(self._sizes[queue.index], len(sent) - 1)
+        limit = min(self._sizes[queue.program], len(sent) - 1)
         count, skip = len(deadlines), 0
         size = min(limit, count)
         if self._chosen.drop == "late":

@@ -89,7 +89,7 @@ def measured(name: str, gpulets: int, models: int, *, alike: bool = True, load: 
     return found
 
 
-@pytest.mark.parametrize("name", ["deferred", "symphony"])
+@pytest.mark.parametrize("name", ["deferred", "symphony", "eager"])
 def test_what_a_request_a_batch_and_something_learned_cost_does_not_grow_with_gpulets_and_models(name: str) -> None:
     small, *larger = [measured(name, gpulets, models) for gpulets, models in SIZES]
     for costs in larger:
