@@ -57,6 +57,11 @@ class PlannerProcess:
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._is_up = self._is_busy = False
 
+    @property
+    def pid(self) -> int:
+        """The process that answers now."""
+        return self._process.pid
+
     def ask(self, number: int, request: PlanRequest) -> None:
         """Begin to answer; a question before it is forgotten."""
         with self._lock:

@@ -13,7 +13,7 @@ _FREE = 5.0
 _FIRST_S = 0.1  # limit: what the next one waits; each further one waits twice as long
 _LONGEST_S = 2.0  # limit: of that wait; the connection is held so long
 _HALVED_S = 30.0  # limit: until an address has half as many to its name
-_MOST_ADDRESSES = 4096  # limit: addresses that are remembered
+MOST_ADDRESSES = 4096  # limit: addresses that are remembered
 
 
 class Guesses:
@@ -34,7 +34,7 @@ class Guesses:
         place = _network(address)
         count, at_s = self._lately.pop(place, (0.0, now_s))
         count = count * 0.5 ** (max(0.0, now_s - at_s) / _HALVED_S) + 1.0
-        if len(self._lately) >= _MOST_ADDRESSES:
+        if len(self._lately) >= MOST_ADDRESSES:
             del self._lately[next(iter(self._lately))]
         self._lately[place] = (count, now_s)
         if count <= _FREE:

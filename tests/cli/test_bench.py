@@ -133,10 +133,10 @@ def test_no_endpoint_exits_3(plan_file: str, capsys: pytest.CaptureFixture[str])
 def test_a_full_disk_keeps_the_figures(
     plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tenuto.loadgen.run_files._write_parquet", full)
+    monkeypatch.setattr("pyarrow.parquet.write_table", full)
     with fake_server() as server:
         assert bench(plan_file, server, "-o", str(tmp_path / "out")) == 3
     out, err = capsys.readouterr()

@@ -74,10 +74,11 @@ async def serve_closed_loop(plan: Plan, seconds: float) -> dict[str, Any]:
             (described,) = dispatcher.gpulets()
         finally:
             await dispatcher.close()
-    return {"device": described.device, **_figures(found, until_s - (1 - _WARM_UP) * seconds, until_s)}
+    return {"device": described.device, **figures_of(found, until_s - (1 - _WARM_UP) * seconds, until_s)}
 
 
-def _figures(found: Sequence[tuple[float, float, Answer]], since_s: float, until_s: float) -> dict[str, Any]:
+def figures_of(found: Sequence[tuple[float, float, Answer]], since_s: float, until_s: float) -> dict[str, Any]:
+    """Return what came through of (begun, ended, answer) between two times, held against the batches alone."""
     counted = [(began, ended, a) for began, ended, a in found if since_s <= ended <= until_s]
     ok = [(ended - began, a) for began, ended, a in counted if a.outcome is Outcome.OK]
     if not ok:
@@ -98,7 +99,10 @@ def _figures(found: Sequence[tuple[float, float, Answer]], since_s: float, until
     }
 
 
-def _plan(source: str, options: dict[str, Any], size: int, gpu: dict[str, Any], device: str, streaming: bool) -> Plan:
+def plan_of_one(
+    source: str, options: dict[str, Any], size: int, gpu: dict[str, Any], device: str, streaming: bool
+) -> Plan:
+    """Return a plan of one gpu-let with one model."""
     cuda = {"type": gpu.get("type", "gpu"), "uuid": gpu.get("uuid")}
     guess = {"alpha_ms": 0.1, "beta_ms": 1.0}  # nothing is decided by it: what waits runs at once
     return Plan.from_data(
@@ -135,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     written: dict[str, Any] = {"model": given.model, "batch_size": given.batch_size}
     for way in ("plain", "streamed"):
         try:
-            plan = _plan(
+            plan = plan_of_one(
                 given.model, options, given.batch_size, results.read("inventory.json"), given.device, way == "streamed"
             )
             written[way] = asyncio.run(serve_closed_loop(plan, given.seconds))

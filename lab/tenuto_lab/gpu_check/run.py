@@ -72,7 +72,7 @@ def main(
     except OSError as error:
         print(f"error: {folder} cannot be written: {error.strerror}. Give another folder with -o.", file=sys.stderr)
         return _NO_GPU
-    return _Steps(Results(folder), run or _run, clock_s, given.limit_s).all(
+    return _Steps(Results(folder), run or run_step, clock_s, given.limit_s).all(
         [step.name for step in chosen], lambda: _steps(folder, sizes, given.gpu)
     )
 
@@ -225,7 +225,7 @@ def _rooms(folder: Path) -> dict[str, str]:
     return {"TMPDIR": str(room), "TENUTO_MPS_ROOT": os.environ.get("TENUTO_MPS_ROOT", str(room))}
 
 
-def _run(step: Step, environment: Mapping[str, str], limit_s: float, grace_s: float = _GRACE_S) -> int:
+def run_step(step: Step, environment: Mapping[str, str], limit_s: float, grace_s: float = _GRACE_S) -> int:
     """Run one step; `grace_s` before its limit it is asked to stop, as a client killed at work may take the CUDA MPS
     server with it, and only then killed with everything it started."""
     command = [sys.executable, *step.arguments]

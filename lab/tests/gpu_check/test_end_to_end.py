@@ -14,7 +14,7 @@ from tenuto_lab.gpu_check.results import Results
 
 
 def test_a_model_is_served_by_a_process_of_its_own() -> None:
-    plan = end_to_end._plan("tests.instruments.own_models:scale", {"width": 8}, 4, {}, "cpu", streaming=False)
+    plan = end_to_end.plan_of_one("tests.instruments.own_models:scale", {"width": 8}, 4, {}, "cpu", streaming=False)
     found = asyncio.run(end_to_end.serve_closed_loop(plan, 0.5))
     assert found["device"] == "cpu"
     assert found["not_ok"] == 0
@@ -25,7 +25,7 @@ def test_a_model_is_served_by_a_process_of_its_own() -> None:
 def test_what_comes_through_is_held_against_the_batches_alone() -> None:
     answers = [(0.1 * i, 0.1 * i + 0.05, Answer(Outcome.OK, batch_size=2, execution_ms=10.0)) for i in range(20)]
     late = (1.5, 1.9, Answer(Outcome.LATE))
-    assert end_to_end._figures([*answers, late], 1.0, 2.0) == {
+    assert end_to_end.figures_of([*answers, late], 1.0, 2.0) == {
         "rows_per_s": 10.0,
         "rows_per_s_of_batches_alone": 200.0,
         "part_of_it": 0.05,
@@ -35,7 +35,7 @@ def test_what_comes_through_is_held_against_the_batches_alone() -> None:
         "not_ok": 1,
     }
     with pytest.raises(EnvironmentFaultError, match="the model is gone"):
-        end_to_end._figures([(1.0, 1.5, Answer(Outcome.FAILED, reason="the model is gone"))], 1.0, 2.0)
+        end_to_end.figures_of([(1.0, 1.5, Answer(Outcome.FAILED, reason="the model is gone"))], 1.0, 2.0)
 
 
 def test_the_page_shows_both_ways(tmp_path: Path) -> None:

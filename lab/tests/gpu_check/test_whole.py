@@ -140,8 +140,8 @@ except KeyboardInterrupt:
     pathlib.Path({str(file)!r} + ".asked").touch()
 """
     environment = dict(os.environ)
-    assert run._run(Step("s", "A", ("-c", script), 600.0), environment, 28.0, grace_s=25.0) == run.STOPPED
+    assert run.run_step(Step("s", "A", ("-c", script), 600.0), environment, 28.0, grace_s=25.0) == run.STOPPED
     assert (tmp_path / "child.asked").exists()
     child = int(file.read_text(encoding="utf-8"))
     until(lambda: Processes().started_at(child) is None)
-    assert run._run(Step("s", "A", ("-c", "raise SystemExit(3)"), 600.0), environment, 60.0) == 3
+    assert run.run_step(Step("s", "A", ("-c", "raise SystemExit(3)"), 600.0), environment, 60.0) == 3

@@ -46,7 +46,7 @@ def group_models(
     while 2 * size <= max_group_size and len(groups) > 1:
         sums = [sum(surplus[m] for m in group) for group in groups]
         general = len(groups) <= LARGEST_GENERAL_MATCHING
-        pairs = _general_matching(sums) if general else _matching_on_a_line(sums)
+        pairs = general_matching(sums) if general else matching_on_a_line(sums)
         paired = {index for pair in pairs for index in pair}
         groups = [groups[i] + groups[j] for i, j in pairs] + [g for i, g in enumerate(groups) if i not in paired]
         size *= 2
@@ -56,7 +56,7 @@ def group_models(
     return tuple(tuple(group) for group in groups)
 
 
-def _general_matching(surplus: Sequence[float]) -> list[tuple[int, int]]:
+def general_matching(surplus: Sequence[float]) -> list[tuple[int, int]]:
     """Match by the blossom algorithm on the complete graph with weights |surplus_i + surplus_j|."""
     graph = nx.Graph()
     graph.add_nodes_from(range(len(surplus)))
@@ -66,7 +66,7 @@ def _general_matching(surplus: Sequence[float]) -> list[tuple[int, int]]:
     return sorted((min(edge), max(edge)) for edge in nx.min_weight_matching(graph))
 
 
-def _matching_on_a_line(surplus: Sequence[float]) -> list[tuple[int, int]]:
+def matching_on_a_line(surplus: Sequence[float]) -> list[tuple[int, int]]:
     """Match the largest surplus with the smallest, the next with the next, and so on.
 
     For a convex cost of the sum (here its absolute value) this is a minimum-weight perfect matching: exchanging

@@ -28,10 +28,10 @@ class FakeServe:
         self.unserved: list[tuple[float, str]] = []
         self.ended: list[tuple[float, str]] = []
         self.configs: list[ServeConfig] = []
-        self._since: dict[str, float] = {}
+        self.since: dict[str, float] = {}
         self._plan: dict[str, Any] = {}
         self.apply(deployment.config())
-        self._since = dict.fromkeys(self._since, -1000.0)
+        self.since = dict.fromkeys(self.since, -1000.0)
 
     # --- the clock --------------------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ class FakeServe:
     def apply(self, config: ServeConfig) -> None:
         self.configs.append(config)
         names = {application.name for application in config.applications}
-        self.ended += [(self.now_s, name) for name in self._since if name not in names]
+        self.ended += [(self.now_s, name) for name in self.since if name not in names]
         for application in config.gpulets:
             name = application.name
             wanted = {program.name: program.batch_size for program in application.user_config.programs}
@@ -72,7 +72,7 @@ class FakeServe:
                 self._loading.pop(name, None)
             elif name not in self._loading or self._loading[name][1] != wanted:
                 self._loading[name] = self.now_s + self.load_s, wanted
-        self._since = {name: self._since.get(name, self.now_s) for name in names}
+        self.since = {name: self.since.get(name, self.now_s) for name in names}
         self._plan = config.entry.user_config.plan.to_data()
 
     def states(self) -> dict[str, ApplicationState]:
@@ -80,7 +80,7 @@ class FakeServe:
             name: ApplicationState("DEPLOY_FAILED", f"Traceback\n{self.broken[name]}")
             if name in self.broken
             else ApplicationState("RUNNING")
-            for name in self._since
+            for name in self.since
         }
 
     def node_names(self) -> frozenset[str]:
@@ -108,4 +108,4 @@ class FakeServe:
 
     def _is_up(self, gpulet: str) -> bool:
         name = application_name(gpulet)
-        return name in self._since and name not in self.broken and self.now_s - self._since[name] >= self.start_s
+        return name in self.since and name not in self.broken and self.now_s - self.since[name] >= self.start_s

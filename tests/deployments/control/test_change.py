@@ -111,7 +111,7 @@ def test_gpulets_that_cannot_start_bring_the_plan_before_back() -> None:
 def test_gpulets_that_never_come_bring_the_plan_before_back() -> None:
     cluster = Cluster(HALVES)
     cluster.serve.start_s = 1e9
-    cluster.serve._since = dict.fromkeys(cluster.serve._since, -2e9)
+    cluster.serve.since = dict.fromkeys(cluster.serve.since, -2e9)
     assert not cluster.change(LARGER)
     assert cluster.served() == {"n0/0/a", "n0/1/a"}
 

@@ -201,7 +201,7 @@ async def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(bench: B
 
     heard = await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(None, ask), PATIENCE_S)
     assert heard.startswith(b"HTTP/1.1 413 ")
-    await until(lambda: not bench.server._connections)
+    await until(lambda: not bench.server.status().connections)
 
 
 async def test_a_refused_body_that_was_announced_is_not_waited_for(bench: Bench) -> None:
@@ -309,7 +309,7 @@ async def test_a_client_that_sends_nothing_more_gets_what_it_has_asked_for(bench
         assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     assert [(await client.hear())[1] for _ in range(2)] == [b"1", b"2"]
     assert await client.hear_end() == b""
-    await until(lambda: not bench.server._connections)
+    await until(lambda: not bench.server.status().connections)
 
 
 async def test_a_defect_is_an_answer_and_the_connection_goes_on(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -367,7 +367,7 @@ async def test_connections_without_a_key_take_none_of_those_with_one(bench: Benc
     for number, stranger in enumerate(strangers):
         stranger.say((b"", b"POST /x HTTP", request(b"x", headers=b"X-Api-Key: no\r\n"))[number % 3])
     await until(lambda: bench.server.turned_away["idle"] >= 28)
-    assert len(bench.server._connections) <= 8
+    assert bench.server.status().connections <= 8
     for client in clients:
         client.say(request(b"y", url=b"/key"))
         assert (await client.hear())[1] == b"y"

@@ -296,10 +296,10 @@ def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
 def test_a_disk_that_fills_names_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document, records, _ = simulated()
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tenuto.loadgen.run_files._write_parquet", full)
+    monkeypatch.setattr("pyarrow.parquet.write_table", full)
     with pytest.raises(EnvironmentFaultError, match=r"No space left on device.*result\.json, timeline\.csv"):
         write_run_files(tmp_path, document, records, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "timeline.csv"]

@@ -30,7 +30,7 @@ def weight(values: list[int], pairs: list[tuple[int, int]]) -> int:
 @given(surpluses)
 @settings(max_examples=60, deadline=None)
 def test_both_matchings_have_the_least_weight_and_leave_at_most_one_alone(values: list[int]) -> None:
-    for matching in (usher_grouping._general_matching, usher_grouping._matching_on_a_line):
+    for matching in (usher_grouping.general_matching, usher_grouping.matching_on_a_line):
         pairs = matching(values)
         matched = list(itertools.chain.from_iterable(pairs))
         assert len(set(matched)) == len(matched) == len(values) - len(values) % 2
