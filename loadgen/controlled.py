@@ -65,20 +65,9 @@ class ControlledSimulation:
         return cls(workload, solve(policy, workload, cluster, profiles), cluster.gpus, profiles, settings, **how)
 
     def run(
-        self,
-        rate_scale: float = 1.0,
-        progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None,
-        *,
-        sample: float = 1.0,
+        self, rate_scale: float = 1.0, progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None
     ) -> ControlledRun:
-        """Serve all requests at a rate scale, from the first plan on; of quiet looks only a `sample`, one by one.
-
-        Raises:
-            InvalidInputError: a sample of applications, whose requests follow on each other.
-        """
-        if sample < 1.0 and self.workload.applications:
-            rule = "is for workloads without applications, whose requests follow on each other"
-            raise refused("sample", sample, rule, "Leave it away.")
+        """Serve all requests at a rate scale, from the first plan on."""
         growth = {gpu.type: gpu for gpu in reversed(self.gpus) if gpu.type in self.settings.gpus}
         load, calls = self._load(rate_scale)
         run = ControlledCluster(
@@ -91,7 +80,6 @@ class ControlledSimulation:
             lambda system: make_scheduler(self.scheduler_name, system, self.options),
             world=World(network=self.network, seed=self.seed),
             growth=growth,
-            sample=sample,
         ).run(self.settings.interval_s, progress)
         if calls is not None:
             run.applications = calls.counts()
@@ -174,7 +162,6 @@ def controlled_summary(
             for name, row in zip(run.names, ended, strict=True)
         },
         "control": {
-            "simulated": run.simulated,
             "changes": run.count(Kind.CHANGED),
             "rolled_back": run.count(Kind.ROLLED_BACK),
             "gpu_hours": run.gpu_s / 3600.0,

@@ -135,8 +135,6 @@ class RunningSystem:
         self._processes: dict[str, _Process] = {}
         self._idle: set[str] = set()  # of them, those that wait on standby: they hold no share
         self._due: list[tuple[float, str]] = []  # (time, gpu-let): its process should be ready
-        self._skipped_ms = 0.0  # by which its own clock, which all times here are of, is behind that of the arrivals
-        self._passed = np.zeros(len(names), dtype=np.int64)  # requests by model that were skipped since the last look
         self._retried: set[int] = set()
         self._factors: dict[str, float] = {}  # by program: what batches take over what the plan says
         self._odd: dict[tuple[int, int], int] = {}  # batches of (place, program) that took another time than planned
@@ -198,64 +196,26 @@ class RunningSystem:
 
     @property
     def now_ms(self) -> float:
-        """The present time of its own clock."""
+        """The present time."""
         return self._engine.now_ms
 
     def advance(self, until_ms: float) -> None:
         """Let everything happen up to and including `until_ms`."""
-        until = until_ms - self._skipped_ms
-        while self._due and self._due[0][0] <= until:
+        while self._due and self._due[0][0] <= until_ms:
             at, name = heappop(self._due)
             self._serve(at)
             process = self._processes.get(name)
             if process is not None and not process.is_ready and process.ready_at <= at:
                 process.is_ready = True
                 self._offer(name, at)
-        self._serve(until)
+        self._serve(until_ms)
 
     def _serve(self, until: float) -> None:
         engine = self._engine
-        rows = slice(engine.next, self._coming_before(until + self._skipped_ms))
-        if self._skipped_ms:
-            engine.times_ms[rows] -= self._skipped_ms
-            engine.deadlines_ms[rows] -= self._skipped_ms
-        engine.serve(rows.stop)
+        coming = engine.times_ms[engine.next : engine.planned]
+        engine.serve(engine.next + int(np.searchsorted(coming, until, side="right")))
         engine.settle(until, engine.now_ms)
         engine.now_ms = max(engine.now_ms, until)
-
-    def _coming_before(self, until_ms: float) -> int:
-        """Return the number of the first arrival later than this, on the clock of the arrivals."""
-        engine = self._engine
-        coming = engine.times_ms[engine.next : engine.planned]
-        return engine.next + int(np.searchsorted(coming, until_ms, side="right"))
-
-    def skip(self, until_ms: float, coming: NDArray[np.int64]) -> None:
-        """Take the requests up to and including `until_ms`, which are those `coming`, as served like those before them,
-        without serving any of them. What waits and runs stands still meanwhile, so that those that follow meet what
-        these would have met.
-
-        A model without a gpu-let has its requests rejected, all others have them in time. Only where `is_steady`.
-        """
-        engine, first = self._engine, self._engine.next
-        engine.next += int(coming.sum())
-        self._passed += coming
-        engine.times_ms[first : engine.next] = self.now_ms
-        passed_ms = until_ms - self._skipped_ms - self.now_ms
-        self._skipped_ms += passed_ms
-        self._used_at_ms -= passed_ms
-
-    def coming(self, until_ms: float) -> NDArray[np.int64]:
-        """Return how many requests by model the schedule has next, up to and including `until_ms`."""
-        engine = self._engine
-        models = engine.models[engine.next : self._coming_before(until_ms)]
-        return np.bincount(models, minlength=len(self._names))
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether no process starts, loads or drains, and none is broken."""
-        gpulets = self._engine.gpulets
-        is_draining = any(batch is not None for batch in gpulets.running[: gpulets.first])
-        return not (self._due or is_draining) and all(process.is_ready for process in self._processes.values())
 
     # --- the scheduler of the plan ----------------------------------------------------------------------------------
 
@@ -372,10 +332,6 @@ class RunningSystem:
             self._may_wait = [r for r in (*self._may_wait, *engine.followed) if engine.deadlines_ms[r] > self.now_ms]
             engine.followed = []
         ended = np.zeros((models, len(OUTCOMES)), dtype=np.int64)
-        served = np.array(engine.index or [-1] * models) >= 0
-        ended[served, Outcome.OK] = self._passed[served]
-        ended[~served, Outcome.REJECTED] = self._passed[~served]
-        self._passed[:] = 0
         for outcome, lost in engine.lost.items():
             if lost:
                 requests = np.fromiter(chain.from_iterable(lost), dtype=np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,13 +23,10 @@ from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.wire.status import LogLine
 from tenuto.errors import InvalidInputError
-from tenuto.outcome import OUTCOMES, Outcome
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
-
-QUIET_S = 5.0  # without a loss; less, and what follows on a loss would be skipped too often
-SURGE = 4.0  # derived: standard deviations of Poisson arrivals above the mean, by chance in 3e-5 of the looks
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ class Window:
 
     end_s: float
     arrived: NDArray[np.int64]
-    ended: NDArray[np.int64]  # columns in the order of OUTCOMES; requests that were skipped count as in time
+    ended: NDArray[np.int64]  # columns in the order of OUTCOMES
     share_s: float
     gpu_s: float
 
@@ -94,9 +90,7 @@ class Window:
 class ControlledRun:
     """What a run produced: figures by window, the log, and every plan that was applied with its time and reason.
 
-    `skipped` and `drawn` are what became of quiet looks: requests by model that were skipped, and by model and outcome
-    those of the looks that were drawn to be simulated in their place. `applications` has the requests of applications
-    by outcome, from end to end, where whoever runs it counts them.
+    `applications` has the requests of applications by outcome, from end to end, where whoever runs it counts them.
     """
 
     names: tuple[str, ...]
@@ -104,27 +98,11 @@ class ControlledRun:
     entries: list[LogLine] = field(default_factory=list)
     plans: list[tuple[float, Plan, str]] = field(default_factory=list)
     applications: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    skipped: NDArray[np.int64] = field(init=False)
-    drawn: NDArray[np.int64] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.skipped = np.zeros(len(self.names), dtype=np.int64)
-        self.drawn = np.zeros((len(self.names), len(OUTCOMES)), dtype=np.int64)
 
     def ended(self) -> NDArray[np.int64]:
-        """Return requests by model and outcome over the whole run; those that were skipped as those drawn ended."""
+        """Return requests by model and outcome over the whole run."""
         total: NDArray[np.int64] = np.sum([window.ended for window in self.windows], axis=0)
-        lost = self.drawn.copy()
-        lost[:, Outcome.OK] = 0
-        estimate = np.rint(lost * (self.skipped / np.maximum(1, self.drawn.sum(axis=1)))[:, None]).astype(np.int64)
-        total += estimate
-        total[:, Outcome.OK] -= estimate.sum(axis=1)
         return total
-
-    @property
-    def simulated(self) -> int:
-        """The requests that were served one by one."""
-        return int(sum(window.ended.sum() for window in self.windows) - self.skipped.sum())
 
     def attainments(self) -> dict[str, float]:
         """Return which part of the requests of every model with any was answered in time."""
@@ -150,15 +128,7 @@ class ControlledRun:
 
 class ControlledCluster:
     """A cluster under the controller, in virtual time: it carries out what the controller decides, and tells it what it
-    may know.
-
-    The scheduler's work on every request is most of the time that a long run takes, and most seconds are alike: nothing
-    changes, nothing is lost. With `sample` below 1 each look that follows on `QUIET_S` of such seconds is drawn with
-    this probability, and skipped if it is not; one in which a model gets far more requests than in those before is not
-    left to chance, as the looks after it depend on it. The controller sees all arrivals all the same. What a look is
-    drawn for is known before it begins, so the losses of those drawn are an unbiased estimate of the losses of those
-    skipped.
-    """
+    may know."""
 
     def __init__(
         self,
@@ -173,7 +143,6 @@ class ControlledCluster:
         world: World | None = None,
         incidents: Sequence[Incident] = (),
         growth: Mapping[str, Gpu] | None = None,
-        sample: float = 1.0,
     ) -> None:
         """Bring up the first plan.
 
@@ -188,13 +157,9 @@ class ControlledCluster:
             world: what the cluster is like.
             incidents: what happens, in order of time.
             growth: for a cluster that can grow, a GPU of each type it can have.
-            sample: part of the quiet looks, drawn at random, that are simulated request by request. 1 where requests
-                follow on others.
         """
         world = world or World()
-        self._duration_s, self._sample, self._quiet_s = load.duration_s, sample, 0.0
-        self._usual: deque[NDArray[np.int64]] = deque(maxlen=max(1, round(QUIET_S / settings.look_s)))  # arrivals
-        self._draw = np.random.default_rng(world.seed).random
+        self._duration_s = load.duration_s
         self._world, self._profiles, self._settings, self._growth = world, profiles, settings, growth or {}
         slo_ms = {spec.name: spec.slo_ms for spec in workload.models}
         self._system = RunningSystem(
@@ -240,12 +205,12 @@ class ControlledCluster:
         while step * look_s < duration_s:
             step += 1
             now_s = step * look_s
-            is_eventful = bool(self._events) and self._events[0][0] <= now_s
             while self._events and self._events[0][0] <= now_s:
                 at_s, _, happen = heappop(self._events)
                 self._system.advance(1000.0 * at_s)
                 happen(at_s)
-            look = self._pass(1000.0 * now_s, is_eventful=is_eventful)
+            self._system.advance(1000.0 * now_s)
+            look = self._system.look()
             looks.append(look)
             self._controller.observe(now_s, self._seen(now_s, look))
             self._carry_out(now_s)
@@ -257,33 +222,6 @@ class ControlledCluster:
         self._system.advance(1000.0 * duration_s + 60_000.0)
         self._close(duration_s + 60.0, [self._system.look()], is_rest=True)
         return self._result
-
-    def _pass(self, until_ms: float, *, is_eventful: bool) -> Look:
-        """Let the time up to a look pass, request by request or not, and take the look."""
-        is_quiet = self._sample < 1.0 and self._quiet_s >= QUIET_S and not is_eventful
-        is_quiet = is_quiet and self._controller.change is None and self._system.is_steady
-        coming = self._system.coming(until_ms) if is_quiet else None
-        is_quiet = coming is not None and self._is_usual(coming)
-        is_skipped = is_quiet and self._draw() >= self._sample
-        if coming is not None and is_skipped:
-            self._system.skip(until_ms, coming)
-        else:
-            self._system.advance(until_ms)
-        look = self._system.look()
-        self._usual.append(look.arrived)
-        if is_skipped:
-            self._result.skipped += look.arrived
-            return look
-        if is_quiet:
-            self._result.drawn += look.ended
-        is_lossless = int(look.ended.sum()) == int(look.ended[:, Outcome.OK].sum())
-        self._quiet_s = self._quiet_s + self._settings.look_s if is_lossless else 0.0
-        return look
-
-    def _is_usual(self, coming: NDArray[np.int64]) -> bool:
-        """Whether no model gets far more requests in a look than in those before."""
-        mean = np.mean(self._usual, axis=0)
-        return bool((coming <= mean + SURGE * np.sqrt(mean + 1.0)).all())
 
     def _close(self, now_s: float, looks: Sequence[Look], *, is_rest: bool = False) -> None:
         arrived = np.sum([look.arrived for look in looks], axis=0)

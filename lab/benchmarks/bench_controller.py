@@ -1,7 +1,7 @@
 """The controller over whole runs in virtual time, beside the best fixed plan and one that knows the future.
 
     python lab/benchmarks/bench_controller.py waves [--seed N] [--rate-scale F] [--svg FILE]
-    python lab/benchmarks/bench_controller.py day [--seed N] [--sample PART] [--swing A] [--policy NAME]
+    python lab/benchmarks/bench_controller.py day [--seed N] [--swing A] [--policy NAME]
                                                     [--hours H] [--trace FILE] [--rival | --ideal]
     python lab/benchmarks/bench_controller.py incidents [--seed N]
     python lab/benchmarks/bench_controller.py standby [--seed N]
@@ -96,7 +96,7 @@ def report(name: str, run: ControlledRun, cpu_s: float) -> None:
         f"late {total[Outcome.LATE]:,}, rejected {total[Outcome.REJECTED]:,}, failed {total[Outcome.FAILED]:,}); "
         f"worst model {worst} {attainments[worst]:.3%}; {run.count(Kind.CHANGED)} changes, "
         f"{run.count(Kind.ROLLED_BACK)} rolled back; GPU-hours {run.gpu_s / 3600:.2f}, "
-        f"by share {run.share_s / 3600:.2f}" + (f"; {run.simulated:,} requests one by one" if run.skipped.any() else "")
+        f"by share {run.share_s / 3600:.2f}"
     )
 
 
@@ -293,7 +293,6 @@ def day(args: argparse.Namespace) -> None:
         settings,
         lambda system: make_scheduler("deferred", system, {"rehearse": False}),
         growth={"1080ti": gpus[0]},
-        sample=args.sample,
     ).run(300.0, tell)
     if args.log:
         show_log(run, ("change", "changed", "roll back", "rolled back", "missing", "no plan", "stuck"))
@@ -467,7 +466,6 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=24.0, help="of the day")
     parser.add_argument("--invocations", type=int, default=20_000_000, help="of the day that is made up")
     parser.add_argument("--swing", type=float, help="of the day: all functions follow it, with this amplitude")
-    parser.add_argument("--sample", type=float, default=1.0, help="of the day: part of the quiet seconds simulated")
     parser.add_argument("--rival", action="store_true", help="of the day: Ray Serve's own rule, and no controller")
     parser.add_argument("--trace", help="a day of the Azure Functions trace of 2019 in place of the made-up one")
     parser.add_argument("--svg", help="draw rates, GPUs and violations over time")

@@ -32,12 +32,6 @@ PROGRESS_S = 5.0  # limit: between two lines of progress
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @click.option("--advice", "advice_window_s", type=float, metavar="S", help="Scaling advice for every S seconds.")
 @click.option("--control", "control_file", metavar="FILE", help="Let the controller change the plan meanwhile.")
-@click.option(
-    "--sample",
-    type=click.FloatRange(0.0, 1.0),
-    metavar="PART",
-    help="With --control: of seconds in which nothing changes or is lost simulate only this part, drawn by chance.",
-)
 def command(
     asked: VirtualArguments,
     rate_scale: float,
@@ -45,7 +39,6 @@ def command(
     force: bool,
     advice_window_s: float | None,
     control_file: str | None,
-    sample: float | None,
 ) -> None:
     """Run PLAN, or WORKLOAD on a cluster where every GPU hosts every model, in virtual time.
 
@@ -60,10 +53,8 @@ def command(
                 if value is not None
             ]
         )
-        _run_controlled(asked, control_file, rate_scale, 1.0 if sample is None else sample)
+        _run_controlled(asked, control_file, rate_scale)
         return
-    if sample is not None:
-        raise_if_any([Problem("--sample", sample, "is for runs with --control", "Leave it away.")])
     simulation = asked.simulation()
     advice_options = None if advice_window_s is None else AutoscaleOptions(window_s=advice_window_s)
     if advice_options is not None:
@@ -85,7 +76,7 @@ def command(
         notice(f"report: {out / 'report.html'}")
 
 
-def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: float, sample: float) -> None:
+def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: float) -> None:
     from tenuto.deployments.control.journal import Kind
     from tenuto.loadgen.controlled import controlled_summary
 
@@ -98,7 +89,7 @@ def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: floa
             told_s = time.perf_counter()
             tell(f"{now_s:,.0f} of {asked.duration_s:,.0f} s, {run.count(Kind.CHANGED)} changes")
 
-    run = simulation.run(rate_scale, progress, sample=sample)
+    run = simulation.run(rate_scale, progress)
     summary = controlled_summary(run, asked.duration_s, since, simulation.workload.applications)
     if printed_as_json(summary):
         return
@@ -119,7 +110,6 @@ def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: floa
         f"attainment {percent(summary['attainment'])}, {control['changes']} changes, {control['rolled_back']} rolled "
         f"back, {control['gpu_hours']:.2f} GPU-hours, {control['share_hours']:.2f} of them by share; "
         f"{summary['requests']:,} requests in {summary['wall_s']:.1f} s"
-        + (f", {control['simulated']:,} of them one by one" if control["simulated"] < summary["requests"] else "")
     )
 
 

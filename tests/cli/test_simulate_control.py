@@ -57,16 +57,6 @@ def test_a_rate_that_rises_is_followed(capsys: pytest.CaptureFixture[str], tmp_p
     assert unchanged["attainment"] < found["attainment"]
 
 
-def test_a_sample_of_the_quiet_seconds_tells_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = json.loads(simulate(capsys, "--json")[1])
-    part = json.loads(simulate(capsys, "--json", "--sample", "0.3")[1])
-    assert part["requests"] == whole["requests"] == whole["control"]["simulated"]
-    assert part["control"]["simulated"] < 0.7 * whole["requests"]
-    assert part["control"]["changes"] == whole["control"]["changes"]
-    assert part["control"]["gpu_hours"] == pytest.approx(whole["control"]["gpu_hours"], rel=0.02)
-    assert part["attainment"] == pytest.approx(whole["attainment"], abs=0.003)
-
-
 def test_what_does_not_go_together_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = simulate(capsys, "--advice", "5", "--warmup-s", "3")
     assert code == 2

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.documents import parse_document
-from tenuto.errors import InvalidInputError
 from tenuto.loadgen.controlled import ControlledSimulation, controlled_summary
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload, solve
@@ -66,9 +63,3 @@ def test_a_change_of_plan_loses_none_of_their_stages() -> None:
     assert row["failed"] == 0
     stages = [changed["models"][f"pictures.{stage}"] for stage in ("find", "name")]
     assert stages[1]["offered"] == 3 * (stages[0]["ok"] + stages[0]["late"])
-
-
-def test_a_sample_of_them_is_refused() -> None:
-    settings = ControlSettings.model_validate({"mode": "off"})
-    with pytest.raises(InvalidInputError, match="sample"):
-        ControlledSimulation(pictures(1.0), first_plan(), CLUSTER.gpus, Profiles(()), settings).run(sample=0.5)

@@ -13,7 +13,7 @@ from tenuto.batching.core.system import System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.running import Life, RunningSystem
 from tenuto.batching.virtual.simulator import simulate
-from tenuto.outcome import OUTCOMES, Outcome
+from tenuto.outcome import Outcome
 from tenuto.placement import Gpulet, Plan
 from tests.instruments.plans import make_plan
 
@@ -165,31 +165,3 @@ def test_what_cannot_start_is_broken_and_the_others_serve() -> None:
     look = system.look()
     assert look.broken == {"n0/1/a": "no such weights"}
     assert look.ended[0, Outcome.OK] == len(load[0])
-
-
-def test_what_follows_on_requests_that_were_skipped_meets_what_they_would_have_met() -> None:
-    plan = make_plan(TWO)
-    load = arrivals([720.0, 680.0], 12.0)
-    whole, part = running(plan, load), running(plan, load)
-    drawn, skipped = np.zeros((2, len(OUTCOMES)), dtype=np.int64), np.zeros(2, dtype=np.int64)
-    for second in range(1, 13):
-        is_skipped = second % 2 == 0
-        assert part.is_steady or not is_skipped
-        if is_skipped:
-            part.skip(1000.0 * second, part.coming(1000.0 * second))
-        else:
-            part.advance(1000.0 * second)
-        look = part.look()
-        assert look.gpu_s == pytest.approx(2.0)
-        if is_skipped:
-            skipped += look.arrived
-            assert (look.ended[:, Outcome.OK] == look.ended.sum(axis=1)).all()
-            assert (look.ended.sum(axis=1) == look.arrived).all()
-        else:
-            drawn += look.ended
-    drawn += ended(part)
-    assert drawn.sum() + skipped.sum() == len(load[0])
-    everything = ended(whole)
-    lost = 1.0 - everything[:, Outcome.OK].sum() / everything.sum()
-    assert lost > 0.02
-    assert 1.0 - drawn[:, Outcome.OK].sum() / drawn.sum() == pytest.approx(lost, rel=0.3)
