@@ -343,6 +343,7 @@ class PrivateDaemon:
                 return False
             self._sleep(0.1)
         self.control.quit()
+        until = self._clock() + timeout_s  # anew: on a busy machine the answers before took seconds
         while self.processes.started_at(pid) is not None:
             if self._clock() >= until:
                 raise ControlError(f"the CUDA MPS daemon of {self.gpu_uuid} (pid {pid}) does not end after `quit`.")

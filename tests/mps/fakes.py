@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,8 +30,13 @@ class FakeProcesses(Processes):
         return frozenset(self.outside.get(pid, ()))
 
     environments: dict[int, dict[str, str] | None] = field(default_factory=dict)
+    ending: dict[int, int] = field(default_factory=dict)  # by pid: how often it is still seen
 
     def started_at(self, pid: int) -> int | None:
+        if pid in self.ending:
+            self.ending[pid] -= 1
+            if self.ending[pid] < 0:
+                del self.ending[pid], self.alive[pid]
         return self.alive.get(pid)
 
     def environment_of(self, pid: int) -> dict[str, str] | None:
@@ -57,6 +62,8 @@ class FakeDaemon:
     refusals_before_ready: int = 0  # slow start: so many commands fail first
     writes_pid: bool = True
     ignores_quit: bool = False
+    seen_after_quit: int = 0  # times that its process is still seen
+    on_command: Callable[[], None] = lambda: None
     answers: dict[str, str] = field(default_factory=dict)  # command to an answer that is not as documented
     commands: list[str] = field(default_factory=list)
     environments: list[dict[str, str]] = field(default_factory=list)
@@ -74,6 +81,7 @@ class FakeDaemon:
             if self.writes_pid:
                 (pipes / "nvidia-cuda-mps-control.pid").write_text(f"{self.pid}\n", encoding="utf-8")
             return ""
+        self.on_command()
         command = text.strip()
         self.commands.append(command)
         if not self.is_running:
@@ -107,7 +115,7 @@ class FakeDaemon:
         if words[0] == "quit":
             if not self.ignores_quit:
                 self.is_running = False
-                del self.processes.alive[self.pid]
+                self.processes.ending[self.pid] = self.seen_after_quit
             return ""
         return f"Unknown command {command}\n"
 

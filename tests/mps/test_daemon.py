@@ -185,6 +185,15 @@ def test_the_daemon_stops_only_after_the_last_gpulet_and_its_clients_have_gone(b
     assert find_leftovers(bench.root, bench.processes) == ()
 
 
+def test_a_daemon_has_time_to_end_on_a_machine_that_takes_seconds_for_each_command(bench: Bench) -> None:
+    gpulet = bench.gpulet()
+    gpulet.join()
+    gpulet.leave()
+    bench.daemon.on_command = lambda: bench.clock.sleep(6.0)
+    bench.daemon.seen_after_quit = 3
+    assert gpulet.stop_if_unused(timeout_s=10.0)
+
+
 def test_a_daemon_that_ignores_quit_is_an_error(bench: Bench) -> None:
     gpulet = bench.gpulet()
     gpulet.join()
