@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
-from tenuto.placement.applications import Application
+from tenuto.placement.application import Application
 
 # derived: the fewest of which the largest is above the 99th percentile with 99 %, ln 0.01 / ln 0.99
 MIN_SAMPLES_P99 = 459

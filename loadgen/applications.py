@@ -15,7 +15,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
-from tenuto.placement.applications import Application
+from tenuto.placement.application import Application
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tenuto.loadgen.senders.http import HttpSender
 from tenuto.loadgen.senders.payloads import make_bodies
 from tenuto.loadgen.verdict import Verdict, judge, summarise
 from tenuto.placement import ModelSpec, Plan
-from tenuto.placement.applications import Application
+from tenuto.placement.application import Application
 
 Progress = Callable[[str], None]
 _SHOWN_ERRORS = 8  # limit: kinds of errors that are printed

@@ -26,7 +26,7 @@ from tenuto.loadgen.schedule import make_schedule
 from tenuto.loadgen.simulated import beside
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Cluster, Plan, Workload
-from tenuto.placement.applications import Application
+from tenuto.placement.application import Application
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve

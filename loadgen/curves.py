@@ -18,7 +18,7 @@ from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.simulated import Simulation
 from tenuto.loadgen.verdict import judged_rows
 from tenuto.placement import Arrival, ModelSpec
-from tenuto.placement.applications import Application
+from tenuto.placement.application import Application
 
 _Arriving = TypeVar("_Arriving", ModelSpec, Application)
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement import ModelSpec
-from tenuto.placement.applications import Application
+from tenuto.placement.application import Application
+from tenuto.placement.arrivals.arrival_processes import arrival_times
 from tenuto.placement.arrivals.azure import is_synthetic
-from tenuto.placement.arrivals.processes import arrival_times
 
 MOST_REQUESTS = 100_000_000  # limit: 1.2 GB of schedule; a mistyped duration should say so instead of eating the memory
 

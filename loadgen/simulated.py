@@ -28,7 +28,7 @@ from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.loadgen.verdict import judge, summarise
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
-from tenuto.placement.applications import Application
+from tenuto.placement.application import Application
 from tenuto.profiles import Profiles
 
 _Arriving = TypeVar("_Arriving", ModelSpec, Application)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tenuto.loadgen.application_figures import MIN_SAMPLES_P99, application_figures, label_stages
 from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
-from tenuto.placement.applications import Application
+from tenuto.placement.application import Application
 
 TARGET_ATTAINMENT = 0.99  # unit: the attainment that PASS asks for unless another is given
 

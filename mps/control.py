@@ -93,7 +93,7 @@ class Subprocesses:
 
 
 @dataclass(frozen=True)
-class Client:
+class MpsClient:
     """One row of the command `ps`: a client's pid and the number of its PID namespace."""
 
     pid: int
@@ -158,7 +158,7 @@ class Control:
         """Return the pids of a server's clients, in the daemon's own namespace of pids."""
         return self._pids(f"get_client_list {server}")
 
-    def described_clients(self) -> tuple[Client, ...]:
+    def described_clients(self) -> tuple[MpsClient, ...]:
         """Return all clients with their PID namespaces, from `ps`; older programs do not know this command."""
         head, *rows = self._ask("ps") or [""]
         if head.split()[:5] != ["PID", "ID", "SERVER", "DEVICE", "NAMESPACE"]:
@@ -168,7 +168,7 @@ class Control:
             words = row.split(None, 5)
             if len(words) < 5 or not words[0].isdecimal() or not words[4].isdecimal():
                 raise self._unexpected("ps", [row], "a row of PID ID SERVER DEVICE NAMESPACE COMMAND")
-            found.append(Client(int(words[0]), int(words[4])))
+            found.append(MpsClient(int(words[0]), int(words[4])))
         return tuple(found)
 
     def terminate_client(self, server: int, client: int) -> None:

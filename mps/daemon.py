@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tenuto.documents import write_whole
-from tenuto.mps.control import BINARY, Client, Control, ControlError, Runner, Subprocesses
+from tenuto.mps.control import BINARY, Control, ControlError, MpsClient, Runner, Subprocesses
 from tenuto.mps.faults import MOST_FAULTS, WINDOW_S, FaultLog
 from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, is_unused, pipe_directory, read_record
 from tenuto.mps.inventory import without_mps
@@ -281,7 +281,7 @@ class PrivateDaemon:
         """Return the pids of all clients."""
         return tuple(pid for server in self.control.servers() for pid in self.control.clients(server))
 
-    def described_clients(self) -> tuple[Client, ...]:
+    def described_clients(self) -> tuple[MpsClient, ...]:
         """Return the clients with their PID namespaces; none where the control program does not tell."""
         try:
             return self.control.described_clients()

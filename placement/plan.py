@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, field_validator
 
 from tenuto.documents import Fault, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import raise_if_any, refused
-from tenuto.placement.applications import Application
+from tenuto.placement.application import Application
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import plan_problems

@@ -13,7 +13,7 @@ from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.options import options_of_call, options_of_dataclass, read_options
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
-from tenuto.placement.watch import Watch
+from tenuto.placement.watch import PlanningWatch
 from tenuto.placement.workload import Workload
 from tenuto.plugins import POLICIES, cure_of_unknown, entry_point, registered
 from tenuto.profiles import Profiles
@@ -34,7 +34,7 @@ class Policy(ABC):
     source: ClassVar[str]
     readings: ClassVar[str] = ""  # what its source leaves open or has otherwise, in a line for `tenuto policies`
     is_interruptible: ClassVar[bool] = False  # it says how far it is, and stops with the best plan so far when asked to
-    watch: Watch = Watch()
+    watch: PlanningWatch = PlanningWatch()
 
     def __post_init__(self) -> None:
         """Take the options of a dataclass, or raise `InvalidInputError` with all that are out of their bounds."""

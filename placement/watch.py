@@ -5,7 +5,7 @@ from __future__ import annotations
 INTERRUPTED = "planning was interrupted; this is the best plan found until then"
 
 
-class Watch:
+class PlanningWatch:
     """Told by a policy how far it is. This one hears nothing and lets it finish."""
 
     def say(self, progress: str) -> None:

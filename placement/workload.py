@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tenuto.documents import Fault, ProblemsBelow, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import Problem, refused
-from tenuto.placement.applications import Application
+from tenuto.placement.application import Application
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.latency import LatencyField

@@ -27,9 +27,9 @@ FOLDERS = ("profiles", "mps", "placement", "batching", "deployments", "loadgen",
 # What else opens something for writing, and why it is no file that somebody keeps.
 OTHERS = {
     ("tenuto/documents.py", "write_whole"): "the one",
-    ("profiles/measuring/processes.py", "serve_parent"): "the standard output of a worker",
+    ("profiles/measuring/worker_process.py", "serve_parent"): "the standard output of a worker",
     ("deployments/control/planner.py", ""): "the standard output of a worker",
-    ("profiles/measuring/memory.py", "reset"): "a switch in /proc",
+    ("profiles/measuring/memory_meter.py", "reset"): "a switch in /proc",
     ("tenuto/cli/__init__.py", "exit_code"): "a stream that was closed goes to /dev/null",
     ("mps/daemon.py", "_open"): "a lock, which stays empty",
     ("loadgen/run_files.py", "_write_timeline"): "given to write_files, which gives it a path that is renamed",

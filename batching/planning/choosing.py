@@ -16,7 +16,7 @@ from tenuto.errors import TenutoError, first_line
 from tenuto.options import option
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
-from tenuto.placement.watch import Watch
+from tenuto.placement.watch import PlanningWatch
 from tenuto.profiles import Profiles
 
 STARTS = ("symphony", "sbp", "ffd", "igniter", "gpulet", "usher", "wao-usher")  # the quickest first
@@ -77,11 +77,11 @@ class Chooser:
         workload: Workload,
         cluster: Cluster,
         profiles: Profiles,
-        watch: Watch | None = None,
+        watch: PlanningWatch | None = None,
     ) -> None:
         self._options, self._cluster, self._profiles = options, cluster, profiles
         self._workload = workload.model_copy(update={"merge": "off"})  # what becomes one program is found afterwards
-        self.watch = watch or Watch()
+        self.watch = watch or PlanningWatch()
         self.aim = (1.0 + options.attainment) / 2.0  # half of the misses to spare: other arrivals are less kind
         self.is_large = max(len(workload.models), len(cluster.gpus)) > LARGE
         self.worth = Worth(workload.models, workload.objective)

@@ -10,7 +10,7 @@ from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.components import connected_components
-from tenuto.placement.policies.symphony.partition import Limits, PartitionModel, partition
+from tenuto.placement.policies.symphony.partition import PartitionLimits, PartitionModel, partition
 
 _WHOLE = "0"
 _EVENER = 0.1  # limit: of the mean rate of a sub-cluster: what moving models has to gain
@@ -80,7 +80,7 @@ def parted(
         if by_place:
             current[str(index)] = min(count - 1, max(by_place, key=lambda place: (by_place[place], -place)))
     bound = None if most_moved is None else 2.0 * most_moved * sum(entry.static_mib for entry in entries)
-    limits = Limits(max_change_mib=bound)
+    limits = PartitionLimits(max_change_mib=bound)
     found = partition(entries, count, limits=limits, current=current, time_limit_s=time_limit_s).assignment
     return {name: names[found[str(index)]] for index, component in enumerate(components) for name in sorted(component)}
 

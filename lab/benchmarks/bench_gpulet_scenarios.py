@@ -19,7 +19,7 @@ from pathlib import Path
 from placement_scenes import machine
 
 from tenuto.placement import Cluster, Policy
-from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 from tenuto_lab.baselines.ideal import Ideal
 
@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.placement.policies.gpulet.turns import FIVE, IGNITER, carried, five_models
 
 POLICIES: dict[str, Policy] = {
-    "gpulet": Gpulet(),
-    "gpulet+int": Gpulet(interference=True),
+    "gpulet": GpuletPolicy(),
+    "gpulet+int": GpuletPolicy(interference=True),
     "sbp": SquishyBinPacking(max_batch=32),
     "sbp, halves": SquishyBinPacking(halves=True, max_batch=32),
     "ideal": Ideal(),

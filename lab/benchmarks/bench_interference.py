@@ -30,7 +30,13 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement.interference import InterferenceModel, NoInterference, Resident
 from tenuto.placement.interference.contention import Contention, gpu_ms
 from tenuto.placement.interference.gpulet_linear import CONSTANTS
-from tenuto.placement.interference.igniter import Hardware, IgniterInterference, Load, ModelConstants, inference_time_ms
+from tenuto.placement.interference.igniter_model import (
+    Hardware,
+    IgniterInterference,
+    Load,
+    ModelConstants,
+    inference_time_ms,
+)
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.interference.contention_fit import fit_contention, load_pairs
 from tenuto_lab.interference.gpulet_fit import fit_gpulet_linear

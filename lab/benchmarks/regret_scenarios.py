@@ -21,7 +21,7 @@ from tenuto.batching.virtual.result import SimulationResult
 from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
-from tenuto.placement.applications import Application, Stage
+from tenuto.placement.application import Application, Stage
 from tenuto.placement.arrivals.arrival import Arrival
 
 __all__ = ["FLAGS", "Ran", "Scenario", "draw", "run"]

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from tenuto.documents import StrictModel, dump_yaml, parse_document, parse_yaml
-from tenuto.placement.interference.base import Resident
+from tenuto.placement.interference.interference_model import Resident
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile
 
 ALIKE = 0.1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tenuto.placement.interference.base import Resident
+from tenuto.placement.interference.interference_model import Resident
 from tenuto.placement.interference.utilisation import Utilisations
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tenuto.errors import refused
-from tenuto.placement.interference.base import InterferenceModel, NoInterference
 from tenuto.placement.interference.contention import Constants, Contention, shipped_constants
 from tenuto.placement.interference.gpulet_linear import CONSTANTS, V100
-from tenuto.placement.interference.igniter import IgniterInterference
+from tenuto.placement.interference.igniter_model import IgniterInterference
+from tenuto.placement.interference.interference_model import InterferenceModel, NoInterference
 from tenuto.profiles import Profiles
 
 FROM_FILE = "contention:"

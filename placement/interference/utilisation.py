@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from tenuto.errors import MissingProfileError
-from tenuto.placement.interference.base import Resident
+from tenuto.placement.interference.interference_model import Resident
 from tenuto.profiles import ModelProfile
 
 _KEPT = 64  # limit: profiles of which the tables are remembered

@@ -60,7 +60,7 @@ class Doubt:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class StoppedEarly:
     """The time was over before every point was measured."""
 
     event: Literal["stopped"] = "stopped"
@@ -85,6 +85,6 @@ class Failed:
 
 
 Event = Annotated[
-    Machine | Built | ContextSize | PointMeasured | Doubt | Stopped | Failed, Field(discriminator="event")
+    Machine | Built | ContextSize | PointMeasured | Doubt | StoppedEarly | Failed, Field(discriminator="event")
 ]
 EVENTS: TypeAdapter[Any] = TypeAdapter(Event)

@@ -1,7 +1,7 @@
 """The profiler: measure what models cost on this machine and record it with hardware, versions and date.
 
 Each model (on CUDA: each share of each model) is measured in a fresh process of its own,
-`tenuto.profiles.measuring.worker`, so that memory growth is its own, a share can be set before CUDA starts, and
+`tenuto.profiles.measuring.profile_worker`, so that memory growth is its own, a share can be set before CUDA starts, and
 running out of memory ends nothing else.
 """
 
@@ -20,13 +20,13 @@ from pydantic import TypeAdapter
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, refused
 from tenuto.profiles.gpu_types import sms_of_share
-from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, Stopped
-from tenuto.profiles.measuring.processes import LostWorkerError, WorkerProcess
+from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, StoppedEarly
 from tenuto.profiles.measuring.timing import fit_points
+from tenuto.profiles.measuring.worker_process import LostWorkerError, WorkerProcess
 from tenuto.profiles.networks.catalogue import is_exported, is_factory, lookup
 from tenuto.profiles.profile import Measured, ModelProfile, Profile, ProfilePoint
 
-_WORKER = ["-m", "tenuto.profiles.measuring.worker"]
+_WORKER = ["-m", "tenuto.profiles.measuring.profile_worker"]
 
 STOPPED = "stopped before every point was measured; run it again with --resume"
 
@@ -167,7 +167,7 @@ def measure_model(
                 on_point(event.point)
             case Doubt() if event.text not in doubts:
                 doubts.append(event.text)
-            case Stopped() if STOPPED not in doubts:
+            case StoppedEarly() if STOPPED not in doubts:
                 doubts.append(STOPPED)
     if not points and doubts == [STOPPED]:
         raise EnvironmentFaultError(
@@ -201,7 +201,7 @@ def _all_events(request: MeasureRequest, shares: Shares | None) -> Iterator[Even
         if request.time_limit_s is not None:
             left_s = request.time_limit_s - (time.monotonic() - began)
             if left_s <= 0:
-                yield Stopped()
+                yield StoppedEarly()
                 return
             part = replace(part, time_limit_s=left_s)
         for event in _events(part, shares):

@@ -15,14 +15,14 @@ import torch
 
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.measure import Measurement
-from tenuto.profiles.measuring.memory import MemoryMeter
+from tenuto.profiles.measuring.memory_meter import MemoryMeter
+from tenuto.profiles.measuring.profile_worker import describe_machine
 from tenuto.profiles.measuring.timing import Timing, fit_points
-from tenuto.profiles.measuring.worker import describe_machine
 from tenuto.profiles.networks.catalogue import LoadedModel
 from tenuto.profiles.networks.cpu_share import cpu_threads
 from tenuto.profiles.networks.inputs import Blocks, as_blocks, random_inputs
 from tenuto.profiles.networks.merging.merge import MergedModels
-from tenuto.profiles.networks.merging.network import MergedNetwork, even_split
+from tenuto.profiles.networks.merging.merged_network import MergedNetwork, even_split
 from tenuto.profiles.networks.merging.report import MergeReport
 from tenuto.profiles.networks.model_options import PLAIN
 from tenuto.profiles.networks.programs import lone_program

@@ -58,7 +58,7 @@ def load_program(
         if len(models) == 1:
             runner = lone_program(name, models.pop(name), options[name].run, batch_sizes, streams)
         else:
-            from tenuto.profiles.networks.merging.network import MergedNetwork, check_run_options
+            from tenuto.profiles.networks.merging.merged_network import MergedNetwork, check_run_options
 
             for member, mine in options.items():
                 check_run_options(member, mine.run)

@@ -28,7 +28,7 @@ from tenuto.loadgen.curves import (
     on_endpoint,
 )
 from tenuto.loadgen.result_folder import provenance
-from tenuto.placement.applications import Application
+from tenuto.placement.application import Application
 
 Answer = HighestRate[Trial] | HighestRate[Attempted]
 _LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # limit: of a live search unless asked otherwise

@@ -16,7 +16,7 @@ from tenuto.cli.tables import print_table
 from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.profiles.measuring.book import ProfileBook
-from tenuto.profiles.measuring.memory import ResidentMemory
+from tenuto.profiles.measuring.memory_meter import ResidentMemory
 from tenuto.profiles.networks.cpu_share import calm_openmp
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tenuto.deployments.serve.sub_clusters import read_partition
 from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.placement import Cluster, Workload
 from tenuto.placement.costs import MOST_BATCH, context_mib_of, costs_of
-from tenuto.placement.policies.symphony.partition import Limits, Partition, PartitionModel, partition
+from tenuto.placement.policies.symphony.partition import Partition, PartitionLimits, PartitionModel, partition
 from tenuto.placement.policies.symphony.staggering import StaggeredModel
 from tenuto.profiles import Profiles
 
@@ -34,7 +34,10 @@ from tenuto.profiles import Profiles
     "--max-moved-mib", type=float, help="Most memory that may be loaded and unloaded, both counted, against --current."
 )
 @click.option(
-    "--memory-weight", type=float, default=Limits().memory_weight, help="Weight of even memory against even rates."
+    "--memory-weight",
+    type=float,
+    default=PartitionLimits().memory_weight,
+    help="Weight of even memory against even rates.",
 )
 @json_option
 def command(
@@ -71,7 +74,7 @@ def command(
     kind = cluster.gpu_types[0]
     context_mib = context_mib_of(kind, profiles)
     models, impossible = _models(workload, cluster, profiles, context_mib, max(1, subclusters), max_rate_rps)
-    limits = Limits(
+    limits = PartitionLimits(
         cluster.one_of_each[kind].memory_mib - context_mib, max_rate_rps, max_models, max_moved_mib, memory_weight
     )
     current = None if current_file is None else read_partition(current_file)

@@ -14,7 +14,7 @@ from tenuto.cli.common import Numbers, command_line, json_option, notice, printe
 from tenuto.cli.tables import number, print_table
 from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, refused
-from tenuto.mps.shares import shares_of
+from tenuto.mps.gpu_shares import shares_of
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, measure_model, row_name
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint

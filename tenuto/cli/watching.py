@@ -11,7 +11,7 @@ from types import FrameType
 
 from tenuto.cli.common import ProgressLine
 from tenuto.placement import Policy
-from tenuto.placement.watch import Watch
+from tenuto.placement.watch import PlanningWatch
 
 QUIET_S = 2.0  # limit: what is planned sooner needs no line
 EVERY_S = 5.0  # limit: between plain lines, where there is no terminal
@@ -36,7 +36,7 @@ def planning_watched(policy: Policy) -> Iterator[None]:
         watch.clear()
 
 
-class _TerminalWatch(Watch):
+class _TerminalWatch(PlanningWatch):
     def __init__(self, name: str) -> None:
         self._name, self._began_at = name, time.monotonic()
         self._line = ProgressLine(every_s=EVERY_S)

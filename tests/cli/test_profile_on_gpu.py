@@ -37,7 +37,7 @@ def verb(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{UUID}")
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(lambda: 0))
     gpu = SimpleNamespace(uuid=f"GPU-{UUID}", sm_count=SMS)
-    monkeypatch.setattr("tenuto.mps.shares.read_inventory", lambda: (gpu,))
+    monkeypatch.setattr("tenuto.mps.gpu_shares.read_inventory", lambda: (gpu,))
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setattr(f"{MEASURING}.measure._WORKER", worker_server("tests.instruments.virtual_gpu:worker_main"))
 
@@ -194,7 +194,7 @@ def test_the_gpu_refuses_what_cuda_refuses() -> None:
 def test_a_fast_gpu_is_measured_as_it_will_be_served(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(uuid=f"GPU-{UUID}", sm_count=132)
     monkeypatch.setenv("FAKE_GPU", "h200")
-    monkeypatch.setattr("tenuto.mps.shares.read_inventory", lambda: (gpu,))
+    monkeypatch.setattr("tenuto.mps.gpu_shares.read_inventory", lambda: (gpu,))
     grid = ("--batch-sizes", "1,8,64", "--shares", "50,100")
     code, _, err = run(*grid)
     assert code == 0, err

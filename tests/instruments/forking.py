@@ -56,7 +56,7 @@ _FORKED_BY = "TENUTO_FORKED_BY"  # where the server listens from which a process
 OF_THE_PROFILER = (
     "torch",
     "torch._dynamo",
-    "tenuto.profiles.measuring.worker",
+    "tenuto.profiles.measuring.profile_worker",
     "tenuto_lab.interference.co_run_worker",
     "tests.instruments.own_models",
     "tests.instruments.virtual_gpu",

@@ -504,8 +504,8 @@ def fake_nvml(work_done: Any, used_bytes: Any = lambda: 0) -> ModuleType:
 
 def worker_main() -> None:
     """Be the profiler's worker on the fake, in virtual time."""
-    from tenuto.profiles.measuring import worker
+    from tenuto.profiles.measuring import profile_worker
 
     torch.set_num_threads(1)
     with VirtualGpu().installed() as gpu:
-        worker.main(clock_s=gpu.clock_s)
+        profile_worker.main(clock_s=gpu.clock_s)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.mps.control import Client, Control, ControlError, Subprocesses
+from tenuto.mps.control import Control, ControlError, MpsClient, Subprocesses
 
 from .fakes import UUID, Bench
 
@@ -100,7 +100,7 @@ def test_the_program_gets_the_command_on_its_input_and_the_daemons_environment(t
 def test_clients_are_described_with_their_namespaces(asked: Bench) -> None:
     assert asked.gpulet().described_clients() == ()  # a program that does not know `ps`
     asked.daemon.namespaces = {41: 4026531836}
-    assert asked.gpulet().control.described_clients() == (Client(41, 4026531836),)
+    assert asked.gpulet().control.described_clients() == (MpsClient(41, 4026531836),)
 
 
 @pytest.mark.parametrize("answer", ["", "PID ID", "PID ID SERVER DEVICE NAMESPACE COMMAND\n41 0 701 GPU-1 here x"])

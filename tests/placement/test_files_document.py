@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from tenuto.documents import parse_document
 from tenuto.placement import Arrival, Cluster, GpuGroup, ModelSpec, Node, Plan, Workload
-from tenuto.placement.applications import Application, Stage
+from tenuto.placement.application import Application, Stage
 from tenuto.placement.plan import Expected, ExpectedModel, PlannedGpu, PolicyUsed
 from tenuto.placement.program import Gpulet, MergedGroup, Replica
 from tenuto.profiles import Fit, LatencyTable, LinearLatency, Measured, ModelProfile, Profile, ProfilePoint

@@ -9,7 +9,7 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
-from tenuto.placement.policies.symphony.symphony import Symphony
+from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.policies.usher.usher import WaoUsher
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import check_inputs

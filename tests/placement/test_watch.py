@@ -12,9 +12,9 @@ from tenuto.batching.planning.policy import TenutoPolicy
 from tenuto.cli.watching import planning_watched
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
-from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.usher.usher import Usher
-from tenuto.placement.watch import INTERRUPTED, Watch
+from tenuto.placement.watch import INTERRUPTED, PlanningWatch
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.placement.policies.gpulet.turns import IGNITER, five_models
@@ -24,7 +24,7 @@ VISION = ("alexnet", "densenet121", "efficientnet_b7", "resnet50", "vgg19")
 FEW = five_models(alexnet=500, resnet50=700, ssd=300, vgg19=400)
 
 
-class After(Watch):
+class After(PlanningWatch):
     """Asks to stop once it has heard so many words."""
 
     def __init__(self, words: int) -> None:
@@ -45,7 +45,7 @@ def vision(rate_rps: float = 500.0) -> Workload:
 
 @pytest.mark.parametrize(
     ("make", "load", "profiles"),
-    [(lambda: TenutoPolicy(requests=2_000), vision(), THESIS), (Usher, vision(), THESIS), (Gpulet, FEW, IGNITER)],
+    [(lambda: TenutoPolicy(requests=2_000), vision(), THESIS), (Usher, vision(), THESIS), (GpuletPolicy, FEW, IGNITER)],
 )
 @pytest.mark.parametrize("words", [1, 2])
 def test_a_policy_that_is_stopped_gives_a_plan_of_what_it_has(
@@ -89,7 +89,7 @@ class Endless(Policy):
             os.kill(os.getpid(), signal.SIGINT)
         if not self.watch.is_stopped():
             raise InvalidInputError("nobody stopped it. Cure: none.")
-        return Gpulet().place(workload, cluster, profiles)
+        return GpuletPolicy().place(workload, cluster, profiles)
 
 
 def test_one_ctrl_c_asks_for_the_plan_and_two_end_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.placement.policies.igniter.packing import OpenGpu
-from tenuto.placement.policies.igniter.shares import Demand, Shares
+from tenuto.placement.policies.igniter.shares import ShareDemand, Shares
 
 
-def lower_bounds(gpu: OpenGpu, demand: Demand) -> Shares | None:
+def lower_bounds(gpu: OpenGpu, demand: ShareDemand) -> Shares | None:
     """Return the shares of a GPU with one more resident at its lower bound, the others as they are; or None."""
     shares = (*gpu.shares, demand.lower_units or demand.most_units)
     return shares if sum(shares) <= demand.most_units else None

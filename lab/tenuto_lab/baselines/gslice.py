@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import context_mib_of, memory_of
-from tenuto.placement.interference.igniter import Load, inference_time_ms
+from tenuto.placement.interference.igniter_model import Load, inference_time_ms
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.igniter.igniter import beside
 from tenuto.placement.policies.igniter.packing import OpenGpu, Packed, igniter_plan, pack_cluster
-from tenuto.placement.policies.igniter.shares import Demand
+from tenuto.placement.policies.igniter.shares import ShareDemand
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload, profile_of
 from tenuto.profiles import Profiles
@@ -106,7 +106,7 @@ class Gslice(Policy):
 
         demands = opened.demands
         settings = _Tuning(self, demands, largest_batch).run()
-        tuned: list[Demand] = []
+        tuned: list[ShareDemand] = []
         for index, (demand, setting, seen) in enumerate(
             zip(demands, settings, _observed(demands, settings), strict=True)
         ):
@@ -137,7 +137,7 @@ class _Observed:
     capacity_rps: float
 
 
-def _observed(demands: Sequence[Demand], settings: Sequence[_Setting]) -> list[_Observed]:
+def _observed(demands: Sequence[ShareDemand], settings: Sequence[_Setting]) -> list[_Observed]:
     """Return what iGniter's analytic model has every resident do (eq. 1 to 11): the stand-in for a measurement.
 
     Throughput is b / (t_gpu + t_feedback), as loading overlaps with computing (eq. 2).
@@ -158,7 +158,7 @@ class _Tuning:
     """The loops on one GPU: batch sizes and shares of its residents, each from what it is observed to do."""
 
     def __init__(
-        self, policy: Gslice, demands: Sequence[Demand], largest_batch: Callable[[int, Sequence[int]], int]
+        self, policy: Gslice, demands: Sequence[ShareDemand], largest_batch: Callable[[int, Sequence[int]], int]
     ) -> None:
         """Prepare; `largest_batch` of the i-th resident is what memory allows beside these batch sizes."""
         self._policy, self._demands, self._largest_batch = policy, demands, largest_batch
@@ -200,14 +200,14 @@ class _Tuning:
             now = after
         return now
 
-    def _next_batch(self, demand: Demand, size: int, seen: _Observed) -> int:
+    def _next_batch(self, demand: ShareDemand, size: int, seen: _Observed) -> int:
         """Grow or shrink a batch by the part by which the latency misses its target, half the SLO."""
         slack_ms = demand.budget_ms - seen.latency_ms
         if 0 < slack_ms < self._policy.threshold * demand.budget_ms:
             return size
         return min(self._policy.max_batch, max(1, math.ceil(size * (1 + slack_ms / seen.latency_ms) - 1e-9)))
 
-    def _next_units(self, demand: Demand, setting: _Setting, seen: _Observed) -> int:
+    def _next_units(self, demand: ShareDemand, setting: _Setting, seen: _Observed) -> int:
         """Grow a share that misses latency or throughput, shrink one that has more than enough of both."""
         throughput, near = seen.capacity_rps, self._policy.threshold
         if self._policy.observed == "served":  # never more than arrives

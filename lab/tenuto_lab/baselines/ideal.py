@@ -12,7 +12,7 @@ from tenuto.errors import refused
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 from tenuto.placement.policies.gpulet.share_costs import CostsByType, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
@@ -90,13 +90,13 @@ class Ideal(Policy):
         return best.model_copy(update={"notes": (*best.notes, note)})
 
     def _candidates(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> list[Plan]:
-        space_only = Gpulet(shares=self.shares, max_batch=self.max_batch, turns=False)
+        space_only = GpuletPolicy(shares=self.shares, max_batch=self.max_batch, turns=False)
         if not self.turns:
             return [space_only.place(workload, cluster, profiles)]
         policies: list[Policy] = [SquishyBinPacking(max_batch=self.max_batch)]
         if workload.mps != "off":
             policies.append(SquishyBinPacking(halves=True, max_batch=self.max_batch))
-        policies.append(Gpulet(shares=self.shares, max_batch=self.max_batch))
+        policies.append(GpuletPolicy(shares=self.shares, max_batch=self.max_batch))
         return [policy.place(workload, cluster, profiles) for policy in policies]
 
     def _gpu_sets(self, cluster: Cluster, fewer_than: int) -> list[tuple[str, ...]]:

@@ -9,7 +9,7 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts
 from tenuto.placement.policies.gpulet.shared_gpu import Solved, Tenants, solve_gpu
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted
-from tenuto.placement.watch import Watch
+from tenuto.placement.watch import PlanningWatch
 
 FULL = 1 + 1e-9
 
@@ -42,10 +42,10 @@ class PartitionSearch:
         steps: int,
         *,
         turns: bool = True,
-        watch: Watch | None = None,
+        watch: PlanningWatch | None = None,
     ) -> None:
         self._costs, self._rates, self._steps, self._turns = costs, rates, steps, turns
-        self._watch = watch or Watch()
+        self._watch = watch or PlanningWatch()
         self._capacity = {
             (name, kind, share): own.capacity_rps(share)
             for name, by_type in costs.items()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
@@ -49,7 +49,7 @@ class SelfTuning(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._ideal = Ideal(**asdict(self), turns=False)
-        self._elastic = Gpulet(shares=self.shares, max_batch=self.max_batch, turns=False)
+        self._elastic = GpuletPolicy(shares=self.shares, max_batch=self.max_batch, turns=False)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from tenuto.placement.interference.igniter import Hardware
+from tenuto.placement.interference.igniter_model import Hardware
 from tenuto.profiles import ModelProfile, Profile, ProfilePoint
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.experiments.emulation import Emulation, measured_pairs

@@ -10,8 +10,8 @@ from typing import Any
 
 from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError
+from tenuto.profiles.measuring.profile_worker import BatchOfOne
 from tenuto.profiles.measuring.timing import Timing
-from tenuto.profiles.measuring.worker import BatchOfOne
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.models import build
 from tenuto.profiles.networks.programs import lone_program

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from tenuto.documents import parse_pairs
-from tenuto.profiles.measuring.worker import BatchOfOne
+from tenuto.profiles.measuring.profile_worker import BatchOfOne
 from tenuto.profiles.networks.device import cuda_streams
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.models import build

@@ -25,7 +25,7 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.daemon import PrivateDaemon
 from tenuto.mps.share import client_environment
 from tenuto.profiles.gpu_types import sms_of_share
-from tenuto.profiles.measuring.processes import LineProcess
+from tenuto.profiles.measuring.worker_process import LineProcess
 from tenuto_lab.gpu_check.results import Results, in_words
 
 SHARES = (1, 10, 20, 25, 40, 50, 60, 75, 80, 100)

@@ -26,7 +26,7 @@ from tenuto.deployments.gpulet.streamed_work import StreamedWork
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.documents import parse_pairs
 from tenuto.errors import TenutoError
-from tenuto.mps.shares import shares_of
+from tenuto.mps.gpu_shares import shares_of
 from tenuto.profiles.networks.inputs import Arrays, Blocks, random_inputs, sends_pixels
 from tenuto.profiles.networks.model_options import PLAIN
 from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner, Streams

@@ -18,9 +18,9 @@ from pydantic import Field, TypeAdapter
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles.measuring.events import Failed
 from tenuto.profiles.measuring.measure import Shares, check_share, row_name
-from tenuto.profiles.measuring.processes import WorkerProcess
 from tenuto.profiles.measuring.telemetry import Telemetry
 from tenuto.profiles.measuring.timing import Timing
+from tenuto.profiles.measuring.worker_process import WorkerProcess
 from tenuto.profiles.profile import CoRun, CoRunPart
 
 _WORKER = ["-m", "tenuto_lab.interference.co_run_worker"]

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from tenuto.errors import TenutoError
 from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
 from tenuto.profiles.measuring.kernels.recording import record_kernels
-from tenuto.profiles.measuring.processes import serve_parent
-from tenuto.profiles.measuring.worker import DEVICE_TIMES, BatchOfOne, describe_machine
+from tenuto.profiles.measuring.profile_worker import DEVICE_TIMES, BatchOfOne, describe_machine
+from tenuto.profiles.measuring.worker_process import serve_parent
 from tenuto.profiles.networks.cpu_share import cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, is_fast_device, pick_device
 from tenuto.profiles.networks.model_options import ModelOptions

@@ -15,7 +15,7 @@ from statistics import fmean
 import numpy as np
 
 from tenuto.errors import refused
-from tenuto.placement.interference.igniter import Hardware, Load, ModelConstants, gpu_time_ms
+from tenuto.placement.interference.igniter_model import Hardware, Load, ModelConstants, gpu_time_ms
 from tenuto_lab.interference.igniter_raw import fit_active_time
 
 WHOLE_GPU_PCT = 100.0

@@ -11,7 +11,7 @@ import click
 from tenuto.cli.common import Numbers, command_line, progress_console, write_file
 from tenuto.documents import parse_pairs
 from tenuto.errors import InvalidInputError, Problem, TenutoError
-from tenuto.mps.shares import shares_of
+from tenuto.mps.gpu_shares import shares_of
 from tenuto.profiles import Profile
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.measure import MeasureRequest

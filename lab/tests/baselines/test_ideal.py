@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster
-from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 from tenuto_lab.baselines.ideal import Ideal
 from tests.placement.policies.gpulet.turns import FIVE, IGNITER, assert_turns_are_kept, carried, five_models
@@ -25,8 +25,8 @@ def test_the_population_is_the_published_one() -> None:
 def test_interference_accepts_a_subset_and_ideal_a_superset(gpus: int) -> None:
     cluster = Cluster.parse(f"v100:{gpus}")
     policies = {
-        "gpulet": Gpulet(),
-        "gpulet+int": Gpulet(interference=True),
+        "gpulet": GpuletPolicy(),
+        "gpulet+int": GpuletPolicy(interference=True),
         "sbp": SquishyBinPacking(max_batch=32),
         "halves": SquishyBinPacking(halves=True, max_batch=32),
         "ideal": Ideal(max_steps=2000),
@@ -50,7 +50,7 @@ def test_an_elastic_cluster_gets_the_fewest_gpus() -> None:
     cluster = Cluster.parse("v100:1", elastic=True)
     ideal = decided(Ideal(), workload, cluster, IGNITER)
     assert carried(ideal, workload)
-    for policy in (Gpulet(), SquishyBinPacking(max_batch=32)):
+    for policy in (GpuletPolicy(), SquishyBinPacking(max_batch=32)):
         assert ideal.expected.gpus_used <= decided(policy, workload, cluster, IGNITER).expected.gpus_used
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from tenuto.placement import Cluster, solve
-from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto_lab.baselines.ideal import Ideal
 from tenuto_lab.baselines.without_a_plan import MpsDefault, SelfTuning
 from tests.placement.policies.gpulet.turns import FIVE, IGNITER, assert_turns_are_kept, carried, five_models
@@ -27,7 +27,7 @@ def test_self_tuning_accepts_what_space_alone_carries_and_ideal_more() -> None:
             space += 1
             assert carried(ideal, workload)
         both += carried(ideal, workload)
-        in_space = Gpulet(turns=False).place(workload, cluster, IGNITER)
+        in_space = GpuletPolicy(turns=False).place(workload, cluster, IGNITER)
         assert not carried(in_space, workload) or carried(plan, workload)  # the best partition, not a good one
     assert 0 < space < both
 

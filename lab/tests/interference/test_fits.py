@@ -12,7 +12,7 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.placement.interference import InterferenceModel, Resident
 from tenuto.placement.interference.gpulet_linear import V100
-from tenuto.placement.interference.igniter import IgniterInterference
+from tenuto.placement.interference.igniter_model import IgniterInterference
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.interference.fitting import demand_from_power, frequency_slope, scheduling_line
 from tenuto_lab.interference.gpulet_fit import fit_gpulet_linear

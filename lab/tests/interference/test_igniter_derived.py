@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement.interference.igniter import Hardware, Load, ModelConstants
+from tenuto.placement.interference.igniter_model import Hardware, Load, ModelConstants
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.interference.igniter_derived import (
     CommonTraits,

@@ -9,7 +9,7 @@ from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import context_mib_of, costs_of
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.ffd.costs import Batch, FfdCost
+from tenuto.placement.policies.ffd.filled_batches import FfdCost, FilledBatch
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
 from tenuto.placement.policy import Policy
@@ -25,7 +25,7 @@ class _Placed:
     cost: FfdCost
     rate_rps: float
     share_pct: float | None
-    batch: Batch
+    batch: FilledBatch
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from itertools import islice
 
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.interference import Resident
-from tenuto.placement.policies.gpulet.interference import Disturbance, Reserve, slowed_rps
+from tenuto.placement.policies.gpulet.disturbance import Disturbance, Reserve, slowed_rps
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts
 from tenuto.placement.policies.gpulet.shared_gpu import Solved, Tenants, solve_gpu
 from tenuto.placement.policies.shared.gpu_pool import GpuPool

@@ -13,8 +13,8 @@ from tenuto.options import option
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.interference.named import canonical_name, interference_models, stand_ins
 from tenuto.placement.plan import Plan
+from tenuto.placement.policies.gpulet.disturbance import Disturbance, Reserve
 from tenuto.placement.policies.gpulet.elastic_partitioning import ElasticPartitioning, Rules
-from tenuto.placement.policies.gpulet.interference import Disturbance, Reserve
 from tenuto.placement.policies.gpulet.knee import KNEES
 from tenuto.placement.policies.gpulet.share_costs import CostsByType, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
@@ -26,7 +26,7 @@ from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 
 @dataclass(kw_only=True, eq=False)
-class Gpulet(Policy):
+class GpuletPolicy(Policy):
     """Gives every model the smaller of its knee share and the share its rate requires, best fit first.
 
     Models come in descending order of rate. Until a model's rate is carried, it takes the smallest free gpu-let that is

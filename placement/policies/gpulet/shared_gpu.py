@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.interference import Resident
+from tenuto.placement.policies.gpulet.disturbance import Disturbance
 from tenuto.placement.policies.gpulet.duty_cycle import Asked, Cycle, find_cycle
-from tenuto.placement.policies.gpulet.interference import Disturbance
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn
 from tenuto.placement.policies.shared.hosting import Hosted
 from tenuto.placement.program import held_mib

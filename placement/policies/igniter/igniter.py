@@ -5,13 +5,13 @@ from __future__ import annotations
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.igniter.packing import OpenGpu, extend, igniter_plan, pack_cluster
-from tenuto.placement.policies.igniter.shares import Demand, Shares, allocate
+from tenuto.placement.policies.igniter.shares import ShareDemand, Shares, allocate
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
 
-def beside(gpu: OpenGpu, demand: Demand) -> Shares | None:
+def beside(gpu: OpenGpu, demand: ShareDemand) -> Shares | None:
     """Return the shares of a GPU with one more resident, its neighbours' shares raised as needed (Algorithm 2)."""
     return allocate([*gpu.demands, demand], [*gpu.shares, demand.lower_units or demand.most_units])
 

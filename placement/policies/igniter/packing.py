@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import context_mib_of, memory_of
-from tenuto.placement.interference.igniter import Hardware, ModelConstants
+from tenuto.placement.interference.igniter_model import Hardware, ModelConstants
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.igniter.shares import Demand, Shares, allocate, beside_ms, throughput_rps
+from tenuto.placement.policies.igniter.shares import ShareDemand, Shares, allocate, beside_ms, throughput_rps
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
 from tenuto.placement.program import Replica
@@ -20,7 +20,7 @@ from tenuto.profiles import Profiles
 MOST_REPLICAS = 1024  # limit: of a model
 # paper: the code of iGniter; of a workload that fills GPUs by itself, and the part of what they carry that counts
 LARGEST_WHOLE_BATCH, COUNTED = 32, 0.9
-Try = Callable[["OpenGpu", Demand], Shares | None]
+Try = Callable[["OpenGpu", ShareDemand], Shares | None]
 
 
 @dataclass
@@ -28,7 +28,7 @@ class OpenGpu:
     """A GPU in use with its residents and their shares in units."""
 
     gpu: Gpu
-    demands: list[Demand] = field(default_factory=list)
+    demands: list[ShareDemand] = field(default_factory=list)
     shares: Shares = ()
 
     @property
@@ -45,7 +45,7 @@ class Packed:
     refused: dict[str, str]
 
 
-def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> tuple[list[Demand], str | None]:
+def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> tuple[list[ShareDemand], str | None]:
     """Return the replicas a model needs on a GPU type, and why they do not carry all of its rate, if so.
 
     A model that needs more than one GPU gets whole ones at the largest batch up to 32 within half its SLO, each counted
@@ -60,12 +60,12 @@ def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> tuple[list
     hardware = Hardware.of(profiles.hardware(gpu_type), gpu_type)
     context_mib = context_mib_of(gpu_type, profiles)
 
-    def one_of(rate_rps: float) -> Demand:
-        demand = Demand(spec, rate_rps, model, hardware)
+    def one_of(rate_rps: float) -> ShareDemand:
+        demand = ShareDemand(spec, rate_rps, model, hardware)
         demand.memory_mib = (memory_of(profile, demand.batch_size) or 0.0) + context_mib
         return demand
 
-    def fits(demand: Demand) -> bool:
+    def fits(demand: ShareDemand) -> bool:
         return demand.lower_units is not None and allocate([demand], [demand.lower_units]) is not None
 
     rest = one_of(spec.rate_rps)
@@ -191,7 +191,7 @@ def pack(
         first: take the first GPU it fits; otherwise the one where the shares of all grow least beyond the lower bound.
     """
     refused: dict[str, str] = {}
-    queue: list[Demand] = []
+    queue: list[ShareDemand] = []
     for spec in specs:
         try:
             demands, reason = demands_of(spec, gpu_type, profiles)
@@ -271,7 +271,7 @@ def _opened_by(plan: Plan, workload: Workload, pool: GpuPool, profiles: Profiles
         elif gpulet.gpu in used:
             opened, replica = used[gpulet.gpu], gpulet.models[0]
             profile = profile_of(workload[replica.name], opened.gpu.type, profiles)
-            demand = Demand(
+            demand = ShareDemand(
                 workload[replica.name],
                 replica.rate_rps or workload[replica.name].rate_rps,
                 ModelConstants.of(profile.coefficients, replica.name),

@@ -8,14 +8,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tenuto.placement.interference.igniter import Hardware, Load, ModelConstants, inference_time_ms
+from tenuto.placement.interference.igniter_model import Hardware, Load, ModelConstants, inference_time_ms
 from tenuto.placement.workload import ModelSpec
 
 Shares = tuple[int, ...]  # of the residents of a GPU in order, in units of Hardware.share_unit_pct
 
 
 @dataclass
-class Demand:
+class ShareDemand:
     """One replica to place on a GPU type: its part of the rate, its batch size, and its smallest share in units.
 
     The batch size is the one whose filling time and inference time each fit half the SLO (eq. 16); the smallest share
@@ -44,7 +44,7 @@ class Demand:
             units = max(1, math.ceil(share_pct / self.hardware.share_unit_pct - 1e-9))
             self.lower_units = units if units <= self.most_units else None
 
-    def copy(self) -> Demand:
+    def copy(self) -> ShareDemand:
         """Return another replica like this one."""
         return copy.copy(self)
 
@@ -67,13 +67,13 @@ class Demand:
         return known
 
 
-def beside_ms(demands: Sequence[Demand], shares: Sequence[int]) -> list[float]:
+def beside_ms(demands: Sequence[ShareDemand], shares: Sequence[int]) -> list[float]:
     """Return t_inf of every resident beside all others, in ms."""
     loads = [demand.load(units) for demand, units in zip(demands, shares, strict=True)]
     return [inference_time_ms(d.model, own, loads, d.hardware) for d, own in zip(demands, loads, strict=True)]
 
 
-def throughput_rps(demand: Demand, units: int) -> float:
+def throughput_rps(demand: ShareDemand, units: int) -> float:
     """Return what a resident carries alone on a share: b / (t_gpu + t_feedback), as loading overlaps with computing
     (eq. 2)."""
     time_ms = beside_ms([demand], [units])[0]
@@ -81,7 +81,7 @@ def throughput_rps(demand: Demand, units: int) -> float:
     return 1000.0 * demand.batch_size / (time_ms - load_ms)
 
 
-def allocate(demands: Sequence[Demand], shares: Sequence[int]) -> Shares | None:
+def allocate(demands: Sequence[ShareDemand], shares: Sequence[int]) -> Shares | None:
     """Return shares that keep every resident within half its SLO, or None when the GPU is too small (Algorithm 2).
 
     Starts from `shares` and adds one unit to each resident that is late, until none is. Within a round every resident

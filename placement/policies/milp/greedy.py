@@ -8,11 +8,11 @@ import numpy as np
 
 from tenuto.placement.costs import FULL_PCT
 from tenuto.placement.policies.milp.patterns import Item, Pattern
-from tenuto.placement.policies.milp.program import Program
+from tenuto.placement.policies.milp.placement_program import PlacementProgram
 
 
 def greedy_patterns(
-    program: Program, items: Mapping[str, Sequence[Sequence[Item]]], start: Sequence[tuple[Pattern, int]] = ()
+    program: PlacementProgram, items: Mapping[str, Sequence[Sequence[Item]]], start: Sequence[tuple[Pattern, int]] = ()
 ) -> list[tuple[Pattern, int]]:
     """Return patterns with their counts: `start`, and GPUs filled one by one until rates or GPUs run out.
 
@@ -29,7 +29,10 @@ def greedy_patterns(
 
 class _Filling:
     def __init__(
-        self, program: Program, items: Mapping[str, Sequence[Sequence[Item]]], start: Sequence[tuple[Pattern, int]]
+        self,
+        program: PlacementProgram,
+        items: Mapping[str, Sequence[Sequence[Item]]],
+        start: Sequence[tuple[Pattern, int]],
     ) -> None:
         self._program = program
         self._left = np.array([spec.rate_rps for spec in program.models])

@@ -24,7 +24,7 @@ from tenuto.placement.policies.milp.patterns import (
     items_of,
     patterns_worth,
 )
-from tenuto.placement.policies.milp.program import Program, Relaxation, Solution
+from tenuto.placement.policies.milp.placement_program import PlacementProgram, Relaxation, Solution
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import hosting_plan
 from tenuto.placement.policies.shared.requirements import (
@@ -95,7 +95,9 @@ class MilpPolicy(Policy):
         chosen: list[tuple[Pattern, int]] = []
         if models:
             available = None if cluster.elastic else cluster.counts
-            program = Program(models, available, cluster.prices, self.max_replicas, one_batch_size=self.one_batch_size)
+            program = PlacementProgram(
+                models, available, cluster.prices, self.max_replicas, one_batch_size=self.one_batch_size
+            )
             items = items_of(models, usable, context_pct, one_batch_size=self.one_batch_size)
             chosen, note = _Solving(program, items, self.pattern_limit, watch).run()
             notes.append(note)
@@ -122,7 +124,11 @@ class _Solving:
     """One run: the columns, then the goodput (or price), then the neighbours, each within its part of the time."""
 
     def __init__(
-        self, program: Program, items: Mapping[str, Sequence[Sequence[Item]]], pattern_limit: int, watch: _Watch
+        self,
+        program: PlacementProgram,
+        items: Mapping[str, Sequence[Sequence[Item]]],
+        pattern_limit: int,
+        watch: _Watch,
     ) -> None:
         self._program, self._items, self._limit, self._watch = program, items, pattern_limit, watch
 
@@ -191,12 +197,12 @@ class _Solving:
         if not self._program.buys and self._program.max_replicas is None:
             # Where the GPUs suffice on average, the relaxation puts no price on them and asks for no dense pattern;
             # the patterns that would need the fewest GPUs are those with which whole numbers fit.
-            buyer = Program(self._program.models, None, self._program.prices, None)
+            buyer = PlacementProgram(self._program.models, None, self._program.prices, None)
             patterns, _ = self._generate(buyer, patterns, COLUMNS_UNTIL / 2)
         return self._generate(self._program, patterns, COLUMNS_UNTIL)
 
     def _generate(
-        self, program: Program, patterns: list[Pattern], until: float
+        self, program: PlacementProgram, patterns: list[Pattern], until: float
     ) -> tuple[list[Pattern], Relaxation | None]:
         """Add patterns of positive reduced value until there are none, so that the relaxation covers all patterns."""
         known = {pattern.key for pattern in patterns}

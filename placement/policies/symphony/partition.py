@@ -50,7 +50,7 @@ class PartitionModel:
 
 
 @dataclass(frozen=True)
-class Limits:
+class PartitionLimits:
     """What a sub-cluster may hold; None: no limit. `memory_mib` is that of one GPU, `max_change_mib` bounds what is
     loaded and unloaded as a whole; `memory_weight` is w."""
 
@@ -155,7 +155,7 @@ def partition(
     models: Sequence[PartitionModel],
     subclusters: int,
     *,
-    limits: Limits | None = None,
+    limits: PartitionLimits | None = None,
     current: Mapping[str, int] | None = None,
     time_limit_s: float = 10.0,
 ) -> Partition:
@@ -171,7 +171,10 @@ def partition(
     Raises:
         InvalidInputError: numbers out of range, or limits that no partition keeps.
     """
-    limits, current = limits or Limits(), {k: v for k, v in (current or {}).items() if any(m.name == k for m in models)}
+    limits, current = (
+        limits or PartitionLimits(),
+        {k: v for k, v in (current or {}).items() if any(m.name == k for m in models)},
+    )
     raise_if_any(_problems(models, subclusters, limits, current, time_limit_s))
     case = _Case(models, subclusters, limits, current)
     starts = [start for start in (case.kept(), case.longest_first()) if start is not None]
@@ -207,14 +210,14 @@ def partition(
     )
 
 
-def longest_first(models: Sequence[PartitionModel], subclusters: int, limits: Limits) -> list[int] | None:
+def longest_first(models: Sequence[PartitionModel], subclusters: int, limits: PartitionLimits) -> list[int] | None:
     """Return a partition made in one pass: the largest model first, each where rate and memory are then least out of
     balance; None where one fits nowhere."""
     found = _Case(models, subclusters, limits, {}).longest_first()
     return None if found is None else [int(k) for k in found]
 
 
-def fits_some(models: Sequence[PartitionModel], subclusters: int, limits: Limits) -> list[int | None]:
+def fits_some(models: Sequence[PartitionModel], subclusters: int, limits: PartitionLimits) -> list[int | None]:
     """Return what `longest_first` does, with None for the models that fit nowhere beside those before them."""
     placed = _Case(models, subclusters, limits, {}).filled([None] * len(models))
     return [None if k < 0 else int(k) for k in placed]
@@ -224,7 +227,7 @@ class _Case:
     """The numbers of one program. An assignment is the sub-cluster of every model, -1 for none yet."""
 
     def __init__(
-        self, models: Sequence[PartitionModel], subclusters: int, limits: Limits, current: Mapping[str, int]
+        self, models: Sequence[PartitionModel], subclusters: int, limits: PartitionLimits, current: Mapping[str, int]
     ) -> None:
         self.count, self.limits = subclusters, limits
         rates = np.array([model.rate_rps for model in models])
@@ -489,7 +492,11 @@ class _Case:
 
 
 def _problems(
-    models: Sequence[PartitionModel], subclusters: int, limits: Limits, current: Mapping[str, int], time_limit_s: float
+    models: Sequence[PartitionModel],
+    subclusters: int,
+    limits: PartitionLimits,
+    current: Mapping[str, int],
+    time_limit_s: float,
 ) -> list[Problem]:
     found = []
     if not 1 <= subclusters <= len(models):

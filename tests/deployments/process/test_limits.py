@@ -36,7 +36,7 @@ ALLOWED = {
     ("deployments/serve/launcher.py", "ray.init"),
     ("deployments/process/ray_address.py", "ray.init"),
     ("deployments/gpulet/mps_sharing.py", ".join"),  # joins a daemon, and waits for no thread
-    ("mps/shares.py", ".join"),
+    ("mps/gpu_shares.py", ".join"),
     ("deployments/entry/handle.py", ".result"),  # of a future of asyncio that is done
     ("loadgen/senders/handle.py", ".result"),
     ("mps/daemon.py", "subprocess.run"),  # of a shell that goes into the background at once

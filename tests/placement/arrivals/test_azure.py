@@ -11,7 +11,7 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.placement import Arrival, ModelSpec
-from tenuto.placement.arrivals.processes import arrival_times
+from tenuto.placement.arrivals.arrival_processes import arrival_times
 
 DAY = "invocations_per_function_md.anon.d{:02d}.csv"
 HEAD = "HashOwner,HashApp,HashFunction,Trigger," + ",".join(str(minute) for minute in range(1, 1441))

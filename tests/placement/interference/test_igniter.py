@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tenuto.placement.interference import NoInterference, Resident
-from tenuto.placement.interference.igniter import IgniterInterference
+from tenuto.placement.interference.igniter_model import IgniterInterference
 from tests.placement.policies.igniter.cases import profiles
 
 

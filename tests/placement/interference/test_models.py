@@ -15,8 +15,8 @@ from tenuto.placement.interference.contention import Constants, Contention, gpu_
 from tenuto.placement.interference.gpulet_linear import CONSTANTS, V100, GpuletLinear
 from tenuto.placement.interference.named import NAMES, canonical_name, interference_models
 from tenuto.placement.interference.utilisation import Utilisations
-from tenuto.placement.policies.gpulet.gpulet import Gpulet
-from tenuto.placement.policies.gpulet.interference import Disturbance
+from tenuto.placement.policies.gpulet.disturbance import Disturbance
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.profiles import ModelProfile, Profile, Profiles
 from tests.placement.policies.gpulet.turns import IGNITER, assert_turns_are_kept, carried, five_models, slowed_down
 from tests.placement.published import decided, thesis
@@ -105,9 +105,9 @@ def test_names() -> None:
         "contention",
     ]
     with pytest.raises(InvalidInputError, match="none, gpulet, igniter, contention"):
-        Gpulet(interference="physics")
+        GpuletPolicy(interference="physics")
     with pytest.raises(InvalidInputError, match=r"profiles\.v100\.coefficients"):
-        decided(Gpulet(interference="igniter"), five_models(vgg19=1), Cluster.parse("v100:1"), thesis())
+        decided(GpuletPolicy(interference="igniter"), five_models(vgg19=1), Cluster.parse("v100:1"), thesis())
 
 
 def test_constants_of_ones_own_come_from_a_file(tmp_path: Path) -> None:
@@ -124,13 +124,13 @@ def test_constants_of_ones_own_come_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="latency_ration"):
         interference_models(name, ["v100"], IGNITER)
     with pytest.raises(InvalidInputError, match="no such file"):
-        Gpulet(interference="contention:nowhere.yaml")
+        GpuletPolicy(interference="contention:nowhere.yaml")
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_gpulet_plans_with_every_interference_model(name: str) -> None:
     workload = five_models(alexnet=400, resnet50=400, ssd=200, vgg19=200)
-    plan = decided(Gpulet(interference=name), workload, Cluster.parse("v100:3"), IGNITER)
+    plan = decided(GpuletPolicy(interference=name), workload, Cluster.parse("v100:3"), IGNITER)
     assert carried(plan, workload)
     assert_turns_are_kept(plan, workload)
     assert slowed_down(plan)
@@ -140,7 +140,7 @@ def test_gpulet_plans_with_every_interference_model(name: str) -> None:
 def test_three_gpulets_on_a_gpu_keep_their_slos_beside_each_other(name: str) -> None:
     workload = five_models(alexnet=600, resnet50=200, ssd=60, vgg19=60)
     shares = (20.0, 40.0, 60.0, 80.0)
-    policy = Gpulet(interference=name, max_partitions=3, shares=shares)
+    policy = GpuletPolicy(interference=name, max_partitions=3, shares=shares)
     plan = decided(policy, workload, Cluster.parse("v100:2"), IGNITER)
     assert carried(plan, workload)
     assert_turns_are_kept(plan, workload)
@@ -155,7 +155,7 @@ def test_constants_of_another_gpu_type_are_named_in_the_notes() -> None:
     row = {"name": "a", "gpu_type": "a100", "source": "test", "models": {"vgg19": {"points": points}}}
     for name, noted in (("gpulet", True), ("contention", True), ("none", False)):
         plan = decided(
-            Gpulet(interference=name),
+            GpuletPolicy(interference=name),
             five_models(vgg19=2),
             Cluster.parse("a100:1"),
             Profiles([Profile.model_validate(row)]),
@@ -168,7 +168,7 @@ def test_gpulets_beside_free_ones_are_not_filled_to_the_brim(rates: tuple[int, .
     """Without that room the rest of their GPUs stays empty, and 188 of the 1,023 scenarios are refused."""
     names = ("alexnet", "resnet50", "resnet50_b", "ssd", "vgg19")
     workload = five_models(**dict(zip(names, rates, strict=True)))
-    plan = decided(Gpulet(interference=True), workload, Cluster.parse("v100:4"), IGNITER)
+    plan = decided(GpuletPolicy(interference=True), workload, Cluster.parse("v100:4"), IGNITER)
     assert_turns_are_kept(plan, workload)
     assert carried(plan, workload)
 

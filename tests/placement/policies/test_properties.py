@@ -18,11 +18,11 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.costs import CONTEXT_MIB
 from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
-from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.placement.policies.milp.milp import AoMilp, WsmMilp
-from tenuto.placement.policies.symphony.symphony import Symphony
+from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.policies.usher.usher import Usher, WaoUsher
 from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profile, Profiles
@@ -69,8 +69,8 @@ CASES: dict[str, Case] = {
     "wsm-milp": Case(partial(WsmMilp, time_limit_s=PATIENCE_S), 1.0, THESIS, examples=6),
     "symphony": Case(Symphony, 1.0, THESIS),
     "igniter": Case(Igniter, 0.5, **tight),
-    "gpulet": Case(Gpulet, 1.0, **tight),
-    "gpulet, interference": Case(lambda: Gpulet(interference=True), 1.0, **tight),
+    "gpulet": Case(GpuletPolicy, 1.0, **tight),
+    "gpulet, interference": Case(lambda: GpuletPolicy(interference=True), 1.0, **tight),
     "sbp": Case(SquishyBinPacking, 1.0, **tight),
     "sbp, halves": Case(lambda: SquishyBinPacking(halves=True), 1.0, **tight),
     "tenuto": Case(lambda: TenutoPolicy(requests=200), 1.0, SHARES, (12, 900), 3, 2, 400, 4, is_tried=True),
@@ -247,7 +247,7 @@ def test_one_more_gpu_never_lowers_the_goodput_of_the_milp(
         assert many >= few - 1e-3
 
 
-@pytest.mark.parametrize("policy", [FirstFitDecreasing(), SquishyBinPacking(), Gpulet()])
+@pytest.mark.parametrize("policy", [FirstFitDecreasing(), SquishyBinPacking(), GpuletPolicy()])
 def test_models_that_take_turns_share_what_only_a_running_batch_needs(policy: Policy) -> None:
     points = [{"batch_size": b, "latency_ms": 4.0 + b, "memory_mib": 900.0 + 10.0 * b} for b in (1, 2, 4)]
     rows = {name: {"points": points, "weights_mib": 100.0} for name in "abc"}

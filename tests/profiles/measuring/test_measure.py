@@ -42,7 +42,9 @@ def measured(worker_server: Callable[[str], list[str]]) -> tuple[Measurement, li
     points: list[ProfilePoint] = []
     request = MeasureRequest(OWN, device="cpu", batch_sizes=(1, 2, 4), budget_s=0.05, options={"width": 8})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tenuto.profiles.measuring.measure._WORKER", worker_server("tenuto.profiles.measuring.worker"))
+        patch.setattr(
+            "tenuto.profiles.measuring.measure._WORKER", worker_server("tenuto.profiles.measuring.profile_worker")
+        )
         return measure_model(request, on_point=points.append), points
 
 

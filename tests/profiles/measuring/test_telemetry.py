@@ -9,13 +9,13 @@ from tenuto.profiles.measuring.events import Doubt, Event
 from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace
 from tenuto.profiles.measuring.kernels.recording import record_kernels
 from tenuto.profiles.measuring.measure import MeasureRequest
+from tenuto.profiles.measuring.profile_worker import measure_points
 from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Reading, watch
-from tenuto.profiles.measuring.worker import measure_points
 from tenuto.profiles.networks.model_options import RunOptions
 from tenuto.profiles.networks.models import build
 from tests.profiles.measuring.kernels.test_kernels import DATA
+from tests.profiles.measuring.test_profile_worker import OWN, FixedMemory, points_of
 from tests.profiles.measuring.test_timing import Clock
-from tests.profiles.measuring.test_worker import OWN, FixedMemory, points_of
 
 
 class FakeGpu:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Policy, Workload
 from tenuto.placement.policies.gpulet.duty_cycle import Asked, find_cycle
-from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.gpulet.knee import knee_by_chord, knee_by_curvature
 from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 from tests.placement.policies.gpulet.turns import (
@@ -23,9 +23,9 @@ from tests.placement.policies.gpulet.turns import (
 from tests.placement.published import decided
 
 POLICIES: dict[str, Policy] = {
-    "gpulet": Gpulet(),
-    "gpulet+int": Gpulet(interference=True),
-    "gpulet, 3 parts": Gpulet(max_partitions=3),
+    "gpulet": GpuletPolicy(),
+    "gpulet+int": GpuletPolicy(interference=True),
+    "gpulet, 3 parts": GpuletPolicy(max_partitions=3),
     "sbp": SquishyBinPacking(),
     "sbp, halves": SquishyBinPacking(halves=True),
 }
@@ -53,7 +53,7 @@ def test_a_duty_cycle_is_found_whenever_there_is_one() -> None:
 
 def test_small_models_take_turns_and_large_ones_split_a_gpu() -> None:
     workload = five_models(alexnet=600, resnet50=500, vgg19=200)
-    plan = decided(Gpulet(), workload, Cluster.parse("v100:4"), IGNITER)
+    plan = decided(GpuletPolicy(), workload, Cluster.parse("v100:4"), IGNITER)
     assert carried(plan, workload)
     assert_turns_are_kept(plan, workload)
     assert plan.expected.gpus_used < 3
@@ -64,7 +64,7 @@ def test_small_models_take_turns_and_large_ones_split_a_gpu() -> None:
 
 def test_interference_slows_neighbours_down_and_keeps_their_slo() -> None:
     workload = five_models(resnet50=500, vgg19=150)
-    plan = decided(Gpulet(interference=True), workload, Cluster.parse("v100:2"), IGNITER)
+    plan = decided(GpuletPolicy(interference=True), workload, Cluster.parse("v100:2"), IGNITER)
     assert_turns_are_kept(plan, workload)
     assert any(len(gpulets) > 1 for gpulets in plan.by_gpu().values())
     assert slowed_down(plan) == {g.id for gpulets in plan.by_gpu().values() if len(gpulets) > 1 for g in gpulets}
@@ -72,13 +72,13 @@ def test_interference_slows_neighbours_down_and_keeps_their_slo() -> None:
 
 def test_without_mps_gpus_stay_whole() -> None:
     workload = five_models(resnet50=300, vgg19=150).model_copy(update={"mps": "off"})
-    plan = decided(Gpulet(), workload, Cluster.parse("v100:2"), IGNITER)
+    plan = decided(GpuletPolicy(), workload, Cluster.parse("v100:2"), IGNITER)
     assert {gpulet.share_pct for gpulet in plan.gpulets} == {None}
 
 
 def test_an_elastic_cluster_grows() -> None:
     workload = five_models(ssd=2000)
-    plan = decided(Gpulet(), workload, Cluster.parse("v100:1", elastic=True), IGNITER)
+    plan = decided(GpuletPolicy(), workload, Cluster.parse("v100:1", elastic=True), IGNITER)
     assert carried(plan, workload)
     assert plan.expected.gpus_used >= 6
 
@@ -86,7 +86,7 @@ def test_an_elastic_cluster_grows() -> None:
 @pytest.mark.parametrize("options", [{"max_partitions": 0}, {"shares": (100.0,)}, {"knee": "sharp"}, {"max_batch": 0}])
 def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(options))):
-        Gpulet(**options)  # type: ignore[arg-type]
+        GpuletPolicy(**options)  # type: ignore[arg-type]
 
 
 rates = st.lists(st.sampled_from([0, 1, 30, 200, 600, 2000]), min_size=5, max_size=5)

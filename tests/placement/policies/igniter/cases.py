@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenuto.placement import Plan, Workload
-from tenuto.placement.interference.igniter import Hardware, Load, ModelConstants, inference_time_ms
+from tenuto.placement.interference.igniter_model import Hardware, Load, ModelConstants, inference_time_ms
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.placement.published import facts

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from tenuto.cli.partition import command
 from tenuto.errors import InvalidInputError
 from tenuto.placement.policies.symphony.partition import (
-    Limits,
     Partition,
+    PartitionLimits,
     PartitionModel,
     fits_some,
     gpus_by_need,
@@ -39,7 +39,7 @@ def deviations(models: list[PartitionModel], choice: list[int], count: int, weig
     return found
 
 
-def best_by_enumeration(models: list[PartitionModel], count: int, limits: Limits) -> float:
+def best_by_enumeration(models: list[PartitionModel], count: int, limits: PartitionLimits) -> float:
     best = float("inf")
     for choice in itertools.product(range(count), repeat=len(models)):
         groups = [[m for m, k in zip(models, choice, strict=True) if k == g] for g in range(count)]
@@ -58,7 +58,9 @@ def best_by_enumeration(models: list[PartitionModel], count: int, limits: Limits
 def test_no_partition_is_better_than_the_one_found(seed: int) -> None:
     rng = random.Random(seed)
     models = [model(f"m{i}", rng.uniform(10, 500), rng.uniform(50, 400), rng.uniform(0, 300)) for i in range(7)]
-    limits = Limits(memory_mib=1200.0, max_rate_rps=900.0 if seed % 2 else None, memory_weight=(1.0, 0.3)[seed % 2])
+    limits = PartitionLimits(
+        memory_mib=1200.0, max_rate_rps=900.0 if seed % 2 else None, memory_weight=(1.0, 0.3)[seed % 2]
+    )
     best = best_by_enumeration(models, 3, limits)
     if best == float("inf"):
         with pytest.raises(InvalidInputError):
@@ -80,15 +82,15 @@ def test_equal_models_are_split_evenly() -> None:
 
 def test_weights_add_up_and_working_memory_counts_once() -> None:
     four = [model(f"m{i}", memory=100.0, dynamic=300.0) for i in range(4)]
-    found = partition(four, 1, limits=Limits(memory_mib=700.0))
+    found = partition(four, 1, limits=PartitionLimits(memory_mib=700.0))
     assert found.as_dict(1)["subclusters"][0]["memory_mib"] == 700.0
     with pytest.raises(InvalidInputError):
-        partition(four, 1, limits=Limits(memory_mib=699.0))
+        partition(four, 1, limits=PartitionLimits(memory_mib=699.0))
 
 
 def test_limits_hold() -> None:
     models = [model(f"m{i}", rate=100.0 * (i + 1)) for i in range(6)]
-    found = partition(models, 3, limits=Limits(memory_mib=250.0, max_rate_rps=750.0, max_models=2))
+    found = partition(models, 3, limits=PartitionLimits(memory_mib=250.0, max_rate_rps=750.0, max_models=2))
     for k in range(3):
         assert sum(m.static_mib for m in found.members(k)) <= 250.0
         assert sum(m.rate_rps for m in found.members(k)) <= 750.0
@@ -100,7 +102,7 @@ def test_fractions_of_a_mib_count(seed: int) -> None:
     """Nothing lies above the limit, and what fits nowhere is what the sums of the others leave no room for."""
     rng = random.Random(seed)
     models = [model(f"m{i}", rng.uniform(1, 9), rng.uniform(0.1, 2.9), rng.uniform(0, 0.9)) for i in range(60)]
-    limits = Limits(memory_mib=6.5)
+    limits = PartitionLimits(memory_mib=6.5)
     groups: dict[int | None, list[PartitionModel]] = {}
     for one, k in zip(models, fits_some(models, 12, limits), strict=True):
         groups.setdefault(k, []).append(one)
@@ -120,13 +122,13 @@ def test_change_is_bounded_loading_and_unloading_both_counted() -> None:
     assert partition(models, 2, current=even).moved == ()
     moved = partition(models, 2, current=lopsided)
     assert (len(moved.moved), moved.changed_mib) == (1, 200.0)
-    assert partition(models, 2, current=lopsided, limits=Limits(max_change_mib=200.0)).moved == moved.moved
-    assert partition(models, 2, current=lopsided, limits=Limits(max_change_mib=199.0)).moved == ()
+    assert partition(models, 2, current=lopsided, limits=PartitionLimits(max_change_mib=200.0)).moved == moved.moved
+    assert partition(models, 2, current=lopsided, limits=PartitionLimits(max_change_mib=199.0)).moved == ()
 
 
 def test_a_new_model_is_only_loaded_and_names_are_kept() -> None:
     models = [model("a", 100.0), model("b", 200.0), model("new", 100.0)]
-    found = partition(models, 2, current={"a": 1, "b": 0}, limits=Limits(memory_weight=0.0))
+    found = partition(models, 2, current={"a": 1, "b": 0}, limits=PartitionLimits(memory_weight=0.0))
     assert dict(found.assignment) == {"a": 1, "b": 0, "new": 1}
     assert (found.moved, found.changed_mib) == ((), 100.0)
 
@@ -154,7 +156,7 @@ def imbalances(found: Partition) -> tuple[float, float]:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_eight_hundred_models_in_twenty_sub_clusters(seed: int) -> None:
-    models, limits = evaluated(seed), Limits(memory_mib=16_000.0)
+    models, limits = evaluated(seed), PartitionLimits(memory_mib=16_000.0)
     found = partition(models, 20, limits=limits)
     rate, memory = imbalances(found)
     assert rate < 0.005
@@ -171,18 +173,18 @@ def test_eight_hundred_models_in_twenty_sub_clusters(seed: int) -> None:
 @pytest.mark.parametrize(
     ("models", "count", "limits"),
     [
-        ([], 1, Limits()),
-        ([model("a")], 2, Limits()),
-        ([model("a", need=0.0)], 1, Limits()),
-        ([model("a")], 0, Limits()),
-        ([model("a", float("nan"))], 1, Limits()),
-        ([model("a", memory=9e9)], 1, Limits(memory_mib=10.0)),
-        ([model("a", 900.0)], 1, Limits(max_rate_rps=10.0)),
-        ([model("a"), model("b"), model("c")], 2, Limits(max_models=1)),
+        ([], 1, PartitionLimits()),
+        ([model("a")], 2, PartitionLimits()),
+        ([model("a", need=0.0)], 1, PartitionLimits()),
+        ([model("a")], 0, PartitionLimits()),
+        ([model("a", float("nan"))], 1, PartitionLimits()),
+        ([model("a", memory=9e9)], 1, PartitionLimits(memory_mib=10.0)),
+        ([model("a", 900.0)], 1, PartitionLimits(max_rate_rps=10.0)),
+        ([model("a"), model("b"), model("c")], 2, PartitionLimits(max_models=1)),
     ],
 )
 def test_wrong_numbers_and_impossible_limits_are_refused(
-    models: list[PartitionModel], count: int, limits: Limits
+    models: list[PartitionModel], count: int, limits: PartitionLimits
 ) -> None:
     with pytest.raises(InvalidInputError):
         partition(models, count, limits=limits)

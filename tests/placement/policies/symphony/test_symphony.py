@@ -8,7 +8,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Workload
 from tenuto.placement.costs import costs_of
 from tenuto.placement.policies.symphony.staggering import StaggeredModel
-from tenuto.placement.policies.symphony.symphony import Symphony
+from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import default_profiles
 from tests.placement.published import VISION, decided, equal_rates, facts, planned, v100s

@@ -10,7 +10,7 @@ from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class FilledBatch:
     """A batch size with its latency in ms, the memory of a replica that runs it (0 where unknown), `static_mib` of it
     while others run too, and the fraction of time it keeps busy per request per second, as full as it gets."""
 
@@ -46,7 +46,7 @@ class FfdCost:
         else:
             self._shares = measured if self.in_space else (WHOLE_GPU_PCT,)
         self.whole_gpu_unknown = not self.in_space and WHOLE_GPU_PCT not in measured
-        self._frontiers: dict[float, tuple[Batch, ...]] = {}
+        self._frontiers: dict[float, tuple[FilledBatch, ...]] = {}
         self.frontier = () if self.whole_gpu_unknown else self._frontier(self._shares[-1])
         able = [batch for batch in self.frontier if self.in_time(batch)]
         self.best_rps = max((batch.capacity_rps for batch in able), default=0.0) * fill
@@ -75,11 +75,11 @@ class FfdCost:
             return tuple(ms * WHOLE_GPU_PCT / share_pct for ms in self.on.steps(WHOLE_GPU_PCT, self.max_batch))
         return self.on.steps(share_pct, self.max_batch)
 
-    def _frontier(self, share_pct: float) -> tuple[Batch, ...]:
+    def _frontier(self, share_pct: float) -> tuple[FilledBatch, ...]:
         """Return the eligible batches on a share, each more efficient than the ones before; l(b) <= SLO/2."""
         if share_pct in self._frontiers:
             return self._frontiers[share_pct]
-        found: list[Batch] = []
+        found: list[FilledBatch] = []
         for size, ms in enumerate(self._steps(share_pct)):
             if ms > self.spec.slo_ms / 2 * (1 + SLACK):
                 break
@@ -90,7 +90,7 @@ class FfdCost:
                     busy_s = ms / 1000.0 / self._filled(size, ms)
                     memory, weights = self.on.needs_mib(size)
                     static = memory if weights is None else min(weights, memory)
-                    found.append(Batch(size, ms, memory, static, busy_s))
+                    found.append(FilledBatch(size, ms, memory, static, busy_s))
         self._frontiers[share_pct] = tuple(found)
         return self._frontiers[share_pct]
 
@@ -103,7 +103,7 @@ class FfdCost:
         spare_ms = self.spec.slo_ms - latency_ms
         return min(size, 1 + int(self.spec.rate_rps / self.fill * spare_ms / 1000.0 + SLACK))
 
-    def in_time(self, batch: Batch, wait_ms: float = 0.0) -> bool:
+    def in_time(self, batch: FilledBatch, wait_ms: float = 0.0) -> bool:
         """Say whether a batch fills, waits for a running batch of `wait_ms` and executes within the SLO.
 
         The smallest measured batch need not fill: fewer requests take no longer.
@@ -111,7 +111,7 @@ class FfdCost:
         fills = batch.size == self.frontier[0].size or self._filled(batch.size, batch.latency_ms) == batch.size
         return fills and batch.latency_ms + wait_ms <= self.spec.slo_ms * (1 + SLACK)
 
-    def smallest_share(self, rate_rps: float, free_pct: float, free_mib: float) -> tuple[float, Batch] | None:
+    def smallest_share(self, rate_rps: float, free_pct: float, free_mib: float) -> tuple[float, FilledBatch] | None:
         """Return the smallest share up to `free_pct` that carries a rate, with its smallest such batch."""
         for share in self._shares:
             if share > free_pct + SLACK:

@@ -11,7 +11,7 @@ import torch
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 from tenuto.profiles.networks.inputs import as_blocks
-from tenuto.profiles.networks.merging.network import MergedNetwork, even_split
+from tenuto.profiles.networks.merging.merged_network import MergedNetwork, even_split
 from tenuto.profiles.networks.programs import Member, load_program
 from tenuto.profiles.networks.runner import ProgramRunner
 from tests.instruments.mergeable import Attention, Convolutional
@@ -133,7 +133,7 @@ def test_models_that_do_not_merge_are_refused_with_the_cure(others: tuple[Callab
 
 
 def member(name: str, factory: str, **options: object) -> Member:
-    return Member(name, f"tests.profiles.networks.merging.test_network:{factory}", options=options)
+    return Member(name, f"tests.profiles.networks.merging.test_merged_network:{factory}", options=options)
 
 
 def test_a_program_of_two_is_built_warmed_up_and_run_from_its_members() -> None:

@@ -17,7 +17,13 @@ from tenuto.placement.costs import context_mib_of, costs_of
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
-from tenuto.placement.policies.symphony.partition import Limits, PartitionModel, fits_some, gpus_by_need, partition
+from tenuto.placement.policies.symphony.partition import (
+    PartitionLimits,
+    PartitionModel,
+    fits_some,
+    gpus_by_need,
+    partition,
+)
 from tenuto.placement.policies.symphony.staggering import StaggeredModel
 from tenuto.placement.policy import Policy
 from tenuto.placement.program import Replica
@@ -106,7 +112,9 @@ class Symphony(Policy):
         """Return the sub-clusters of one type, and why models are in none."""
         if not members:
             return [], {}
-        limits = Limits(memory_mib=room_mib, max_rate_rps=self.max_rate_rps or None, memory_weight=self.memory_weight)
+        limits = PartitionLimits(
+            memory_mib=room_mib, max_rate_rps=self.max_rate_rps or None, memory_weight=self.memory_weight
+        )
         # Batches, and with them memory, grow with the GPUs of a sub-cluster; an elastic cluster grows to any number.
         entries = [member.entry(MOST_GPUS if elastic else gpus) for member in members]
         most = len(members) if elastic else min(gpus, len(members))
@@ -125,7 +133,9 @@ class Symphony(Policy):
         groups = [[members[i] for i, k in zip(kept, where, strict=True) if k == g] for g in range(number)]
         return [_SubCluster(kind, group) for group in groups if group], left_out
 
-    def _fewest(self, entries: Sequence[PartitionModel], limits: Limits, most: int) -> tuple[int, list[int | None]]:
+    def _fewest(
+        self, entries: Sequence[PartitionModel], limits: PartitionLimits, most: int
+    ) -> tuple[int, list[int | None]]:
         """Return the fewest sub-clusters that hold all models, or the most there may be, with a first assignment."""
         if self.sub_clusters:
             number = min(self.sub_clusters, most)

@@ -47,7 +47,7 @@ class Solution:
     proven: bool
 
 
-class Program:
+class PlacementProgram:
     """Maximises weighted goodput on a fixed number of GPUs per type, or minimises the price of carrying every rate.
 
     Args:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tenuto.profiles.measuring.memory import ResidentMemory
+from tenuto.profiles.measuring.memory_meter import ResidentMemory
 
 
 def test_resident_memory_sees_what_is_allocated_and_released() -> None:
@@ -14,7 +14,7 @@ def test_resident_memory_sees_what_is_allocated_and_released() -> None:
     # A process of its own: here, freed memory of other tests would be used again and not count as growth.
     program = """
 import numpy as np
-from tenuto.profiles.measuring.memory import ResidentMemory
+from tenuto.profiles.measuring.memory_meter import ResidentMemory
 meter = ResidentMemory()
 meter.reset()
 block = np.ones(40 * 2**20 // 8)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import refused
-from tenuto.placement.interference.base import Resident
+from tenuto.placement.interference.interference_model import Resident
 
 
 def _required(values: Mapping[str, float], names: tuple[str, ...], path: str) -> list[float]:

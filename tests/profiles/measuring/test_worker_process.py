@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.profiles.measuring import processes
+from tenuto.profiles.measuring import worker_process
 from tenuto.profiles.measuring.events import Doubt
-from tenuto.profiles.measuring.processes import LostWorkerError, WorkerProcess
+from tenuto.profiles.measuring.worker_process import LostWorkerError, WorkerProcess
 
 BUSY = """
 import json, signal, sys, time
@@ -37,7 +37,7 @@ def start(tmp_path: Path, text: str) -> tuple[WorkerProcess, Path]:
 def test_a_busy_worker_is_interrupted_before_it_is_stopped(
     leaves_at: str, signals: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_SETTLE_S", 10.0 if leaves_at == "SIGINT" else 0.2)
+    monkeypatch.setattr(worker_process, "_SETTLE_S", 10.0 if leaves_at == "SIGINT" else 0.2)
     worker, journal = start(tmp_path, BUSY.replace("{leaves_at}", leaves_at).replace("\\\\n", "\\n"))
     assert worker.next_event(20.0) == Doubt("busy")
     worker.end()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tenuto.profiles import ProfilePoint
-from tenuto.profiles.measuring.events import EVENTS, Built, Doubt, Event, Failed, Machine, PointMeasured, Stopped
+from tenuto.profiles.measuring.events import EVENTS, Built, Doubt, Event, Failed, Machine, PointMeasured, StoppedEarly
 from tenuto.profiles.measuring.measure import REQUESTS, MeasureRequest
-from tenuto.profiles.measuring.worker import main, measure_points
+from tenuto.profiles.measuring.profile_worker import main, measure_points
 from tenuto.profiles.networks.model_options import RunOptions
 from tenuto.profiles.networks.models import build
 from tests.profiles.measuring.test_timing import Clock
@@ -81,8 +81,8 @@ def test_no_point_begins_after_the_time_limit() -> None:
     measure_points(
         build(OWN), request, device="cpu", options=RunOptions(), memory=FixedMemory(), report=report, clock_s=Counting()
     )
-    seen = [type(e) for e in events if isinstance(e, (PointMeasured, Stopped))]
-    assert seen == [PointMeasured, PointMeasured, Stopped]
+    seen = [type(e) for e in events if isinstance(e, (PointMeasured, StoppedEarly))]
+    assert seen == [PointMeasured, PointMeasured, StoppedEarly]
 
 
 def test_batches_that_the_others_predict_are_left_out() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tenuto.mps.shares import running_daemon, shares_of
+from tenuto.mps.gpu_shares import running_daemon, shares_of
 
 
 def test_a_running_daemon_is_found_by_its_pid_file(tmp_path: Path) -> None:
@@ -31,9 +31,9 @@ def test_a_private_daemon_serves_shares_where_none_runs(monkeypatch: pytest.Monk
 
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7")
-    monkeypatch.setattr("tenuto.mps.shares.PrivateDaemon", Daemon)
+    monkeypatch.setattr("tenuto.mps.gpu_shares.PrivateDaemon", Daemon)
     gpu = SimpleNamespace(uuid="GPU-7", sm_count=132)
-    monkeypatch.setattr("tenuto.mps.shares.read_inventory", lambda: (gpu,))
+    monkeypatch.setattr("tenuto.mps.gpu_shares.read_inventory", lambda: (gpu,))
     for device, needed in (("cpu", True), ("auto", False)):
         with shares_of(device, needed=needed) as shares:
             assert shares is None

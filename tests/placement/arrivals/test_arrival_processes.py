@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Arrival
-from tenuto.placement.arrivals.processes import arrival_times
+from tenuto.placement.arrivals.arrival_processes import arrival_times
 
 RATE, DURATION = 200.0, 500.0
 

@@ -1,7 +1,7 @@
 """The process that measures one model: reads a request on stdin, reports events on stdout, one JSON object a line.
 
-Started as `python -m tenuto.profiles.measuring.worker` by `tenuto.profiles.measuring.measure`; not meant to be run by
-hand.
+Started as `python -m tenuto.profiles.measuring.profile_worker` by `tenuto.profiles.measuring.measure`; not meant to be run
+by hand.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 from tenuto.errors import TenutoError, first_line
 from tenuto.profiles.gpu_types import gpu_type_of
-from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, Stopped
+from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, StoppedEarly
 from tenuto.profiles.measuring.kernels.chrome_trace import KernelTrace
 from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
 from tenuto.profiles.measuring.kernels.recording import record_kernels
 from tenuto.profiles.measuring.measure import REQUESTS, MeasureRequest
-from tenuto.profiles.measuring.memory import CudaMemory, MemoryMeter, ResidentMemory, reserved_mib
-from tenuto.profiles.measuring.processes import serve_parent
+from tenuto.profiles.measuring.memory_meter import CudaMemory, MemoryMeter, ResidentMemory, reserved_mib
 from tenuto.profiles.measuring.sampling import next_batch
 from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, first_visible_uuid, watch
 from tenuto.profiles.measuring.timing import AGREEMENT_PCT, measure_repeatedly
+from tenuto.profiles.measuring.worker_process import serve_parent
 from tenuto.profiles.networks.catalogue import LoadedModel, is_exported, is_factory, lookup
 from tenuto.profiles.networks.cpu_share import cpu_cores, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, is_fast_device, pick_device
@@ -109,7 +109,7 @@ def measure_points(
         known = {batch: ms for batch, at, ms in request.known if at == share}
         while (size := next_batch(wanted, known, request.tolerance_pct)) is not None:
             if request.time_limit_s is not None and clock_s() - began_s >= request.time_limit_s:
-                report(Stopped())
+                report(StoppedEarly())
                 return
             try:
                 point = _measure_point(runner, size, share, budget_s, request.seed, instruments)
