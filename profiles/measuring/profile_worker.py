@@ -1,7 +1,7 @@
 """The process that measures one model: reads a request on stdin, reports events on stdout, one JSON object a line.
 
-Started as `python -m tenuto.profiles.measuring.profile_worker` by `tenuto.profiles.measuring.measure`; not meant to be run
-by hand.
+Started as `python -m tenuto.profiles.measuring.profile_worker` by `tenuto.profiles.measuring.measure`; not meant to be
+run by hand.
 """
 
 from __future__ import annotations
