@@ -1,8 +1,9 @@
 """Processes of the test session that start in milliseconds: forked from one that has imported what they need already.
 
-What it saves, in processor time as measured on two busy cores: 2.8 s for each of the profiler's workers, of which the
-tests of the profiler start 35; 1.3 s for each process of Ray, of which each of the 61 tests with Ray starts at least
-three; and 15 s of collecting for each process of pytest-xdist but the first. That is about six minutes of one core.
+What it saves, in processor time as measured on two busy cores: 3 s for each of the profiler's workers, of which the
+tests of the profiler start 35; 1 s or more for each process of Ray, of which each of the 61 tests with Ray starts at
+least three; and 9 s of collecting for each process of pytest-xdist but the first. That is about five minutes of one
+core.
 
 A relay takes the place of a worker's program: it hands its pipes, its environment and its arguments to a server, which
 forks. What is tested stays a process of its own with its own pipes, environment and exit code. Three kinds are forked:

@@ -1,4 +1,4 @@
-"""`tenuto lab`: what can be counted of Tenuto's own sources."""
+"""`tenuto lab`: what can be counted of Tenuto's own sources, and how a command goes through them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 
 import click
 
+from tenuto.cli import load_verb
 from tenuto.cli.common import json_option, printed_as_json, say
 from tenuto.cli.tables import print_table
 from tenuto_lab.house.constants import ORIGINS, find_constants
 from tenuto_lab.house.lines import lines_by_room
 from tenuto_lab.house.sources import APART, checkout, read_sources
+from tenuto_lab.house.walk import walk
 
 _root = click.argument("root", metavar="[ROOT]", required=False, type=click.Path(exists=True, file_okay=False))
 
@@ -80,6 +82,34 @@ def _constants(root: str | None, origin: str | None, room: str | None) -> None:
         left=("name", "value", "origin", "what is said of it"),
     )
     say(", ".join(f"{counted[each]} {each}" for each in ORIGINS if counted[each]))
+
+
+@command.command(
+    "walk",
+    short_help="The modules that a command goes through, in order.",
+    context_settings={"ignore_unknown_options": True},
+)
+@click.argument("words", metavar="VERB…", nargs=-1, required=True, type=click.UNPROCESSED)
+def _walk(words: tuple[str, ...]) -> None:
+    """Run a verb and list the modules that it goes through in this process, each where it is first called.
+
+    What the verb prints goes to stdout first. What happens in other processes is not walked.
+
+    Example: tenuto lab walk plan workload.yaml --gpus v100:4
+    """
+    verb = load_verb(words[0])
+    if verb is None:
+        raise click.UsageError(f"unknown command '{words[0]}'.")
+    stays = walk(lambda: verb.main(list(words[1:]), prog_name=f"tenuto {words[0]}", standalone_mode=False))
+    print_table(
+        ("stay", "room", "module", "first called", "by"),
+        (
+            (str(number), stay.room, stay.module.rpartition(".")[2], stay.function, stay.called_by)
+            for number, stay in enumerate(stays, 1)
+        ),
+        left=("room", "module", "first called", "by"),
+    )
+    say(f"{len(stays)} modules of {len({stay.room for stay in stays})} rooms")
 
 
 def _root_of(given: str | None) -> Path:

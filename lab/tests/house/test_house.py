@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tenuto.placement import Cluster
 from tenuto_lab.house.constants import NumericConstant, find_constants
 from tenuto_lab.house.lines import proper_lines
 from tenuto_lab.house.sources import Source, checkout, read_sources
+from tenuto_lab.house.walk import walk
 from tenuto_lab.verbs.lab import command
 
 MOST_FITTED = 40
@@ -108,3 +111,12 @@ def test_the_verbs_print_what_was_counted(tmp_path: Path) -> None:
     assert [row["name"] for row in json.loads(fitted.stdout)["constants"]] == ["X"]
     assert "the machine: 2 lines" in CliRunner().invoke(command, ["lines", str(tmp_path)]).stdout
     assert "1 fitted, 1 unsourced" in CliRunner().invoke(command, ["constants", str(tmp_path)]).stdout
+
+
+def test_a_walk_names_modules_in_order_with_their_callers_and_no_imports() -> None:
+    stays = walk(functools.partial(Cluster.parse, "v100:4"))
+    assert stays[0].module == "tenuto.placement.cluster"
+    assert (stays[0].room, stays[0].called_by) == ("placement", "")
+    assert "tenuto.profiles.gpu_types" in [stay.module for stay in stays]
+    assert len({stay.module for stay in stays}) == len(stays)
+    assert all(stay.function != "<module>" for stay in stays)
