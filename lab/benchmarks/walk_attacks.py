@@ -1,0 +1,445 @@
+"""Play the attacks on the front door against a real `tenuto serve --emulate`, over its own socket and behind HAProxy,
+and print a table of what became of each.
+
+    python lab/benchmarks/walk_attacks.py [--tenuto COMMAND]
+
+`--tenuto` names the command of another build, so that both tables come from the same attacks. An honest client with a
+key asks 50 times a second all the while; its longest wait is printed beside that of as long without an attack, and the
+memory that the gateway took. HAProxy (Debian: haproxy) has `http-reuse always`; without it those rows are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gzip
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from serving import BODY, PATH, heading, synthetic_plan
+
+from tenuto.deployments.serve.launcher import unused_port
+
+_KEY, _GUEST = "the key of the honest client", "the key of another client"
+_MIB = 1 << 20
+_LONGEST_S = 60.0
+_NUMBERS = b'{"inputs":[{"name":"INPUT0","shape":[1,1],"datatype":"FP32","data":[%b1]}]}'
+_HAPROXY = """
+global
+    maxconn 2000
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 30s
+    timeout server 30s
+    option accept-invalid-http-request
+frontend front
+    bind 127.0.0.1:{front}
+    default_backend ours
+backend ours
+    http-reuse always
+    option http-keep-alive
+    server ours 127.0.0.1:{ours} pool-max-conn 4
+"""
+
+
+def request(
+    body: bytes = BODY, *lines: str, path: str = PATH, key: str | None = _KEY, length: str | None = None
+) -> bytes:
+    """Return a POST."""
+    shown = [f"Authorization: Bearer {key}"] if key else []
+    size = f"Content-Length: {len(body) if length is None else length}"
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", *([size] if length != "" else []), *shown, *lines]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+def answer(connection: socket.socket) -> tuple[int, bytes]:
+    """Return status and body of the next answer; status 0 where the connection ended without one."""
+    data = b""
+    while True:
+        while b"\r\n\r\n" not in data:
+            if not (more := connection.recv(65536)):
+                return 0, data
+            data += more
+        head, _, data = data.partition(b"\r\n\r\n")
+        if head[9:12] != b"100":
+            break
+    length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+    while len(data) < length and (more := connection.recv(65536)):
+        data += more
+    return int(head[9:12]), data[:length]
+
+
+def ask(port: int, *parts: bytes, timeout_s: float = _LONGEST_S) -> int:
+    """Send parts on a connection of their own; return the status, 0 where there is none."""
+    with socket.create_connection(("127.0.0.1", port), timeout_s) as connection:
+        with contextlib.suppress(OSError):  # it was told before all was sent
+            for part in parts:
+                connection.sendall(part)
+        with contextlib.suppress(OSError):
+            return answer(connection)[0]
+    return 0
+
+
+def be_honest(port: int) -> None:
+    """Ask with a key 50 times a second, on one connection as long as that lasts, until the standard input ends; then
+    print the longest wait, and how many answers there were by status."""
+    over = threading.Event()
+
+    def wait() -> None:
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    connection: socket.socket | None = None
+    longest_ms, statuses = 0.0, Counter[int]()
+    print("begun", flush=True)
+    while not over.is_set():
+        began_at, status = time.monotonic(), 0
+        with contextlib.suppress(OSError):
+            connection = connection or socket.create_connection(("127.0.0.1", port), _LONGEST_S)
+            connection.sendall(request())
+            status = answer(connection)[0]
+        if not status:
+            connection = None
+        longest_ms = max(longest_ms, 1000.0 * (time.monotonic() - began_at))
+        statuses[status] += 1
+        time.sleep(0.02)
+    lost = statuses.total() - statuses[200]
+    print(f"{longest_ms:.0f} ms" + (f", {lost} of {statuses.total()} lost" if lost else ""))
+
+
+class Served:
+    """`tenuto serve --emulate` of a build, with keys, and what its gateway's process holds."""
+
+    def __init__(self, port: int, operators: int, gateway: int) -> None:
+        self.port = port
+        self.operators = operators
+        self.gateway = gateway  # its pid
+        self._most_mib = 0.0
+
+    @property
+    def memory_mib(self) -> float:
+        """What its gateway holds beside shared memory."""
+        said = dict(line.split(":", 1) for line in Path(f"/proc/{self.gateway}/status").read_text().splitlines())
+        return int(said["RssAnon"].split()[0]) / 1024
+
+    def told(self, attack: Callable[[], str]) -> tuple[str, str, str]:
+        """Return what an attack was told, the honest client's longest wait beside that without it, and memory."""
+        before = self.memory_mib
+        began_at = time.monotonic()
+        (told, wait), most = self._beside(attack), self._most_mib
+        passed_s = min(5.0, max(1.0, time.monotonic() - began_at))
+        _, alone = self._beside(functools.partial(_nothing, passed_s))
+        return told, f"{wait} ({alone})", f"{most - before:.0f} MiB"
+
+    def _beside(self, attack: Callable[[], str]) -> tuple[str, str]:
+        """Return what an attack was told, and how the honest client fared beside it."""
+        command = [sys.executable, __file__, "--honest", str(self.port)]
+        honest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert honest.stdout is not None
+        honest.stdout.readline()  # it has begun
+        said: list[str] = []
+        worker = threading.Thread(target=lambda: said.append(attack()))
+        worker.start()
+        self._most_mib = 0.0
+        while worker.is_alive():
+            self._most_mib = max(self._most_mib, self.memory_mib)
+            worker.join(0.05)
+        return (said or ["it failed"])[0], honest.communicate()[0].strip()
+
+
+def _nothing(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
+@contextlib.contextmanager
+def served(command: str, folder: Path) -> Iterator[Served]:
+    """Serve until the end of the block."""
+    port, operators, proxy = unused_port(), unused_port(), unused_port()
+    plan, keys = folder / "plan.yaml", folder / "keys.yaml"
+    plan.write_text(yaml.safe_dump(synthetic_plan(0.1, 1.0, 2000.0, 100.0, 1, 8).to_data()))
+    entries = [
+        {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), "models": [models]}
+        for name, key, models in (("honest", _KEY, "*"), ("guest", _GUEST, "guest*"))
+    ]
+    keys.write_text(yaml.safe_dump({"keys": entries}))
+    ports = ["--port", str(port), "--operator-port", str(operators), "--proxy-port", str(proxy)]
+    log = (folder / "log").open("wb")
+    server = subprocess.Popen(
+        [command, "serve", str(plan), "--emulate", "--keys", str(keys), "--gateways", "1", *ports],
+        stdout=log,
+        stderr=log,
+        cwd=folder,
+    )
+    try:
+        until = time.monotonic() + 180.0
+        while True:
+            with contextlib.suppress(OSError):
+                if ask(port, request()) == 200:
+                    break
+            if server.poll() is not None or time.monotonic() > until:
+                raise SystemExit((folder / "log").read_text())
+            time.sleep(0.5)
+        yield Served(port, operators, _listener(port))
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(60.0)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def _listener(port: int) -> int:
+    """Return the pid of the process that listens on a port."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    (node,) = {row[9] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")}
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == f"socket:[{node}]":
+                return int(link.parts[2])
+    raise LookupError(f"nobody listens on {port}")
+
+
+@contextlib.contextmanager
+def proxied(port: int, folder: Path) -> Iterator[int]:
+    """Give the port of a HAProxy in front."""
+    command = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin")
+    if command is None:
+        raise FileNotFoundError("haproxy")
+    front, config = unused_port(), folder / "haproxy.cfg"
+    config.write_text(_HAPROXY.format(front=front, ours=port))
+    with subprocess.Popen([command, "-f", str(config)], stderr=subprocess.DEVNULL) as proxy:
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", front)):
+                break
+            time.sleep(0.05)
+        yield front
+        proxy.terminate()
+
+
+# --- attacks ----------------------------------------------------------------------------------------------------------
+
+
+def smuggled(port: int, spelled: Callable[[int], str]) -> str:
+    """Ask with a length written so that proxies may read it otherwise, and see whose answer goes where."""
+    hidden = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nX-Pad: %b\r\n\r\n"
+    body = hidden % (b"x" * 8)
+    stolen, told = 0, set()
+    victim = socket.create_connection(("127.0.0.1", port), 10.0)
+    for _ in range(100):
+        told.add(ask(port, request(body, length=spelled(len(body))), timeout_s=10.0))
+        with contextlib.suppress(OSError):
+            victim.sendall(request())
+            status, said = answer(victim)
+            stolen += b"live" in said
+            if status:
+                continue
+        victim = socket.create_connection(("127.0.0.1", port), 10.0)
+    return f"{'/'.join(map(str, sorted(told)))}; of 100 clients behind it {stolen} got its answer"
+
+
+def sent(port: int, first: bytes, block: bytes, mib: int) -> str:
+    """Send as much of something, and say what was told."""
+    began_at = time.monotonic()
+    status = 0
+    with socket.create_connection(("127.0.0.1", port), _LONGEST_S) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(first)
+            many = block * (_MIB // len(block))
+            for _ in range(mib):
+                connection.sendall(many)
+                if time.monotonic() - began_at > _LONGEST_S:
+                    break
+        connection.settimeout(5.0)
+        with contextlib.suppress(OSError):
+            status = answer(connection)[0]
+    return f"{status or 'closed'} after {time.monotonic() - began_at:.1f} s"
+
+
+def idle(port: int, count: int) -> str:
+    """Hold connections without a key, and ask with one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, count + 1000), hard))
+    held = []
+    try:
+        for number in range(count):
+            connection = socket.socket()
+            connection.bind((f"127.0.0.{2 + number % 200}", 0))
+            connection.settimeout(10.0)
+            connection.connect(("127.0.0.1", port))
+            held.append(connection)
+        time.sleep(1.0)
+        began_at, statuses = time.monotonic(), []
+        for _ in range(20):
+            with contextlib.suppress(OSError):
+                statuses.append(ask(port, request(), timeout_s=10.0))
+        return f"of 20 new connections with a key {statuses.count(200)} answered in {time.monotonic() - began_at:.1f} s"
+    finally:
+        for connection in held:
+            connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def guessed(port: int, seconds: float) -> str:
+    """Try keys from one address, on connections at a time, and count the answers."""
+    until, answered = time.monotonic() + seconds, list[int]()
+
+    def guess() -> None:
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                answered.append(ask(port, request(key=f"guess {len(answered)}"), timeout_s=5.0))
+
+    threads = [threading.Thread(target=guess) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return f"{len(answered) / seconds:.0f} keys tried a second by 8 connections, statuses {sorted(set(answered))}"
+
+
+def mapped(port: int) -> str:
+    """Ask for a file in /dev/shm that only its owner may open."""
+    file = Path(f"/dev/shm/walk-attacks-{os.getpid()}")
+    file.write_bytes(b"secret!!")
+    file.chmod(0o600)
+    try:
+        body = json.dumps({"key": f"/{file.name}", "offset": 0, "byte_size": 8}).encode()
+        begun = ask(port, request(body, path="/v2/systemsharedmemory/region/r/register"))
+        place = {"shared_memory_region": "r", "shared_memory_byte_size": 4}
+        tensor = {"name": "INPUT0", "shape": [1, 1], "datatype": "FP32"}
+        document = {"inputs": [{**tensor, "data": [1]}], "outputs": [{"name": "OUTPUT0", "parameters": place}]}
+        asked = ask(port, request(json.dumps(document).encode()))
+        kept = "not touched" if file.read_bytes() == b"secret!!" else "OVERWRITTEN"
+        return f"register {begun}, as an output {asked}; the file is {kept}"
+    finally:
+        file.unlink()
+
+
+def stolen_token(command: str, folder: Path) -> str:
+    """Name a socket of ours as Ray's address in /tmp/ray, as any user can, and run a command."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        trap.settimeout(0.5)
+        ray = folder / "ray"
+        ray.mkdir()
+        (ray / "ray_current_cluster").write_text(f"127.0.0.1:{trap.getsockname()[1]}")
+        home = folder / "home"
+        (home / ".ray").mkdir(parents=True)
+        (home / ".ray" / "auth_token").write_text("5" * 64)
+        (home / ".ray" / "auth_token").chmod(0o600)
+        script = f"mkdir -p /tmp/ray && mount --bind {ray} /tmp/ray && exec {command} delete"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        asked = subprocess.Popen(
+            ["unshare", "-m", "bash", "-c", script],
+            env={**environment, "HOME": str(home)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        until = time.monotonic() + 40.0
+        while asked.poll() is None and time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                connection, _ = trap.accept()
+                with connection:
+                    connection.settimeout(2.0)
+                    # Ray's client speaks HTTP/2 only to who answers so: settings, and their acknowledgement.
+                    connection.sendall(bytes.fromhex("000000040000000000" + "000000040100000000"))
+                    with contextlib.suppress(OSError):
+                        while more := connection.recv(65536):
+                            heard.append(more)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(asked.pid, signal.SIGKILL)
+        asked.wait()
+    told = b"".join(heard)
+    if not told:
+        return "nobody came to the other socket"
+    return f"{len(told)} bytes came to the other socket, {'THE TOKEN AMONG THEM' if b'5' * 64 in told else 'no token'}"
+
+
+def by_head(port: int, *lines: str) -> str:
+    """Ask for the status with these headers."""
+    with socket.create_connection(("127.0.0.1", port), 10.0) as connection:
+        connection.sendall("\r\n".join(["GET /status HTTP/1.1", *lines]).encode() + b"\r\n\r\n")
+        return str(answer(connection)[0])
+
+
+def attacks(gateway: Served, command: str, folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield every attack with its name."""
+    port, operators = gateway.port, gateway.operators
+    spelled: dict[str, Callable[[int], str]] = {
+        "a length with a space behind": lambda size: f"{size} ",
+        "with a tab behind": lambda size: f"{size}\t",
+        "of 16 digits": lambda size: f"{size:016d}",
+        "with a sign": lambda size: f"+{size}",
+    }
+    with contextlib.suppress(FileNotFoundError), proxied(port, folder) as front:
+        for name, spelling in spelled.items():
+            yield f"smuggling behind HAProxy: {name}", functools.partial(smuggled, front, spelling)
+    for name, spelling in spelled.items():
+        yield f"the same without it: {name}", functools.partial(smuggled, port, spelling)
+    numbers = _NUMBERS % (b"1," * (30 * _MIB))
+    bomb = gzip.compress(numbers, 9)
+    coded = request(bomb, "Content-Encoding: gzip")
+    yield f"60 MiB of JSON numbers in {len(bomb) / _MIB:.2f} MiB of gzip", lambda: str(ask(port, coded))
+    yield "the same plain", lambda: str(ask(port, request(numbers)))
+    chunked = request(b"", "Transfer-Encoding: chunked", length="")
+    every = b"%x\r\n" % len(numbers) + numbers + b"\r\n0\r\n\r\n"
+    yield "the same in a chunk", lambda: str(ask(port, chunked, every))
+    yield "100 MiB of trailers", lambda: sent(port, chunked + b"1\r\nx\r\n0\r\n", b"a: b\r\n", 100)
+    yield "1,000 MiB of chunk extensions", lambda: sent(port, chunked + b"1", b";a=b", 1000)
+    yield "100 MiB of headers", lambda: sent(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"a: b\r\n", 100)
+    yield "4 MiB of requests at once", lambda: sent(port, b"", request(path="/v2/models/other/infer"), 4)
+    yield "4,096 idle connections without a key", lambda: idle(port, 4096)
+    yield "keys tried for 20 s", lambda: guessed(port, 20.0)
+    yield "a file of root in shared memory", lambda: mapped(port)
+    yield "another's model", lambda: str(ask(port, request(key=_GUEST)))
+    yield "no key", lambda: str(ask(port, request(key=None)))
+    foreign = f"Host: evil.example:{operators}"
+    yield "operators' status with another Host", lambda: by_head(operators, foreign)
+    here = f"Host: 127.0.0.1:{operators}"
+    yield "and from another site's page", lambda: by_head(operators, here, "Origin: http://evil.example")
+    yield "no Host", lambda: by_head(operators)
+    yield "Ray's address written by another user", lambda: stolen_token(command, folder)
+
+
+def main() -> None:
+    """Play all, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tenuto", default=str(Path(sys.executable).parent / "tenuto"), help="command of a build")
+    parser.add_argument("--only", default="", help="attacks with this in their name")
+    parser.add_argument("--honest", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.honest is not None:
+        be_honest(args.honest)
+        return
+    heading("attacks on the front door")
+    print("| attack | told | honest client's longest wait (without) | memory |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory(prefix="tenuto-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with served(args.tenuto, folder) as gateway:
+            for what, attack in attacks(gateway, args.tenuto, folder):
+                if args.only in what:
+                    rows: tuple[Any, ...] = (what, *gateway.told(attack))
+                    print("| " + " | ".join(rows) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
