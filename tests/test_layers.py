@@ -50,9 +50,9 @@ FOREIGN_KEYS = {
     "deployments/entry/asgi.py": 14,  # ASGI
     "": 18,  # OpenAPI
     "deployments/entry/gateway.py": 1,  # ASGI
-    "deployments/entry/oip.py": 7,  # the Open Inference Protocol
+    "deployments/entry/oip.py": 8,  # the Open Inference Protocol, and its schema
     "deployments/entry/routes.py": 2,  # OpenAPI, ASGI
-    "deployments/entry/traces.py": 3,  # OpenTelemetry
+    "deployments/entry/traces.py": 2,  # OpenTelemetry
     "deployments/gpulet/executors/emulated.py": 3,  # options of a model of its user
     "deployments/gpulet/mps_sharing.py": 1,  # the environment of CUDA
     "deployments/gpulet/process.py": 2,  # what the process is given

@@ -61,9 +61,6 @@ class SharedService(Protocol):
     def gave_up(self, request: Request, alone_ms: float) -> None:
         """A request expired."""
 
-    def shown(self, executed: Executed) -> Shown:
-        """Return what responses say of a batch."""
-
 
 class InferCall:
     """One HTTP request for inference, of one or more samples, from its body to its response.
@@ -71,21 +68,6 @@ class InferCall:
     The core is asked before the body is parsed, where the body cannot name a deadline of its own: what it turns away
     costs no more.
     """
-
-    __slots__ = (
-        "_exchange",
-        "_id",
-        "_is_over",
-        "_model",
-        "_open",
-        "_parsed",
-        "_route",
-        "_rows",
-        "_service",
-        "_slo_ms",
-        "_traced",
-        "_wants_classes",
-    )
 
     def __init__(self, service: SharedService, exchange: Exchange, route: Route) -> None:
         assert route.model is not None
@@ -95,11 +77,10 @@ class InferCall:
         self._model = route.model
         self._slo_ms = route.slo_ms if route.slo_ms is not None else route.model.slo_ms
         self._id = ""  # the protocol's
-        self._parsed: InferRequest | None = None  # where the plainest response will not do
+        self._parsed: InferRequest | None = None  # None: the response names classes
         self._open: list[Request] = []  # in the order of the samples
         self._rows: dict[int, tuple[Executed, int]] = {}
         self._is_over = False
-        self._wants_classes = False
         traces = service.traces
         self._traced = None if traces is None else traces.begin(route.traceparent)
 
@@ -134,7 +115,6 @@ class InferCall:
 
     def begin_decoded(self, parts: list[InputPart]) -> None:
         """Ask for one sample that is decoded already; the response names classes."""
-        self._wants_classes = True
         self._start([parts], None)
 
     def parse(self, body: Buffer, *, is_received: bool) -> InferRequest:
@@ -214,12 +194,10 @@ class InferCall:
             return
         self._is_over = True
         try:
-            if self._wants_classes:
+            if parsed is None:
                 self._respond_with_classes(request, executed, row)
-            elif parsed is None or (parsed.is_plain and len(parsed.parts) == 1):
-                self._respond(request, executed, row)
             else:
-                self._respond_as_asked(parsed)
+                self._respond(parsed)
             self._service.answer_left(request, self._slo_ms, self._model.alone_ms)
             if self._traced is not None:
                 self._trace_executed(request, executed)
@@ -264,96 +242,66 @@ class InferCall:
             named = {"model": self._model.name, "outcome": outcome, "request_id": request.client_id, **about}
             traces.end(traced, arrived_ms=request.arrived_ms, stages=stages, about=named)
 
-    def _respond(self, request: Request, executed: Executed, row: int) -> None:
-        """Send the plainest response: all outputs of one sample as JSON."""
-        shown = self._service.shown(executed)
-        writer = self._model.writer
-        if not writer.knows(executed.outputs):
-            self._respond_as_asked(InferRequest(self._id, [[]], None, False, None))
-            return
-        batching_ms = executed.sent_ms - request.arrived_ms
-        parameters = shown.parameters(batching_ms)
-        payload = writer.write(shown.arrays, row, parameters, self._id)
-        self._reply(200, shown.lines(request, batching_ms) + JSON, [payload])
-
-    def _respond_as_asked(self, parsed: InferRequest) -> None:
+    def _respond(self, parsed: InferRequest) -> None:
         """Send what was asked for, of every sample; the times are those of the slowest."""
         rows = [self._rows[request.id] for request in self._open]
         executed, slowest = max(
             ((executed, request) for (executed, _), request in zip(rows, self._open, strict=True)),
             key=lambda pair: pair[0].sent_ms + pair[0].gpulet_queue_ms + pair[0].execution_ms - pair[1].arrived_ms,
         )
-        shown = self._service.shown(executed)
-        batching_ms = executed.sent_ms - slowest.arrived_ms
         interface = self._model.interface
         text, binary = encode_response(
             self._model.name,
             parsed,
             [each.tensors(row) for each, row in rows],
-            orjson.loads(shown.parameters(batching_ms)),
-            interface.labels if interface is not None else (),
+            parameters_of(slowest, executed),
+            interface.signature.labels if interface is not None else (),
         )
-        lines = shown.lines(slowest, batching_ms)
+        lines = times_of(slowest, executed)
         if binary:
             self._reply(200, lines + _BINARY % len(text), [text, *binary])
         else:
             self._reply(200, lines + JSON, [text])
 
     def _respond_with_classes(self, request: Request, executed: Executed, row: int) -> None:
-        shown = self._service.shown(executed)
         interface = self._model.interface
         assert interface is not None
-        batching_ms = executed.sent_ms - request.arrived_ms
         tensors = executed.tensors(row)
         check_finite(tensors)
         document = {
             "model_name": self._model.name,
             "predictions": interface.postprocess(tensors),
-            "parameters": orjson.loads(shown.parameters(batching_ms)),
+            "parameters": orjson.Fragment(parameters_of(request, executed)),
         }
-        self._reply(200, shown.lines(request, batching_ms) + JSON, [orjson.dumps(document)])
+        self._reply(200, times_of(request, executed) + JSON, [orjson.dumps(document)])
 
 
-class Shown:
-    """What the responses to the requests of one batch say of it, made ready once for all of them."""
+def parameters_of(request: Request, executed: Executed) -> bytes:
+    """Return the parameters of a response as JSON."""
+    batching_ms = executed.sent_ms - request.arrived_ms
+    return b'{"queue_ms":%.3f,"batching_ms":%.3f,"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated":%b}' % (
+        batching_ms + executed.gpulet_queue_ms,
+        batching_ms,
+        executed.execution_ms,
+        executed.batch_size,
+        orjson.dumps(executed.gpulet),
+        b"true" if executed.emulated else b"false",
+    )
 
-    def __init__(self, executed: Executed | None = None) -> None:
-        self.executed = executed
-        if executed is None:
-            return
-        self.arrays = executed.arrays()
-        execution_ms, size, gpulet = executed.execution_ms, executed.batch_size, executed.gpulet
-        emulated = b"true" if executed.emulated else b"false"
-        self._parameters = b',"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated":%b}' % (
-            execution_ms,
-            size,
-            orjson.dumps(gpulet),
-            emulated,
-        )
-        self._lines = b"x-tenuto-execution-ms: %.3f\r\nx-tenuto-batch-size: %d\r\nx-tenuto-gpulet: %b\r\n" % (
-            execution_ms,
-            size,
-            gpulet.encode(),
-        )
 
-    def parameters(self, batching_ms: float) -> bytes:
-        """Return the response parameters of one request as JSON."""
-        assert self.executed is not None
-        queue_ms = batching_ms + self.executed.gpulet_queue_ms
-        return b'{"queue_ms":%.3f,"batching_ms":%.3f%b' % (queue_ms, batching_ms, self._parameters)
-
-    def lines(self, request: Request, batching_ms: float) -> bytes:
-        """Return the times of one request as raw header lines."""
-        assert self.executed is not None
-        queue_ms = batching_ms + self.executed.gpulet_queue_ms
-        lines = b"x-tenuto-queue-ms: %.3f\r\nx-tenuto-batching-ms: %.3f\r\n%bx-tenuto-request-id: %b\r\n" % (
-            queue_ms,
-            batching_ms,
-            self._lines,
-            request.client_id.encode(),
-        )
-        start_ms = self.executed.started_ms - request.arrived_ms
-        return lines if math.isnan(start_ms) else b"%bx-tenuto-start-ms: %.3f\r\n" % (lines, start_ms)
+def times_of(request: Request, executed: Executed) -> bytes:
+    """Return the times of an executed request as raw header lines."""
+    batching_ms = executed.sent_ms - request.arrived_ms
+    lines = _TIMES % (
+        batching_ms + executed.gpulet_queue_ms,
+        batching_ms,
+        executed.execution_ms,
+        executed.batch_size,
+        executed.gpulet.encode(),
+        request.client_id.encode(),
+    )
+    start_ms = executed.started_ms - request.arrived_ms
+    return lines if math.isnan(start_ms) else b"%bx-tenuto-start-ms: %.3f\r\n" % (lines, start_ms)
 
 
 def _may_name_slo(body: Buffer, json_length: int | None) -> bool:

@@ -16,6 +16,7 @@ import ssl
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from tenuto.deployments.entry.framing import Framing, KnownHeads
@@ -58,15 +59,13 @@ _FULL = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
 )
 
 
+@dataclass(slots=True)
 class Limits:
     """What clients may use. `unfinished_bytes` is the size of the arena, and of bodies outside of it again."""
 
-    def __init__(
-        self, *, body_bytes: int = 64 << 20, unfinished_bytes: int = 512 << 20, connections: int = 4096
-    ) -> None:
-        self.body_bytes = body_bytes
-        self.unfinished_bytes = unfinished_bytes
-        self.connections = connections
+    body_bytes: int = 64 << 20
+    unfinished_bytes: int = 512 << 20
+    connections: int = 4096
 
 
 class Service(Protocol):
@@ -113,35 +112,21 @@ class ArrivalClock:
         self._polled_s = self._clock()
 
 
+@dataclass(slots=True, eq=False)
 class HttpExchange:
-    """See `tenuto.deployments.entry.http.Exchange`."""
+    """See `tenuto.deployments.entry.http.Exchange`. `response` is there once it is answered."""
 
-    __slots__ = (
-        "_connection",
-        "arrived_ms",
-        "body",
-        "has_key",
-        "head",
-        "is_answered",
-        "is_in_slot",
-        "keep_alive",
-        "on_left",
-        "response",
-        "slots",
-    )
-
-    def __init__(self, connection: HttpConnection, head: Head, arrived_ms: float) -> None:
-        self._connection: HttpConnection | None = connection
-        self.head = head
-        self.arrived_ms = arrived_ms
-        self.keep_alive = head.keep_alive
-        self.body: Buffer = b""
-        self.slots: list[Slot] = []
-        self.is_in_slot = False
-        self.has_key = False
-        self.is_answered = False
-        self.response: Sequence[Buffer] = ()  # once it is answered
-        self.on_left: Callable[[], object] | None = None
+    _connection: HttpConnection | None
+    head: Head
+    arrived_ms: float
+    keep_alive: bool
+    body: Buffer = b""
+    slots: list[Slot] = field(default_factory=list)
+    is_in_slot: bool = False
+    has_key: bool = False
+    is_answered: bool = False
+    response: Sequence[Buffer] = ()
+    on_left: Callable[[], object] | None = None
 
     @property
     def address(self) -> str:
@@ -166,7 +151,7 @@ class HttpExchange:
             self.keep_alive = False
             closing = b"connection: close\r\n"
         head = b"%b%b%bcontent-length: %d\r\n%b\r\n" % (status_line(status), headers, server.date_line, size, closing)
-        if self.head.is_head:
+        if self.head.method == b"HEAD":
             self.response = [head]
         elif size <= _JOINED_BYTES:
             self.response = [b"".join([head, *payload])]
@@ -334,7 +319,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._take_body(exchange, data, at)
 
     def _begin(self, head: Head) -> HttpExchange:
-        exchange = HttpExchange(self, head, self._arrived_ms)
+        exchange = HttpExchange(self, head, self._arrived_ms, head.keep_alive)
         self._open.append(exchange)
         if len(self._open) > _MOST_PIPELINED:
             self._update_reading()

@@ -29,7 +29,6 @@ from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Limits
 from tenuto.deployments.entry.decisions import AskController, nobody
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.entry.fellows import Fellows
 from tenuto.deployments.entry.http import Exchange, Head, HttpError, crash
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
@@ -81,8 +80,7 @@ class Entry:
         self._arena = Arena(unfinished_mib << 20)
         self.service = InferenceService(self._cold)
         self._server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
-        self._fellows = Fellows(self.service, self._server)
-        self._watched = WatchedGateway(self.service, self._fellows, ask_controller)
+        self._watched = WatchedGateway(self.service, self._server, ask_controller)
         few = Limits(body_bytes=1 << 16, connections=_MOST_OPERATORS)
         operator_app = make_operator_app(self._watched, lambda: self._operators_are_local)
         self._operators = HttpServer(_Cold(self, operator_app), self._arena, few)
@@ -173,7 +171,7 @@ class Entry:
                 await asyncio.sleep(0.5)
 
     def _tick(self) -> None:
-        self._keep(asyncio.create_task(self._fellows.meet(), name="meet the other gateways"))
+        self._keep(asyncio.create_task(self._watched.meet(), name="meet the other gateways"))
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
     # --- requests that do not carry load ------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -74,6 +75,7 @@ def retry_after(seconds: float | None) -> bytes:
     return b"" if seconds is None else b"retry-after: %d\r\n" % max(1, round(seconds))
 
 
+@dataclass(slots=True, eq=False)
 class Head:
     """The head of a request. Clients send the same one again and again, so that heads are kept and read once.
 
@@ -82,43 +84,16 @@ class Head:
     `generation`.
     """
 
-    __slots__ = (
-        "expects",
-        "generation",
-        "headers",
-        "is_chunked",
-        "is_head",
-        "is_old",
-        "keep_alive",
-        "length",
-        "method",
-        "route",
-        "url",
-    )
-
-    def __init__(
-        self,
-        method: bytes,
-        url: bytes,
-        headers: dict[bytes, bytes],
-        *,
-        keep_alive: bool = True,
-        length: int = 0,
-        is_chunked: bool = False,
-        expects: bool = False,
-        is_old: bool = False,
-    ) -> None:
-        self.method = method
-        self.url = url
-        self.headers = headers
-        self.keep_alive = keep_alive
-        self.length = length
-        self.is_chunked = is_chunked
-        self.expects = expects
-        self.is_old = is_old
-        self.is_head = method == b"HEAD"
-        self.route: Any = None
-        self.generation = -1
+    method: bytes
+    url: bytes
+    headers: dict[bytes, bytes]
+    keep_alive: bool = True
+    length: int = 0
+    is_chunked: bool = False
+    expects: bool = False
+    is_old: bool = False
+    route: Any = None
+    generation: int = -1
 
 
 class Exchange(Protocol):

@@ -25,7 +25,6 @@ _MOST_MS = 50.0
 # margin serves this part of 1 / SLO more requests.
 _MS_WORTH = 0.5
 _MEMORY = 1e-3  # derived: of one request in shares that are known to a thousandth
-_KINDS = 256  # limit: of requests, by the time allowed and by what one takes alone, whose bounds are remembered
 
 
 class Margin:
@@ -50,13 +49,11 @@ class Margin:
         self.late_share = 0.0
         self.refused = 0
         self._refused_share = 0.0
-        self._kept: dict[tuple[float, float], tuple[float, float]] = {}
 
     def configure(self, attainment: float, allowance_ms: float | None) -> None:
         """Take new settings and keep what was learned."""
         self._allowance_ms = allowance_ms
         self._accepted = _accepted(attainment)
-        self._kept.clear()
 
     def allowance_ms(self, slo_ms: float) -> float:
         """Return what is kept for what happens beyond the socket."""
@@ -72,7 +69,7 @@ class Margin:
             alone_ms: what a batch of this one request takes.
         """
         allowance_ms, most_ms = self._most(slo_ms, alone_ms)
-        return allowance_ms + min(self.margin_ms, most_ms)
+        return min(allowance_ms + self.margin_ms, most_ms)
 
     def allowance_part_ms(self, slo_ms: float, alone_ms: float) -> float:
         """Return what is kept of such a deadline for what happens beyond the socket: the allowance, where there is
@@ -80,14 +77,10 @@ class Margin:
         return self._most(slo_ms, alone_ms)[0]
 
     def _most(self, slo_ms: float, alone_ms: float) -> tuple[float, float]:
-        """Return both, found once for each kind of deadline: most requests are of few."""
-        kept = self._kept.get((slo_ms, alone_ms))
-        if kept is None:
-            allowance_ms = max(0.0, min(self.allowance_ms(slo_ms), (slo_ms - alone_ms) / 2.0))
-            if len(self._kept) >= _KINDS:
-                self._kept.clear()
-            kept = self._kept[slo_ms, alone_ms] = (allowance_ms, _most_ms(slo_ms, alone_ms, allowance_ms))
-        return kept
+        """Return the allowance of such a deadline, and the most that both may be of it."""
+        half_ms = max(0.0, (slo_ms - alone_ms) / 2.0)
+        allowance_ms = min(self.allowance_ms(slo_ms), half_ms)
+        return allowance_ms, min(half_ms, allowance_ms + _MOST_MS)
 
     def answered(self, left_ms: float, slo_ms: float, alone_ms: float, reserve_ms: float) -> None:
         """Take an executed request whose answer has just left.
@@ -108,7 +101,7 @@ class Margin:
         if not is_late:
             accepted = self._accepted + min(self._refused_share, _MS_WORTH / slo_ms)
             self.margin_ms = max(0.0, self.margin_ms - _STEP_MS * accepted / (1.0 - accepted))
-        elif reserve_ms - allowance_ms + late_ms <= most_ms:
+        elif reserve_ms + late_ms <= most_ms:
             self.margin_ms += _STEP_MS
 
     def refused_for_it(self) -> None:
@@ -119,10 +112,6 @@ class Margin:
     def status(self) -> MarginStatus:
         """Return what it is, and what it costs."""
         return MarginStatus(self.margin_ms, self.late_share, self.refused)
-
-
-def _most_ms(slo_ms: float, alone_ms: float, allowance_ms: float) -> float:
-    return max(0.0, min((slo_ms - alone_ms) / 2.0 - allowance_ms, _MOST_MS))
 
 
 def _accepted(attainment: float) -> float:

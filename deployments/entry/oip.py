@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import orjson
 
-from tenuto.deployments.wire.tensors import Array, Buffer, InputPart, OutputTensor
+from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
+from tenuto.profiles.networks.catalogue import TensorSignature
 
 # Protocol datatype names and numpy's. BYTES and BF16 have no fixed-width numpy type and are not accepted.
 DATATYPES = {
@@ -72,19 +73,8 @@ class NotFiniteError(Exception):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One input or output: numpy dtype name and shape without the batch dimension.
-
-    `below` bounds integer inputs: a token id outside the embedding table would cost a GPU its whole CUDA context.
-    `accepts` are further dtypes that a client may send; the model converts them as its first step.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    below: int | None = None
-    accepts: tuple[str, ...] = ()
+class TensorSpec(TensorSignature):
+    """One input or output of a model, as the protocol speaks of it."""
 
     @property
     def datatype(self) -> str:
@@ -117,8 +107,7 @@ class TensorSpec:
         return {"name": self.name, "datatype": self.datatype, "shape": [-1, *self.shape]}
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedOutput:
+class RequestedOutput(NamedTuple):
     """An output the client asked for, and in which form."""
 
     name: str
@@ -135,11 +124,6 @@ class InferRequest:
     outputs: list[RequestedOutput] | None
     binary_output: bool
     slo_ms: float | None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all outputs are wanted as JSON."""
-        return self.outputs is None and not self.binary_output
 
 
 @dataclass(slots=True)
@@ -189,7 +173,7 @@ class _Tensor(NamedTuple):
     source: bytes | range
 
 
-class _GivenTensor(msgspec.Struct, Generic[Values], gc=False):
+class TensorGiven(msgspec.Struct, Generic[Values], gc=False):
     """One entry of `inputs` as it comes."""
 
     name: str
@@ -199,27 +183,36 @@ class _GivenTensor(msgspec.Struct, Generic[Values], gc=False):
     parameters: dict[str, Scalar] | None = None
 
 
-class _GivenOutput(msgspec.Struct, gc=False):
+class OutputGiven(msgspec.Struct, gc=False):
     """One entry of `outputs`."""
 
     name: str
     parameters: dict[str, Scalar] | None = None
 
 
-class _Given(msgspec.Struct, Generic[Values], gc=False):
+class RequestGiven(msgspec.Struct, Generic[Values], gc=False):
     """The JSON part of a request."""
 
-    inputs: list[_GivenTensor[Values]]
+    inputs: list[TensorGiven[Values]]
     id: str | int = ""
     parameters: dict[str, Scalar] | None = None
-    outputs: list[_GivenOutput] | None = None
+    outputs: list[OutputGiven] | None = None
 
 
-class _Known(NamedTuple):
-    """One input of a model, with what most requests say of it."""
+def request_schema() -> dict[str, Any]:
+    """Return the JSON schema of a request."""
+    (whole,), parts = msgspec.json.schema_components([RequestGiven[msgspec.Raw]], ref_template="{name}")
 
-    spec: TensorSpec
-    one_sample: list[int]  # its shape
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(each) for each in node]
+        if isinstance(node, dict):
+            node = parts[node["$ref"]] if "$ref" in node else node
+            return {key: inlined(value) for key, value in node.items() if key not in ("title", "default")}
+        return node
+
+    found: dict[str, Any] = inlined(whole)
+    return found
 
 
 class RequestReader:
@@ -235,7 +228,7 @@ class RequestReader:
     def __init__(self, inputs: Sequence[TensorSpec]) -> None:
         """Prepare for a model's inputs."""
         self.inputs = inputs
-        self._known = {spec.name: _Known(spec, [1, *spec.shape]) for spec in inputs}
+        self._known = {spec.name: spec for spec in inputs}
         kinds = {np.dtype(dtype).kind for spec in inputs for dtype in (spec.dtype, *spec.accepts)}
         self._decode = _DECODERS[kinds.pop()] if len(kinds) == 1 else _decode_as_text
         # JSON parts in front of binary tensors: clients send the same one again and again.
@@ -294,7 +287,7 @@ class RequestReader:
             header.outputs = _requested(given.outputs, binary=header.binary_output)
         return header
 
-    def _decoded(self, text: Buffer) -> _Given[Any]:
+    def _decoded(self, text: Buffer) -> RequestGiven[Any]:
         try:
             if len(text) <= JSON_AT_ONCE_BYTES:
                 try:
@@ -311,21 +304,20 @@ class RequestReader:
                 f"the body is not valid JSON: {error}. Send an Open Inference Protocol v2 request."
             ) from None
 
-    def _tensors(self, given: list[_GivenTensor[Any]]) -> tuple[int, list[_Tensor], int]:
+    def _tensors(self, given: list[TensorGiven[Any]]) -> tuple[int, list[_Tensor], int]:
         """Return how many samples there are, every input's tensor, and how many bytes of binary data there must be."""
         found: dict[str, _Tensor] = {}
         counts: dict[str, int] = {}
         binary_bytes = 0
         for tensor in given:
             name = tensor.name
-            known = self._known.get(name)
-            if known is None:
+            spec = self._known.get(name)
+            if spec is None:
                 raise BadRequestError(f"unknown input '{name}'. The model's inputs: {', '.join(self._known)}.")
             if name in found:
                 raise BadRequestError(f"input '{name}' is given twice.")
-            spec = known.spec
             dtype = spec.dtype_of(tensor.datatype)
-            count = counts[name] = 1 if tensor.shape == known.one_sample else _batch_dimension(tensor.shape, spec)
+            count = counts[name] = _batch_dimension(tensor.shape, spec)
             source = _source(tensor, spec, dtype, count, binary_bytes)
             found[name] = _Tensor(spec, "" if dtype == spec.dtype else dtype, source)
             if isinstance(source, range):
@@ -389,7 +381,7 @@ def parse_slo(value: Any, where: str, most: float = LONGEST_SLO_MS) -> float:
     return number
 
 
-def _source(tensor: _GivenTensor[Any], spec: TensorSpec, dtype: str, count: int, at: int) -> bytes | range:
+def _source(tensor: TensorGiven[Any], spec: TensorSpec, dtype: str, count: int, at: int) -> bytes | range:
     """Return one input's values, or where they lie; `at` is the end of the binary data of those before it."""
     parameters = tensor.parameters
     if parameters:
@@ -493,13 +485,13 @@ _VALUE_DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
     "u": msgspec.json.Decoder(list[int]).decode,
     "f": msgspec.json.Decoder(list[float]).decode,
 }
-_DECODERS: dict[str, Callable[[Buffer], _Given[Any]]] = {
-    "b": msgspec.json.Decoder(_Given[list[bool]]).decode,
-    "i": msgspec.json.Decoder(_Given[list[int]]).decode,
-    "u": msgspec.json.Decoder(_Given[list[int]]).decode,
-    "f": msgspec.json.Decoder(_Given[list[float]]).decode,
+_DECODERS: dict[str, Callable[[Buffer], RequestGiven[Any]]] = {
+    "b": msgspec.json.Decoder(RequestGiven[list[bool]]).decode,
+    "i": msgspec.json.Decoder(RequestGiven[list[int]]).decode,
+    "u": msgspec.json.Decoder(RequestGiven[list[int]]).decode,
+    "f": msgspec.json.Decoder(RequestGiven[list[float]]).decode,
 }
-_decode_as_text: Callable[[Buffer], _Given[Any]] = msgspec.json.Decoder(_Given[msgspec.Raw]).decode
+_decode_as_text: Callable[[Buffer], RequestGiven[Any]] = msgspec.json.Decoder(RequestGiven[msgspec.Raw]).decode
 _NOTHING = memoryview(b"")
 
 
@@ -512,7 +504,7 @@ def _check_range(spec: TensorSpec, part: InputPart) -> None:
         )
 
 
-def _requested(given: list[_GivenOutput], *, binary: bool) -> list[RequestedOutput]:
+def _requested(given: list[OutputGiven], *, binary: bool) -> list[RequestedOutput]:
     """Return the outputs a client asks for; `binary`: those it says nothing else of."""
     found = []
     for output in given:
@@ -537,7 +529,7 @@ def encode_response(
     model: str,
     request: InferRequest,
     samples: Sequence[Sequence[OutputTensor]],
-    parameters: Mapping[str, Any],
+    parameters: bytes,
     labels: Sequence[str] = (),
 ) -> tuple[bytes, list[Buffer]]:
     """Return the JSON part of the response and the binary tensors that follow it.
@@ -546,7 +538,7 @@ def encode_response(
         model: the model's name.
         request: what was asked.
         samples: the outputs of each sample of the request.
-        parameters: response parameters (times, batch size, gpu-let).
+        parameters: response parameters (times, batch size, gpu-let), as JSON.
         labels: class names for the classification extension.
 
     Raises:
@@ -556,6 +548,7 @@ def encode_response(
     if wanted is None:
         wanted = [RequestedOutput(tensor.name, request.binary_output) for tensor in samples[0]]
     described: list[dict[str, Any]] = []
+    shown: list[OutputTensor] = []  # as numbers
     binary: list[Buffer] = []
     for output in wanted:
         tensors = [next(t for t in sample if t.name == output.name) for sample in samples]
@@ -572,18 +565,22 @@ def encode_response(
             entry["parameters"] = {"binary_data_size": sum(t.data.nbytes for t in tensors)}
             binary += [t.data for t in tensors]
         else:
-            check_finite(tensors)
-            entry["data"] = np.concatenate([np.frombuffer(t.data, dtype=t.dtype) for t in tensors])
+            shown += tensors
+            arrays = [np.frombuffer(t.data, dtype=t.dtype) for t in tensors]
+            entry["data"] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         described.append(entry)
     document: dict[str, Any] = {
         "model_name": model,
         "model_version": "1",
         "outputs": described,
-        "parameters": parameters,
+        "parameters": orjson.Fragment(parameters),
     }
     if request.id:
         document["id"] = request.id
-    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain), binary
+    text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
+    if b"null" in text:  # which is what is written for a number that is not finite
+        check_finite(shown)
+    return text, binary
 
 
 def check_finite(tensors: Sequence[OutputTensor]) -> None:
@@ -591,37 +588,6 @@ def check_finite(tensors: Sequence[OutputTensor]) -> None:
     for tensor in tensors:
         if tensor.dtype.startswith("float") and not np.isfinite(np.frombuffer(tensor.data, tensor.dtype)).all():
             raise NotFiniteError(tensor.name)
-
-
-class QuickWriter:
-    """Writes the plainest responses of one model: all outputs as JSON numbers, one sample; see `encode_response`."""
-
-    def __init__(self, model: str, outputs: Sequence[TensorSpec]) -> None:
-        """Prepare for a model's outputs."""
-        self._begin = b'{"model_name":%b,"model_version":"1","outputs":[' % orjson.dumps(model)
-        self._outputs = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in outputs]
-        self._heads = [
-            b'%b{"name":%b,"datatype":"%b","shape":%b,"data":'
-            % (b"," if place else b"", orjson.dumps(spec.name), spec.datatype.encode(), orjson.dumps([1, *spec.shape]))
-            for place, spec in enumerate(outputs)
-        ]
-        self._knows_types = all(spec.dtype != "float16" for spec in outputs)  # orjson does not
-
-    def knows(self, described: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bool:
-        """Whether these are the outputs it was made for."""
-        return self._knows_types and [output[:3] for output in described] == self._outputs
-
-    def write(self, arrays: Sequence[Array], row: int, parameters: bytes, request_id: str) -> bytes:
-        """Return the response of one row of a batch; `parameters` is a JSON object. Raises as `encode_response`."""
-        parts = [self._begin]
-        for head, array, output in zip(self._heads, arrays, self._outputs, strict=True):
-            values = orjson.dumps(array[row], option=orjson.OPT_SERIALIZE_NUMPY)
-            if b"null" in values:  # which is what it writes for a number that is not finite
-                raise NotFiniteError(output[0])
-            parts += (head, values, b"}")
-        parts += (b'],"parameters":', parameters)
-        parts.append(b',"id":%b}' % orjson.dumps(request_id) if request_id else b"}")
-        return b"".join(parts)
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.entry.oip import QuickWriter, RequestReader, TensorSpec
+from tenuto.deployments.entry.oip import RequestReader, TensorSpec
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.preprocess import Prediction, postprocess, preprocess
@@ -26,16 +26,6 @@ class ModelInterface:
     def of(cls, signature: ModelSignature) -> ModelInterface:
         """Build from what a gpu-let reported."""
         return cls(signature, _specs(signature.inputs), _specs(signature.outputs))
-
-    @property
-    def platform(self) -> str:
-        """What runs the model, for the metadata."""
-        return self.signature.platform
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Class names of the first output; empty where there are none."""
-        return self.signature.labels
 
     def preprocess(self, body: Buffer) -> list[InputPart]:
         """Return one tensor per input from an image or a text; blocking, call it off the event loop.
@@ -73,7 +63,6 @@ class PlannedModel:
         self.interface: ModelInterface | None = None  # None until a gpu-let has loaded it
         self.is_ready = False
         self.reader = RequestReader(())
-        self.writer = QuickWriter(name, ())
 
     def follow(self, slo_ms: float, alone_ms: float, signature: ModelSignature | None, *, is_ready: bool) -> None:
         """Take what the plan and the gpu-lets say now."""
@@ -81,5 +70,4 @@ class PlannedModel:
         if signature is not None and (self.interface is None or self.interface.signature != signature):
             self.interface = ModelInterface.of(signature)
             self.reader = RequestReader(self.interface.inputs)
-            self.writer = QuickWriter(self.name, self.interface.outputs)
         self.is_ready = is_ready and self.interface is not None

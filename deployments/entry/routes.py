@@ -3,6 +3,7 @@ documentation."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from tenuto import __version__
 from tenuto.deployments.entry.http import HttpError
-from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, TensorSpec
+from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, TensorSpec, request_schema
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes
 from tenuto.deployments.operator.web_pages import add_docs
@@ -100,7 +101,7 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            schema["paths"].update(_HOT_PATHS)
+            schema["paths"].update(_hot_paths())
             app.openapi_schema = schema
         return app.openapi_schema
 
@@ -123,7 +124,7 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str, *, d
         return {
             "name": model,
             "versions": ["1"],
-            "platform": interface.platform,
+            "platform": interface.signature.platform,
             "inputs": [t.metadata() for t in interface.inputs],
             "outputs": [t.metadata() for t in interface.outputs],
         }
@@ -144,7 +145,7 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str, *, d
         batch = max((r.batch_size for gpulet in hosts for r in gpulet.models if r.name == model), default=0)
         return {
             "name": model,
-            "platform": interface.platform,
+            "platform": interface.signature.platform,
             "backend": "tenuto",
             "max_batch_size": batch,
             "input": [_config_entry(t) for t in interface.inputs],
@@ -186,90 +187,47 @@ def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:
     }
 
 
-_PARAMETERS = [
-    {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}},
-    {
-        "name": "X-SLO-Ms",
-        "in": "header",
-        "required": False,
-        "schema": {"type": "number"},
-        "description": "Time allowed from arrival, in ms; the model's SLO by default.",
-    },
-    {
-        "name": "X-Request-Id",
-        "in": "header",
-        "required": False,
-        "schema": {"type": "string"},
-        "description": "What the client calls the request; echoed, and found in /requests. The body's id goes first.",
-    },
-]
-
+_HEADERS = {
+    "X-SLO-Ms": ("number", "Time allowed from arrival, in ms; the model's SLO by default."),
+    "X-Request-Id": (
+        "string",
+        "What the client calls the request; echoed, and found in /requests. The body's id goes first.",
+    ),
+}
 _FAILURES = {
-    "400": {"description": "Malformed request; `error` says what to change."},
-    "404": {"description": "Unknown model."},
-    "413": {"description": "The body exceeds the limit."},
-    "429": {"description": "Rejected: too many requests wait; see Retry-After."},
-    "503": {"description": "Not ready, or the gpu-let died with the request."},
-    "504": {"description": "Expired: the deadline could not be met; the request was not executed."},
+    400: "Malformed request; `error` says what to change.",
+    404: "Unknown model.",
+    413: "The body exceeds the limit.",
+    429: "Rejected: too many requests wait; see Retry-After.",
+    503: "Not ready, or the gpu-let died with the request.",
+    504: "Expired: the deadline could not be met; the request was not executed.",
 }
+_BYTES = {"schema": {"type": "string", "format": "binary"}}
 
-# What the plain-ASGI paths take and answer, for /docs.
-_HOT_PATHS: dict[str, Any] = {
-    "/v2/models/{model}/infer": {
-        "post": {
-            "tags": ["inference"],
-            "summary": "Open Inference Protocol v2 inference, JSON or binary tensors",
-            "parameters": _PARAMETERS,
-            "requestBody": {
-                "required": True,
-                "content": {
-                    "application/json": {
-                        "schema": {
-                            "type": "object",
-                            "required": ["inputs"],
-                            "properties": {
-                                "id": {"type": "string"},
-                                "parameters": {
-                                    "type": "object",
-                                    "description": "slo_ms (ms) or timeout (microseconds)",
-                                },
-                                "inputs": {
-                                    "type": "array",
-                                    "items": {
-                                        "type": "object",
-                                        "required": ["name", "shape", "datatype"],
-                                        "properties": {
-                                            "name": {"type": "string"},
-                                            "datatype": {"type": "string"},
-                                            "shape": {"type": "array", "items": {"type": "integer"}},
-                                            "data": {"type": "array", "items": {}},
-                                        },
-                                    },
-                                },
-                                "outputs": {"type": "array", "items": {"type": "object"}},
-                            },
-                        }
-                    },
-                    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-                },
-            },
-            "responses": {"200": {"description": "Outputs; times and batch size in parameters."}, **_FAILURES},
-        }
-    },
-    "/predict/{model}": {
-        "post": {
-            "tags": ["inference"],
-            "summary": "A raw image or plain text in, labels out",
-            "parameters": _PARAMETERS,
-            "requestBody": {
-                "required": True,
-                "content": {
-                    "image/jpeg": {"schema": {"type": "string", "format": "binary"}},
-                    "image/png": {"schema": {"type": "string", "format": "binary"}},
-                    "text/plain": {"schema": {"type": "string"}},
-                },
-            },
-            "responses": {"200": {"description": "The most likely labels with their scores."}, **_FAILURES},
-        }
-    },
-}
+
+def _hot_paths() -> dict[str, Any]:
+    """Return what /docs says of the two paths that carry load, which are answered elsewhere."""
+    parameters = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    parameters += [
+        {"name": name, "in": "header", "required": False, "schema": {"type": kind}, "description": text}
+        for name, (kind, text) in _HEADERS.items()
+    ]
+
+    def post(summary: str, taken: Mapping[str, Any], answer: str) -> dict[str, Any]:
+        told = {str(status): {"description": text} for status, text in {200: answer, **_FAILURES}.items()}
+        body = {"required": True, "content": taken}
+        about = {"tags": ["inference"], "summary": summary, "parameters": parameters}
+        return {"post": {**about, "requestBody": body, "responses": told}}
+
+    return {
+        "/v2/models/{model}/infer": post(
+            "Open Inference Protocol v2 inference, JSON or binary tensors",
+            {"application/json": {"schema": request_schema()}, "application/octet-stream": _BYTES},
+            "Outputs; times and batch size in parameters.",
+        ),
+        "/predict/{model}": post(
+            "A raw image or plain text in, labels out",
+            {"image/jpeg": _BYTES, "image/png": _BYTES, "text/plain": {"schema": {"type": "string"}}},
+            "The most likely labels with their scores.",
+        ),
+    }

@@ -18,7 +18,7 @@ import orjson
 
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Asker, Request
-from tenuto.deployments.entry.call import InferCall, Shown
+from tenuto.deployments.entry.call import InferCall
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.heads import Route, began_s, load_path, named_model, slo_of
 from tenuto.deployments.entry.http import JSON, Exchange, Head, HttpError, crash, fail, inflated, retry_after
@@ -35,7 +35,6 @@ from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
 from tenuto.deployments.security.site import why_foreign
-from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
@@ -127,7 +126,6 @@ class InferenceService:
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(_DECODERS, "decode")
         self._decoding = 0
-        self._shown = Shown()
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
@@ -143,11 +141,6 @@ class InferenceService:
             model = self._models[spec.name] = known.get(spec.name) or PlannedModel(spec.name)
             signature, is_ready = dispatching.signature(spec.name), dispatching.is_ready(spec.name)
             model.follow(spec.slo_ms, _alone_ms(plan, spec.name), signature, is_ready=is_ready)
-
-    @property
-    def maybe_dispatching(self) -> Dispatching | None:
-        """The scheduling side; None before the first plan."""
-        return self._dispatching
 
     @property
     def dispatching(self) -> Dispatching:
@@ -400,12 +393,6 @@ class InferenceService:
         allowance_ms = self.margin.allowance_part_ms(request.deadline_ms - request.arrived_ms, alone_ms)
         if self._clock() * 1000.0 + alone_ms <= request.deadline_ms - allowance_ms:
             self.margin.refused_for_it()
-
-    def shown(self, executed: Executed) -> Shown:
-        """Return what responses say of a batch; made once for all of its requests."""
-        if self._shown.executed is not executed:
-            self._shown = Shown(executed)
-        return self._shown
 
     @property
     def now_ms(self) -> float:

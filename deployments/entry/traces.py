@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tenuto.errors import EnvironmentFaultError
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
@@ -57,19 +56,18 @@ class Traces:
             wall_clock_ns: Unix time in ns, the clock of spans.
         """
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         self._ratio = ratio
         self._draw = draw or random.Random()
         self._clock = clock
         self._wall_clock_ns = wall_clock_ns
-        self._ids = _GivenIds()
-        self._provider: TracerProvider = TracerProvider(
-            resource=Resource.create({"service.name": "tenuto"}), id_generator=self._ids.generator()
-        )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("tenuto")
+        self._exporter = BatchSpanProcessor(exporter)
+        self._made_by: dict[str, Any] = {
+            "resource": Resource.create({"service.name": "tenuto"}),
+            "instrumentation_scope": InstrumentationScope("tenuto"),
+        }
 
     @classmethod
     def otlp(cls, endpoint: str, ratio: float = 0.0) -> Traces:
@@ -111,59 +109,35 @@ class Traces:
             stages: begin and end of each part of its time.
             about: attributes of the request's span: model, outcome, gpu-let, …
         """
-        from opentelemetry import trace
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
         now_ms, now_ns = self._clock() * 1000.0, self._wall_clock_ns()
 
         def unix_ns(moment_ms: float) -> int:
             return now_ns - round(1e6 * (now_ms - moment_ms))
 
-        parent = None
-        if traced.parent_id:
-            caller = trace.SpanContext(traced.trace_id, traced.parent_id, is_remote=True, trace_flags=_sampled())
-            parent = trace.set_span_in_context(trace.NonRecordingSpan(caller))
-        self._ids.next_trace, self._ids.next_span = traced.trace_id, traced.span_id
-        attributes = {f"tenuto.{key}": value for key, value in about.items()}
-        whole = self._tracer.start_span(
-            f"infer {about['model']}", parent, trace.SpanKind.SERVER, attributes, start_time=unix_ns(arrived_ms)
-        )
-        if about["outcome"] not in ("ok", "late"):
-            whole.set_status(trace.StatusCode.ERROR, str(about["outcome"]))
-        inside = trace.set_span_in_context(whole)
+        def context(span_id: int, *, is_remote: bool = False) -> SpanContext:
+            return SpanContext(traced.trace_id, span_id, is_remote, TraceFlags(_SAMPLED))
+
+        own = context(traced.span_id)
         for name, (start_ms, end_ms) in stages.items():
-            self._tracer.start_span(name, inside, start_time=unix_ns(start_ms)).end(unix_ns(end_ms))
-        whole.end(now_ns)
+            times: dict[str, Any] = {"start_time": unix_ns(start_ms), "end_time": unix_ns(end_ms)}
+            self._exporter.on_end(ReadableSpan(name, context(self._id(64)), own, **self._made_by, **times))
+        outcome = str(about["outcome"])
+        whole = ReadableSpan(
+            f"infer {about['model']}",
+            own,
+            context(traced.parent_id, is_remote=True) if traced.parent_id else None,
+            attributes={f"tenuto.{key}": value for key, value in about.items()},
+            kind=SpanKind.SERVER,
+            status=Status() if outcome in ("ok", "late") else Status(StatusCode.ERROR, outcome),
+            start_time=unix_ns(arrived_ms),
+            end_time=now_ns,
+            **self._made_by,
+        )
+        self._exporter.on_end(whole)
 
     def close(self) -> None:
         """Hand over what is left."""
-        self._provider.shutdown()
-
-
-def _sampled() -> Any:
-    from opentelemetry.trace import TraceFlags
-
-    return TraceFlags(_SAMPLED)
-
-
-class _GivenIds:
-    """Ids that were given away before their spans are made: a response names its span while the request runs."""
-
-    def __init__(self) -> None:
-        self.next_trace = self.next_span = 0
-
-    def generator(self) -> Any:
-        """Return it as the library wants one; what was not given is drawn by the library."""
-        from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-
-        ids = self
-
-        class Given(RandomIdGenerator):
-            def generate_trace_id(self) -> int:
-                given, ids.next_trace = ids.next_trace, 0
-                return given or super().generate_trace_id()
-
-            def generate_span_id(self) -> int:
-                given, ids.next_span = ids.next_span, 0
-                return given or super().generate_span_id()
-
-        return Given()
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]

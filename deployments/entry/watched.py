@@ -1,28 +1,41 @@
-"""The system as operators watch it from any of its gateways: what the dispatchers report, what gateways count, what the
-controller decided."""
+"""The gateways of one system, to each other and to operators: what each has counted, so that operators see all of them
+whichever one answers, and so that a key's rate holds for the system and not for each of them.
+
+They meet at a dispatcher that all of them know; a gateway that schedules by itself is alone.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 
+from msgspec.structs import replace
+
 from tenuto import __version__
+from tenuto.deployments.entry.connection import HttpServer
 from tenuto.deployments.entry.decisions import AskController, ControllerFigures
 from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.entry.fellows import Fellows
 from tenuto.deployments.entry.http import HttpError
 from tenuto.deployments.entry.service import InferenceService
+from tenuto.deployments.machines.devices import DeviceFigures
 from tenuto.deployments.operator.merged_status import merge_system
-from tenuto.deployments.wire.status import EndedRequest, SystemStatus
+from tenuto.deployments.wire.status import EndedRequest, GatewayReport, GatewayStatus, SystemStatus
 
 
 class WatchedGateway:
-    """See `tenuto.deployments.operator.app.Watched`."""
+    """What this gateway says of itself, and what all of them said; see `tenuto.deployments.operator.app.Watched`."""
 
-    def __init__(self, service: InferenceService, fellows: Fellows, ask_controller: AskController) -> None:
-        """Take the clients' service, the gateways with their figures, and what asks the controller."""
+    def __init__(self, service: InferenceService, server: HttpServer, ask_controller: AskController) -> None:
+        """Take the clients' service and their socket, and what asks the controller."""
         self._service = service
-        self._fellows = fellows
+        self._server = server
         self._controller = ControllerFigures(ask_controller)
+        self._id = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
+        self._started_at_s = time.time()
+        self._devices = DeviceFigures()
+        self._asked_rps: dict[str, float] = {}
+        self._counted_s = time.monotonic()
 
     @property
     def _dispatching(self) -> Dispatching:
@@ -42,7 +55,7 @@ class WatchedGateway:
         """Return the status of all dispatchers, with the gateways' margins, front doors, proxies and nodes' GPUs, and
         with the controller's decisions."""
         found = await self._dispatching.status()
-        reports = await self._fellows.all()
+        reports = await self._all()
         return merge_system(found, reports, await self._controller.read(), version=__version__, now_s=time.time())
 
     async def waiting(self) -> dict[str, int]:
@@ -52,6 +65,38 @@ class WatchedGateway:
     async def ended(self, id: str | None, limit: int) -> list[EndedRequest]:
         """Return the last requests that ended, newest first."""
         return await self._dispatching.ended(id, limit)
+
+    async def meet(self) -> None:
+        """Tell the others this gateway's figures and share the keys' rates with them; call it once a second. A second
+        without an answer changes nothing."""
+        now_s = time.monotonic()
+        self._asked_rps = self._service.callers.count(max(1e-3, now_s - self._counted_s))
+        self._counted_s = now_s
+        try:
+            if self._dispatching.connected():  # else nobody else is asked
+                self._service.callers.share([report.asked_rps for report in await self._all()])
+        except TimeoutError:
+            pass
+
+    async def _all(self) -> list[GatewayReport]:
+        """Return the figures of every gateway, this one's as they are now; raises `TimeoutError`."""
+        service, dispatching = self._service, self._dispatching
+        door = replace(self._server.status(), wrong_keys=service.guesses.total)
+        if service.lag.turned_away:
+            door = replace(door, turned_away={**door.turned_away, "behind": service.lag.turned_away})
+        own = GatewayReport(
+            gateway=GatewayStatus(
+                id=self._id,
+                started_at_s=self._started_at_s,
+                margin=service.margin.status(),
+                front_door=door,
+                dispatchers=dispatching.connected(),
+            ),
+            proxied={model: histogram.buckets() for model, histogram in service.proxied.items()},
+            asked_rps=self._asked_rps,
+            devices=await self._devices.read(),
+        )
+        return await dispatching.meet(own)
 
     def close(self) -> None:
         """Ask nobody any more."""

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import numpy as np
-
-from tenuto.deployments.wire.tensors import Array, OutputTensor, RowOutput
+from tenuto.deployments.wire.tensors import OutputTensor, RowOutput
 from tenuto.outcome import Outcome
 
 
@@ -56,13 +54,6 @@ class Executed:
         """Return which loop could have helped an answer that was late by so much: the one that follows execution times
         where the batch took that much longer than expected, else the one that keeps time for everything else."""
         return late_loop(self.execution_ms, self.planned_ms, late_ms)
-
-    def arrays(self) -> list[Array]:
-        """Return each output with one flat row per request; nothing is copied."""
-        return [
-            np.frombuffer(data, output.dtype).reshape(self.rows, -1)
-            for output, data in zip(self.outputs, self.data, strict=True)
-        ]
 
     def tensors(self, row: int) -> list[OutputTensor]:
         """Return the outputs of one request; views, nothing is copied."""

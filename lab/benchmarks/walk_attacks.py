@@ -147,7 +147,7 @@ class Served:
         (told, wait), most = self._beside(attack), self._most_mib
         passed_s = min(5.0, max(1.0, time.monotonic() - began_at))
         _, alone = self._beside(functools.partial(_nothing, passed_s))
-        return told, f"{wait} ({alone})", f"{most - before:.0f} MiB"
+        return told, f"{wait} ({alone})", f"{max(0.0, most - before):.0f} MiB"
 
     def _beside(self, attack: Callable[[], str]) -> tuple[str, str]:
         """Return what an attack was told, and how the honest client fared beside it."""

@@ -122,8 +122,7 @@ async def test_a_keys_rate_goes_where_its_client_asks(gateways: list[tuple[Entry
     parts = []
     for _ in range(2):
         for entry in (first, second):
-            assert entry._fellows is not None
-            await entry._fellows.meet()
+            await entry._watched.meet()
     for entry in (first, second):
         assert entry.service is not None
         caller = entry.service.callers.find(b"key")

@@ -194,7 +194,7 @@ def _tensor(values: list[float]) -> OutputTensor:
 
 def test_json_response_lists_the_samples() -> None:
     request = InferRequest("a", [], None, False, None)
-    text, binary = encode_response("m", request, [[_tensor([1, 2])], [_tensor([3, 4])]], {"queue_ms": 1.0})
+    text, binary = encode_response("m", request, [[_tensor([1, 2])], [_tensor([3, 4])]], b'{"queue_ms": 1.0}')
     assert binary == []
     assert json.loads(text) == {
         "model_name": "m",
@@ -207,7 +207,7 @@ def test_json_response_lists_the_samples() -> None:
 
 def test_binary_response_follows_its_json() -> None:
     request = InferRequest("", [], None, True, None)
-    text, (data,) = encode_response("m", request, [[_tensor([1, 2])]], {})
+    text, (data,) = encode_response("m", request, [[_tensor([1, 2])]], b"{}")
     assert json.loads(text)["outputs"][0]["parameters"] == {"binary_data_size": 8}
     assert np.frombuffer(data, np.float32).tolist() == [1, 2]
 
@@ -215,7 +215,7 @@ def test_binary_response_follows_its_json() -> None:
 @pytest.mark.parametrize("binary", [False, True])
 def test_classification_gives_the_best_labels(binary: bool) -> None:
     request = InferRequest("", [], [RequestedOutput("logits", binary, 2)], False, None)
-    text, tensors = encode_response("m", request, [[_tensor([0.5, 3, 2])]], {}, labels=("cat", "dog", "cow"))
+    text, tensors = encode_response("m", request, [[_tensor([0.5, 3, 2])]], b"{}", labels=("cat", "dog", "cow"))
     entry = json.loads(text)["outputs"][0]
     assert (entry["datatype"], entry["shape"]) == ("BYTES", [1, 2])
     if binary:
