@@ -26,7 +26,7 @@ from tenuto.deployments.gpulet.worker import WorkerThread
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for
-from tenuto.deployments.serve.user_config import HANGS_TIMES, GpuletSpec, read_gpulet_config
+from tenuto.deployments.serve.user_config import HANGS_TIMES, GpuletConfig, GpuletSpec, read_gpulet_config
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.messages import GpuletCloses, GpuletState
 from tenuto.deployments.wire.peer import Endpoint
@@ -37,10 +37,24 @@ _LOOK_S = 1.0  # limit: between two looks for a batch that hangs, which `hangs_s
 _LAST_WORDS_S = 0.2  # limit: between the notice that the device is lost and the end of the process
 
 
-class GpuletReplica:
-    """Serves the models of one gpu-let. Created by Serve; `reconfigure` changes models and batch sizes in place."""
+class LocalReplica:
+    """Serves the models of one gpu-let in any process with a loop; `reconfigure` changes models and batch sizes in
+    place."""
 
     _has_started = False
+
+    @classmethod
+    async def start(cls, spec: GpuletSpec | None, config: GpuletConfig) -> LocalReplica:
+        """Construct and configure one, as Serve does with a `ServeApplication`'s."""
+        assert spec is not None
+        replica = cls.__new__(cls)
+        await replica.__init__(spec.model_dump(mode="json"))  # type: ignore[misc]
+        try:
+            await replica.reconfigure(config.to_data())
+        except BaseException:
+            await replica.close()
+            raise
+        return replica
 
     async def __init__(self, spec: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         """Choose the executor and start listening.
@@ -80,8 +94,6 @@ class GpuletReplica:
 
     def _share_gpu(self) -> SharedGpu | None:
         return join_shared_gpu(self._spec, has_driver=has_nvidia_devices())
-
-    # --- Serve's side -------------------------------------------------------------------------------------------
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Load, unload and warm up until the resident programs are those of `user_config`; unchanged ones are not
@@ -172,9 +184,8 @@ class GpuletReplica:
         clock in s."""
         return self._worker.records()
 
-    async def __del__(self) -> None:
-        """Finish what runs, then release the device; Serve calls this once requests have drained, and also where
-        `__init__` failed."""
+    async def close(self) -> None:
+        """Finish what runs, then release the device."""
         if not self._has_started:
             return
         self._look.cancel()
@@ -187,6 +198,14 @@ class GpuletReplica:
         self._executor.close()
         if self._shared is not None:
             self._shared.leave()
+
+
+class GpuletReplica(LocalReplica):
+    """The same, created and ended by Serve."""
+
+    async def __del__(self) -> None:
+        """Serve calls this once requests have drained, and also where `__init__` failed."""
+        await self.close()
 
 
 def _node_id() -> str:

@@ -139,10 +139,11 @@ def _use_token() -> None:
 
 def own_address_for(node_id: str) -> str:
     """Return by which address a process on a Ray node reaches this one; empty: from the same node, without one."""
+    if not node_id:
+        return ""
     import ray
 
-    is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
-    return "" if is_near else str(ray.util.get_node_ip_address())
+    return "" if node_id == ray.get_runtime_context().get_node_id() else str(ray.util.get_node_ip_address())
 
 
 def _is_on_loopback_alone(address: str) -> bool:

@@ -19,6 +19,7 @@ from tenuto.deployments.serve.config import (
 )
 from tenuto.deployments.serve.sub_clusters import cut_plan, fits_plan, parted
 from tenuto.deployments.serve.user_config import (
+    HANGS_S,
     ControlConfig,
     DispatcherConfig,
     Entrance,
@@ -56,6 +57,8 @@ class Deployment(StrictModel):
         access: who may ask, and the certificate of the gateways' socket.
         log_json: processes write JSON lines, with fields, instead of text.
         encrypt: what goes between our processes from node to node is encrypted.
+        hangs_s: a batch that the device has had for so long, and for `HANGS_TIMES` of what it is planned to take, never
+            comes back: its gpu-let is replaced.
         scheduler: batching scheduler of the dispatcher.
         scheduler_options: its options.
         gateway_options: see `Options`.
@@ -77,6 +80,7 @@ class Deployment(StrictModel):
     access: Entrance = Entrance()
     log_json: bool = False
     encrypt: bool = False
+    hangs_s: Annotated[float, Field(gt=0)] = HANGS_S
     scheduler: str = "deferred"
     scheduler_options: dict[str, Any] = Field(default_factory=dict)
     gateway_options: Options = Options()
@@ -183,7 +187,9 @@ class Deployment(StrictModel):
             application_name(gpulet.id),
             "gpulet",
             "tenuto.deployments.gpulet.replica",
-            GpuletConfig(programs=tuple(_entry(plan, p) for p in gpulet.programs), encrypt=self.encrypt),
+            GpuletConfig(
+                programs=tuple(_entry(plan, p) for p in gpulet.programs), hangs_s=self.hangs_s, encrypt=self.encrypt
+            ),
             spec=GpuletSpec(
                 gpulet=gpulet.id,
                 gpu=GpuOfGpulet(id=process.gpu, type=process.gpu_type, uuid=process.uuid),

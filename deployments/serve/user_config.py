@@ -80,6 +80,12 @@ class ProgramEntry(StrictModel):
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None
 
 
+# Chosen, not measured: far above what neighbours and busy processors make of a batch, and short enough that a client
+# who retries meets the new process.
+HANGS_S = 10.0  # limit: unless a deployment says otherwise
+HANGS_TIMES = 20.0  # limit: times the longest batch
+
+
 class GpuletConfig(UserConfig):
     """`user_config` of a gpu-let: all that can change without a restart. `encrypt`: as of `DispatcherConfig`.
 
@@ -88,13 +94,8 @@ class GpuletConfig(UserConfig):
     """
 
     programs: tuple[ProgramEntry, ...]
-    hangs_s: Annotated[float, Field(gt=0)] = 10.0
+    hangs_s: Annotated[float, Field(gt=0)] = HANGS_S
     encrypt: bool = False
-
-
-# This and `hangs_s` are chosen, not measured: far above what neighbours and busy processors make of a batch, and short
-# enough that a client who retries meets the new process.
-HANGS_TIMES = 20.0  # limit: times the longest batch
 
 
 def read_gpulet_config(raw: Mapping[str, Any], gpulet: str) -> GpuletConfig:

@@ -19,10 +19,9 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.entry.dispatching import ask
-from tenuto.deployments.gpulet.replica import GpuletReplica
+from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -30,19 +29,6 @@ from tenuto.placement import Plan
 LATENCY = {"alpha_ms": 4.0, "beta_ms": 24.0}
 BATCH, BATCH_MS, SLO_MS = 4, 40.0, 300.0
 SCHEDULERS = ("deferred", "eager", "timeout")
-
-
-class LocalGpulet(GpuletReplica):
-    """The gpu-let of the Serve application, without Ray around it."""
-
-    async def endpoint(self, node_id: str = "") -> Endpoint:
-        return self._near
-
-    async def close(self) -> None:
-        await super().__del__()
-
-    def __del__(self) -> None:  # type: ignore[override]  # Serve's hook is a coroutine; here `close` is awaited
-        pass
 
 
 def capacity_rps(copies: float) -> float:
@@ -71,9 +57,7 @@ def plan(copies: float, *, streaming: bool, rate_rps: float) -> Plan:
 async def in_process(what: Plan, scheduler: str, seconds: float, seed: int) -> tuple[float, float]:
     """Return requests in time per second, and the part of the time that the gpu-let executed."""
     application = Deployment(plan=what, executor="emulated").config().gpulets[-1]
-    gpulet = LocalGpulet.__new__(LocalGpulet)
-    await gpulet.__init__(application.spec.model_dump())  # type: ignore[misc]
-    await gpulet.reconfigure(application.user_config.to_data())
+    gpulet = await LocalReplica.start(application.spec, application.user_config)
     dispatcher = Dispatcher(
         lambda plan, network: make_scheduler(scheduler, from_plan(plan, network), {}), lambda _: gpulet.endpoint
     )

@@ -41,6 +41,7 @@ class ServingArguments:
     insecure: bool
     host_names: tuple[str, ...]
     encrypt: bool
+    hangs_s: float
     scheduler: str
     options: tuple[str, ...]
     gateways: int
@@ -105,7 +106,7 @@ class ServingArguments:
 
 
 # What a deployment calls as the command line does.
-_SAME = ("host", "port", "proxy_port", "operator_port", "log_json", "encrypt", "gateways", "dispatchers")
+_SAME = ("host", "port", "proxy_port", "operator_port", "log_json", "encrypt", "hangs_s", "gateways", "dispatchers")
 _ASKED_BY: Mapping[str, frozenset[str]] = {
     **{name: frozenset({name}) for name in _SAME},
     **{name: frozenset({"scheduler", "options"}) for name in ("scheduler", "scheduler_options")},
@@ -181,6 +182,13 @@ _serving: Any = (
     ),
     click.option("--insecure", is_flag=True, help="Let --host be reached from elsewhere without keys."),
     click.option("--encrypt", is_flag=True, help="Encrypt what goes between nodes; inside a node nothing leaves it."),
+    click.option(
+        "--hangs-s",
+        default=10.0,
+        type=click.FloatRange(min=0, min_open=True),
+        help="A batch that the device has had for so long, and for 20 times its planned time, never comes back: its "
+        "gpu-let is replaced.",
+    ),
     click.option("--scheduler", default="deferred", help="Batching scheduler of the dispatcher."),
     click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
     click.option(

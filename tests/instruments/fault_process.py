@@ -32,12 +32,12 @@ from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
+from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.placement import Plan
 from tenuto.profiles.networks.inputs import Arrays, Blocks
-from tests.instruments.local_replica import LocalReplica
 
 __all__ = ["DISPATCHERS", "GPULETS", "MODEL", "make_plan"]
 
@@ -114,7 +114,7 @@ async def gpulet(name: str, folder: Path, host: str) -> None:
     replica_module.make_executor = lambda _spec: Counting(begun)  # type: ignore[assignment]
     gpulets = Deployment(plan=make_plan(), executor="emulated").config().gpulets
     (application,) = (each for each in gpulets if each.spec is not None and each.spec.gpulet == name)
-    replica = await LocalReplica.start(application)
+    replica = await LocalReplica.start(application.spec, application.user_config)
     announce(folder, name, replica._channel.listen(host))
     await asyncio.Event().wait()
 

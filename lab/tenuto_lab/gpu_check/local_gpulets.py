@@ -10,11 +10,10 @@ import asyncio
 import json
 import os
 import sys
-from typing import Any
 
-from tenuto.deployments.gpulet.replica import GpuletReplica
+from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.config import ServeApplication, ServeConfig
-from tenuto.deployments.serve.user_config import GpuletConfig
+from tenuto.deployments.serve.user_config import GpuletConfig, GpuletSpec
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.errors import EnvironmentFaultError, TenutoError
 
@@ -99,39 +98,12 @@ class LocalGpulets:
                 await process.wait()
 
 
-class LocalReplica(GpuletReplica):
-    """The replica, but for what Serve calls and asks Ray for."""
-
-    async def endpoint(self, node_id: str = "") -> Endpoint:
-        """Return where it listens on this machine."""
-        del node_id
-        return self._near
-
-    async def close(self) -> None:
-        """Finish what runs, then release the device."""
-        await super().__del__()
-
-    def __del__(self) -> None:  # type: ignore[override]  # Serve's hook is a coroutine; here `close` is awaited
-        pass
-
-    @classmethod
-    async def start(cls, spec: dict[str, Any], user_config: dict[str, Any]) -> LocalReplica:
-        """Start as Serve would: construct, then configure."""
-        replica = cls.__new__(cls)
-        await replica.__init__(spec)  # type: ignore[misc]
-        try:
-            await replica.reconfigure(user_config)
-        except BaseException:
-            await replica.close()
-            raise
-        return replica
-
-
 async def _main() -> None:
     loop = asyncio.get_running_loop()
     given = json.loads(await loop.run_in_executor(None, sys.stdin.readline))
     try:
-        replica = await LocalReplica.start(given["spec"], given["user_config"])
+        spec, config = GpuletSpec.model_validate(given["spec"]), GpuletConfig.model_validate(given["user_config"])
+        replica = await LocalReplica.start(spec, config)
     except TenutoError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return

@@ -16,6 +16,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
+from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.deployments.wire.answers import Answer
@@ -27,7 +28,6 @@ from tenuto.profiles.networks.catalogue import ModelSignature
 from tests.instruments.asking import outputs, submit, until
 from tests.instruments.fake_gpulet import FakeGpulet, finder
 from tests.instruments.live import PATIENCE_S
-from tests.instruments.local_replica import LocalReplica
 
 # Two models whose inputs and outputs differ in number, type and size.
 RAW: dict[str, Any] = {
@@ -226,7 +226,7 @@ async def test_a_real_gpulet_emulates_a_group_as_the_serve_config_tells_it() -> 
         spec["options"] = RAW[spec["name"]]
     plan = Plan.from_data(data)
     (application,) = Deployment(plan=plan, executor="emulated").config().gpulets
-    replica = await LocalReplica.start(application)
+    replica = await LocalReplica.start(application.spec, application.user_config)
     dispatcher = Dispatcher(_deferred, lambda _: replica.endpoint)
     try:
         dispatcher.apply(plan)

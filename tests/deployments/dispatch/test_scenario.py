@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tenuto.deployments.dispatch.fleet import gpulet_connection
+from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
-from tests.instruments.local_replica import LocalReplica
 from tests.instruments.replay import run_scenario, run_virtual_clock
 from tests.instruments.scenario import RanBatch, Scenario, run_virtual
 
@@ -96,7 +96,11 @@ def test_merged_models_run_the_same_joint_batches_on_both_drivers(seed: int, sch
 
 async def _started(plan: Plan) -> dict[str, LocalReplica]:
     config = Deployment(plan=plan, executor="emulated").config()
-    return {each.spec.gpulet: await LocalReplica.start(each) for each in config.gpulets if each.spec is not None}
+    return {
+        each.spec.gpulet: await LocalReplica.start(each.spec, each.user_config)
+        for each in config.gpulets
+        if each.spec is not None
+    }
 
 
 async def test_real_gpulets_on_a_real_clock_keep_the_rules_of_the_same_scenario() -> None:

@@ -11,12 +11,12 @@ from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet import worker as worker_module
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
+from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.answers import Refused
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tests.instruments.asking import answer, outputs, submit, until
-from tests.instruments.local_replica import LocalReplica
 
 LATENCY = {"alpha_ms": 1.0, "beta_ms": 6.0}
 PLAN = Plan.from_data(
@@ -71,7 +71,7 @@ async def test_batches_of_a_lost_device_run_elsewhere_and_its_process_ends(
     monkeypatch.setattr(LocalReplica, "_exit", staticmethod(exits.append))
     gpulets = {}
     for application in Deployment(plan=PLAN, executor="torch").config().gpulets:
-        gpulets[application.spec.gpulet] = await LocalReplica.start(application)
+        gpulets[application.spec.gpulet] = await LocalReplica.start(application.spec, application.user_config)
     broken, sound = Device.made
     dispatcher = Dispatcher(
         lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}),

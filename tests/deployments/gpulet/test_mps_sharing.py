@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.deployments.gpulet import replica as gpulet_module
 from tenuto.deployments.gpulet.mps_sharing import SharedGpu, join_shared_gpu
-from tenuto.deployments.gpulet.replica import GpuletReplica
+from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import diff
 from tenuto.deployments.serve.user_config import GpuletSpec
@@ -396,15 +396,8 @@ ENTRY = {"name": "m", "batch_size": 2, "latency": {"alpha_ms": 0.01, "beta_ms": 
 MODELS = {"programs": [ENTRY]}
 
 
-class Replica(GpuletReplica):
-    """Serve awaits `__del__`; the garbage collector, which cannot, finds none here."""
-
-    def __del__(self) -> None:  # type: ignore[override]
-        pass
-
-
-async def replica() -> GpuletReplica:
-    made = Replica.__new__(Replica)
+async def replica() -> LocalReplica:
+    made = LocalReplica.__new__(LocalReplica)
     await made.__init__(spec())  # type: ignore[misc]  # as Serve does
     return made
 
@@ -418,7 +411,7 @@ async def test_a_replica_proves_itself_once_after_the_warm_up_and_leaves_last(re
     assert recorder.calls == ["prove"]
     assert recorder.proved_by == "gpulet n0/0/a"
     assert made._state().cuda_mps == {"sm_count": 32}
-    await GpuletReplica.__del__(made)
+    await made.close()
     assert recorder.calls == ["prove", "leave"]
 
 
@@ -432,7 +425,7 @@ async def test_models_added_to_a_running_gpulet_load_in_its_turn(recorder: Recor
     assert recorder.calls == ["prove", "turn", "turn ends"]
     await made.reconfigure(MODELS)  # only unloads
     assert recorder.calls == ["prove", "turn", "turn ends"]
-    await GpuletReplica.__del__(made)
+    await made.close()
 
 
 async def test_a_replica_without_proof_never_becomes_ready(recorder: Recorder) -> None:
@@ -440,7 +433,7 @@ async def test_a_replica_without_proof_never_becomes_ready(recorder: Recorder) -
     recorder.failure = EnvironmentFaultError("not attached")
     with pytest.raises(EnvironmentFaultError, match="not attached"):
         await made.reconfigure(MODELS)
-    await GpuletReplica.__del__(made)
+    await made.close()
 
 
 async def test_a_replica_hit_by_a_fault_stays_unhealthy_though_the_server_recovers(recorder: Recorder) -> None:
@@ -452,7 +445,7 @@ async def test_a_replica_hit_by_a_fault_stays_unhealthy_though_the_server_recove
     recorder.failure = None
     with pytest.raises(EnvironmentFaultError, match="a fault hit"):
         await made.check_health()
-    await GpuletReplica.__del__(made)
+    await made.close()
 
 
 async def test_a_gpu_is_left_when_the_executor_cannot_be_had(

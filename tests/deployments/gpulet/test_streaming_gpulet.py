@@ -13,6 +13,7 @@ import pytest
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.status import GpuletMode
@@ -20,7 +21,6 @@ from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tests.instruments.asking import answer, submit, until
-from tests.instruments.local_replica import LocalReplica
 
 OWN = "tests.instruments.own_models"
 LATENCY = {"alpha_ms": 1.0, "beta_ms": 6.0}
@@ -29,7 +29,7 @@ LATENCY = {"alpha_ms": 1.0, "beta_ms": 6.0}
 async def start(plan: Plan, executor: str) -> LocalReplica:
     """Start the plan's only gpu-let as its Serve config says."""
     (application,) = Deployment(plan=plan, executor=executor).config().gpulets  # type: ignore[arg-type]
-    return await LocalReplica.start(application)
+    return await LocalReplica.start(application.spec, application.user_config)
 
 
 def make_plan(gpu: str = "v100", **model: Any) -> Plan:
