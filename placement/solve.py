@@ -43,8 +43,7 @@ def solve(
         InvalidInputError: the inputs contradict each other, the policy cannot extend plans, or its plan breaks a rule;
             all problems at once.
     """
-    check_inputs(workload, cluster, profiles)
-    impossible = _impossible(costs_of(workload, cluster, profiles), profiles)
+    impossible = _impossible(check_inputs(workload, cluster, profiles), profiles)
     possible = tuple(spec for spec in workload.models if spec.name not in impossible)
     plan = _nothing(cluster)
     if possible:
@@ -75,9 +74,13 @@ def _nothing(cluster: Cluster) -> Plan:
 # --- before: the inputs -----------------------------------------------------------------------------------------
 
 
-def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
-    """Raise `InvalidInputError` for models without a profile, options that they cannot be run with, and rates for which
-    an elastic cluster would grow beyond `MOST_ELASTIC_GPUS`."""
+def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> Mapping[str, Mapping[str, ModelOnGpu]]:
+    """Return what the models cost, as `costs_of`.
+
+    Raises:
+        InvalidInputError: models without a profile, options that they cannot be run with, rates for which an elastic
+            cluster would grow beyond `MOST_ELASTIC_GPUS`.
+    """
     on_cpu = {spec.name for spec in workload.models} if set(cluster.gpu_types) == {"cpu"} else set[str]()
     problems = option_problems(workload.models, workload.merge if isinstance(workload.merge, tuple) else (), on_cpu)
     least_gpus: list[tuple[float, int, float]] = []
@@ -111,6 +114,7 @@ def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> No
         return None if on is None else on.profile
 
     raise_if_any(measured_otherwise(workload.models, cluster.gpu_types, known))
+    return costs
 
 
 def _missing(spec: ModelSpec, kind: str, profiles: Profiles) -> tuple[Problem, ...]:

@@ -14,7 +14,7 @@ import tenuto
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("profiles", "mps", "placement", "batching", "deployments", "loadgen", "tenuto")
 # Names that still mean several things; the lists may only get shorter.
-CLASSES_MEANT_TWICE = frozenset({"Batch", "Gpulet", "Program"})
+CLASSES_MEANT_TWICE = frozenset({"Gpulet", "Program"})
 FILES_MEANT_TWICE = frozenset(
     {"applications.py", "choose.py", "goodput.py", "gpulets.py", "handle.py", "http.py", "memory.py", "policy.py"}
 )

@@ -6,38 +6,78 @@ import csv
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, StrictBool, model_validator
 
+from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement.arrivals.arrival import Arrival
-from tenuto.placement.arrivals.azure import AZURE_PROCESSES, azure_times
+from tenuto.placement.arrivals.azure import AzureOptions, azure_times
 
 Times = NDArray[np.float64]
-Process = Callable[[float, float, Arrival, np.random.Generator], Times]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 
-def _poisson(rate_rps: float, duration_s: float, _arrival: Arrival, generator: np.random.Generator) -> Times:
+class NoOptions(StrictModel):
+    """A process without options."""
+
+
+class OnOffOptions(StrictModel):
+    """How long requests come, and for how long none do."""
+
+    on_s: Positive = 1.0
+    off_s: NotNegative = 1.0
+
+
+class DiurnalOptions(StrictModel):
+    """A sine around the rate; `period_s` None: one period. An amplitude above 1 would be a negative rate."""
+
+    period_s: Positive | None = None
+    amplitude: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+
+class StepsOptions(StrictModel):
+    """`factors` of the rate, each for an equal part of the duration, in order; one at least is above 0."""
+
+    factors: Annotated[tuple[NotNegative, ...], Field(min_length=1)] = (1.0,)
+
+    @model_validator(mode="after")
+    def _some_requests(self) -> StepsOptions:
+        if not any(self.factors):
+            raise Fault("all factors are 0, so there are no requests", "Give at least one above 0.")
+        return self
+
+
+class TraceOptions(StrictModel):
+    """`rescale`: stretch the trace so that it has the workload's rate."""
+
+    rescale: StrictBool = False
+
+
+Process = Callable[[float, float, Any, np.random.Generator], Times]
+
+
+def _poisson(rate_rps: float, duration_s: float, _options: NoOptions, generator: np.random.Generator) -> Times:
     return _renewal(lambda count: generator.exponential(1.0 / rate_rps, count), rate_rps, duration_s)
 
 
-def _uniform(rate_rps: float, duration_s: float, _arrival: Arrival, generator: np.random.Generator) -> Times:
+def _uniform(rate_rps: float, duration_s: float, _options: NoOptions, generator: np.random.Generator) -> Times:
     """Equal gaps; the first arrival at a random point of the first gap, so that several models do not march in step."""
     return np.arange(generator.random() / rate_rps, duration_s, 1.0 / rate_rps)
 
 
-def _gamma(rate_rps: float, duration_s: float, arrival: Arrival, generator: np.random.Generator) -> Times:
+def _gamma(rate_rps: float, duration_s: float, shape: float, generator: np.random.Generator) -> Times:
     """Gamma-distributed gaps: shape k, scale 1/(k*rate); the coefficient of variation is k**-0.5."""
-    shape = arrival.shape if arrival.shape is not None else (arrival.cv or 1.0) ** -2
     return _renewal(lambda count: generator.gamma(shape, 1.0 / (shape * rate_rps), count), rate_rps, duration_s)
 
 
-def _on_off(rate_rps: float, duration_s: float, arrival: Arrival, generator: np.random.Generator) -> Times:
+def _on_off(rate_rps: float, duration_s: float, options: OnOffOptions, generator: np.random.Generator) -> Times:
     """Poisson bursts: `on_s` with requests, `off_s` without, in turn; the mean over a period is the rate."""
-    on_s, off_s = float(arrival.options.get("on_s", 1.0)), float(arrival.options.get("off_s", 1.0))
-    period = on_s + off_s
+    on_s, period = options.on_s, options.on_s + options.off_s
     busy = _renewal(
         lambda n: generator.exponential(on_s / (rate_rps * period), n),
         rate_rps * period / on_s,
@@ -47,22 +87,20 @@ def _on_off(rate_rps: float, duration_s: float, arrival: Arrival, generator: np.
     return times[times < duration_s]
 
 
-def _diurnal(rate_rps: float, duration_s: float, arrival: Arrival, generator: np.random.Generator) -> Times:
+def _diurnal(rate_rps: float, duration_s: float, options: DiurnalOptions, generator: np.random.Generator) -> Times:
     """Poisson with rate(t) = rate * (1 + amplitude * sin(2*pi*t / period_s)), by thinning; the mean is the rate."""
-    period = float(arrival.options.get("period_s", duration_s))
-    amplitude = float(arrival.options.get("amplitude", 0.5))
+    period, amplitude = options.period_s or duration_s, options.amplitude
     peak = rate_rps * (1.0 + amplitude)
     times = _renewal(lambda count: generator.exponential(1.0 / peak, count), peak, duration_s)
     accepted = generator.random(times.size) * (1.0 + amplitude) < 1.0 + amplitude * np.sin(2 * math.pi * times / period)
     return times[accepted]
 
 
-def _steps(rate_rps: float, duration_s: float, arrival: Arrival, generator: np.random.Generator) -> Times:
-    """Poisson with stepwise rates: `factors` of the rate, each for an equal part of the duration, in order."""
-    factors = [float(factor) for factor in arrival.options.get("factors", [1.0])]
-    length = duration_s / len(factors)
+def _steps(rate_rps: float, duration_s: float, options: StepsOptions, generator: np.random.Generator) -> Times:
+    """Poisson with stepwise rates."""
+    length = duration_s / len(options.factors)
     parts = []
-    for index, factor in enumerate(factors):
+    for index, factor in enumerate(options.factors):
         if factor > 0:
             rate = rate_rps * factor
             part = _renewal(lambda count, rate=rate: generator.exponential(1.0 / rate, count), rate, length)  # type: ignore[misc]
@@ -80,20 +118,20 @@ def _renewal(gaps: Callable[[int], Times], rate_rps: float, duration_s: float) -
     return times[times < duration_s]
 
 
-PROCESSES: Mapping[str, Process] = {
-    "poisson": _poisson,
-    "uniform": _uniform,
-    "gamma": _gamma,
-    "on_off": _on_off,
-    "diurnal": _diurnal,
-    "steps": _steps,
+# By name what draws the times; of all, what they take as options: traces are read instead.
+PROCESSES: Mapping[str, tuple[Process, type[StrictModel]]] = {
+    "poisson": (_poisson, NoOptions),
+    "uniform": (_uniform, NoOptions),
+    "gamma": (_gamma, NoOptions),
+    "on_off": (_on_off, OnOffOptions),
+    "diurnal": (_diurnal, DiurnalOptions),
+    "steps": (_steps, StepsOptions),
 }
-
-# limit: options each process reads, and a lower bound for each number
-_OPTIONS: dict[str, dict[str, float]] = {
-    "on_off": {"on_s": 1e-6, "off_s": 0.0},
-    "diurnal": {"period_s": 1e-6, "amplitude": 0.0},
-    "steps": {"factors": 0.0},
+OPTIONS: Mapping[str, type[StrictModel]] = {
+    **{name: options for name, (_, options) in PROCESSES.items()},
+    "trace": TraceOptions,
+    "azure_2019": AzureOptions,
+    "azure_2021": AzureOptions,
 }
 
 
@@ -112,87 +150,42 @@ def arrival_times(
     Raises:
         InvalidInputError: unknown process or option, or an unusable trace; the message names line and cure.
     """
-    _check(model, arrival)
-    if arrival.process in AZURE_PROCESSES:
-        return azure_times(model, rate_rps, duration_s, arrival, generator)
-    if arrival.process == "trace":
-        return _trace_times(model, rate_rps, duration_s, arrival)
-    return PROCESSES[arrival.process](rate_rps, duration_s, arrival, generator)
+    options = _checked(model, arrival)
+    if isinstance(options, AzureOptions):
+        return azure_times(model, rate_rps, duration_s, arrival, options, generator)
+    if isinstance(options, TraceOptions):
+        return _trace_times(model, rate_rps, duration_s, arrival, options)
+    draw, _ = PROCESSES[arrival.process]
+    if arrival.process == "gamma":
+        return draw(rate_rps, duration_s, arrival.shape or (arrival.cv or 1.0) ** -2, generator)
+    return draw(rate_rps, duration_s, options, generator)
 
 
-def _check(model: str, arrival: Arrival) -> None:
+def _checked(model: str, arrival: Arrival) -> StrictModel:
+    """Return the options of the arrival's process; raises `InvalidInputError` with all that is wrong."""
     where = f"models.{model}.arrival"
-    known = [*PROCESSES, "trace", *AZURE_PROCESSES]
-    if arrival.process not in known:
-        raise refused(f"{where}.process", arrival.process, "unknown arrival process", f"Use one of {', '.join(known)}.")
-    problems = []
-    allowed: dict[str, Any] = {"rescale": 0.0} if arrival.process == "trace" else _OPTIONS.get(arrival.process, {})
-    for key, value in arrival.options.items():
-        if arrival.process in AZURE_PROCESSES:
-            break  # checked with the trace
-        if key not in allowed:
-            problems.append(
-                Problem(
-                    f"{where}.options.{key}",
-                    value,
-                    f"process '{arrival.process}' has no such option",
-                    f"Its options: {', '.join(allowed) or 'none'}.",
-                )
-            )
-            continue
-        numbers = value if isinstance(value, list) else [value]
-        if not numbers or not all(
-            isinstance(n, (int, float)) and math.isfinite(n) and n >= allowed[key] for n in numbers
-        ):
-            problems.append(
-                Problem(
-                    f"{where}.options.{key}",
-                    value,
-                    f"must be finite and at least {allowed[key]:g}",
-                    "Correct the value.",
-                )
-            )
-    for key in ("shape", "cv"):
-        if getattr(arrival, key) is not None and arrival.process != "gamma":
-            problems.append(
-                Problem(
-                    f"{where}.{key}",
-                    getattr(arrival, key),
-                    "only the gamma process has it",
-                    "Remove it, or use process: gamma.",
-                )
-            )
-    if arrival.shape is not None and arrival.cv is not None:
-        problems.append(Problem(where, arrival.cv, "gives both shape and cv", "Keep one: cv = shape**-0.5."))
-    if arrival.process == "gamma" and arrival.shape is None and arrival.cv is None:
-        problems.append(Problem(where, None, "gamma needs shape or cv", "Give shape: 0.5, for example."))
-    if (arrival.path is not None) != (arrival.process == "trace" or arrival.process in AZURE_PROCESSES):
-        problems.append(
-            Problem(
-                f"{where}.path",
-                arrival.path,
-                "a path belongs to process: trace, and a trace needs one",
-                "Give both or neither.",
-            )
-        )
-    if arrival.process == "diurnal" and float(arrival.options.get("amplitude", 0.5)) > 1.0:
-        problems.append(
-            Problem(
-                f"{where}.options.amplitude",
-                arrival.options["amplitude"],
-                "above 1 the rate would be negative",
-                "Give at most 1.",
-            )
-        )
-    factors = arrival.options.get("factors")
-    if arrival.process == "steps" and isinstance(factors, list) and not problems and not any(factors):
-        problems.append(
-            Problem(
-                f"{where}.options.factors", factors, "all are 0, so there are no requests", "Give at least one above 0."
-            )
-        )
-    if problems:
+    if arrival.process not in OPTIONS:
+        cure = f"Use one of {', '.join(OPTIONS)}."
+        raise refused(f"{where}.process", arrival.process, "unknown arrival process", cure)
+    problems: list[Problem] = []
+    options = None
+    try:
+        options = parse_document(OPTIONS[arrival.process], arrival.options, origin=f"{where}.options")
+    except InvalidInputError as error:
+        problems += error.problems
+    given = [key for key in ("shape", "cv") if getattr(arrival, key) is not None]
+    if given and arrival.process != "gamma":
+        rule = "only the gamma process has it"
+        problems += [Problem(f"{where}.{key}", None, rule, "Remove it, or use process: gamma.") for key in given]
+    elif len(given) != 1 and arrival.process == "gamma":
+        rule = "gives both shape and cv" if given else "gamma needs shape or cv"
+        problems.append(Problem(where, None, rule, "Give one: cv = shape**-0.5."))
+    if (arrival.path is not None) != (arrival.process not in PROCESSES):
+        rule = "a path belongs to process: trace, and a trace needs one"
+        problems.append(Problem(f"{where}.path", arrival.path, rule, "Give both or neither."))
+    if problems or options is None:
         raise InvalidInputError(problems)
+    return options
 
 
 def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
@@ -244,7 +237,7 @@ def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
     return np.asarray(times) / 1000.0, models if "model" in columns else None
 
 
-def _trace_times(model: str, rate_rps: float, duration_s: float, arrival: Arrival) -> Times:
+def _trace_times(model: str, rate_rps: float, duration_s: float, arrival: Arrival, options: TraceOptions) -> Times:
     times, models = read_trace(str(arrival.path))
     if models is not None:
         times = times[np.asarray(models) == model]
@@ -255,7 +248,7 @@ def _trace_times(model: str, rate_rps: float, duration_s: float, arrival: Arriva
                 f"the trace has no arrival for '{model}'",
                 "Correct the model column, or use another trace.",
             )
-    if arrival.options.get("rescale"):
+    if options.rescale:
         span = float(times[-1]) or 1.0
         times = times * (times.size / span / rate_rps)
     return times[times < duration_s]

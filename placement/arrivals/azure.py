@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, StrictBool, model_validator
 
-from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
+from tenuto.documents import Fault, StrictModel
+from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement.arrivals.arrival import Arrival
 
-AZURE_PROCESSES = ("azure_2019", "azure_2021")
 Times = NDArray[np.float64]
 _MINUTE_S, _DAY_MIN = 60.0, 1440  # unit
 # paper: AlpaServe (OSDI 2023), whose code finds rate and variation in windows of this length, and takes the rate that
@@ -37,8 +37,7 @@ _WINDOW_2021_S, _WILD_RATE = 5400.0, 5.0
 _FEW_GAPS = 2  # limit: of fewer there is no variation
 
 
-@dataclass(frozen=True)
-class AzureOptions:
+class AzureOptions(StrictModel):
     """Options of both formats.
 
     `part` of `parts`: which share of the streams this model gets. `start_s`: where in the trace the slice begins.
@@ -46,59 +45,20 @@ class AzureOptions:
     minute (1: Poisson). 2021: with `rescale` or a `cv_scale` other than 1 the arrivals are drawn anew, in windows of
     `window_s` with the rate and variation found there; otherwise they are the recorded ones."""
 
-    part: int = 0
-    parts: int = 1
+    part: Annotated[int, Field(ge=0, strict=True)] = 0
+    parts: Annotated[int, Field(ge=1, strict=True)] = 1
     mapping: Literal["stripe", "block"] = "stripe"
-    start_s: float = 0.0
-    rescale: bool = False
-    cv: float = 1.0
-    window_s: float = _WINDOW_2021_S
-    cv_scale: float = 1.0
+    start_s: Annotated[float, Field(ge=0)] = 0.0
+    rescale: StrictBool = False
+    cv: Annotated[float, Field(ge=0.01)] = 1.0
+    window_s: Annotated[float, Field(ge=1)] = _WINDOW_2021_S
+    cv_scale: Annotated[float, Field(ge=0.01)] = 1.0
 
-    @classmethod
-    def parse(cls, where: str, options: Mapping[str, Any]) -> AzureOptions:
-        """Check options; raises `InvalidInputError` with every problem."""
-        known = {field.name for field in fields(cls)}
-        problems = [
-            Problem(
-                f"{where}.{key}",
-                options[key],
-                "the Azure traces have no such option",
-                f"Their options: {', '.join(sorted(known))}.",
-            )
-            for key in options
-            if key not in known
-        ]
-        bounds = {"start_s": 0.0, "cv": 0.01, "window_s": 1.0, "cv_scale": 0.01}
-        for key, least in bounds.items():
-            value = options.get(key, least)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not math.isfinite(value)
-                or value < least
-            ):
-                problems.append(
-                    Problem(f"{where}.{key}", value, f"must be a number of at least {least:g}", "Correct the value.")
-                )
-        part, parts = options.get("part", 0), options.get("parts", 1)
-        if not (type(part) is int and type(parts) is int and 0 <= part < parts):
-            problems.append(
-                Problem(
-                    f"{where}.part",
-                    f"{part} of {parts}",
-                    "must be whole numbers with 0 <= part < parts",
-                    "Give part: 0, parts: 20, for example.",
-                )
-            )
-        if options.get("mapping", "stripe") not in ("stripe", "block"):
-            problems.append(Problem(f"{where}.mapping", options["mapping"], "unknown mapping", "Use stripe or block."))
-        if not isinstance(options.get("rescale", False), bool):
-            problems.append(
-                Problem(f"{where}.rescale", options["rescale"], "must be true or false", "Correct the value.")
-            )
-        raise_if_any(problems)
-        return cls(**options)
+    @model_validator(mode="after")
+    def _part_of_parts(self) -> AzureOptions:
+        if self.part >= self.parts:
+            raise Fault(f"there is no part {self.part} of {self.parts}", "Give part: 0, parts: 20, for example.")
+        return self
 
 
 def is_synthetic(arrival: Arrival) -> bool:
@@ -108,15 +68,19 @@ def is_synthetic(arrival: Arrival) -> bool:
 
 
 def azure_times(
-    model: str, rate_rps: float, duration_s: float, arrival: Arrival, generator: np.random.Generator
+    model: str,
+    rate_rps: float,
+    duration_s: float,
+    arrival: Arrival,
+    options: AzureOptions,
+    generator: np.random.Generator,
 ) -> Times:
     """Return a model's arrivals in seconds within [0, duration_s).
 
     Raises:
-        InvalidInputError: bad options, a missing or malformed file (with its line), or no arrivals in the slice.
+        InvalidInputError: a missing or malformed file (with its line), or no arrivals in the slice.
     """
     where = f"models.{model}.arrival"
-    options = AzureOptions.parse(f"{where}.options", arrival.options)
     path = Path(str(arrival.path))
     if arrival.process == "azure_2019":
         times = _from_counts(path, rate_rps, duration_s, options, generator)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.placement.policies.shared.squishy import Demand, fill, full_batch, pack
+from tenuto.placement.policies.shared.squishy import Demand, full_batch, pack
 
 
 def line(alpha: float, beta: float, largest: int = 60) -> list[float]:
@@ -42,22 +42,8 @@ def test_small_models_share_a_gpu_in_the_shorter_cycle() -> None:
     assert bins[0].busy_ms <= bins[0].duty_ms
 
 
-def test_filling_one_model_gives_every_gpu_its_full_batch() -> None:
-    scale, bins = fill([RESNET50], 8, slack_ms=2.0)
-    assert len(bins) == 8
-    assert scale * 4000.0 == pytest.approx(8 * 6000.0 / (1.053 * 6 + 5.072), rel=0.01)
-
-
-def test_more_models_than_fit_are_still_all_placed() -> None:
-    scale, bins = fill([Demand(i, 1.0, 12.0, line(0.1, 5.0)) for i in range(9)], 2)
-    assert scale == 0.0
-    assert len(bins) == 2
-    assert {part.model for b in bins for part in b.parts} == set(range(9))
-
-
 def test_nothing_to_pack() -> None:
     assert pack([]) == []
-    assert fill([], 3) == (0.0, [])
 
 
 demands = st.lists(
@@ -83,7 +69,6 @@ def test_every_packing_carries_every_rate_within_slo_and_cycle(drawn: list[tuple
     for demand in asked:
         given_rps = sum(part.rate_rps for b in bins for part in b.parts if part.model == demand.model)
         assert given_rps == pytest.approx(demand.rate_rps, rel=1e-6)
-    assert fill(asked, len(bins), largest_scale=1.0)[0] == 1.0
 
 
 def test_a_packing_can_be_cut_off_after_the_gpus_there_are() -> None:
