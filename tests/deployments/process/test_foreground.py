@@ -122,9 +122,9 @@ class Front:
             self.said.append(line.strip())
 
     def code(self) -> int:
-        """Return its exit code, once it has ended; nothing of it may run then."""
+        """Return its exit code, once it has ended; what it killed last may need a moment more, nothing stays."""
         code = self.process.wait(PATIENCE_S)
-        assert self.running() == []
+        until(lambda: self.running() == [])
         return code
 
     def close(self) -> None:
