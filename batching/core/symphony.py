@@ -25,7 +25,9 @@ from tenuto.batching.core.scheduler import SchedulerOptions
 from tenuto.batching.core.staggered import ArrivalRate, staggered_batch
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, System
 
-PAST_MS = 1e-3  # how long after its latest moment a candidate is gathered anew
+PAST_MS = (
+    1e-3  # derived: a microsecond, above the tolerance: how long after its latest moment a candidate is gathered anew
+)
 
 
 @dataclass(frozen=True)

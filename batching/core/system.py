@@ -17,7 +17,7 @@ from tenuto.placement import Objective
 
 INF = math.inf
 
-# A nanosecond: sums of times in different order may differ by rounding, and a deadline met exactly is met.
+# Unit: a nanosecond: sums of times in different order may differ by rounding, and a deadline met exactly is met.
 TIME_TOLERANCE_MS = 1e-6
 
 # Derived: a microsecond, above the tolerance: how long after its last possible start a queued request is given up.

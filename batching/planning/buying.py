@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from tenuto.batching.planning.choosing import Candidate, Chooser
 from tenuto.placement import Cluster
 
-MOST_MORE = 8  # GPUs added beyond twice as many as a start has
-WORTH_A_TRIAL = 0.98  # of the rates expected to be served: expectations are wrong by that, against a plan too
+MOST_MORE = 8  # limit: GPUs added beyond twice as many as a start has
+WORTH_A_TRIAL = 0.98  # derived: of the rates expected to be served: expectations are wrong by that, against a plan too
 
 
 def cheapest(choice: Chooser, cluster: Cluster, attainment: float) -> Candidate | None:

@@ -23,13 +23,16 @@ STARTS = ("symphony", "sbp", "ffd", "igniter", "gpulet", "usher", "wao-usher")  
 SEARCHING = ("usher", "wao-usher", "ao-milp", "wsm-milp", "ideal")  # policies that may take seconds
 WITH_NEIGHBOURS = ("gpulet",)  # policies that plan without an interference model or with one: both are starts
 QUICKLY = {"symphony": {"time_limit_s": "0"}}  # moves and swaps come as near as the solver does in seconds
-LARGE = 40  # models or GPUs; beyond, a trial takes minutes
-# Starts that take minutes for more models than this, or seconds and serve half of what the others do.
+LARGE = 40  # limit: models or GPUs; beyond, a trial takes minutes
+# Limit: starts that take minutes for more models than this, or seconds and serve half of what the others do.
 SLOW = {"ideal": LARGE, "gpulet": 500, "usher": 500, "wao-usher": 500}
-# The expectation is wrong by that much at worst (lab/benchmarks/bench_promises.py): plans further behind are not tried.
+# Derived: the expectation is wrong by that much at worst (lab/benchmarks/bench_promises.py): plans further behind
+# are not tried.
 NEAR = 0.1
-ROOMY = 0.5  # of its time: a busiest gpu-let below it has headroom enough, and fewer processes are better
-CONFIRMING = 3  # times as many requests where a plan is neither clearly enough to be bought nor clearly not
+# Derived: of its time, as the scheduler's `save_above`: a busiest gpu-let below it has headroom enough, and fewer
+# processes are better.
+ROOMY = 0.5
+CONFIRMING = 3  # limit: times as many requests where a plan is neither clearly enough to be bought nor clearly not
 
 
 @dataclass(kw_only=True, eq=False)

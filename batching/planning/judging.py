@@ -13,7 +13,7 @@ from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.expectation.outlook import Outlooks
 from tenuto.placement.workload import Objective
 
-TOTAL = 0.02  # weight of all requests in time under the objective `each`: it decides between equals
+TOTAL = 0.02  # derived: weight of all requests in time under the objective `each`: it decides between equals
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan, plann
 from tenuto.placement.program import held_mib
 from tenuto.profiles import Profiles
 
-MOVES_PER_GPU = 4  # of a model to another GPU, in the mean, before the balance is taken as it is
-TRIED = 6  # GPUs that a model is tried on
+MOVES_PER_GPU = 4  # limit: of a model to another GPU, in the mean, before the balance is taken as it is
+TRIED = 6  # limit: GPUs that a model is tried on
 
 
 @dataclass(kw_only=True, eq=False)

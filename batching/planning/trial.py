@@ -14,8 +14,8 @@ from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.workload import Objective
 
-RARE = 400  # requests a rare model should have
-_STEADY = 1_000.0  # shape of gaps that are all but equal
+RARE = 400  # derived: to see 1 % of them late; requests a rare model should have
+_STEADY = 1_000.0  # limit: shape of gaps that are all but equal
 
 
 class Trials:

@@ -19,7 +19,7 @@ from tenuto.outcome import Outcome
 
 Criterion = Literal["each", "all"]
 Stop = Callable[[Sequence[int]], bool]
-_LEAST_REQUESTS = 100  # a run with fewer cannot show 99 %
+_LEAST_REQUESTS = 100  # derived: a run with fewer cannot show 99 %
 
 
 def never(_lost_by_model: Sequence[int]) -> bool:

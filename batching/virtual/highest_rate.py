@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from tenuto.errors import Problem, raise_if_any
 
-_FURTHEST = 2.0**20  # from where the search began, upwards or downwards: beyond, the rates are not what limits
+_FURTHEST = 2.0**20  # limit: from where the search began, upwards or downwards: beyond, the rates are not what limits
 
 
 class Tried(Protocol):

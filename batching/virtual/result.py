@@ -16,7 +16,7 @@ from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
 from tenuto.batching.core.told import SchedulerStatus
 from tenuto.outcome import OUTCOMES, Outcome
 
-P99_SAMPLES = 459  # below, the 99th percentile has no 99 % confidence bound (0.99**459 < 0.01)
+P99_SAMPLES = 459  # derived: below, the 99th percentile has no 99 % confidence bound (0.99**459 < 0.01)
 
 
 class BatchLog:

@@ -25,7 +25,7 @@ from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.plan import GpuletProcess
 
-_TOLD_AFTER = 3  # batches of a program that took another time than planned before the scheduler is told, as live
+_TOLD_AFTER = 3  # derived: as live, batches that took another time than planned before the scheduler is told
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tenuto.batching.virtual.result import SimulationResult
 from tenuto.errors import InvalidInputError, refused
 from tenuto.outcome import Outcome
 
-_CHUNK = 8192  # arrivals turned into Python numbers at a time, and between two calls of `stop`
+_CHUNK = 8192  # limit: arrivals turned into Python numbers at a time, and between two calls of `stop`
 
 
 def simulate(

@@ -242,7 +242,29 @@ def expected_of(plan: Plan, *, with_margin: bool = True) -> Expected:
     return Expected(
         goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6),
         models=models,
-        assumptions=(why,) if near else (),
+        assumptions=((why,) if near else ()) + _impatient(plan, outlooks.of(plan)),
+    )
+
+
+def _impatient(plan: Plan, outlook: Outlook) -> tuple[str, ...]:
+    """Return a line on the models that can wait, on every gpu-let that hosts them, for less time than the mean batch of
+    some neighbour takes; nothing where there are none."""
+    slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
+    is_short: dict[str, bool] = {}
+    for gpulet, sizes in zip(plan.gpulets, outlook.batches, strict=True):
+        timed = [(program, program.latency) for program in gpulet.programs if program.latency is not None]
+        batch_ms = {p.name: p.slowdown * latency.at(sizes[p.name]) for p, latency in timed if p.name in sizes}
+        for program, latency in timed:
+            longest_ms = max((ms for name, ms in batch_ms.items() if name != program.name), default=0.0)
+            for model in program.models:
+                waits_ms = slo_ms.get(model, math.inf) - program.slowdown * latency.at(1)
+                is_short[model] = is_short.get(model, True) and waits_ms < longest_ms
+    found = [model for model, is_it in is_short.items() if is_it]
+    if not found:
+        return ()
+    return (
+        "beside neighbours whose batches take longer than requests can wait on every gpu-let, so that some are lost "
+        f"while all of these run: {listed(found)}",
     )
 
 

@@ -6,9 +6,9 @@ Three rules, each in a module of its own; docs/scheduling.md draws them.
    fastest idle gpu-let.
 2. *Line-up* (`lineup.py`; `waiting.py` says which batches are lined up together): where more batches wait than gpu-lets
    are idle, all are lined up by their latest start. When time is short, the line-up drops first the excess of any model
-   above twice its planned rate, then batches of lower priority, then those that serve the least per ms. Under overload
-   a batch of half the staggered size may start early. A batch leaves a gpu-let free for models that cannot wait for it,
-   where these would lose more than it serves (`keeping_free.py`).
+   above twice its planned rate, then batches of lower priority, then those that serve the least per ms. Then
+   nothing is held. A batch leaves a gpu-let free for models that cannot wait for it, where these would lose more than
+   it serves (`keeping_free.py`).
 3. *Cut* (`cut.py`, `admission.py`): a batch is cut by the window rule; of a model that exceeds its plan, what others
    lose requests for is turned away.
 
@@ -39,10 +39,8 @@ from tenuto.batching.core.staggered import ArrivalRate
 from tenuto.batching.core.system import EXPIRY_MARGIN_MS, INF, TIME_TOLERANCE_MS, NetworkDelay, System
 from tenuto.batching.core.told import SchedulerStatus
 
-# Derived: the windows of the recent and twice that of the offered rate (`ArrivalRate`).
-PRESSED_MS = 1000.0  # for which nothing is lent after a program that keeps to its plan lost a request
-LOSING_MS = 10_000.0  # for which requests may be held in full after one was lost
-EVERY_LOOK = 6  # programs: what a look takes by itself, and what follows on it
+LATELY_MS = 10_000.0  # derived: for which a lost request counts: twice the window of the offered rate
+EVERY_LOOK = 6  # derived: programs: what a look takes by itself, and what follows on it, as measured
 
 
 @dataclass(frozen=True)
@@ -231,9 +229,9 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
 
     def _drop(self, queue: WaitingQueue, count: int, now: float) -> None:
         super()._drop(queue, count, now)
-        self._lost_until[queue.program] = self._holding.in_full_until = now + LOSING_MS
+        self._lost_until[queue.program] = self._holding.in_full_until = now + LATELY_MS
         if not queue.allowance.exceeds:
-            self._pressed_until = now + PRESSED_MS
+            self._pressed_until = now + LATELY_MS
         if self._evens_out:
             queue.loss.lose(count)
 
@@ -298,10 +296,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                     can_go += [
                         queue
                         for queue in waiting
-                        if queue.batch.due > reach
-                        and queue.batch.is_open
-                        and len(queue.ids) >= queue.costs.ripe
-                        and is_short(queue)
+                        if queue.batch.due > reach and queue.batch.is_open and is_short(queue)
                     ]
                 if len(can_go) > 1:
                     can_go.sort(key=rank)
@@ -349,7 +344,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
             longest_ms = self._cutter.longest_beside_ms(self._queues, pool, now)
             short = longest_within(pool.run[queue.program], longest_ms, queue.batch.factor)
             if short < 1 < queue.costs.gpulets:  # where others cannot wait even for one, it gets what is planned
-                if allowance.owed < min(queue.costs.ripe, allowance.most):
+                if allowance.owed < min(queue.costs.staggered, allowance.most):
                     return False
                 short = int(allowance.owed)
             size = min(size, max(1, short))

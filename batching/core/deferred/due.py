@@ -3,21 +3,15 @@
 A batch is due when it has used the part `hold` of the time for which Symphony would hold it: 1 is Symphony's frontrun,
 0 sends at once. Holding makes batches longer, which saves GPU time and delays every request. So nothing is held under
 light load, while single requests would keep gpu-lets busy for less than `save_above` of the time, and otherwise no
-longer than takes them to that. Where even the longest batch saves next to nothing, nothing is held at all.
+longer than takes them to that.
 """
 
 from __future__ import annotations
-
-from math import ceil
 
 from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.staggered import staggered_batch
 from tenuto.batching.core.system import INF
-
-# Fitted constants: halved and doubled by lab/benchmarks/bench_constants.py, over random scenarios.
-RIPE = 0.5  # fitted: part of the staggered batch that may go before it is due where gpu-lets are short
-LEAST_SAVING = 0.1  # fitted: part of the GPU time that the longest batch saves, below which batches are not held
 
 
 class Holding:
@@ -56,8 +50,6 @@ class Holding:
         hold.patience = max([pool.crowd for pool in queue.pools]) / self.save_above if self.save_above else INF
         if rps is not None and rps / 1000.0 * hold.patience * costs.run[costs.staggered] >= costs.staggered:
             hold.patience = INF
-        # What saves next to nothing is held for nothing.
-        hold.most_ms = 0.0 if self.save_above and costs.saving < LEAST_SAVING else hold.asked_ms
         hold.is_bounded = hold.is_light or hold.patience < INF or hold.most_ms < INF
 
     def bound_ms(self, queue: WaitingQueue, size: int, now: float) -> float:
@@ -81,6 +73,5 @@ class Holding:
             data_ms=gpulets.data_ms,
         )
         costs.defend = max(1, round(self.defend * costs.staggered))
-        costs.ripe = ceil(RIPE * costs.staggered)
         costs.alone = (queue.rate.recent_rps or 0.0) / 1000.0 * costs.run[1] / costs.gpulets
         queue.loss.follow(queue.rate.rps or 0.0)

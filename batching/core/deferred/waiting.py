@@ -56,12 +56,6 @@ class Costs:
     alone: float = 0.0  # the load of each gpu-let that hosts it, if its requests ran alone
     staggered: int = 1  # the batch of the staggered pattern
     defend: int = 1  # the size below which the head is given up
-    ripe: int = 1  # the size that may go before it is due
-
-    @property
-    def saving(self) -> float:
-        """Part of the GPU time of its requests alone that the longest batch saves."""
-        return 1.0 - self.run[self.longest] / (self.longest * self.run[1])
 
     @property
     def patience_ms(self) -> float:
@@ -73,8 +67,7 @@ class Costs:
 class Hold:
     """For how long batches of a program are held at most."""
 
-    asked_ms: float = INF  # by whoever planned it
-    most_ms: float = INF  # in any case
+    most_ms: float = INF  # as asked for
     patience: float = INF  # for how many times its own length
     is_light: bool = False  # nobody needs the GPU time that holding saves
     is_bounded: bool = False  # by any of these
@@ -174,7 +167,7 @@ class Watch:
     def __init__(self, queues: list[WaitingQueue]) -> None:
         self.queues = queues
         self.at = INF
-        self.is_tight = False  # the plan has no slack somewhere: ripe batches may go there
+        self.is_tight = False  # the plan has no slack somewhere: batches may go there before they are due
 
 
 class Waiting:

@@ -173,18 +173,6 @@ def test_a_lone_request_is_held_only_where_somebody_needs_the_gpu_time(
         assert now == pytest.approx(waits_ms)
 
 
-def test_where_batches_save_next_to_nothing_nothing_is_held() -> None:
-    """BERT on a GTX 1080Ti: a batch of five saves 2 % of its time, and what is held meets others that are."""
-    system = everywhere_linear([(f"m{m}", 7.008, 0.159, 40.0, None) for m in range(8)], 28)
-    times, which = offered([485.0] * 8, 4.0, 1)
-    kept = {
-        name: simulate(make_scheduler(name, system), times, which).attainments().mean()
-        for name in ("deferred", "symphony", "eager")
-    }
-    assert kept["deferred"] >= kept["eager"] - 0.0005
-    assert kept["deferred"] > kept["symphony"] + 0.001
-
-
 def test_requests_are_held_in_full_where_a_rehearsal_found_that_fewer_are_lost() -> None:
     """Bursts at a low rate: a request sent alone at once would keep the gpu-let from the rest of its burst."""
     system = System((Model("a", 35.0, 20.0),), (Gpulet("g/a", "g", {0: line(0.1, 20.0, 150)}),))
