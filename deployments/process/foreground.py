@@ -198,6 +198,7 @@ class _Foreground:
                 elif not said:
                     self._line.close()
             below = _below(self._others)
+            is_lost = not self._is_draining and self._lost(below)  # said also where what serves ended by that at once
             ended = self._reap(below)
             if ended is not None:
                 if os.WIFSIGNALED(ended):
@@ -205,7 +206,7 @@ class _Foreground:
                 code = _LOST if os.WIFSIGNALED(ended) else os.WEXITSTATUS(ended)
                 patience_s = 0.0 if os.WIFSIGNALED(ended) else _LEFT_S
                 return self._end(code if self._code is None else self._code, patience_s)
-            if not self._is_draining and self._lost(below):
+            if is_lost:
                 return self._end(_LOST)
             self._kill_hung(below)
             if time.monotonic() > self._until_at:

@@ -147,6 +147,7 @@ def test_the_death_of_rays_agent_is_said_and_ends_it_with_3(tmp_path: Path) -> N
         process.kill()
     assert process.returncode == 3, err
     assert "dashboard agent died: Ray's raylet ends with it\n" in err
+    assert "raylet died: nothing can serve without it: ending all\n" in err
     assert with_mark(mark) == []
 
 

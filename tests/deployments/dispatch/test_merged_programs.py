@@ -60,7 +60,7 @@ class MergedGpulet(FakeGpulet):
         return {"s": x.sum(axis=1, keepdims=True), "z": x * 10}
 
 
-def make_plan(*, merged: bool, batch_size: int = 4, slo_ms: float = 1000.0) -> Plan:
+def make_plan(*, merged: bool, batch_size: int = 4, slo_ms: float = 60_000.0) -> Plan:
     replicas = [{"name": n, "batch_size": batch_size, "latency": {"alpha_ms": 1, "beta_ms": 1}} for n in "ab"]
     gpulet = {"id": "g", "gpu": "g", "models": replicas, "merge": [["a", "b"]] if merged else []}
     return Plan.from_data(
@@ -142,7 +142,7 @@ async def test_a_batch_may_hold_one_member_only(start: Start) -> None:
 
 async def test_members_keep_their_own_deadlines_and_queues_in_the_status(start: Start) -> None:
     gpulet = MergedGpulet("g", ("a+b",), hold=True)
-    dispatcher = await start(make_plan(merged=True, batch_size=2, slo_ms=60_000.0), gpulet)
+    dispatcher = await start(make_plan(merged=True, batch_size=2), gpulet)
     gone = submit(dispatcher, "b", request("b", 4.0), 0.0)
     assert (await asyncio.wait_for(gone, PATIENCE_S)).outcome is Outcome.EXPIRED
     futures = [submit(dispatcher, "a", request("a", 1.0)), submit(dispatcher, "a", request("a", 2.0))]
@@ -160,11 +160,11 @@ async def test_members_keep_their_own_deadlines_and_queues_in_the_status(start: 
 
 async def test_a_new_plan_without_the_group_moves_waiting_requests_and_answers_running_ones(start: Start) -> None:
     gpulet = MergedGpulet("g", ("a+b",), hold=True)
-    dispatcher = await start(make_plan(merged=True, batch_size=1, slo_ms=60_000.0), gpulet)
+    dispatcher = await start(make_plan(merged=True, batch_size=1), gpulet)
     running = [submit(dispatcher, model, request(model, float(v))) for v, model in enumerate("ab")]
     await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     waiting = [submit(dispatcher, model, request(model, float(v))) for v, model in enumerate("ab", 10)]
-    dispatcher.apply(make_plan(merged=False, batch_size=1, slo_ms=60_000.0))
+    dispatcher.apply(make_plan(merged=False, batch_size=1))
     gpulet.load("a", "b")
     gpulet.hold = False
     gpulet.release()
@@ -183,10 +183,10 @@ async def test_a_new_plan_without_the_group_moves_waiting_requests_and_answers_r
 
 async def test_a_member_that_leaves_the_plan_fails_and_the_other_goes_on(start: Start) -> None:
     gpulet = MergedGpulet("g", ("a+b",))
-    dispatcher = await start(make_plan(merged=True, slo_ms=60_000.0), gpulet)
+    dispatcher = await start(make_plan(merged=True), gpulet)
     left = submit(dispatcher, "a", request("a", 1.0))
     stays = submit(dispatcher, "b", request("b", 2.0))
-    data = make_plan(merged=False, batch_size=1, slo_ms=60_000.0).to_data()
+    data = make_plan(merged=False, batch_size=1).to_data()
     data["models"] = data["models"][1:]
     data["gpulets"][0]["models"] = data["gpulets"][0]["models"][1:]
     dispatcher.apply(Plan.from_data(data))

@@ -39,7 +39,7 @@ def make_plan(gpu: str = "v100", **model: Any) -> Plan:
             "policy": {"name": "test"},
             "gpus": [{"id": "n0/0", "type": gpu}],
             "gpulets": [{"id": "n0/0/a", "gpu": "n0/0", "models": [replica]}],
-            "models": [{"name": "m", "rate_rps": 400, "slo_ms": 2000, "latency": LATENCY, **model}],
+            "models": [{"name": "m", "rate_rps": 400, "slo_ms": 60_000, "latency": LATENCY, **model}],
             "streaming": True,
         }
     )

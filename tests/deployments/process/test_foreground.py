@@ -93,6 +93,18 @@ def losing(orders):
     say("serving")
     time.sleep(600)
 
+def taken(orders):
+    vital = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # gcs" + "_server"])
+    orders.serving()
+    say("serving")
+    for _ in range(2):
+        while not orders.take_reload():
+            orders.sleep(0.01)
+        say("reloaded")
+    vital.kill()
+    vital.wait()
+    return 3
+
 sys.exit(run_in_front(globals()[sys.argv[1]], say))
 """
 
@@ -204,6 +216,17 @@ def test_a_hang_up_reloads(ended: list[Front]) -> None:
         front.said.clear()
     front.process.send_signal(signal.SIGTERM)
     assert front.code() == 0
+
+
+def test_what_was_lost_is_said_though_what_serves_ends_by_that_at_once(ended: list[Front]) -> None:
+    front = Front("taken")
+    ended.append(front)
+    for _ in range(2):  # the look that came with the first is over when the second is obeyed: the process is known
+        front.process.send_signal(signal.SIGHUP)
+        front.hear("reloaded")
+        front.said.clear()
+    front.hear("Ray's head (GCS) died: nothing can serve without it: ending all")
+    assert front.code() == 3
 
 
 def test_what_is_behind_ends_when_the_foreground_is_killed(ended: list[Front]) -> None:
