@@ -16,7 +16,7 @@ from tenuto.placement.costs import latency_up_to
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profiles
 
-GROWTH = 1.25  # of all batches at a time: finer than the powers of two at which they are profiled
+GROWTH = 1.25  # derived: of all batches at a time, finer than the powers of two at which they are profiled
 STEPS = 24  # derived: 1.25^24 = 212, from a batch of one beyond the largest profiled, 128
 
 

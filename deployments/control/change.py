@@ -17,8 +17,8 @@ from tenuto.deployments.serve.history import History
 from tenuto.deployments.wire.status import DispatchingStatus, LogLine
 from tenuto.errors import EnvironmentFaultError
 
-_LOOK_S = 0.25
-_ANSWER_S = 60.0  # for the gateways, which may be starting
+_LOOK_S = 0.25  # limit: between two looks of a command that waits
+_ANSWER_S = 60.0  # limit: for the gateways, which may be starting
 
 
 def change_deployment(

@@ -40,8 +40,8 @@ logger = logging.getLogger("ray.serve")
 
 T = TypeVar("T")
 _GROUND = "control/ground"
-_SILENT_S = 60.0  # without a look the thread is taken for dead
-_RETIRES_S = 20.0  # for the look that is under way
+_SILENT_S = 60.0  # limit: without a look the thread is taken for dead
+_RETIRES_S = 20.0  # limit: for the look that is under way
 
 
 def keep_ground(store: Store, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:

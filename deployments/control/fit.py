@@ -20,7 +20,7 @@ from tenuto.placement.plan import GpuletProcess, PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.profiles.gpu_types import memory_mib_of
 
-BREAKS = 3.0  # models kept loaded that are worth as much as one that does not have to be away: make before break
+BREAKS = 1e6  # derived: more than all models that stay loaded are worth: what would have to be away counts first
 
 
 def fitted(

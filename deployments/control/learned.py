@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tenuto.deployments.control.attainment import Attainment
 from tenuto.deployments.control.interface import Observation
+from tenuto.deployments.control.questions import MOVED_ENOUGH
 from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
@@ -14,7 +15,6 @@ from tenuto.placement import Plan, Workload
 from tenuto.placement.expectation.outlook import Outlook, Outlooks, Traffic
 
 FOLLOW = 0.3  # derived from the dispatcher's own corrections (`LatencyRatios`): weight of the newest in its average
-STILL_MOVES = 0.05  # derived: what a mean of twenty looks, `rates.average_s`, leaves of a step
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Learned:
         for program, now in self.slowdowns.items():
             asked = self._asked_slowdowns.get(program, 1.0)
             # What the first slow batches say is not all: a factor that was planned with and still moves is news sooner.
-            enough = threshold if abs(asked - 1.0) <= threshold else min(threshold, STILL_MOVES)
+            enough = threshold if abs(asked - 1.0) <= threshold else min(threshold, MOVED_ENOUGH)
             if abs(now / asked - 1.0) > enough:
                 return f"batches of '{program}' take {now:.2f} of their profile, not {asked:.2f}"
         return None

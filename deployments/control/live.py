@@ -43,9 +43,9 @@ from tenuto.placement.cluster import Gpu
 
 logger = logging.getLogger("ray.serve")
 
-_DRAIN_S = 2.0  # from when the gateways no longer use a gpu-let to its end; the longest batches are shorter
-_LONGEST_DRAIN_S = 60.0
-_KEPT_LOG = 500
+_DRAIN_S = 2.0  # limit: from when gateways no longer use a gpu-let to its end; the longest batches are shorter
+_LONGEST_DRAIN_S = 60.0  # limit: where gateways never say so
+_KEPT_LOG = 500  # limit
 
 
 class ServeSide(Protocol):

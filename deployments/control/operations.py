@@ -34,8 +34,8 @@ from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
 Ground = tuple[Profiles, tuple[Gpu, ...]]
-_GONE_S = 60.0
-_SILENT_S = 300.0  # a stage of a change may take two minutes (`change.ready_timeout_s`) by default, going back another
+_GONE_S = 60.0  # limit: for applications to end
+_SILENT_S = 300.0  # limit: a stage may take two minutes (`change.ready_timeout_s`) by default, going back another
 _LAUNCHER = "serve/launcher"  # the process that what runs ends with
 
 

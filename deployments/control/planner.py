@@ -19,8 +19,8 @@ from tenuto.deployments.control.planning import PlanRequest, Proposal, propose
 from tenuto.errors import TenutoError
 from tenuto.profiles import Profiles
 
-_START_S = 60.0
-_ENDS_S = 60.0  # after a kill
+_START_S = 60.0  # limit: for imports on a busy machine
+_ENDS_S = 60.0  # limit: after a kill
 
 
 class NoPlanner:

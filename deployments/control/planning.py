@@ -28,7 +28,6 @@ from tenuto.placement.solve import solve
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
-ALIKE = 0.97  # rates that differ by less give the same plan, or nearly
 SLIGHT = 1e-3  # derived: ten times what a promise near its limit lacks (`expectation.outlook.NOTHING`), of attainment
 BORROWS = 1.1  # derived from `batching.core.admission.MARGIN`: beyond it a model exceeds its planned rate
 
@@ -248,7 +247,7 @@ def _anew(request: PlanRequest, profiles: Profiles, cluster: Cluster) -> Plan:
 
     plan = planned(request.traffic.upper_rps)
     pooled = _pooled(plan, request.traffic)
-    if sum(pooled.values()) < ALIKE * sum(request.traffic.upper_rps.values()):
+    if pooled != request.traffic.upper_rps:
         smaller = planned(pooled)
         if not _missing(request, smaller).keys() - _missing(request, plan).keys():
             return smaller

@@ -24,7 +24,6 @@ from tenuto.placement.expectation.outlook import Traffic
 # chance it exceeds 24.6 with 7e-7: once in eight days for a model that is looked at twice a second.
 FALSE_ALARM = 12.3
 BURST_MEMORY_S = 300.0  # derived: of n seconds an index of dispersion is known within sqrt(2 / n), here 8 %
-LARGEST_DISPERSION = 100.0  # that one second may count, so that one burst is not remembered for minutes; not measured
 
 
 class _Need(NamedTuple):
@@ -118,7 +117,7 @@ class Rates:
         jumped = self._restart_where_changed()
         steady = ~jumped & (expected > 0) & (self._seconds >= second_s - 1e-6)
         weight = min(1.0, seconds / BURST_MEMORY_S)
-        sample = np.minimum(LARGEST_DISPERSION, (in_second - expected) ** 2 / np.maximum(expected, 1e-9))
+        sample = (in_second - expected) ** 2 / np.maximum(expected, 1e-9)
         self._dispersion[steady] += weight * (sample[steady] - self._dispersion[steady])
         step = np.minimum(1.0, seconds / self._seconds)
         self._mean[~jumped] += (step * (counts / seconds - self._mean))[~jumped]

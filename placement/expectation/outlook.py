@@ -26,13 +26,13 @@ from tenuto.placement.solver import linear_program
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Latency
 
-ROUNDS = 6  # of adapting slowdowns to how busy neighbours are
-IN_FULL = 0.99  # what counts as in full; so much is kept back of a promise that is near what the gpu-lets can do
+ROUNDS = 6  # limit: of adapting slowdowns to how busy neighbours are
+IN_FULL = 0.99  # paper: Symphony counts what serves 99 % in time; of a promise near the limit so much is kept
 # Load that a promise in full has to stand. Fitted on 102 plans for random workloads (`bench_promises.scenes` from seed
 # 940000), with the formula of before: 4 of 285 models promised in full get less than 98 %; halved 7 of 338, doubled 0
 # of 223, without 17 of 396.
 MORE = 0.1
-NOTHING = 1e-4  # a part this small that is lost is below what formulas and measurements can tell
+NOTHING = 1e-4  # limit: a part this small that is lost is below what formulas and measurements can tell
 
 
 @dataclass

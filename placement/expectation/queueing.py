@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NO_WAIT_S = 1e-4  # the least that requests are taken to wait for: a tenth of a millisecond
+NO_WAIT_S = 1e-4  # limit: the least that requests are taken to wait for: a tenth of a millisecond
 
 
 @dataclass(frozen=True)
