@@ -116,7 +116,7 @@ def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
     if best is None:
         return Proposal(None, "", ChangeWorth(False, "; ".join(faults) or "no other plan was found"), wanted)
     if not best[1].worth.pays:
-        return _asked_otherwise(request, wanted) or _told_rates(request, wanted) or best[1]
+        return _kept(request, wanted) or best[1]
     chosen = best[1]
     assert chosen.plan is not None
     return replace(chosen, plan=_promised(chosen.plan))
@@ -134,46 +134,28 @@ def _promised(plan: Plan) -> Plan:
     return plan.model_copy(update={"expected": expected_of(plan).model_copy(update={"gpus_used": used})})
 
 
-def _asked_otherwise(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | None:
-    """Return what runs, without models that are no longer asked for and with the entries that operators have changed;
-    None where there are none. It has to gain nothing, as it was asked for."""
+def _kept(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | None:
+    """Return what runs, as it is asked for now, which has to gain nothing; None where it is as it was: without models
+    that are no longer asked for, with the entries that operators have changed, or for the rates of now, where a model
+    needs more than its plan allows it under overload and has it. No process is touched."""
     running, asked = request.running, {spec.name: spec for spec in request.workload.models}
-    before = {spec.name: spec for spec in running.models}
+    before, upper = {spec.name: spec for spec in running.models}, request.traffic.upper_rps
     gone = sorted(before.keys() - asked.keys())
     changed = sorted(name for name in before.keys() & asked.keys() if _terms(before[name]) != _terms(asked[name]))
+    why = [f"{', '.join(gone)} is no longer asked for"] if gone else []
+    why += [f"the entry of {', '.join(changed)} has changed"] if changed else []
+    more = [spec.name for spec in running.models if upper.get(spec.name, 0.0) > BORROWS * spec.rate_rps]
+    if more and not why and before.keys() == asked.keys() and not _missing(request, running):
+        why = [f"it carries more than was planned of {', '.join(more)}"]
     plan = _of_workload(running, request.workload)
-    if not (gone or changed) or not plan.gpulets:
+    if not why or not plan.gpulets:
         return None
-    why = "; ".join(
-        text
-        for names, text in (
-            (gone, f"{', '.join(gone)} is no longer asked for"),
-            (changed, f"the entry of {', '.join(changed)} has changed"),
-        )
-        if names
-    )
-    return Proposal(_promised(_made_for(plan, request.traffic.upper_rps)), "kept", ChangeWorth(True, why), wanted)
+    return Proposal(_promised(_made_for(plan, upper)), "kept", ChangeWorth(True, "; ".join(why)), wanted)
 
 
 def _terms(spec: ModelSpec) -> tuple[float, float, int]:
     """Return on what terms a model is served."""
     return spec.slo_ms, spec.weight, spec.priority
-
-
-def _told_rates(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | None:
-    """Return what runs, for the rates of now, where a model needs more than its plan allows it under overload and has
-    it; None where none does. No process is touched."""
-    running = request.running
-    if {spec.name for spec in running.models} != {spec.name for spec in request.workload.models}:
-        return None
-    asked = request.traffic.upper_rps
-    more = [s.name for s in running.models if asked.get(s.name, 0.0) > BORROWS * s.rate_rps]
-    if not more or not running.gpulets:
-        return None
-    if _missing(request, running):
-        return None
-    why = f"it carries more than was planned of {', '.join(more)}"
-    return Proposal(_promised(_made_for(running, asked)), "kept", ChangeWorth(True, why), wanted)
 
 
 def _prices(gpus: Sequence[Gpu]) -> dict[str, float]:
