@@ -39,12 +39,23 @@ class ModelHistory(msgspec.Struct, frozen=True):
 
 
 class LiveStatus(WatchedStatus, frozen=True, kw_only=True):
-    """The document at `GET /live`: the status without its plan and distributions, with the figures of the last ten
-    seconds and the history of two minutes."""
+    """The document at `GET /live`: the status without its distributions, of its plan the GPUs, with the figures of the
+    last ten seconds, or as many as somebody looks for, and the history of two minutes."""
 
     models: dict[str, ModelCounts]
+    gpus: list[str]
     window: WindowFigures
     history: RateHistory
+
+
+class _PlannedGpu(msgspec.Struct):
+    id: str
+
+
+class _PlannedGpus(msgspec.Struct):
+    """What is read of a plan."""
+
+    gpus: list[_PlannedGpu] = []
 
 
 class LiveView:
@@ -54,31 +65,43 @@ class LiveView:
     """
 
     def __init__(
-        self, status: Callable[[], Awaitable[SystemStatus]], *, clock: Callable[[], float] = time.monotonic
+        self,
+        status: Callable[[], Awaitable[SystemStatus]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Take what returns the status, and a clock in seconds."""
+        """Take what returns the status, a clock in seconds and what waits for some."""
         self._status = status
-        self._clock = clock
+        self._clock, self._sleep = clock, sleep
         self._samples: deque[tuple[float, SystemStatus]] = deque(maxlen=_SAMPLES)
         self._points: deque[tuple[float, dict[str, tuple[float, float]]]] = deque(maxlen=_KEPT)
         self._looked_s = clock()
         self._sampler: asyncio.Task[None] | None = None
+        self._beginning = asyncio.Lock()
 
     async def look(self) -> LiveStatus:
-        """Return what there is to see; the first look begins the sampling."""
+        """Return what there is to see; the first look begins the sampling, and takes a second: figures are of the time
+        between two samples."""
         self._looked_s = self._clock()
-        if self._sampler is None or self._sampler.done():
-            self._samples.clear()
-            self._points.clear()
-            await self.sample()
-            self._sampler = asyncio.create_task(self._keep_sampling(), name="live view")
+        async with self._beginning:
+            if self._sampler is None or self._sampler.done():
+                self._samples.clear()
+                self._points.clear()
+                await self.sample()
+                await self._sleep(_EVERY_S)
+                await self.sample()
+                self._sampler = asyncio.create_task(self._keep_sampling(), name="live view")
         now_s, status = self._samples[-1]
-        before_s, before = self._earlier(now_s)
-        seconds = now_s - before_s if before is not None else max(_EVERY_S, status.uptime_s or 1.0)
+        # The youngest sample that is a window old, else the oldest.
+        old_enough = [sample for sample in self._samples if now_s - sample[0] >= _WINDOW_S]
+        before_s, before = old_enough[-1] if old_enough else self._samples[0]
+        planned = msgspec.convert(status.plan or {}, _PlannedGpus)
         return LiveStatus(
             **{name: getattr(status, name) for name in WatchedStatus.__struct_fields__},
             models={name: model.counts() for name, model in status.models.items()},
-            window=between(before, status, seconds),
+            gpus=[gpu.id for gpu in planned.gpus],
+            window=between(before, status, now_s - before_s),
             history=self._history(),
         )
 
@@ -101,14 +124,6 @@ class LiveView:
                 await self.sample()
             except TimeoutError as error:
                 logger.warning("the live view has no sample: %s", error or "a dispatcher does not answer")
-
-    def _earlier(self, now_s: float) -> tuple[float, SystemStatus | None]:
-        """Return the youngest sample that is a window old, else the oldest that is not the last one."""
-        older = [sample for sample in self._samples if sample[0] < now_s]
-        if not older:
-            return now_s, None
-        old_enough = [sample for sample in older if now_s - sample[0] >= _WINDOW_S]
-        return old_enough[-1] if old_enough else older[0]
 
     def _history(self) -> RateHistory:
         points = list(self._points)

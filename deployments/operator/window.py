@@ -16,13 +16,14 @@ from tenuto.deployments.wire.status import Buckets, GpuletStatus, ModelStatus, S
 class ModelFigures:
     """One model over a window. Rates are per second; times are ms and None where nothing was executed.
 
-    `attainment` is that of the requests that ended. `p50_ms` and `p99_ms` are interpolated inside histogram buckets, so
-    that they are as exact as the buckets are narrow: to a few percent around the SLO. `unknown_proxy_share` is the
-    share of requests of which no proxy said when they began.
+    `ended_rps` ended in any way, and `attainment` is theirs. `p50_ms` and `p99_ms` are interpolated inside histogram
+    buckets, so that they are as exact as the buckets are narrow: to a few percent around the SLO. `unknown_proxy_share`
+    is the share of requests of which no proxy said when they began.
     """
 
     offered_rps: float
     goodput_rps: float
+    ended_rps: float
     attainment: float | None
     p50_ms: float | None
     p99_ms: float | None
@@ -41,26 +42,29 @@ class GpuletFigures:
 
 @dataclass(frozen=True)
 class WindowFigures:
-    """Figures of everything between two statuses, `seconds` apart."""
+    """Figures of everything between two statuses, `seconds` apart. `attainment` is that of all requests that ended."""
 
     seconds: float
+    attainment: float | None
     models: dict[str, ModelFigures]
     gpulets: dict[str, GpuletFigures]
 
 
-def between(before: SystemStatus | None, after: SystemStatus, seconds: float) -> WindowFigures:
+def between(before: SystemStatus, after: SystemStatus, seconds: float) -> WindowFigures:
     """Return what happened between two statuses of one server.
 
     Args:
-        before: the earlier one; None: the server's start.
+        before: the earlier one.
         after: the later one.
         seconds: from one to the other; positive.
     """
-    models = {} if before is None else before.models
-    gpulets = {} if before is None else {gpulet.id: gpulet for gpulet in before.gpulets}
+    gpulets = {gpulet.id: gpulet for gpulet in before.gpulets}
+    models = {n: _model(before.models.get(n, ModelStatus()), model, seconds) for n, model in after.models.items()}
+    ended_rps = sum(figures.ended_rps for figures in models.values())
     return WindowFigures(
         seconds,
-        {name: _model(models.get(name, ModelStatus()), model, seconds) for name, model in after.models.items()},
+        sum(figures.goodput_rps for figures in models.values()) / ended_rps if ended_rps else None,
+        models,
         {g.id: _gpulet(gpulets.get(g.id, GpuletStatus(id=g.id)), g, seconds) for g in after.gpulets},
     )
 
@@ -94,6 +98,7 @@ def _model(before: ModelStatus, after: ModelStatus, seconds: float) -> ModelFigu
     return ModelFigures(
         offered_rps=submitted / seconds,
         goodput_rps=ok / seconds,
+        ended_rps=ended / seconds,
         attainment=ok / ended if ended else None,
         p50_ms=None if p50_s is None else p50_s * 1000.0,
         p99_ms=None if p99_s is None else p99_s * 1000.0,

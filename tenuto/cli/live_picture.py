@@ -52,10 +52,11 @@ def picture(live: LiveStatus, *, sort: str, lines: int) -> RenderableType:
 
 def _headline(live: LiveStatus, figures: Sequence[ModelFigures]) -> Text:
     goodput, offered = sum(now.goodput_rps for now in figures), sum(now.offered_rps for now in figures)
-    ended = sum(now.goodput_rps / now.attainment for now in figures if now.attainment)
     down = sum(not gpulet.up for gpulet in live.gpulets)
-    text = Text(f"goodput {number(goodput)} of {number(offered)} offered /s   attainment ")
-    text.append(percent(goodput / ended if ended else None), _style(goodput / ended if ended else None))
+    text = Text(
+        f"last {live.window.seconds:.0f} s: goodput {number(goodput)} of {number(offered)} offered /s   attainment "
+    )
+    text.append(percent(live.window.attainment), _style(live.window.attainment))
     text.append(f"   gpu-lets {len(live.gpulets) - down} up")
     if down:
         text.append(f", {down} down", "bold red")
@@ -116,9 +117,12 @@ def _gpulets(live: LiveStatus, shown: int) -> Table:
 
 
 def _notes(live: LiveStatus) -> list[Text]:
-    """Return what the schedulers chose, the last decision and the last two events."""
+    """Return the idle GPUs, what the schedulers chose, the last decision and the last two events."""
     decided = [] if live.controller is None else live.controller.log[:1]
-    lines = [f"scheduler: {line}" for line in describe_schedulers(live.schedulers)]
+    used = {gpulet.gpu for gpulet in live.gpulets}
+    idle = [gpu for gpu in live.gpus if gpu not in used]
+    lines = [f"idle GPUs: {', '.join(idle)}"] if idle else []
+    lines += [f"scheduler: {line}" for line in describe_schedulers(live.schedulers)]
     lines += [_happened("controller", event) for event in decided]
     lines += [_happened("event", event) for event in live.events[:2]]
     return [Text(line, "dim") for line in lines]

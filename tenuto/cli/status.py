@@ -21,7 +21,11 @@ _SORTS = ("name", "attainment", "rate", "latency")
 
 @click.command(name="status", short_help="Show what runs against what was planned, once or live.")
 @click.option("--url", default="http://127.0.0.1:8000", help="Where operators are answered.")
-@click.option("--watch", is_flag=True, help="Watch the last ten seconds of it; Ctrl-C ends. In a file: once.")
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Watch the last ten seconds of it (the first look: one); Ctrl-C ends. In a file: once.",
+)
 @click.option("--every-s", default=1.0, type=click.FloatRange(0.2, 60.0), help="Time between looks.")
 @click.option("--sort", default="attainment", type=click.Choice(_SORTS), help="Models, watched.")
 @json_option

@@ -22,11 +22,15 @@ def live() -> LiveStatus:
         server.second()
         return server.status()
 
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
     async def watch() -> LiveStatus:
         nonlocal now_s
-        view = LiveView(status, clock=lambda: now_s)
+        view = LiveView(status, clock=lambda: now_s, sleep=sleep)
         await view.look()
-        for _ in range(20):
+        for _ in range(19):
             now_s += 1.0
             await view.sample()
         try:
@@ -47,7 +51,9 @@ def shown(live: LiveStatus, *, sort: str, lines: int) -> list[str]:
 def test_a_picture_fits_and_says_what_it_leaves_out(live: LiveStatus, lines: int) -> None:
     text = shown(live, sort="attainment", lines=lines)
     assert len(text) <= lines
+    assert text[0].startswith("last 10 s: goodput ")
     assert text[0].endswith("gpu-lets 99 up, 1 down   emulated GPUs")
+    assert "idle GPUs: spare/0" in text
     models = [line for line in text if line.startswith("network_")]
     gpulets = [line for line in text if line.startswith("n0/")]
     hidden = [line for line in text if line.startswith("…")]

@@ -53,9 +53,14 @@ def missing(golden: Any, found: Any, place: str = "") -> list[str]:
 
 
 async def shapes_of(client: httpx.AsyncClient, operators: str) -> dict[str, Any]:
-    """Ask for an answer, and then for everything that operators can ask."""
-    answer = await client.post("/v2/models/m/infer", json={"inputs": [TENSOR]}, headers={"X-Api-Key": "key"})
-    assert answer.status_code == 200
+    """Ask for answers until the live page's figures, which are of the last seconds, have one; and then for everything
+    that operators can ask."""
+    ended = None
+    async with asyncio.timeout(PATIENCE_S):
+        while ended is None:
+            answer = await client.post("/v2/models/m/infer", json={"inputs": [TENSOR]}, headers={"X-Api-Key": "key"})
+            assert answer.status_code == 200
+            ended = (await client.get(operators + "/live")).json()["window"]["models"]["m"]["attainment"]
     return {page: shape((await client.get(operators + page)).json()) for page in PAGES}
 
 

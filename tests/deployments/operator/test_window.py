@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.operator.live_view import LiveView
 from tenuto.deployments.operator.window import between, quantile_s
-from tenuto.deployments.wire.status import SystemStatus
+from tenuto.deployments.wire.status import ModelStatus, SystemStatus
 from tests.instruments.shown_status import ShownServer
 
 
@@ -76,13 +76,18 @@ async def test_nothing_is_sampled_while_nobody_looks() -> None:
         server.second()
         return server.status()
 
-    view = LiveView(status, clock=lambda: now_s)
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    view = LiveView(status, clock=lambda: now_s, sleep=sleep)
     await asyncio.sleep(0)
     assert asked == 0
-    first = await view.look()
-    assert asked == 1
-    assert first.history.at_s == []
-    for _ in range(15):
+    first, other = await asyncio.gather(view.look(), view.look())
+    assert asked == 2
+    assert first == other
+    assert (first.window.seconds, first.history.at_s) == (1.0, [0.0])
+    for _ in range(14):
         now_s += 1.0
         await view.sample()
     shown = await view.look()
@@ -94,3 +99,33 @@ async def test_nothing_is_sampled_while_nobody_looks() -> None:
     told = msgspec.to_builtins(shown)
     assert "plan" not in told
     assert "latency_s" not in told["models"]["network_01"]
+
+
+async def test_the_first_look_shows_what_happens_then_and_not_since_the_start() -> None:
+    """Whatever the server did before: its figures are of the seconds that they are said to be of."""
+    server, now_s = ShownServer(models=2, gpulets=2), 0.0
+    for _ in range(500):
+        server.second()
+
+    async def status() -> SystemStatus:
+        return server.status()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    view = LiveView(status, clock=lambda: now_s, sleep=sleep)
+    first = await view.look()
+    view.close()
+    assert first.window.attainment is None
+    assert all((f.offered_rps, f.attainment) == (0.0, None) for f in first.window.models.values())
+    assert all(figures.utilisation == 0.0 for figures in first.window.gpulets.values())
+
+
+def test_a_model_that_loses_everything_counts_in_the_attainment_of_all() -> None:
+    def status(ok: int, expired: int) -> SystemStatus:
+        return SystemStatus(models={"a": ModelStatus(ok=ok), "b": ModelStatus(expired=expired)})
+
+    window = between(status(0, 0), status(30, 10), 10.0)
+    assert window.attainment == pytest.approx(0.75)
+    assert window.models["b"].attainment == 0.0
