@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement.costs import memory_of
+from tenuto.placement.costs import latency_up_to, memory_of
 from tenuto.placement.plan import Plan
 from tenuto.placement.program import Gpulet, MergedGroup, Program, Replica, program_name
 from tenuto.placement.rules import why_apart, why_unmergeable
 from tenuto.placement.workload import Workload
-from tenuto.profiles import LatencyTable, Profiles
+from tenuto.profiles import Profiles
 from tenuto.profiles.networks.catalogue import lookup
 from tenuto.profiles.share_latency import ShareRule, latency_on_share
 
@@ -258,10 +258,7 @@ def _within(program: Program, budget_ms: float) -> Program:
     if latency is None:
         return program
     fitting = max(1, min(most, latency.largest_batch(budget_ms)))
-    if isinstance(latency, LatencyTable):
-        points = {size: ms for size, ms in latency.points.items() if size < fitting} | {fitting: latency.at(fitting)}
-        latency = LatencyTable(points={size: round(ms, 6) for size, ms in points.items()})
-    return replace(program, batch_size=fitting, latency=latency)
+    return replace(program, batch_size=fitting, latency=latency_up_to(latency, fitting))
 
 
 def _as_group(program: Program) -> MergedGroup:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator
 
@@ -19,7 +19,7 @@ from tenuto.placement.application import Application
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import plan_problems
-from tenuto.placement.workload import ModelSpec, Objective, Workload
+from tenuto.placement.workload import ModelSpec, MpsUse, Objective, Workload
 
 SCHEMA = 1  # format: of a plan file
 
@@ -90,7 +90,7 @@ class GpuletProcess:
     node: str | None
     share_pct: float | None
     memory_mib: float | None
-    mps: Literal["off", "auto", "required"]
+    mps: MpsUse
     cuda_mps: bool
     streaming: bool
 
@@ -109,15 +109,10 @@ class Plan(StrictModel):
     notes: tuple[str, ...] = ()  # which constraint bound, what was given up, over-commitment
     models: tuple[ModelSpec, ...] = ()  # the workload's entries, for serving and simulation
     applications: tuple[Application, ...] = ()  # whose stages are among the models
-    mps: Literal["off", "auto", "required"] = "auto"
+    mps: MpsUse = "auto"
     streaming: bool = False
     objective: Objective = "weighted"
     overcommits: bool = False  # on purpose: the shares of a GPU may add up to more than 100 %
-
-    @field_validator("mps", mode="before")
-    @classmethod
-    def _off_without_quotes(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML 1.1 reads a bare off so
 
     @field_validator("schema_version")
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from tenuto.documents import Fault, ProblemsBelow, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import Problem, refused
@@ -21,6 +21,11 @@ Positive = Annotated[float, Field(gt=0)]
 # What counts where not everything can be served: every request alike, the model that is served worst, or requests in
 # time by the weight of their model.
 Objective = Literal["total", "each", "weighted"]
+
+# YAML 1.1 reads a bare off as false.
+MpsUse = Annotated[
+    Literal["off", "auto", "required"], BeforeValidator(lambda value: "off" if value is False else value)
+]
 
 
 class ModelSpec(StrictModel):
@@ -61,7 +66,7 @@ class Workload(StrictModel):
 
     models: tuple[ModelSpec, ...] = ()
     applications: tuple[Application, ...] = ()
-    mps: Literal["off", "auto", "required"] = "auto"  # CUDA MPS for gpu-lets that share a GPU
+    mps: MpsUse = "auto"  # CUDA MPS for gpu-lets that share a GPU
     merge: Literal["off", "auto"] | tuple[tuple[str, ...], ...] = "off"  # models to run as one merged program
     objective: Objective = "weighted"
     # The copies of a batch overlap with the execution of the one before; None: where all GPUs are real ones on which
@@ -110,11 +115,6 @@ class Workload(StrictModel):
         if problems:
             raise ProblemsBelow(problems)
         return self
-
-    @field_validator("mps", mode="before")
-    @classmethod
-    def _off_without_quotes(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML 1.1 reads a bare off so
 
     @field_validator("merge", mode="before")
     @classmethod

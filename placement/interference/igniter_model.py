@@ -5,50 +5,51 @@ Source: Xu et al., "iGniter", arXiv 2211.01713, section 3, equations 1 to 11.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from tenuto.errors import refused
 from tenuto.placement.interference.interference_model import Resident
 
+T = TypeVar("T")
 
-def _required(values: Mapping[str, float], names: tuple[str, ...], path: str) -> list[float]:
-    missing = [name for name in names if name not in values]
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    """Return what profiles call the fields of a class: what stands in their annotation, else their own names."""
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple(getattr(hint, "__metadata__", (name,))[0] for name, hint in hints.items())
+
+
+def _read(kind: Callable[..., T], values: Mapping[str, float], path: str) -> T:
+    """Return constants from a profile's coefficients; raises `InvalidInputError` with those that are missing."""
+    missing = [name for name in _names(kind) if name not in values]
     if missing:
         cure = "Use a profile with iGniter's coefficients, such as --profiles igniter-v100, or fit them."
         raise refused(path, ", ".join(missing), "iGniter's model needs these coefficients", cure)
-    return [values[name] for name in names]
+    return kind(*(values[name] for name in _names(kind)))
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """Constants of a GPU type: power in W, frequency in MHz, PCIe in bytes per ms, shares in percent."""
 
-    power_cap_w: float
-    idle_power_w: float
-    frequency_mhz: float
+    power_cap_w: Annotated[float, "P_w"]
+    idle_power_w: Annotated[float, "p_idle_w"]
+    frequency_mhz: Annotated[float, "F_mhz"]
     alpha_f_mhz_per_w: float
-    alpha_sch_ms: float
-    beta_sch_ms: float
-    pcie_bytes_per_ms: float
-    share_unit_pct: float
-    share_max_pct: float
+    alpha_sch_ms: Annotated[float, "alpha_sch_ms_per_kernel"]
+    beta_sch_ms: Annotated[float, "beta_sch_ms_per_kernel"]
+    pcie_bytes_per_ms: Annotated[float, "B_pcie_bytes_per_ms"]
+    share_unit_pct: Annotated[float, "r_unit_pct"]
+    share_max_pct: Annotated[float, "r_max_pct"]
 
     @classmethod
     def of(cls, values: Mapping[str, float], gpu_type: str = "GPU") -> Hardware:
         """Read the constants from a profile's hardware coefficients; raises `InvalidInputError` if one is missing."""
-        names = (
-            "P_w",
-            "p_idle_w",
-            "F_mhz",
-            "alpha_f_mhz_per_w",
-            "alpha_sch_ms_per_kernel",
-            "beta_sch_ms_per_kernel",
-            "B_pcie_bytes_per_ms",
-            "r_unit_pct",
-            "r_max_pct",
-        )
-        return cls(*_required(values, names, f"profiles.{gpu_type}.coefficients"))
+        return _read(cls, values, f"profiles.{gpu_type}.coefficients")
 
     def extra_delay_ms(self, residents: int) -> float:
         """Return the additional scheduling delay per kernel with that many residents (eq. 6), never negative."""
@@ -71,36 +72,20 @@ class ModelConstants:
     k3: float
     k4: float
     k5: float
-    kernels: float
-    delay_alone_ms: float
-    load_bytes: float
-    feedback_bytes: float
+    kernels: Annotated[float, "n_k"]
+    delay_alone_ms: Annotated[float, "k_sch_times_n_k_ms"]
+    load_bytes: Annotated[float, "d_load_bytes"]
+    feedback_bytes: Annotated[float, "d_feedback_bytes"]
     alpha_power: float
     beta_power_w: float
-    alpha_l2_use: float
-    beta_l2_use_pct: float
-    alpha_l2: float
+    alpha_l2_use: Annotated[float, "alpha_cacheutil"]
+    beta_l2_use_pct: Annotated[float, "beta_cacheutil_pct"]
+    alpha_l2: Annotated[float, "alpha_cache"]
 
     @classmethod
     def of(cls, values: Mapping[str, float], model: str = "model") -> ModelConstants:
         """Read the constants from a model's coefficients; raises `InvalidInputError` if one is missing."""
-        names = (
-            "k1",
-            "k2",
-            "k3",
-            "k4",
-            "k5",
-            "n_k",
-            "k_sch_times_n_k_ms",
-            "d_load_bytes",
-            "d_feedback_bytes",
-            "alpha_power",
-            "beta_power_w",
-            "alpha_cacheutil",
-            "beta_cacheutil_pct",
-            "alpha_cache",
-        )
-        return cls(*_required(values, names, f"profiles.{model}.coefficients"))
+        return _read(cls, values, f"profiles.{model}.coefficients")
 
     def work(self, batch_size: int) -> float:
         """Return k1 b^2 + k2 b + k3, in ms times percent."""
