@@ -303,7 +303,7 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
     for gpulet in plan.gpulets:
         if plan.mps == "off" and gpulet.effective_share_pct < 100.0 and types[gpulet.gpu] != "cpu":
             rule = "a share needs CUDA MPS, which the workload turns off (mps: off)"
-            cure = "Use mps: auto, or a policy without shares, such as ffd or symphony."
+            cure = "Use mps: auto, or a policy without shares, such as symphony."
             problems.append(Problem(f"gpulets.{gpulet.id}.share_pct", gpulet.share_pct, rule, cure))
         for replica in gpulet.models:
             if replica.name not in known:

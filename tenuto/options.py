@@ -127,7 +127,7 @@ def read_options(owner: str, options: Sequence[Option], raw: Mapping[str, Any]) 
     """Return the given options, each converted to its kind; those not given are left out.
 
     Args:
-        owner: who has these options, as errors name it: `policy 'ffd'`.
+        owner: who has these options, as errors name it: `policy 'usher'`.
         options: those there are.
         raw: names and values, strings or plain data.
 

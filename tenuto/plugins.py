@@ -13,7 +13,7 @@ SCHEDULERS = "tenuto.schedulers"
 VERBS = "tenuto.verbs"
 
 LABORATORY: dict[str, frozenset[str]] = {
-    POLICIES: frozenset({"ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "self-tuning"}),
+    POLICIES: frozenset({"ffd", "ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "sbp", "self-tuning"}),
     SCHEDULERS: frozenset({"clockwork", "nexus", "shepherd", "thesis-router", "timeout"}),
     VERBS: frozenset({"estimate", "experiment", "interference", "kernels", "lab"}),
 }

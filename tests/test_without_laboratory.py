@@ -95,7 +95,7 @@ def test_another_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     policy, scheduler, verb = commands(
         tmp_path, "plan w.yaml --gpus v100:2 --policy ushr", "simulate w.yaml --gpus v100:2 --scheduler fifo", "sreve"
     )
-    assert "Did you mean 'usher'? Use one of ao-milp, ffd" in policy[2]
+    assert "Did you mean 'usher'? Use one of ao-milp, gpulet" in policy[2]
     assert "Use one of deferred, symphony, eager." in scheduler[2]
     assert "Did you mean 'serve'?" in verb[2]
 

@@ -19,7 +19,7 @@ from tenuto.placement.cluster import Gpu, GpuGroup, Node
 from tenuto.placement.watch import PlanningWatch
 from tenuto.profiles import Profiles
 
-STARTS = ("symphony", "sbp", "ffd", "igniter", "gpulet", "usher", "wao-usher")  # the quickest first
+STARTS = ("symphony", "igniter", "gpulet", "usher", "wao-usher")  # the quickest first
 SEARCHING = ("usher", "wao-usher", "ao-milp", "wsm-milp", "ideal")  # policies that may take seconds
 WITH_NEIGHBOURS = ("gpulet",)  # policies that plan without an interference model or with one: both are starts
 QUICKLY = {"symphony": {"time_limit_s": "0"}}  # moves and swaps come as near as the solver does in seconds

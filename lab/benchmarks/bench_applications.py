@@ -19,8 +19,8 @@ from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.result_folder import hardware, versions
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, solve
-from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.profiles import Profiles
+from tenuto_lab.baselines.ffd import FirstFitDecreasing
 from tests.instruments.fan_out import published
 
 WAYS: tuple[Literal["http", "handle"], ...] = ("http", "handle")

@@ -20,8 +20,8 @@ from placement_scenes import machine
 
 from tenuto.placement import Cluster, Policy
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
-from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 from tenuto_lab.baselines.ideal import Ideal
+from tenuto_lab.baselines.sbp import SquishyBinPacking
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.placement.policies.gpulet.turns import FIVE, IGNITER, carried, five_models

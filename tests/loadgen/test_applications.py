@@ -14,7 +14,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.applications import ApplicationLoad
 from tenuto.loadgen.simulated import SimulatedRun, Simulation
 from tenuto.placement import Cluster, Plan, Workload, solve
-from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
+from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profiles
 
 FAST = {"alpha_ms": 1.0, "beta_ms": 4.0}
@@ -63,7 +63,7 @@ def test_a_dumped_workload_and_a_plan_come_back_equal() -> None:
     assert parse_document(Workload, work.model_dump(mode="json", exclude_none=True), origin="w") == work
     assert len(work.models) == 5
 
-    plan = solve(FirstFitDecreasing(), work, Cluster.parse("v100:4"), Profiles(()))
+    plan = solve(Symphony(), work, Cluster.parse("v100:4"), Profiles(()))
     assert plan.applications == work.applications
     assert Plan.from_data(plan.to_data()) == plan
     assert work.scaled(2.0).applications[0].rate_rps == 40.0

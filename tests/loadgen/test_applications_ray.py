@@ -14,7 +14,7 @@ from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
 from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import OUTCOMES
 from tenuto.placement import Cluster, Plan, solve
-from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
+from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profiles
 from tests.instruments.fan_out import published
 from tests.instruments.live import PORT
@@ -29,7 +29,7 @@ SECONDS, SEED = 1.5, 5
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return solve(FirstFitDecreasing(), published(4.0), Cluster.parse("v100:2"), Profiles(()))
+    return solve(Symphony(), published(4.0), Cluster.parse("v100:2"), Profiles(()))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from tenuto.documents import parse_document
 from tenuto.loadgen.controlled import ControlledSimulation, controlled_summary
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload, solve
-from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
+from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profiles
 
 LATENCY = {"alpha_ms": 4.0, "beta_ms": 8.0}
@@ -36,7 +36,7 @@ def summary(plan: Plan, mode: str) -> dict[str, Any]:
 
 
 def first_plan() -> Plan:
-    return solve(FirstFitDecreasing(), pictures(15.0), Cluster.parse("v100:1"), Profiles(()))
+    return solve(Symphony(), pictures(15.0), Cluster.parse("v100:1"), Profiles(()))
 
 
 def test_with_one_plan_they_end_as_without_a_controller() -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import load_policy, policy_names, solve
-from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tests.placement.published import equal_rates, placed, thesis, v100s
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "custom-policy.md"
-OURS = ("ffd", "usher", "wao-usher", "ao-milp", "wsm-milp", "symphony")
+OURS = ("usher", "wao-usher", "ao-milp", "wsm-milp", "symphony")
 
 
 @pytest.fixture
@@ -84,10 +84,9 @@ def test_files_that_hold_no_policy_are_refused(name: str, words: str, tmp_path: 
 
 
 def test_options_are_converted_to_the_type_of_the_default() -> None:
-    policy = load_policy("ffd", {"fill_pct": "90", "max_batch": "16"})
-    assert isinstance(policy, FirstFitDecreasing)
-    assert (policy.fill_pct, policy.max_batch) == (90.0, 16)
-    assert policy.options == {"fill_pct": 90.0, "max_batch": 16}
+    policy = load_policy("gpulet", {"max_batch": "16"})
+    assert isinstance(policy, GpuletPolicy)
+    assert policy.options == {"max_batch": 16}
     assert load_policy("wsm-milp", {"max_replicas": "2"}).options == {"max_replicas": 2}
     assert load_policy("usher", {"shares": "no"}).options == {"shares": False}
 

@@ -8,7 +8,6 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
-from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.policies.usher.usher import WaoUsher
 from tenuto.placement.policy import load_policy
@@ -85,7 +84,7 @@ def test_shares_without_mps_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="needs CUDA MPS") as caught:
         solve(WaoUsher(), workload, v100s(2), thesis())
     assert len(caught.value.problems) == 2
-    for policy in (FirstFitDecreasing(), Symphony(), WaoUsher(shares=False)):
+    for policy in (Symphony(), WaoUsher(shares=False)):
         assert solve(policy, workload, v100s(2), thesis()).mps == "off"
 
 
@@ -108,7 +107,7 @@ def test_one_impossible_model_does_not_refuse_the_others() -> None:
         }
     )
     small = Cluster.model_validate({"nodes": [{"name": "n", "gpus": [{"type": "v100", "memory_mib": 1000}]}]})
-    for policy in (FirstFitDecreasing(), WaoUsher(), Symphony()):
+    for policy in (WaoUsher(), Symphony()):
         plan = solve(policy, workload, small, thesis())
         assert [g.models[0].name for g in plan.gpulets] == ["alexnet"]
         assert plan.unserved == ("bert", "vgg19")

@@ -13,7 +13,6 @@ from tenuto.options import option
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
-from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 from tenuto.placement.policies.gpulet.share_costs import CostsByType, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted, hosting_plan
@@ -22,6 +21,7 @@ from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 from tenuto_lab.baselines.partition_search import Let, PartitionSearch, SearchStopped
+from tenuto_lab.baselines.sbp import SquishyBinPacking
 
 
 @dataclass(kw_only=True, eq=False)

@@ -8,9 +8,9 @@ from heapq import heappop, heappush
 
 from tenuto.batching.core.scheduler import Dispatch, Drop, SchedulerOptions
 from tenuto.batching.core.system import INF, System
-from tenuto.placement.policies.shared.squishy import Bin, Demand
 from tenuto_lab.rivals.base import IdlePool, RivalQueue, RivalScheduler
 from tenuto_lab.rivals.squishy_filling import fill
+from tenuto_lab.squishy import Bin, Demand
 
 
 @dataclass(frozen=True)

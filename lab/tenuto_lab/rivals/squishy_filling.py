@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tenuto.placement.policies.shared.squishy import Bin, Demand, full_batch, pack
+from tenuto_lab.squishy import Bin, Demand, full_batch, pack
 
 
 def fill(

@@ -9,8 +9,8 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
-from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 from tenuto_lab.baselines.ideal import Ideal
+from tenuto_lab.baselines.sbp import SquishyBinPacking
 from tests.placement.policies.gpulet.turns import FIVE, IGNITER, assert_turns_are_kept, carried, five_models
 from tests.placement.published import decided
 

@@ -10,10 +10,12 @@ import pytest
 from tenuto.placement import Policy
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.baselines.ffd import FirstFitDecreasing
 from tenuto_lab.baselines.first_fit import FirstFitPlus, FirstFitPlusPlus
 from tenuto_lab.baselines.gpulets_plus import GpuletsPlus
 from tenuto_lab.baselines.gslice import Gslice
 from tenuto_lab.baselines.ideal import Ideal
+from tenuto_lab.baselines.sbp import SquishyBinPacking
 from tenuto_lab.baselines.without_a_plan import MpsDefault, SelfTuning
 from tests.placement.policies.gpulet.turns import IGNITER
 from tests.placement.policies.igniter.cases import three
@@ -23,14 +25,18 @@ from tests.placement.policies.test_properties import (
     check_a_cluster_without_gpus,
     check_an_empty_workload,
     check_plans,
+    check_shared_memory,
     check_what_fits_nowhere,
     tight,
 )
-from tests.placement.published import decided, v100s
+from tests.placement.published import decided, thesis, v100s
 from tests.placement.test_merging import beside_each_other
 from tests.placement.test_watch import FEW, check_that_it_stops
 
 CASES: dict[str, Case] = {
+    "ffd": Case(FirstFitDecreasing, 0.5, thesis()),
+    "sbp": Case(SquishyBinPacking, 1.0, **tight),
+    "sbp, halves": Case(lambda: SquishyBinPacking(halves=True), 1.0, **tight),
     "ffd++": Case(FirstFitPlusPlus, 0.5, **tight),
     "ffd+": Case(FirstFitPlus, math.inf, **tight),
     "gslice": Case(Gslice, math.inf, **tight),
@@ -61,6 +67,11 @@ def test_a_cluster_without_gpus_serves_nobody(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_that_fits_nowhere_is_reported_not_dropped(name: str) -> None:
     check_what_fits_nowhere(CASES[name])
+
+
+@pytest.mark.parametrize("policy", [FirstFitDecreasing(), SquishyBinPacking()])
+def test_models_that_take_turns_share_what_only_a_running_batch_needs(policy: Policy) -> None:
+    check_shared_memory(policy)
 
 
 @pytest.mark.parametrize("make", [lambda: Ideal(max_steps=2_000), lambda: SelfTuning(max_steps=2_000)])

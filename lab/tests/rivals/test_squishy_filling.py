@@ -2,9 +2,9 @@
 
 import pytest
 
-from tenuto.placement.policies.shared.squishy import Demand, pack
+from lab.tests.test_squishy import RESNET50, line
 from tenuto_lab.rivals.squishy_filling import fill
-from tests.placement.policies.shared.test_squishy import RESNET50, line
+from tenuto_lab.squishy import Demand, pack
 
 
 def test_filling_one_model_gives_every_gpu_its_full_batch() -> None:

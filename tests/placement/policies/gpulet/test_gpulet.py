@@ -11,7 +11,7 @@ from tenuto.placement import Cluster, Policy, Workload
 from tenuto.placement.policies.gpulet.duty_cycle import Asked, find_cycle
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.gpulet.knee import knee_by_chord, knee_by_curvature
-from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
+from tenuto_lab.baselines.sbp import SquishyBinPacking
 from tests.placement.policies.gpulet.turns import (
     FIVE,
     IGNITER,

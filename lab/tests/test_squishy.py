@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.placement.policies.shared.squishy import Demand, full_batch, pack
+from tenuto_lab.squishy import Demand, full_batch, pack
 
 
 def line(alpha: float, beta: float, largest: int = 60) -> list[float]:

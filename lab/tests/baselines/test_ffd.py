@@ -6,9 +6,9 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, solve
-from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.baselines.ffd import FirstFitDecreasing
 from tests.placement.published import VISION, decided, equal_rates, placed, planned, v100s
 
 LINE = {"alpha_ms": 4.212, "beta_ms": 20.288}

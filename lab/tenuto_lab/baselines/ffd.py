@@ -9,13 +9,13 @@ from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import context_mib_of, costs_of
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.ffd.filled_batches import FfdCost, FilledBatch
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
 from tenuto.placement.policy import Policy
 from tenuto.placement.program import Replica
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
+from tenuto_lab.baselines.filled_batches import FfdCost, FilledBatch
 
 
 @dataclass(slots=True)

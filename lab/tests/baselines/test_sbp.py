@@ -6,9 +6,9 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload
-from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.baselines.sbp import SquishyBinPacking
 from tests.placement.policies.gpulet.turns import IGNITER, assert_turns_are_kept, five_models
 from tests.placement.published import decided
 

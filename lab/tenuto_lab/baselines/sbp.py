@@ -16,12 +16,12 @@ from tenuto.placement.plan import Plan
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted, hosting_plan
-from tenuto.placement.policies.shared.squishy import Bin, Demand, Part, pack
 from tenuto.placement.policy import Policy
 from tenuto.placement.program import held_mib
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT
+from tenuto_lab.squishy import Bin, Demand, Part, pack
 
 
 @dataclass(kw_only=True, eq=False)

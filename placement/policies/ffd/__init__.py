@@ -1,1 +1,0 @@
-"""First-fit decreasing, the plain baseline."""
