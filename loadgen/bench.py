@@ -15,14 +15,14 @@ import numpy as np
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
 from tenuto.loadgen.application_figures import stage_owners
-from tenuto.loadgen.applications import ApplicationLoad, make_application_load, scaled_slos
+from tenuto.loadgen.application_load import ApplicationLoad, make_application_load, scaled_slos
 from tenuto.loadgen.clients.actors import RayClients
 from tenuto.loadgen.clients.client import ClientJob, ModelTarget
 from tenuto.loadgen.clients.group import ClientGroup, LocalClient
 from tenuto.loadgen.clients.priority import Priority, preferred
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
-from tenuto.loadgen.senders.http import HttpSender
+from tenuto.loadgen.senders.http_sender import HttpSender
 from tenuto.loadgen.senders.payloads import make_bodies
 from tenuto.loadgen.verdict import Verdict, judge, summarise
 from tenuto.placement import ModelSpec, Plan

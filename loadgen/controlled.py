@@ -21,7 +21,7 @@ from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, World
 from tenuto.errors import refused
 from tenuto.loadgen.application_figures import label_stages
-from tenuto.loadgen.applications import ApplicationLoad, Joins, make_application_load
+from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load
 from tenuto.loadgen.schedule import make_schedule
 from tenuto.loadgen.simulated import beside
 from tenuto.outcome import OUTCOMES, Outcome

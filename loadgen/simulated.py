@@ -21,7 +21,7 @@ from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import Problem
 from tenuto.loadgen.application_figures import application_figures, label_stages
-from tenuto.loadgen.applications import ApplicationLoad, Joins, make_application_load, scaled_slos
+from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load, scaled_slos
 from tenuto.loadgen.records import Records, merge
 from tenuto.loadgen.result_folder import provenance
 from tenuto.loadgen.schedule import Schedule, make_schedule

@@ -22,7 +22,7 @@ from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.documents import dump_yaml, write_whole
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
-from tenuto.loadgen.report.page import write_report
+from tenuto.loadgen.report.run_page import write_report
 from tenuto.loadgen.run import Run
 from tenuto.loadgen.run_files import describe, write_run_files
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve

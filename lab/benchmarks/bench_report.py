@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tenuto.loadgen.report.page import write_report
+from tenuto.loadgen.report.run_page import write_report
 from tenuto.loadgen.result_folder import hardware, versions
 from tenuto.loadgen.run_files import write_run_files
 from tenuto.loadgen.simulated import Simulation

@@ -48,8 +48,8 @@ from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.sender import OnReply, Sender
-from tenuto.loadgen.senders.choose import make_sender
-from tenuto.loadgen.senders.handle import HandleSender
+from tenuto.loadgen.senders.handle_sender import HandleSender
+from tenuto.loadgen.senders.make_sender import make_sender
 from tenuto.placement import ModelSpec
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 

@@ -15,7 +15,7 @@ import numpy as np
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.loadgen.result_folder import hardware, versions
 from tenuto.loadgen.sender import Reply
-from tenuto.loadgen.senders.http import HttpSender, post_bytes
+from tenuto.loadgen.senders.http_sender import HttpSender, post_bytes
 from tenuto.placement import Plan
 
 BODY = b'{"inputs":[{"name":"INPUT0","shape":[1,1],"datatype":"FP32","data":[1]}]}'

@@ -12,7 +12,7 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.clients.group import PREPARE_TIMEOUT_S, RESULT_TIMEOUT_S
 from tenuto.loadgen.records import Records, merge
-from tenuto.loadgen.senders.choose import make_sender
+from tenuto.loadgen.senders.make_sender import make_sender
 
 
 class ClientActor:

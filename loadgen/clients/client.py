@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.loadgen.applications import ApplicationLoad, Joins
+from tenuto.loadgen.application_load import ApplicationLoad, Joins
 from tenuto.loadgen.clients.precise_timer import PreciseTimer, Timer
 from tenuto.loadgen.clients.priority import Priority, preferred
 from tenuto.loadgen.records import NAN, Records, request_id

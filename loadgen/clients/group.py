@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.sender import Sender
-from tenuto.loadgen.senders.choose import make_sender
+from tenuto.loadgen.senders.make_sender import make_sender
 
 PREPARE_TIMEOUT_S = 120.0  # limit: for the clients to start
 RESULT_TIMEOUT_S = 120.0  # limit: for what they measured, after the last answer

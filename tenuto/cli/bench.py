@@ -69,7 +69,7 @@ def command(target: str, url: str | None, folder: str | None, key_file: str | No
     """
     from tenuto.deployments.serve.endpoint import CLIENT_KEY, served_plan
     from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
-    from tenuto.loadgen.report.page import write_report
+    from tenuto.loadgen.report.run_page import write_report
     from tenuto.loadgen.run import Run
     from tenuto.loadgen.run_files import describe, prepare_report, write_run_files
     from tenuto.placement import Plan

@@ -88,7 +88,7 @@ def command(
     axes = _axes(curve_texts, by_default=folder is not None and not is_live)
     out = None
     if folder is not None:
-        from tenuto.loadgen.report.goodput import prepare_goodput_folder
+        from tenuto.loadgen.report.goodput_page import prepare_goodput_folder
 
         out = prepare_goodput_folder(Path(folder), force=force)
     limits = SearchLimits(tolerance, runs if runs is not None else _LIVE_RUNS if is_live else 64, rate_scale)
@@ -126,7 +126,7 @@ def command(
     if not printed_as_json(summary):
         _print(summary)
     if out is not None:
-        from tenuto.loadgen.report.goodput import write_goodput
+        from tenuto.loadgen.report.goodput_page import write_goodput
 
         tell(f"page: {write_goodput(out, {'kind': 'goodput', **summary, **provenance(command_line())})}")
     return 0 if found.best is not None else 1

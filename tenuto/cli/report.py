@@ -15,7 +15,7 @@ def command(folder: str) -> None:
 
     Example: tenuto report runs/monday
     """
-    from tenuto.loadgen.report.page import write_report
+    from tenuto.loadgen.report.run_page import write_report
     from tenuto.loadgen.run import load_run
 
     run = load_run(folder)

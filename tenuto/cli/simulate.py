@@ -131,7 +131,7 @@ def _report_folder(folder: str | None, *, force: bool) -> Path | None:
 
 def _write_report(folder: Path, run: SimulatedRun, simulation: Simulation, rate_scale: float) -> None:
     """Write the files and the page of a simulated run, in the form of a measured one."""
-    from tenuto.loadgen.report.page import write_report
+    from tenuto.loadgen.report.run_page import write_report
     from tenuto.loadgen.run import Run
     from tenuto.loadgen.run_files import write_run_files
 

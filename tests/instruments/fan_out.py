@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tenuto.documents import parse_document
-from tenuto.loadgen.applications import ApplicationLoad, make_application_load
+from tenuto.loadgen.application_load import ApplicationLoad, make_application_load
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport, ModelTarget
 from tenuto.loadgen.sender import Body, OnReply, Reply
 from tenuto.placement import Workload

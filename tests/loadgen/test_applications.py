@@ -11,7 +11,7 @@ from tenuto.batching.core.build import everywhere
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.applications import ApplicationLoad
+from tenuto.loadgen.application_load import ApplicationLoad
 from tenuto.loadgen.simulated import SimulatedRun, Simulation
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policies.symphony.symphony_policy import Symphony

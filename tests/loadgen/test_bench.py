@@ -18,7 +18,7 @@ from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport, Model
 from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.records import Records, merge
 from tenuto.loadgen.sender import Body
-from tenuto.loadgen.senders.http import HttpSender
+from tenuto.loadgen.senders.http_sender import HttpSender
 from tenuto.outcome import Outcome
 from tenuto.placement import Arrival, ModelSpec
 from tests.instruments.fake_server import Answer, fake_server, signature

@@ -19,7 +19,7 @@ from tenuto.loadgen.bench import BenchOptions, BenchResult, asked_of, run_bench
 from tenuto.loadgen.clients.client import ClientJob, ClientReport
 from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.compare import compare, load_side
-from tenuto.loadgen.report.page import render_page
+from tenuto.loadgen.report.run_page import render_page
 from tenuto.loadgen.run import load_run
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policies.symphony.symphony_policy import Symphony

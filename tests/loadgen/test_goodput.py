@@ -14,7 +14,7 @@ from tenuto.cli import MOVED
 from tenuto.cli.goodput import command
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.curves import Attempted, Factors, curves
-from tenuto.loadgen.report.goodput import prepare_goodput_folder, render_goodput, write_goodput
+from tenuto.loadgen.report.goodput_page import prepare_goodput_folder, render_goodput, write_goodput
 
 
 def up_to(limit: float, *, invalid_above: float = math.inf) -> object:

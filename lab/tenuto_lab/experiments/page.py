@@ -9,8 +9,8 @@ import numpy as np
 from markupsafe import Markup
 
 from tenuto.loadgen.report.charts import Bar, BarPart, Bars, Figure, Plot
-from tenuto.loadgen.report.page import how_it_was_made
 from tenuto.loadgen.report.palette import Style, styles_for
+from tenuto.loadgen.report.run_page import how_it_was_made
 from tenuto.loadgen.report.sections import where_the_time_goes
 from tenuto.pages import templates
 from tenuto.placement import Plan

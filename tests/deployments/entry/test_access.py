@@ -25,7 +25,7 @@ from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import Listen, read_gateway_config
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.sender import Body, Reply
-from tenuto.loadgen.senders.http import HttpSender
+from tenuto.loadgen.senders.http_sender import HttpSender
 from tests.deployments.entry.test_gateway import PLAN, TENSOR, Bench
 from tests.instruments.asking import PATIENCE_S
 

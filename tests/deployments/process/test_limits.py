@@ -39,7 +39,7 @@ ALLOWED = {
     ("mps/gpu_shares.py", ".join"),
     ("deployments/entry/handle.py", ".result"),  # of a future of asyncio that is done
     ("deployments/entry/service.py", ".result"),
-    ("loadgen/senders/handle.py", ".result"),
+    ("loadgen/senders/handle_sender.py", ".result"),
     ("mps/daemon.py", "subprocess.run"),  # of a shell that goes into the background at once
 }
 

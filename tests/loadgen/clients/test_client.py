@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.application_figures import application_figures
-from tenuto.loadgen.applications import Joins
+from tenuto.loadgen.application_load import Joins
 from tenuto.loadgen.clients.client import Client, ClientReport
 from tenuto.outcome import Outcome
 from tenuto.placement import Workload

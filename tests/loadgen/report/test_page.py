@@ -17,8 +17,8 @@ from tenuto.documents import parse_yaml
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.records import Records
 from tenuto.loadgen.report.charts import Figure, Plot, ticks
-from tenuto.loadgen.report.page import render_page, write_report
 from tenuto.loadgen.report.palette import Style, styles_for
+from tenuto.loadgen.report.run_page import render_page, write_report
 from tenuto.loadgen.report.series import batch_counts, cdf, predictions, waiting_and_under_way
 from tenuto.loadgen.run import Run, load_run
 from tenuto.loadgen.run_files import prepare_report, write_run_files

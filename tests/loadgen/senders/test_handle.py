@@ -14,9 +14,9 @@ from tenuto.deployments.entry.planned_model import ModelInterface
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, UnavailableError
 from tenuto.loadgen.sender import Body, Reply
-from tenuto.loadgen.senders.choose import make_sender
-from tenuto.loadgen.senders.handle import HandleSender
-from tenuto.loadgen.senders.http import HttpSender
+from tenuto.loadgen.senders.handle_sender import HandleSender
+from tenuto.loadgen.senders.http_sender import HttpSender
+from tenuto.loadgen.senders.make_sender import make_sender
 from tenuto.outcome import Outcome
 from tests.instruments.fake_gpulet import SIGNATURE
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tenuto.loadgen.report.charts import Figure, Plot
-from tenuto.loadgen.report.page import how_it_was_made
 from tenuto.loadgen.report.palette import styles_for
+from tenuto.loadgen.report.run_page import how_it_was_made
 from tenuto.loadgen.result_folder import prepare_folder, write_files
 from tenuto.pages import templates
 
