@@ -33,6 +33,7 @@ class Charge:
         self._sub_cluster = sub_cluster
         self._on_superseded = on_superseded
         self._gateways: frozenset[str] = frozenset()
+        self._lately: frozenset[str] = frozenset()  # with those that were connected until a moment ago
         self._number = 0  # of this dispatcher's term, 0 while it is not in charge
         self._latest = 0  # heard of
         self._gpulets: dict[str, Connection[GpuletState]] = {}
@@ -47,7 +48,7 @@ class Charge:
     def can_be_had(self) -> bool:
         """Whether this dispatcher is in charge or may take it."""
         return self._number > 0 or all(
-            term.gateways <= self._gateways or len(term.gateways) < len(self._gateways)
+            term.gateways <= self._lately or len(term.gateways) < len(self._gateways)
             for term in map(self._term_at, self._gpulets.values())
         )
 
@@ -55,9 +56,15 @@ class Charge:
         """Wait to be asked again."""
         self._number = 0
 
-    def reached_by(self, gateways: Iterable[str]) -> None:
-        """Take note of the gateways that are connected now; without any, somebody else may have the gpu-lets."""
+    def reached_by(self, gateways: Iterable[str], lately: Iterable[str] = ()) -> None:
+        """Take note of the gateways that are connected now; without any, somebody else may have the gpu-lets.
+
+        Args:
+            gateways: their names.
+            lately: those that have just gone, maybe with the dispatcher in charge: the gpu-lets are about to notice.
+        """
         self._gateways = frozenset(gateways)
+        self._lately = self._gateways.union(lately)
         if self._number:
             self._claim_all()
         if not self._gateways:

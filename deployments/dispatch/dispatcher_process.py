@@ -30,6 +30,7 @@ from tenuto.deployments.wire.arena import MappedArenas, machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, Bundler, clock_ahead_ms, pack_answers, read_parts
 from tenuto.deployments.wire.encryption import Identity
 from tenuto.deployments.wire.frames import Address, FrameProtocol, listen
+from tenuto.deployments.wire.liveness import GIVEN_UP_S
 from tenuto.deployments.wire.messages import (
     AskEnded,
     AskStatus,
@@ -128,6 +129,7 @@ class BundleServer:
         self._identity = Identity()
         self._arenas = MappedArenas()
         self._gateways: dict[int, _Gateway] = {}
+        self._lately: list[str] = []  # names of gateways that went a moment ago
         self._servers: dict[tuple[str, bool], asyncio.Server] = {}
         self._endpoints: dict[tuple[str, bool], Endpoint] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -174,10 +176,16 @@ class BundleServer:
         for one in asked.values():
             if one.request is not None:
                 self.dispatcher.cancel(one.request)
+        self._lately.append(gateway.name)
+        asyncio.get_running_loop().call_later(GIVEN_UP_S, self._forget_gateway)
+        self._count_gateways()
+
+    def _forget_gateway(self) -> None:
+        self._lately.pop(0)
         self._count_gateways()
 
     def _count_gateways(self) -> None:
-        self._charge.reached_by(gateway.name for gateway in self._gateways.values())
+        self._charge.reached_by((gateway.name for gateway in self._gateways.values()), self._lately)
         if not self._gateways:
             self._wait()
         self.announce()

@@ -6,8 +6,9 @@ Every host has an address of its own on a bridge; clients come from outside to t
 the line of one of these is cut, and its processes are killed behind it, so that nobody sees them end. head: the same
 with the host that runs the head of Ray, whose state lies in a Redis outside; it is started again 10 s later. Before
 that the dispatchers of the other hosts are killed once, so that the one that schedules, the oldest, is on the head's.
-cut: the line of a worker is cut for 3 s, that of the head for 3 s, and that of the worker for a minute; nothing is
-killed.
+cut: the line of a worker is cut for 3 s, that of the head for 3 s, that between the front door of a worker and the
+dispatcher that schedules for 10 s, and that of a worker for a minute; nothing is killed. Ray gives a host up that it
+has not heard for half a minute, and ends itself there: it is started again then, as a supervisor does.
 
 Namespaces, bridge and processes are removed at the end. Needs root, `ip` of iproute2, and for head a redis-server.
 """
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -89,25 +90,38 @@ class Host:
         """Let nothing pass from here or to here any more."""
         ip("link", "set", self._line, "down")
 
+    def part(self, other: Host) -> None:
+        """Let nothing pass between here and another host: what is sent there goes to an address that nobody has."""
+        for one, far in ((self, other), (other, self)):
+            words = ("neigh", "replace", far.address, "lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+            ip("-n", one._namespace, *words)
+
     def mend(self) -> None:
         """Let everything pass again."""
         ip("link", "set", self._line, "up")
+        ip("-n", self._namespace, "neigh", "flush", "dev", "eth0", "nud", "permanent")
 
     def kill(self) -> None:
         """End all processes here."""
-        pids = subprocess.run(["ip", "netns", "pids", self._namespace], capture_output=True, text=True).stdout.split()
-        for pid in pids:
-            subprocess.run(["kill", "-9", pid], capture_output=True)
+        self.kill_those("")
 
     def running(self, title: str) -> int:
         """Return how many processes here have this in their title."""
-        pids = subprocess.run(["ip", "netns", "pids", self._namespace], capture_output=True, text=True).stdout.split()
-        return sum(title in Path(f"/proc/{pid}/cmdline").read_text(errors="replace") for pid in pids)
+        return len(self._pids_of(title))
+
+    def _pids_of(self, title: str) -> list[str]:
+        found = []
+        for pid in subprocess.run(
+            ["ip", "netns", "pids", self._namespace], capture_output=True, text=True
+        ).stdout.split():
+            with suppress(OSError):  # it has ended
+                if title in Path(f"/proc/{pid}/cmdline").read_text(errors="replace"):
+                    found.append(pid)
+        return found
 
     def kill_those(self, title: str) -> int:
         """End the processes here with this in their title; return how many there were."""
-        pids = subprocess.run(["ip", "netns", "pids", self._namespace], capture_output=True, text=True).stdout.split()
-        found = [pid for pid in pids if title in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")]
+        found = self._pids_of(title)
         for pid in found:
             subprocess.run(["kill", "-9", pid], capture_output=True)
         return len(found)
@@ -209,25 +223,42 @@ def watch(what: str, made: dict[str, Host], lost: str, args: argparse.Namespace,
         print(f"{what}, front door on {name}: before {shown(before)}; then {shown(after)}; {last}", flush=True)
 
 
-def watch_cut(made: dict[str, Host], lost: str, cut_s: float, args: argparse.Namespace) -> None:
-    """Cut the line of a host under load for a while, kill nothing, and say what came back of what each front door was
-    asked, and who is there in the end."""
+def watch_cut(made: dict[str, Host], lost: str, cut_s: float, args: argparse.Namespace, other: str = "") -> None:
+    """Cut the line of a host, or only that to another one, under load for a while, kill nothing, and say what came back
+    of what each front door was asked, and who is there in the end."""
     rates = {name: args.rps / 2 / len(HOSTS) for name in MODELS}
     with ExitStack() as stack:
         loads = {name: stack.enter_context(Load(PORT, rates, host=HOSTS[name])) for name in HOSTS}
         time.sleep(5.0)
+        there = {name: made[name].running("ServeReplica:") for name in HOSTS}
         since_s = time.monotonic()
-        made[lost].cut()
+        if other:
+            made[lost].part(made[other])
+        else:
+            made[lost].cut()
         time.sleep(cut_s)
         made[lost].mend()
+        if other:
+            made[other].mend()
+        mended_s, joined = time.monotonic(), ""
+        if cut_s >= 30.0 and until(lambda: made[lost].running("raylet/raylet") == 0, 30.0) < 30.0:
+            made[lost].kill()
+            made[lost].start_ray(f"--address={HOSTS['head']}:{RAY_PORT}", "--num-gpus=2")
+            joined = f"; Ray was started there again, {time.monotonic() - mended_s:.0f} s after the mending"
+        whole = until(lambda: all(made[name].running("ServeReplica:") >= there[name] for name in HOSTS), 60.0)
+        joined += (
+            "; not all replicas were there again" if whole >= 60.0 else f"; all replicas were there {whole:.0f} s on"
+        )
         time.sleep(args.watch_s)
+    what = f"{lost} cut off{f' from {other}' if other else ''} for {cut_s:g} s"
     for name, load in loads.items():
-        before, after = load.counts(0.0, since_s), load.counts(since_s)
+        away, back = load.counts(since_s, mended_s), load.counts(mended_s)
         bad = [at for at, _, word in load.seen if at >= since_s and word != "ok"]
         last = f"the last of them after {max(bad) - since_s:.1f} s" if bad else "none lost"
-        print(f"{lost} cut for {cut_s:g} s, front door on {name}: before {shown(before)}; then {shown(after)}; {last}")
-    there = {name: made[name].running("ServeReplica:") for name in HOSTS}
-    print(f"  replicas in the end: {there}", flush=True)
+        print(f"{what}, front door on {name}: cut {shown(away)}; mended {shown(back)}; {last}", flush=True)
+    print(
+        f"  replicas in the end: { {name: made[name].running('ServeReplica:') for name in HOSTS} }{joined}", flush=True
+    )
 
 
 def main() -> None:
@@ -249,8 +280,11 @@ def main() -> None:
             made = stack.enter_context(hosts())
             deploy(made, folder, args.rps)
             time.sleep(10.0)
-            for lost, cut_s in (("right", 3.0), ("head", 3.0), ("right", 60.0)):
+            for lost, cut_s in (("right", 3.0), ("head", 3.0)):
                 watch_cut(made, lost, cut_s, args)
+            for other in ("head", "right"):  # one of them has the dispatcher that schedules, unless left has
+                watch_cut(made, "left", 10.0, args, other)
+            watch_cut(made, "right", 60.0, args)
         return
     cases: Sequence[tuple[str, str, float | None]] = [("worker", "right", None), ("head", "head", 10.0)]
     for what, lost, back_s in cases:

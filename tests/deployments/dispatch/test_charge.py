@@ -100,6 +100,7 @@ class Dispatching:
     def __init__(self, name: str) -> None:
         self.name = name
         self.gateways: set[str] = set()
+        self.lately: set[str] = set()
         self.since = 0  # of two the one asked first that waits for longer
         self.charge = Charge("s", self.step_back)
 
@@ -108,6 +109,11 @@ class Dispatching:
 
     def reach(self, gateway: str, *, is_there: bool) -> None:
         (self.gateways.add if is_there else self.gateways.discard)(gateway)
+        (self.lately.discard if is_there else self.lately.add)(gateway)
+        self.charge.reached_by(self.gateways, self.lately)
+
+    def forget(self) -> None:
+        self.lately.clear()
         self.charge.reached_by(self.gateways)
 
 
@@ -185,6 +191,8 @@ def test_whatever_is_cut_nobody_takes_turns(
     for line in world.lines:
         if not line.is_up:
             line.start()
+    for dispatcher in world.dispatchers.values():
+        dispatcher.forget()
     world.settle()
     for gpulet in world.gpulets:
         gpulet.obeyed.clear()
@@ -199,3 +207,16 @@ def test_whatever_is_cut_nobody_takes_turns(
         holders = {gpulet.holder.dispatcher.name for gpulet in world.gpulets if gpulet.holder is not None}
         assert len(holders) == 1
         assert {gateway for gateway in GATEWAYS if (gateway, *holders) in after} <= served
+
+
+def test_a_dispatcher_that_goes_with_its_gateway_is_followed_before_the_gpulets_have_noticed() -> None:
+    """A machine is lost: the gateways of the others ask at once, and are not refused."""
+    world = World()
+    for name in "AB":
+        for gateway in "gh":
+            world.dispatchers[name].reach(gateway, is_there=True)
+    world.settle()
+    assert world.ask("g")
+    world.settle()
+    world.dispatchers["B"].reach("h", is_there=False)  # it was on the machine of A
+    assert world.dispatchers["B"].charge.take()
