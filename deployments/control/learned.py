@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from tenuto.deployments.control.attainment import Attainment
 from tenuto.deployments.control.interface import Observation
-from tenuto.deployments.control.questions import MOVED_ENOUGH
 from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
@@ -86,7 +85,7 @@ class Learned:
         for program, now in self.slowdowns.items():
             asked = self._asked_slowdowns.get(program, 1.0)
             # What the first slow batches say is not all: a factor that was planned with and still moves is news sooner.
-            enough = threshold if abs(asked - 1.0) <= threshold else min(threshold, MOVED_ENOUGH)
+            enough = threshold if abs(asked - 1.0) <= threshold else threshold / 2.0
             if abs(now / asked - 1.0) > enough:
                 return f"batches of '{program}' take {now:.2f} of their profile, not {asked:.2f}"
         return None

@@ -10,7 +10,6 @@ from tenuto.deployments.control.journal import Reason
 from tenuto.deployments.control.settings import Moved
 from tenuto.placement.cluster import Gpu
 
-MOVED_ENOUGH = 0.05  # of a need: below it the same question would get the same answer
 CHANCE = 3.0  # derived: standard deviations that a steady rate leaves by chance in 0.3 % of the looks
 
 
@@ -74,8 +73,7 @@ class Questions:
             return False
 
         def has_moved(then: float, now: float) -> bool:
-            by_chance = CHANCE * math.sqrt(2.0 * then / self._average_s)  # of two averages
-            return abs(now - then) > max(MOVED_ENOUGH * then, by_chance)
+            return abs(now - then) > CHANCE * math.sqrt(2.0 * then / self._average_s)  # of two averages
 
         before = self._answer.needs
         return (
