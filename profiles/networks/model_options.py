@@ -7,12 +7,12 @@ is built: `BuildOptions` for a network of the catalogue, keyword arguments for a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tenuto.documents import Fault, StrictModel, parse_document
+from tenuto.documents import ProblemsBelow, StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.gpu_types import FAST_CAPABILITY
 
@@ -63,10 +63,15 @@ class RunOptions(StrictModel):
 
     @model_validator(mode="after")
     def _one_way(self) -> RunOptions:
+        problems = []
         if self.compile and self.cuda_graphs:
-            raise Fault(_BOTH, _KEEP_ONE)
+            rule = "gives both 'compile' and 'cuda_graphs'"
+            problems.append(Problem("cuda_graphs", True, rule, "Keep one of them."))
         if self.runtime != "torch" and (self.compile or self.cuda_graphs):
-            raise Fault(_OTHER_RUNTIME, _KEEP_ONE)
+            rule = "gives 'compile' or 'cuda_graphs' with a runtime that is not PyTorch"
+            problems.append(Problem("runtime", self.runtime, rule, "Keep one of them."))
+        if problems:
+            raise ProblemsBelow(problems)
         return self
 
     def chosen(self, capability: tuple[int, int] | None) -> ChosenOptions:
@@ -151,10 +156,6 @@ class CostOptions(StrictModel):
     copy_out_ms: float | None = Field(default=None, ge=0, strict=True)
 
 
-_BOTH, _KEEP_ONE = "gives both 'compile' and 'cuda_graphs'", "Keep one of them."
-_OTHER_RUNTIME = "gives 'compile' or 'cuda_graphs' with a runtime that is not PyTorch"
-
-
 @dataclass(frozen=True)
 class ModelOptions:
     """The options of one model in three parts; `build` is still unread, as only who builds knows its keys."""
@@ -214,24 +215,24 @@ def run_option_problems(options: Mapping[str, Any], path: str, *, on_cpu: bool =
         path: of the options, such as `models.0.options`.
         on_cpu: whether it runs on a CPU, where there are no CUDA graphs.
     """
-    found: list[Problem] = []
-    chosen: dict[str, Any] = {}  # key by key: one wrong value must not hide what the others contradict
-    for key, value in options.items():
-        if key not in RunOptions.model_fields:
-            continue
-        try:
-            chosen[key] = getattr(parse_document(RunOptions, {key: value}), key)
-        except InvalidInputError as error:
-            found += [Problem(f"{path}.{key}", p.value, p.rule, p.cure) for p in error.problems]
-    if chosen.get("cuda_graphs") and chosen.get("compile"):
-        found.append(Problem(f"{path}.cuda_graphs", options["cuda_graphs"], _BOTH, _KEEP_ONE))
-    if chosen.get("runtime", "torch") != "torch" and (chosen.get("compile") or chosen.get("cuda_graphs")):
-        found.append(Problem(f"{path}.runtime", options["runtime"], _OTHER_RUNTIME, _KEEP_ONE))
-    if chosen.get("cuda_graphs") and on_cpu:
+    given = {key: value for key, value in options.items() if key in RunOptions.model_fields}
+    wrong = _problems_of(given)
+    # One wrong value must not hide what the others contradict.
+    right = {key: value for key, value in given.items() if key not in {problem.path for problem in wrong}}
+    found = [*wrong, *(_problems_of(right) if wrong else ())]
+    if on_cpu and RunOptions(cuda_graphs=right.get("cuda_graphs")).cuda_graphs:
         rule = "CUDA graphs need an NVIDIA GPU, and it runs on a CPU"
         cure = "Remove it; `compile: true` works on a CPU."
-        found.append(Problem(f"{path}.cuda_graphs", options["cuda_graphs"], rule, cure))
-    return found
+        found.append(Problem("cuda_graphs", options["cuda_graphs"], rule, cure))
+    return [replace(problem, path=f"{path}.{problem.path}") for problem in found]
+
+
+def _problems_of(run: Mapping[str, Any]) -> tuple[Problem, ...]:
+    try:
+        parse_document(RunOptions, run)
+    except InvalidInputError as error:
+        return error.problems
+    return ()
 
 
 def unmergeable_options(options: Mapping[str, Any]) -> dict[str, Any]:

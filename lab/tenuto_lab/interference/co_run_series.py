@@ -118,7 +118,7 @@ def measure_co_runs(
                 continue
             have[key] += 1
             if until is not None and time.monotonic() + seconds > until:
-                say("time limit reached before the co-runs ended; continue with --resume")
+                say("time limit reached before the co-runs ended; run it again to continue")
                 return None
             made = measure_co_run(parts, seconds=seconds, shares=shares, telemetry=telemetry)
             if book.profile is not None:

@@ -49,8 +49,8 @@ def test_every_wrong_key_is_told_with_its_own_path() -> None:
     found = run_option_problems(options, "models.3.options", on_cpu=True)
     assert [(p.path, p.value) for p in found] == [
         ("models.3.options.dtype", "fp8"),
-        ("models.3.options.warmup_runs", 0),
         ("models.3.options.channels_last", "very"),
+        ("models.3.options.warmup_runs", 0),
         ("models.3.options.cuda_graphs", True),
         ("models.3.options.cuda_graphs", True),
     ]
