@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,9 +30,7 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     default="auto",
     help="Where to measure; auto is CUDA where there is one.",
 )
-@click.option(
-    "--batch-sizes", "sizes", type=Numbers(int), default="1,2,4,8", metavar="N,N…", help="Batch sizes to measure."
-)
+@click.option("--batch-sizes", type=Numbers(int), default="1,2,4,8", metavar="N,N…", help="Batch sizes to measure.")
 @click.option(
     "--shares",
     type=Numbers(float),
@@ -71,20 +71,7 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     help="Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.",
 )
 @json_option
-def command(
-    models: tuple[str, ...],
-    device: str,
-    sizes: tuple[int, ...],
-    shares: tuple[float, ...],
-    budget_s: float,
-    weights_path: str | None,
-    options: tuple[str, ...],
-    seed: int,
-    time_limit_s: float | None,
-    resume: bool,
-    tolerance_pct: float,
-    output: str | None,
-) -> int:
+def command(models: tuple[str, ...], time_limit_s: float | None, resume: bool, output: str | None, **asked: Any) -> int:
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
 
     MODEL is a name of the catalogue (resnet50), a source (transformers/bert), your own package.module:factory, or a
@@ -92,12 +79,12 @@ def command(
 
     Example: tenuto profile resnet50 mobilenet_v2 bert --batch-sizes 1,2,4,8 -o cpu.yaml
     """
-    requests = _requests(models, device, sizes, shares, budget_s, weights_path, options, seed, tolerance_pct)
+    requests = _requests(models, asked)
     if time_limit_s is not None and not time_limit_s > 0:
         raise refused("--time-limit-s", time_limit_s, "must be above 0", "Give seconds.")
     book = ProfileBook(None if output is None else Path(output), command=shlex.join(command_line()), resume=resume)
     until = None if time_limit_s is None else time.monotonic() + time_limit_s
-    with shares_of(device, needed=any(share < 100 for share in shares)) as given:
+    with shares_of(asked["device"], needed=any(share < 100 for share in asked["shares"])) as given:
         finished, fault = _measure(requests, book, until, given)
     if book.profile is None:
         raise fault or EnvironmentFaultError(
@@ -113,35 +100,21 @@ def command(
     return 130 if fault is not None else 0
 
 
-def _requests(
-    models: tuple[str, ...],
-    device: str,
-    sizes: tuple[int, ...],
-    shares: tuple[float, ...],
-    budget_s: float,
-    weights_path: str | None,
-    options: tuple[str, ...],
-    seed: int,
-    tolerance_pct: float,
-) -> list[MeasureRequest]:
-    """Turn arguments into requests; raises `InvalidInputError` with the problems of all of them."""
+def _requests(models: tuple[str, ...], asked: Mapping[str, Any]) -> list[MeasureRequest]:
+    """Turn arguments, called as the fields of a request are, into requests.
+
+    Raises:
+        InvalidInputError: with the problems of all of them.
+    """
     problems: list[Problem] = []
-    values = parse_pairs(options)
-    if weights_path is not None and len(models) > 1:
-        problems.append(Problem("--weights", weights_path, "fits one model only", "Name one model with --weights."))
+    asked = {**asked, "options": parse_pairs(asked["options"])}
+    if asked["weights_path"] is not None and len(models) > 1:
+        problems.append(
+            Problem("--weights", asked["weights_path"], "fits one model only", "Name one model with --weights.")
+        )
     requests, rows = [], set()
     for model in models:
-        request = MeasureRequest(
-            source=model,
-            device=device,
-            batch_sizes=sizes,
-            shares=shares,
-            budget_s=budget_s,
-            weights_path=weights_path,
-            seed=seed,
-            options=values,
-            tolerance_pct=tolerance_pct,
-        )
+        request = MeasureRequest(model, **asked)
         try:
             request.check()
             row = row_name(model)

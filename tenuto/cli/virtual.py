@@ -1,4 +1,4 @@
-"""The arguments of the verbs that run a plan or a workload in virtual time: simulate, goodput and capacity."""
+"""The arguments of the verbs that run a plan or a workload in virtual time: simulate and goodput."""
 
 from __future__ import annotations
 
@@ -43,14 +43,8 @@ class VirtualArguments:
             InvalidInputError: with every problem found in the arguments; an SLO of a workload that no batch can meet is
                 one.
         """
-        network, options = self._checked()
-        how: dict[str, Any] = {
-            "scheduler_name": self.scheduler_name,
-            "options": options,
-            "duration_s": self.duration_s,
-            "warmup_s": self.warmup_s,
-            "seed": self.seed,
-        }
+        network, how = self._checked()
+        how["warmup_s"] = self.warmup_s
         document = load_document(self.source)
         if _is_plan(document):
             if self.where.names_a_cluster:
@@ -83,17 +77,10 @@ class VirtualArguments:
         from tenuto.deployments.control.settings import ControlSettings
         from tenuto.loadgen.controlled import ControlledSimulation
 
-        network, options = self._checked()
+        network, how = self._checked()
         settings = ControlSettings.load(control_file)
-        document, folder = load_document(self.source), Path(self.source).parent
-        how: dict[str, Any] = {
-            "scheduler_name": self.scheduler_name,
-            "options": options,
-            "duration_s": self.duration_s,
-            "seed": self.seed,
-            "network": network,
-            "folder": folder,
-        }
+        document = load_document(self.source)
+        how |= {"network": network, "folder": Path(self.source).parent}
         if not _is_plan(document):
             workload, cluster = Workload.load(self.source), self.where.cluster()
             return ControlledSimulation.of_workload(
@@ -108,7 +95,7 @@ class VirtualArguments:
         return ControlledSimulation(plan.workload, plan, gpus, profiles, settings, **how)
 
     def _checked(self) -> tuple[NetworkDelay, dict[str, Any]]:
-        """Return the delays and the scheduler's options as read."""
+        """Return the delays, and how every run is made, the scheduler's options as read."""
         problems = []
         if not (math.isfinite(self.duration_s) and self.duration_s > 0):
             rule = "must be a positive number of seconds"
@@ -132,7 +119,8 @@ class VirtualArguments:
         except InvalidInputError as error:
             problems += error.problems
         raise_if_any(problems)
-        return network, options
+        how = {"scheduler_name": self.scheduler_name, "options": options}
+        return network, how | {"duration_s": self.duration_s, "seed": self.seed}
 
 
 def _is_plan(document: Any) -> bool:
