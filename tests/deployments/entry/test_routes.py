@@ -1,0 +1,77 @@
+"""The routes beside the infer path, asked by themselves: a service that is made of answers stands behind them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from tenuto.deployments.entry.http import HttpError
+from tenuto.deployments.entry.oip import TensorSpec
+from tenuto.deployments.entry.routes import make_app
+from tests.instruments.plans import make_plan
+
+PLAN = make_plan({"n0/0/a": (100.0, ["m"])})
+
+
+class Service:
+    """Knows the model `m`, which can be asked or not."""
+
+    def __init__(self, *, is_up: bool) -> None:
+        down = SimpleNamespace(id="n0/0/a", up=is_up)
+        self.dispatching = SimpleNamespace(plan=PLAN, is_ready=lambda *_: is_up, gpulets=lambda: [down], status=None)
+
+    def interface(self, model: str) -> Any:
+        if model != "m":
+            raise HttpError(404, f"unknown model '{model}'")
+        tensor = TensorSpec("x", "float32", (3,))
+        return SimpleNamespace(signature=SimpleNamespace(platform="emulated"), inputs=(tensor,), outputs=(tensor,))
+
+
+def client(*, is_up: bool = True) -> httpx.AsyncClient:
+    service: Any = Service(is_up=is_up)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=make_app(service)), base_url="http://test")
+
+
+async def test_the_server_says_what_it_is_and_that_it_lives() -> None:
+    async with client() as asked:
+        assert (await asked.get("/v2")).json()["name"] == "tenuto"
+        assert (await asked.get("/v2/health/live")).json() == {"live": True}
+
+
+@pytest.mark.parametrize(("is_up", "status"), [(True, 200), (False, 503)])
+async def test_it_is_ready_when_every_gpulet_is_there(is_up: bool, status: int) -> None:
+    async with client(is_up=is_up) as asked:
+        answer = await asked.get("/v2/health/ready")
+        assert (answer.status_code, answer.json()["ready"]) == (status, is_up)
+        assert is_up or "n0/0/a" in answer.json()["error"]
+        index = (await asked.post("/v2/repository/index")).json()
+        assert index == [{"name": "m", "version": "1", "state": "READY" if is_up else "UNAVAILABLE"}]
+
+
+@pytest.mark.parametrize("prefix", ["/v2/models/m", "/v2/models/m/versions/1"])
+async def test_a_model_is_described_with_and_without_its_version(prefix: str) -> None:
+    async with client() as asked:
+        metadata = (await asked.get(prefix)).json()
+        assert (metadata["name"], metadata["inputs"][0]["name"]) == ("m", "x")
+        config = (await asked.get(f"{prefix}/config")).json()
+        assert config["max_batch_size"] == 8
+        assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [3]}]
+        assert (await asked.get(f"{prefix}/ready")).json() == {"name": "m", "ready": True}
+
+
+@pytest.mark.parametrize("path", ["/v2/models/no", "/v2/models/no/ready", "/v2/models/no/config"])
+async def test_an_unknown_model_is_not_found_and_named(path: str) -> None:
+    async with client() as asked:
+        answer = await asked.get(path)
+    assert answer.status_code == 404
+    assert "no" in answer.json()["error"]
+
+
+async def test_shared_memory_of_clients_is_not_offered() -> None:
+    async with client() as asked:
+        answer = await asked.get("/v2/systemsharedmemory/status")
+    assert answer.status_code == 404
+    assert "Send tensors in the body" in answer.json()["error"]
