@@ -54,7 +54,7 @@ class ArrivalRate:
 
     `rps` is the mean of the last 5 s; `recent_rps` that of the last step or of the last second, whichever is more, so
     that it rises at once. Either reaches back over ten requests, whatever time they took; with fewer in all it is at
-    most that of ten.
+    most that of ten. A first guess stands for the mean alone: what did not come yet keeps no gpu-let busy.
     """
 
     __slots__ = ("_marks", "count", "next_at", "recent_rps", "rps")
@@ -65,7 +65,8 @@ class ArrivalRate:
     LEAST = 10  # requests
 
     def __init__(self, first_guess_rps: float | None = None) -> None:
-        self.rps = self.recent_rps = first_guess_rps
+        self.rps = first_guess_rps
+        self.recent_rps = 0.0
         self.count = 0
         self.next_at = -INF
         self._marks: deque[tuple[float, int]] = deque(maxlen=self.WINDOW_STEPS)
@@ -81,8 +82,7 @@ class ArrivalRate:
         self.next_at = now_ms + self.STEP_MS
 
     def is_silent(self, now_ms: float) -> bool:
-        """Return whether no request came for so long that `recent_rps` is that of before: `look_back` mends it.
-        Before the first request the rate is what was planned."""
+        """Return whether no request came for so long that `recent_rps` is that of before: `look_back` mends it."""
         return bool(self._marks) and now_ms >= self.next_at + self.RECENT_MS
 
     def silent_at(self, now_ms: float) -> float:

@@ -46,7 +46,7 @@ class Holding:
         if not queue.pools:
             return
         rps, hold, costs = queue.rate.rps, queue.hold, queue.costs
-        hold.is_light = rps is not None and max([pool.alone for pool in queue.pools]) < self.save_above
+        hold.is_light = max([pool.alone for pool in queue.pools]) < self.save_above
         hold.patience = max([pool.crowd for pool in queue.pools]) / self.save_above if self.save_above else INF
         if rps is not None and rps / 1000.0 * hold.patience * costs.run[costs.staggered] >= costs.staggered:
             hold.patience = INF
@@ -73,5 +73,5 @@ class Holding:
             data_ms=gpulets.data_ms,
         )
         costs.defend = max(1, round(self.defend * costs.staggered))
-        costs.alone = (queue.rate.recent_rps or 0.0) / 1000.0 * costs.run[1] / costs.gpulets
+        costs.alone = queue.rate.recent_rps / 1000.0 * costs.run[1] / costs.gpulets
         queue.loss.follow(queue.rate.rps or 0.0)

@@ -155,22 +155,36 @@ def test_a_longest_hold_bounds_how_long_a_request_waits_beside_an_idle_gpulet() 
     assert np.max(result.dispatched_ms - result.arrival_ms) == pytest.approx(7.0)
 
 
-@pytest.mark.parametrize(
-    ("planned_rps", "save_above", "waits_ms"),
-    # Sent alone they would take 12, 60 and 360 % of the time. None waits beyond the model's own SLO.
-    [(20.0, 0.5, 0.0), (100.0, 0.5, 2 * 6.0), (20.0, 0.0, 100.0 - 7.0), (600.0, 0.5, 100.0 - 7.0)],
-)
-def test_a_lone_request_is_held_only_where_somebody_needs_the_gpu_time(
-    planned_rps: float, save_above: float, waits_ms: float
+@pytest.mark.parametrize("planned_rps", [None, 1.0, 100.0, 600.0])
+@pytest.mark.parametrize("models", [1, 3, 20])
+@pytest.mark.parametrize("gpulets", [1, 2, 8])
+def test_an_idle_system_answers_at_once_whatever_was_planned(
+    planned_rps: float | None, models: int, gpulets: int
 ) -> None:
-    system = System((Model("a", 100.0, planned_rps),), (Gpulet("g/a", "g", {0: line(1.0, 5.0, 40)}),))
-    for deadline_ms in (100.0, 20_000.0):  # one that says itself how much time it has, too
-        scheduler = DeferredScheduler(system, DeferredOptions(hold=1.0, save_above=save_above))
+    hosts = dict.fromkeys(range(models), line(1.0, 5.0, 40))
+    system = System(
+        tuple(Model(f"m{index}", 100.0, planned_rps) for index in range(models)),
+        tuple(Gpulet(f"g{index}/a", f"g{index}", hosts) for index in range(gpulets)),
+    )
+    scheduler = DeferredScheduler(system, DeferredOptions(hold=1.0))
+    for number, at_ms in enumerate((0.0, 40.0, 5_000.0, 60_000.0)):
+        model = number % models
+        scheduler.add_request(at_ms, model, number, at_ms + (100.0 if number % 2 else 20_000.0))
+        if scheduler.next_wake_ms <= at_ms:
+            scheduler.wake(at_ms)
+        (sent,) = (decision for decision in scheduler.drain() if isinstance(decision, Dispatch))
+        scheduler.batch_done(at_ms + 6.0, sent.gpulet)
+
+
+def test_gpu_time_may_be_saved_however_little_there_is_to_do() -> None:
+    system = System((Model("a", 100.0, 20.0),), (Gpulet("g/a", "g", {0: line(1.0, 5.0, 40)}),))
+    for deadline_ms in (100.0, 20_000.0):  # one that says itself how much time it has, too: never beyond the SLO
+        scheduler = DeferredScheduler(system, DeferredOptions(hold=1.0, save_above=0.0))
         scheduler.add_request(0.0, 0, 0, deadline_ms)
         while not scheduler.decisions:
             now = scheduler.next_wake_ms
             scheduler.wake(now)
-        assert now == pytest.approx(waits_ms)
+        assert now == pytest.approx(100.0 - 7.0)
 
 
 def test_requests_are_held_in_full_where_a_rehearsal_found_that_fewer_are_lost() -> None:
