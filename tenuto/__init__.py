@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tenuto.batching.registry import make_scheduler
     from tenuto.batching.virtual.simulator import simulate
-    from tenuto.deployments.entry.handle import TenutoHandle
+    from tenuto.deployments.entry.python_handle import TenutoHandle
     from tenuto.errors import EnvironmentFaultError, InvalidInputError, TenutoError, UnavailableError
     from tenuto.outcome import Outcome
     from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, policy_names, solve
@@ -45,7 +45,7 @@ __all__ = [
 _HOMES = {
     "tenuto.batching.registry": ("make_scheduler",),
     "tenuto.batching.virtual.simulator": ("simulate",),
-    "tenuto.deployments.entry.handle": ("TenutoHandle",),
+    "tenuto.deployments.entry.python_handle": ("TenutoHandle",),
     "tenuto.errors": ("EnvironmentFaultError", "InvalidInputError", "TenutoError", "UnavailableError"),
     "tenuto.outcome": ("Outcome",),
     "tenuto.placement": ("Cluster", "Plan", "Policy", "Workload", "load_policy", "policy_names", "solve"),

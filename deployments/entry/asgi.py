@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from tenuto.deployments.entry.http import Exchange, Head, HttpError, too_large
+from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, too_large
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 
@@ -19,14 +19,13 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class AsgiExchange:
-    """A request that came through ASGI; see `tenuto.deployments.entry.http.Exchange`. Lives on the service's loop."""
+    """A request that came through ASGI, on the service's loop; see `tenuto.deployments.entry.exchange.Exchange`."""
 
     def __init__(self, head: Head, body: bytes, arrived_ms: float) -> None:
         self.head = head
         self.body: Buffer = body
         self.arrived_ms = arrived_ms
-        self.slots: list[Slot] = []
-        self.is_in_slot = False
+        self.slot: Slot | None = None  # Serve's proxies give whole bodies
         self.has_key = False
         self.address = ""  # a proxy's is nobody's
         self.on_left: Callable[[], object] | None = None
@@ -35,7 +34,6 @@ class AsgiExchange:
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Let `response` return."""
         self.on_left = None
-        self._let_go()
         if not self._response.done():
             self._response.set_result((status, headers, b"".join(payload)))
 
@@ -47,13 +45,7 @@ class AsgiExchange:
             left, self.on_left = self.on_left, None
             if left is not None:
                 left()
-            self._let_go()
             raise
-
-    def _let_go(self) -> None:
-        for slot in self.slots:
-            slot.release()
-        self.slots = []
 
 
 async def read_request(scope: Scope, receive: Receive, limit_bytes: int) -> tuple[Head, bytes]:

@@ -11,8 +11,8 @@ import orjson
 
 from tenuto.deployments.dispatch.in_flight import Asker, Request
 from tenuto.deployments.entry.dispatching import Dispatching
+from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, crash, fail, retry_after
 from tenuto.deployments.entry.heads import Route
-from tenuto.deployments.entry.http import JSON, Exchange, HttpError, crash, fail, retry_after
 from tenuto.deployments.entry.oip import (
     BadRequestError,
     InferRequest,
@@ -24,7 +24,6 @@ from tenuto.deployments.entry.oip import (
 from tenuto.deployments.entry.planned_model import PlannedModel
 from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.wire.answers import Executed, Refused
-from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.outcome import Outcome
 
@@ -108,9 +107,9 @@ class InferCall:
     def begin_parsed(self, parsed: InferRequest, early: Request | None = None) -> None:
         """Ask for what `parse` returned; `early`: the scheduling side was asked for its one sample."""
         self._parsed = parsed
-        self._id = parsed.id
-        if parsed.slo_ms is not None and self._route.slo_ms is None:
-            self._slo_ms = parsed.slo_ms
+        self._id = parsed.header.id
+        if parsed.header.slo_ms is not None and self._route.slo_ms is None:
+            self._slo_ms = parsed.header.slo_ms
         self._start(parsed.parts, early)
 
     def begin_decoded(self, parts: list[InputPart]) -> None:
@@ -124,7 +123,7 @@ class InferCall:
             BadRequestError: it is malformed, or does not fit the model.
         """
         exchange = self._exchange
-        slot = exchange.slots[0] if is_received and exchange.is_in_slot else None
+        slot = exchange.slot if is_received else None
         interface = self._model.interface
         assert interface is not None
         parsed = self._model.reader.read(
@@ -133,8 +132,7 @@ class InferCall:
             arena="" if slot is None else slot.arena,
             offset=0 if slot is None else slot.offset,
         )
-        if parsed.outputs is not None:
-            check_outputs(parsed.outputs, interface.outputs)
+        check_outputs(parsed.header.outputs, interface.outputs)
         return parsed
 
     def _admit(self, client_id: str) -> Request:
@@ -147,7 +145,6 @@ class InferCall:
         exchange = self._exchange
         exchange.on_left = self._cancel
         dispatching = self._service.dispatching
-        memory: Slot | None = exchange.slots[0] if exchange.slots else None
         name = self._service.request_id(self._id or self._route.client_id)
         for parts in samples:
             request = early or self._admit(name)
@@ -155,7 +152,7 @@ class InferCall:
             if self._is_over:
                 return
             request.client_id = name
-            dispatching.start(request, parts, memory)
+            dispatching.start(request, parts, exchange.slot)
 
     def _cancel(self) -> None:
         """The client is gone, or nobody waits for the rest of its samples."""
@@ -252,7 +249,7 @@ class InferCall:
         interface = self._model.interface
         text, binary = encode_response(
             self._model.name,
-            parsed,
+            parsed.header,
             [each.tensors(row) for each, row in rows],
             parameters_of(slowest, executed),
             interface.signature.labels if interface is not None else (),

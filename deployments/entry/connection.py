@@ -16,11 +16,11 @@ import ssl
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, cast
 
+from tenuto.deployments.entry.exchange import Head, HttpError, crash, fail, status_line, too_large
 from tenuto.deployments.entry.framing import Framing, KnownHeads
-from tenuto.deployments.entry.http import Head, HttpError, crash, fail, status_line, too_large
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.status import FrontDoorStatus
 from tenuto.deployments.wire.tensors import Buffer
@@ -114,15 +114,14 @@ class ArrivalClock:
 
 @dataclass(slots=True, eq=False)
 class HttpExchange:
-    """See `tenuto.deployments.entry.http.Exchange`. `response` is there once it is answered."""
+    """See `tenuto.deployments.entry.exchange.Exchange`. `response` is there once it is answered."""
 
     _connection: HttpConnection | None
     head: Head
     arrived_ms: float
     keep_alive: bool
     body: Buffer = b""
-    slots: list[Slot] = field(default_factory=list)
-    is_in_slot: bool = False
+    slot: Slot | None = None
     has_key: bool = False
     is_answered: bool = False
     response: Sequence[Buffer] = ()
@@ -139,8 +138,7 @@ class HttpExchange:
             return
         self.is_answered = True
         self.on_left = None
-        if self.slots:
-            self._let_go()
+        self._let_go()
         connection = self._connection
         if connection is None:
             return
@@ -162,9 +160,9 @@ class HttpExchange:
     def _let_go(self) -> None:
         """Give back the memory of the tensors; whoever still reads it holds it."""
         self.body = b""
-        for slot in self.slots:
-            slot.release()
-        self.slots = []
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None
 
     def leave(self) -> None:
         """The client is gone."""
@@ -345,8 +343,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             return data[at + length :]
         if head.is_chunked:
             return data[at:]
-        if exchange.is_in_slot or len(came) < length:
-            memory = exchange.slots[0].data if exchange.is_in_slot else memoryview(bytearray(length))
+        if exchange.slot is not None or len(came) < length:
+            memory = memoryview(bytearray(length)) if exchange.slot is None else exchange.slot.data
             memory[: len(came)] = came
             exchange.body = memory
         else:
@@ -370,12 +368,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             error = _MANY
         if error is not None or length < _SLOT_BYTES:
             return error
-        slot = self.server.arena.take(length)
-        if slot is None:
-            return _UNFINISHED
-        exchange.slots.append(slot)
-        exchange.is_in_slot = True
-        return None
+        exchange.slot = self.server.arena.take(length)
+        return _UNFINISHED if exchange.slot is None else None
 
     def _complete(self, exchange: HttpExchange) -> None:
         """A request is whole: answer it."""
@@ -563,8 +557,7 @@ class HttpServer:
         # Those without and with a key, the one that has not been used for longest first.
         self._strangers: OrderedDict[HttpConnection, None] = OrderedDict()
         self._clients: OrderedDict[HttpConnection, None] = OrderedDict()
-        self._servers: dict[tuple[str, int], asyncio.Server] = {}
-        self._shared: set[tuple[str, int]] = set()
+        self._servers: dict[tuple[str, int], tuple[asyncio.Server, bool]] = {}  # and whether it is shared
         self._ticker: asyncio.TimerHandle | None = None
 
     def status(self) -> FrontDoorStatus:
@@ -585,25 +578,21 @@ class HttpServer:
             OSError: the port belongs to somebody else.
         """
         if (host, port) in self._servers:
-            if ((host, port) in self._shared) == is_shared:
+            if self._servers[host, port][1] == is_shared:
                 return
             await self.stop_listening(host, port)
-        loop = asyncio.get_running_loop()
         made = _listener(host, port, is_shared=is_shared)
-        if is_shared:
-            self._shared.add((host, port))
-        self._servers[host, port] = await loop.create_server(
+        server = await asyncio.get_running_loop().create_server(
             lambda: HttpConnection(self), sock=made, backlog=4096, ssl=tls
         )
+        self._servers[host, port] = server, is_shared
         if self._ticker is None:
             self._tick()
 
     async def stop_listening(self, host: str, port: int) -> None:
         """Take no more connections there."""
-        server = self._servers.pop((host, port), None)
-        self._shared.discard((host, port))
-        if server is not None:
-            server.close()
+        if (host, port) in self._servers:
+            self._servers.pop((host, port))[0].close()
 
     def admit(self, connection: HttpConnection) -> bool:
         """Take note of a new connection; False when there are too many and all are in use."""
@@ -665,7 +654,7 @@ class HttpServer:
     async def drain(self, limit_s: float) -> None:
         """Take no more connections, answer what is under way with `connection: close`, then close the rest."""
         self.is_draining = True
-        for server in self._servers.values():
+        for server, _is_shared in self._servers.values():
             server.close()
         until = time.monotonic() + limit_s
         while any(not connection.is_idle for connection in self._connections) and time.monotonic() < until:

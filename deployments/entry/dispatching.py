@@ -5,70 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
-from tenuto.deployments.dispatch.in_flight import Asker, Request
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.wire.answers import Answer, Executed, Refused
 from tenuto.deployments.wire.arena import Held
-from tenuto.deployments.wire.status import DispatchingStatus, EndedRequest, GatewayReport, GpuletStatus
 from tenuto.deployments.wire.tensors import InputPart
-from tenuto.placement import Plan
-from tenuto.profiles.networks.catalogue import ModelSignature
 
-
-class Dispatching(Protocol):
-    """`Dispatcher` in the gateway's own process, `DispatcherClient` where several gateways feed other processes."""
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that is being served."""
-
-    def admit(
-        self,
-        model: str,
-        asker: Asker,
-        *,
-        arrived_ms: float | None = None,
-        slo_ms: float | None = None,
-        client_id: str = "",
-        reserve_ms: float = 0.0,
-    ) -> Request:
-        """Ask for one request before its tensors are read; see `Dispatcher.admit`. `start` or `cancel` must follow."""
-
-    def start(self, request: Request, parts: Sequence[InputPart], memory: Held | None = None) -> None:
-        """Give an admitted request its tensors."""
-
-    def cancel(self, request: Request) -> None:
-        """Forget a request whose client went away, and free its place."""
-
-    def is_ready(self, model: str | None = None) -> bool:
-        """Whether every gpu-let is usable; with a model, whether at least one of its gpu-lets is."""
-
-    def signature(self, model: str) -> ModelSignature | None:
-        """Return a model's signature as a gpu-let reported it; None before."""
-
-    def gpulets(self) -> list[GpuletStatus]:
-        """Return what every gpu-let reported when it connected, and whether it is up."""
-
-    # Each of these raises `TimeoutError` where a dispatcher in another process does not answer.
-
-    async def status(self) -> DispatchingStatus:
-        """Return the plan, the gpu-lets as they are, and counts."""
-
-    async def waiting(self) -> dict[str, int]:
-        """Return how many requests of every model wait for a batch."""
-
-    async def ended(self, id: str | None, limit: int) -> list[EndedRequest]:
-        """Return the last requests that ended, newest first, at most `limit`; with an id, those of it."""
-
-    async def meet(self, told: GatewayReport) -> list[GatewayReport]:
-        """Tell the other gateways of this system what this one counts, and return what all of them told last."""
-
-    def connected(self) -> dict[str, int]:
-        """Return how many dispatchers of every sub-cluster are connected; none where this process schedules."""
-
-    async def close(self) -> None:
-        """Answer everything that waits as failed, and disconnect."""
+# In the gateway's own process, or where several gateways feed other processes. A request is asked for (`admit`) before
+# its tensors are read; `start` or `cancel` must follow. Reports raise `TimeoutError` where no dispatcher answers.
+Dispatching = Dispatcher | DispatcherClient
 
 
 class _Future:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import httptools
 
-from tenuto.deployments.entry.http import Head, HttpError
+from tenuto.deployments.entry.exchange import Head, HttpError
 from tenuto.deployments.wire.tensors import Buffer
 
 _HEAD_END = b"\r\n\r\n"

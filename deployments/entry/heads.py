@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from tenuto.deployments.entry.http import Exchange, HttpError
+from tenuto.deployments.entry.exchange import Exchange, HttpError
 from tenuto.deployments.entry.oip import BadRequestError, parse_slo
 from tenuto.deployments.entry.planned_model import PlannedModel
 from tenuto.deployments.security.keys import Caller

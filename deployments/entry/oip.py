@@ -116,17 +116,6 @@ class RequestedOutput(NamedTuple):
 
 
 @dataclass(slots=True)
-class InferRequest:
-    """A parsed request: `parts[sample]` holds one tensor per input in signature order."""
-
-    id: str
-    parts: list[list[InputPart]]
-    outputs: list[RequestedOutput] | None
-    binary_output: bool
-    slo_ms: float | None
-
-
-@dataclass(slots=True)
 class InferHeader:
     """The JSON part of a request. It says where tensors lie and not what they hold, so that one serves every request
     that begins with the same bytes."""
@@ -161,8 +150,14 @@ class InferHeader:
             if spec.below is not None:
                 _check_range(spec, part)
             whole.append(part)
-        parts = [whole] if self.count == 1 else _samples(whole, self.count)
-        return InferRequest(self.id, parts, self.outputs, self.binary_output, self.slo_ms)
+        return InferRequest(self, [whole] if self.count == 1 else _samples(whole, self.count))
+
+
+class InferRequest(NamedTuple):
+    """A parsed request: `parts[sample]` holds one tensor per input in signature order."""
+
+    header: InferHeader
+    parts: list[list[InputPart]]
 
 
 class _Tensor(NamedTuple):
@@ -527,7 +522,7 @@ def check_outputs(requested: Sequence[RequestedOutput] | None, outputs: Sequence
 
 def encode_response(
     model: str,
-    request: InferRequest,
+    header: InferHeader,
     samples: Sequence[Sequence[OutputTensor]],
     parameters: bytes,
     labels: Sequence[str] = (),
@@ -536,7 +531,7 @@ def encode_response(
 
     Args:
         model: the model's name.
-        request: what was asked.
+        header: what was asked.
         samples: the outputs of each sample of the request.
         parameters: response parameters (times, batch size, gpu-let), as JSON.
         labels: class names for the classification extension.
@@ -544,9 +539,9 @@ def encode_response(
     Raises:
         NotFiniteError: an output that is wanted as JSON holds NaN or infinite values.
     """
-    wanted = request.outputs
+    wanted = header.outputs
     if wanted is None:
-        wanted = [RequestedOutput(tensor.name, request.binary_output) for tensor in samples[0]]
+        wanted = [RequestedOutput(tensor.name, header.binary_output) for tensor in samples[0]]
     described: list[dict[str, Any]] = []
     shown: list[OutputTensor] = []  # as numbers
     binary: list[Buffer] = []
@@ -575,8 +570,8 @@ def encode_response(
         "outputs": described,
         "parameters": orjson.Fragment(parameters),
     }
-    if request.id:
-        document["id"] = request.id
+    if header.id:
+        document["id"] = header.id
     text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
     if b"null" in text:  # which is what is written for a number that is not finite
         check_finite(shown)

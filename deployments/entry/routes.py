@@ -12,7 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 
 from tenuto import __version__
-from tenuto.deployments.entry.http import HttpError
+from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, TensorSpec, request_schema
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes

@@ -14,14 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 
-import orjson
-
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Asker, Request
 from tenuto.deployments.entry.call import InferCall
 from tenuto.deployments.entry.dispatching import Dispatching
+from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash, fail, inflated
 from tenuto.deployments.entry.heads import Route, began_s, load_path, named_model, slo_of
-from tenuto.deployments.entry.http import JSON, Exchange, Head, HttpError, crash, fail, inflated, retry_after
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.oip import (
     JSON_AT_ONCE_BYTES,
@@ -41,10 +39,6 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
 _PRINTABLE = "".join(chr(code) for code in range(33, 127) if code != ord("%"))
-_BEHIND = orjson.dumps(
-    {"error": "more requests come than this gateway can read. Retry in a second.", "outcome": Outcome.REJECTED.word}
-)
-_BEHIND_LINES = JSON + retry_after(1.0)
 _SITE = {name: name.encode() for name in ("host", "origin", "sec-fetch-site", "sec-fetch-mode")}
 _MOST_COLD_BYTES = 1 << 16  # limit: of requests that carry no load: the application reads them on the loop
 _COLD_TOO_LARGE = f"the body exceeds {_MOST_COLD_BYTES >> 10} KiB. Only inference takes large ones."
@@ -296,8 +290,8 @@ class InferenceService:
         slo_ms = route.model.slo_ms if route.slo_ms is None else route.slo_ms
         now_ms = self._clock() * 1000.0
         if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
-            exchange.respond(429, _BEHIND_LINES, [_BEHIND])
-            return
+            reason = "more requests come than this gateway can read. Retry in a second."
+            raise HttpError(429, reason, retry_after_s=1.0, details={"outcome": Outcome.REJECTED.word})
         call, encoding = InferCall(self, exchange, route), route.encoding
         json_bytes = len(exchange.body) if route.json_length is None else route.json_length
         if encoding is None and json_bytes <= JSON_AT_ONCE_BYTES:
@@ -322,9 +316,8 @@ class InferenceService:
             raise HttpError(413, f"a text may have {limit >> 10} KiB. Send less of it.")
         slo_ms = model.slo_ms if route.slo_ms is None else route.slo_ms
         if self._clock() * 1000.0 + model.alone_ms > exchange.arrived_ms + slo_ms:
-            raise HttpError(
-                504, "the deadline cannot be met. Raise the SLO.", retry_after_s=1.0, details={"outcome": "expired"}
-            )
+            outcome = {"outcome": Outcome.EXPIRED.word}
+            raise HttpError(504, "the deadline cannot be met. Raise the SLO.", retry_after_s=1.0, details=outcome)
 
         def decode() -> list[InputPart]:
             plain = exchange.body

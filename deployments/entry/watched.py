@@ -16,7 +16,7 @@ from tenuto import __version__
 from tenuto.deployments.entry.connection import HttpServer
 from tenuto.deployments.entry.decisions import AskController, ControllerFigures
 from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.entry.http import HttpError
+from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.machines.devices import DeviceFigures
 from tenuto.deployments.operator.merged_status import merge_system

@@ -38,7 +38,7 @@ import numpy as np
 from serving import heading, synthetic_plan
 
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
-from tenuto.deployments.entry.handle import ALONE, TenutoHandle
+from tenuto.deployments.entry.python_handle import ALONE, TenutoHandle
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, pack_answers

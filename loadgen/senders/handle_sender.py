@@ -6,8 +6,8 @@ import asyncio
 import functools
 from typing import Any
 
-from tenuto.deployments.entry.handle import TenutoHandle
 from tenuto.deployments.entry.oip import BadRequestError, RequestReader
+from tenuto.deployments.entry.python_handle import TenutoHandle
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.loadgen.sender import Body, OnReply, Reply

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tenuto.deployments.entry.asgi import AsgiExchange, answer_with, read_request, send_response
-from tenuto.deployments.entry.http import Head, HttpError
+from tenuto.deployments.entry.exchange import Head, HttpError
 
 LIMIT = 1 << 20
 Receive = Callable[[], Awaitable[dict[str, Any]]]

@@ -11,7 +11,7 @@ import pytest
 
 from tenuto.deployments.entry import connection as connection_module
 from tenuto.deployments.entry.connection import ArrivalClock, HttpExchange, HttpServer, Limits
-from tenuto.deployments.entry.http import HttpError
+from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.wire.arena import Arena
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S
@@ -38,7 +38,7 @@ class EchoService:
     def handle(self, exchange: HttpExchange) -> None:
         if exchange.head.url == b"/bug":
             raise ZeroDivisionError
-        self.in_slot.append(exchange.is_in_slot)
+        self.in_slot.append(exchange.slot is not None)
         exchange.on_left = self._leave
         if self.hold:
             self.held.append(exchange)

@@ -12,8 +12,8 @@ import httpx
 import numpy as np
 import pytest
 
+from tenuto.deployments.entry.exchange import Head
 from tenuto.deployments.entry.gateway import Entry
-from tenuto.deployments.entry.http import Head
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.errors import EnvironmentFaultError

@@ -9,7 +9,7 @@ import pytest
 from tenuto.deployments.entry import oip
 from tenuto.deployments.entry.oip import (
     BadRequestError,
-    InferRequest,
+    InferHeader,
     RequestedOutput,
     RequestReader,
     TensorSpec,
@@ -63,11 +63,11 @@ def test_binary_tensors_follow_the_json() -> None:
     )
     request = RequestReader(TEXT).read(header + mask.tobytes() + ids.tobytes(), len(header))
     assert [np.frombuffer(part.data, np.int64).tolist() for part in request.parts[0]] == [[1, 2, 3], [1, 1, 0]]
-    assert (request.id, request.binary_output, request.slo_ms) == ("7", True, 12.5)
+    assert (request.header.id, request.header.binary_output, request.header.slo_ms) == ("7", True, 12.5)
 
 
 def test_triton_timeout_is_in_microseconds() -> None:
-    assert RequestReader(IMAGE).read(_body([_image()], parameters={"timeout": 5000})).slo_ms == 5.0
+    assert RequestReader(IMAGE).read(_body([_image()], parameters={"timeout": 5000})).header.slo_ms == 5.0
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def _tensor(values: list[float]) -> OutputTensor:
 
 
 def test_json_response_lists_the_samples() -> None:
-    request = InferRequest("a", [], None, False, None)
+    request = InferHeader("a", [], 0, 2, None, False, None)
     text, binary = encode_response("m", request, [[_tensor([1, 2])], [_tensor([3, 4])]], b'{"queue_ms": 1.0}')
     assert binary == []
     assert json.loads(text) == {
@@ -206,7 +206,7 @@ def test_json_response_lists_the_samples() -> None:
 
 
 def test_binary_response_follows_its_json() -> None:
-    request = InferRequest("", [], None, True, None)
+    request = InferHeader("", [], 0, 1, None, True, None)
     text, (data,) = encode_response("m", request, [[_tensor([1, 2])]], b"{}")
     assert json.loads(text)["outputs"][0]["parameters"] == {"binary_data_size": 8}
     assert np.frombuffer(data, np.float32).tolist() == [1, 2]
@@ -214,7 +214,7 @@ def test_binary_response_follows_its_json() -> None:
 
 @pytest.mark.parametrize("binary", [False, True])
 def test_classification_gives_the_best_labels(binary: bool) -> None:
-    request = InferRequest("", [], [RequestedOutput("logits", binary, 2)], False, None)
+    request = InferHeader("", [], 0, 1, [RequestedOutput("logits", binary, 2)], False, None)
     text, tensors = encode_response("m", request, [[_tensor([0.5, 3, 2])]], b"{}", labels=("cat", "dog", "cow"))
     entry = json.loads(text)["outputs"][0]
     assert (entry["datatype"], entry["shape"]) == ("BYTES", [1, 2])

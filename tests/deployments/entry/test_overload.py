@@ -21,7 +21,7 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.fleet import GpuletConnection
 from tenuto.deployments.entry.asgi import AsgiExchange
-from tenuto.deployments.entry.http import Head
+from tenuto.deployments.entry.exchange import Head
 from tenuto.deployments.entry.service import InferenceService, ReadingLag
 from tenuto.deployments.wire.messages import GpuletState
 from tenuto.deployments.wire.peer import ConnectionEvents, Finder

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tenuto.deployments.entry.connection import HttpConnection, HttpExchange, HttpServer, Limits
-from tenuto.deployments.entry.http import HttpError
+from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.wire.arena import Arena
 
 HOST = b"Host: localhost\r\n"

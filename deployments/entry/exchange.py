@@ -99,15 +99,14 @@ class Head:
 class Exchange(Protocol):
     """One HTTP request on its way to one response. `arrived_ms`: when its last bytes came, on the monotonic clock.
 
-    Where the body is large it lies in the first of `slots`, as `is_in_slot` says. They are the exchange's to release.
+    Where the body is large it lies in `slot`, which is the exchange's to release.
     `on_left` is called when the client goes away before the response.
     """
 
     head: Head
     arrived_ms: float
     body: Buffer
-    slots: list[Slot]
-    is_in_slot: bool
+    slot: Slot | None
     has_key: bool
     on_left: Callable[[], object] | None
 
