@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
-import itertools
 import socket
 import ssl
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 from tenuto.deployments.entry.exchange import Head, HttpError, crash, fail, status_line, too_large
 from tenuto.deployments.entry.framing import Framing, KnownHeads
+from tenuto.deployments.entry.places import Limits, Places
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.status import FrontDoorStatus
 from tenuto.deployments.wire.tensors import Buffer
@@ -31,7 +31,6 @@ _JOINED_BYTES = 1 << 15  # derived: below it, one write of a joined copy costs l
 _MOST_PIPELINED = 16  # limit: unanswered ones of a connection; and read of one before the others have their turn
 _HEAD_S = 10.0  # limit: from the first byte of a request to the end of its headers
 _BODY_S = 60.0  # limit: from there to the end of its body; and for answers to be taken
-_LOOKED_AT = 32  # limit: places that are looked at for one that is not in use
 _IDLE_S = 300.0  # limit: between two requests
 _LINGER_S = 5.0  # limit: for a client that goes on sending after its last answer
 _REFUSED_S = 0.01  # limit: until one that has left altogether has refused what was sent; looked at again once a second
@@ -57,15 +56,6 @@ _FULL = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
     len(_MANY.payload()),
     _MANY.payload(),
 )
-
-
-@dataclass(slots=True)
-class Limits:
-    """What clients may use. `unfinished_bytes` is the size of the arena, and of bodies outside of it again."""
-
-    body_bytes: int = 64 << 20
-    unfinished_bytes: int = 512 << 20
-    connections: int = 4096
 
 
 class Service(Protocol):
@@ -199,7 +189,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        if not self.server.admit(self):
+        if not self.server.places.admit(self):
             self._transport.write(_FULL)
             self._transport.close()
 
@@ -207,7 +197,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         del exc
         self._transport = None
         self._closes = True
-        self.server.forget(self)
+        self.server.places.forget(self)
         self._rest = self._receiving = None
         self._forget_chunks()
         self._framing.close()
@@ -364,7 +354,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if length > limits.body_bytes:
             return too_large(limits.body_bytes)
         error = self.server.service.refusal(exchange)
-        if error is None and exchange.has_key and not self.has_key and not self.server.has_shown_key(self):
+        if error is None and exchange.has_key and not self.has_key and not self.server.places.has_shown_key(self):
             error = _MANY
         if error is not None or length < _SLOT_BYTES:
             return error
@@ -461,7 +451,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._write(first.response)
             ends = not first.keep_alive
         self.changed_s = time.monotonic()
-        self.server.has_asked(self)
+        self.server.places.has_asked(self)
         if ends:
             self.end()
         elif was_full:
@@ -552,18 +542,14 @@ class HttpServer:
         self.room = memoryview(bytearray(_READ_BYTES))
         self.is_draining = False
         self.date_line = b""
-        self.has_keys = False  # clients show keys
-        self._connections: set[HttpConnection] = set()
-        # Those without and with a key, the one that has not been used for longest first.
-        self._strangers: OrderedDict[HttpConnection, None] = OrderedDict()
-        self._clients: OrderedDict[HttpConnection, None] = OrderedDict()
+        self.places: Places[HttpConnection] = Places(limits, self.turned_away)
         self._servers: dict[tuple[str, int], tuple[asyncio.Server, bool]] = {}  # and whether it is shared
         self._ticker: asyncio.TimerHandle | None = None
 
     def status(self) -> FrontDoorStatus:
         """Return what it holds, and whom it turned away."""
         held_bytes = self.arena.used_bytes + self.chunked_bytes
-        return FrontDoorStatus(len(self._connections), held_bytes, dict(self.turned_away))
+        return FrontDoorStatus(len(self.places.taken()), held_bytes, dict(self.turned_away))
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -594,60 +580,11 @@ class HttpServer:
         if (host, port) in self._servers:
             self._servers.pop((host, port))[0].close()
 
-    def admit(self, connection: HttpConnection) -> bool:
-        """Take note of a new connection; False when there are too many and all are in use."""
-        part = self._strangers_part if self.has_keys else self.limits.connections
-        if not self._find_place(self._strangers, part):
-            self.turned_away["full"] += 1
-            return False
-        self._connections.add(connection)
-        self._strangers[connection] = None
-        return True
-
-    def has_shown_key(self, connection: HttpConnection) -> bool:
-        """Take note that a connection is of a client with a key; False when those are too many and all are in use."""
-        if not self._find_place(self._clients, self.limits.connections - self._strangers_part):
-            return False
-        connection.has_key = True
-        self._strangers.pop(connection, None)
-        self._clients[connection] = None
-        return True
-
-    def has_asked(self, connection: HttpConnection) -> None:
-        """A connection was used: others are older."""
-        places = self._clients if connection.has_key else self._strangers
-        if connection in places:
-            places.move_to_end(connection)
-
-    @property
-    def _strangers_part(self) -> int:
-        """Places for connections that have not shown a key, where clients have keys; they never take another's."""
-        return max(1, self.limits.connections // 4)
-
-    def _find_place(self, places: OrderedDict[HttpConnection, None], most: int) -> bool:
-        """Return whether there is a place; the oldest one that is not in use is taken where there is none else."""
-        if len(places) < most:
-            return True
-        for oldest in list(itertools.islice(places, _LOOKED_AT)):
-            if oldest.gives_way:
-                self.forget(oldest)
-                oldest.give_way()
-                self.turned_away["idle"] += 1
-                return True
-            places.move_to_end(oldest)
-        return False
-
-    def forget(self, connection: HttpConnection) -> None:
-        """A connection is gone."""
-        self._connections.discard(connection)
-        self._strangers.pop(connection, None)
-        self._clients.pop(connection, None)
-
     def _tick(self) -> None:
         """Once a second."""
         self.date_line = b"date: %b\r\n" % email.utils.formatdate(usegmt=True).encode()
         now_s = time.monotonic()
-        for connection in list(self._connections):
+        for connection in self.places.taken():
             connection.check_time(now_s)
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
@@ -657,9 +594,9 @@ class HttpServer:
         for server, _is_shared in self._servers.values():
             server.close()
         until = time.monotonic() + limit_s
-        while any(not connection.is_idle for connection in self._connections) and time.monotonic() < until:
+        while any(not connection.is_idle for connection in self.places.taken()) and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        for connection in list(self._connections):
+        for connection in self.places.taken():
             connection.end()
 
     def close(self) -> None:

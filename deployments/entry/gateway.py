@@ -25,11 +25,12 @@ from tenuto.deployments.entry.asgi import (
     read_request,
     send_response,
 )
-from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Limits
+from tenuto.deployments.entry.connection import HttpExchange, HttpServer
 from tenuto.deployments.entry.decisions import AskController, nobody
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash
+from tenuto.deployments.entry.places import Limits
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.entry.traces import Traces
@@ -107,7 +108,7 @@ class Entry:
         self._encrypts = config.encrypt
         self._operators_are_local = config.operators is None or config.operators.is_loopback
         service.callers.follow(config.keys)
-        self._server.has_keys = bool(config.keys)
+        self._server.places.has_keys = bool(config.keys)
         service.host_names = None if config.is_shared_with_clients else frozenset(map(str.lower, config.host_names))
         self._follow_traces(config.traces)
         is_shared = config.is_shared_with_clients

@@ -453,7 +453,7 @@ def serve(port: int) -> None:
             "memory_mib": round(int(said["RssAnon"].split()[0]) / 1024, 1),
             "shared_mib": round(int(said["RssShmem"].split()[0]) / 1024, 1),  # slots for bodies, which are kept
             "unfinished_bytes": entry._arena.used_bytes,
-            "connections": len(entry._server._connections),
+            "connections": entry._server.status().connections,
         }
         print(json.dumps(found), flush=True)
 

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tenuto.deployments.entry import connection as connection_module
-from tenuto.deployments.entry.connection import ArrivalClock, HttpExchange, HttpServer, Limits
+from tenuto.deployments.entry.connection import ArrivalClock, HttpExchange, HttpServer
 from tenuto.deployments.entry.exchange import HttpError
+from tenuto.deployments.entry.places import Limits
 from tenuto.deployments.wire.arena import Arena
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S
@@ -356,7 +357,7 @@ async def test_the_connection_that_was_idle_for_longest_gives_way_to_a_new_one(b
 
 
 async def test_connections_without_a_key_take_none_of_those_with_one(bench: Bench) -> None:
-    bench.server.has_keys = True  # 8 places, 2 of them for strangers
+    bench.server.places.has_keys = True  # 8 places, 2 of them for strangers
     clients = []
     for _ in range(6):
         client = await bench.client()
@@ -433,8 +434,8 @@ async def test_a_thousand_idle_and_half_spoken_connections_cost_the_others_nothi
 
 
 async def _connections(bench: Bench, count: int) -> list[connection_module.HttpConnection]:
-    await until(lambda: len(bench.server._connections) == count)
-    return list(bench.server._connections)
+    await until(lambda: len(bench.server.places.taken()) == count)
+    return bench.server.places.taken()
 
 
 async def test_draining_answers_what_is_under_way_and_says_that_it_ends(bench: Bench) -> None:

@@ -1,0 +1,99 @@
+"""What clients may use, and which of them may have a connection: those that are not used give way to others."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+_LOOKED_AT = 32  # limit: places that are looked at for one that is not in use
+
+
+@dataclass(slots=True)
+class Limits:
+    """What clients may use. `unfinished_bytes` is the size of the arena, and of bodies outside of it again."""
+
+    body_bytes: int = 64 << 20
+    unfinished_bytes: int = 512 << 20
+    connections: int = 4096
+
+
+class Holder(Protocol):
+    """A connection. `has_key`: its client has shown a key."""
+
+    has_key: bool
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether nobody waits for anything here: another client may have its place."""
+
+    def give_way(self) -> None:
+        """Close at once."""
+
+
+HolderT = TypeVar("HolderT", bound=Holder)
+
+
+class Places(Generic[HolderT]):
+    """The connections that are open. Where clients have keys, those that have shown none have a quarter of the places,
+    and take none of the others."""
+
+    def __init__(self, limits: Limits, turned_away: Counter[str]) -> None:
+        """Take how many there may be, and what counts those that found no place, or lost theirs."""
+        self.has_keys = False  # clients show keys
+        self._limits = limits
+        self._turned_away = turned_away
+        # The one that has not been used for longest first.
+        self._strangers: OrderedDict[HolderT, None] = OrderedDict()
+        self._clients: OrderedDict[HolderT, None] = OrderedDict()
+
+    def taken(self) -> list[HolderT]:
+        """Return all connections that have a place."""
+        return [*self._strangers, *self._clients]
+
+    def admit(self, connection: HolderT) -> bool:
+        """Take note of a new connection; False when there are too many and all are in use."""
+        part = self._strangers_part if self.has_keys else self._limits.connections
+        if not self._find_place(self._strangers, part):
+            self._turned_away["full"] += 1
+            return False
+        self._strangers[connection] = None
+        return True
+
+    def has_shown_key(self, connection: HolderT) -> bool:
+        """Take note that a connection is of a client with a key; False when those are too many and all are in use."""
+        if not self._find_place(self._clients, self._limits.connections - self._strangers_part):
+            return False
+        connection.has_key = True
+        self._strangers.pop(connection, None)
+        self._clients[connection] = None
+        return True
+
+    def has_asked(self, connection: HolderT) -> None:
+        """A connection was used: others are older."""
+        places = self._clients if connection.has_key else self._strangers
+        if connection in places:
+            places.move_to_end(connection)
+
+    def forget(self, connection: HolderT) -> None:
+        """A connection is gone."""
+        self._strangers.pop(connection, None)
+        self._clients.pop(connection, None)
+
+    @property
+    def _strangers_part(self) -> int:
+        return max(1, self._limits.connections // 4)
+
+    def _find_place(self, places: OrderedDict[HolderT, None], most: int) -> bool:
+        """Return whether there is a place; the oldest one that is not in use is taken where there is none else."""
+        if len(places) < most:
+            return True
+        for oldest in list(itertools.islice(places, _LOOKED_AT)):
+            if oldest.gives_way:
+                self.forget(oldest)
+                oldest.give_way()
+                self._turned_away["idle"] += 1
+                return True
+            places.move_to_end(oldest)
+        return False
