@@ -20,7 +20,7 @@ from typing import Protocol, cast
 
 from tenuto.deployments.entry.exchange import Head, HttpError, crash, fail, status_line, too_large
 from tenuto.deployments.entry.framing import Framing, KnownHeads
-from tenuto.deployments.entry.places import Limits, Places
+from tenuto.deployments.entry.open_connections import Limits, OpenConnections
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.status import FrontDoorStatus
 from tenuto.deployments.wire.tensors import Buffer
@@ -542,7 +542,7 @@ class HttpServer:
         self.room = memoryview(bytearray(_READ_BYTES))
         self.is_draining = False
         self.date_line = b""
-        self.places: Places[HttpConnection] = Places(limits, self.turned_away)
+        self.places: OpenConnections[HttpConnection] = OpenConnections(limits, self.turned_away)
         self._servers: dict[tuple[str, int], tuple[asyncio.Server, bool]] = {}  # and whether it is shared
         self._ticker: asyncio.TimerHandle | None = None
 

@@ -30,7 +30,7 @@ from tenuto.deployments.entry.decisions import AskController, nobody
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash
-from tenuto.deployments.entry.places import Limits
+from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.entry.traces import Traces

@@ -16,7 +16,7 @@ import pytest
 
 from tenuto.deployments.entry.connection import HttpExchange, HttpServer
 from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.places import Limits
+from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena
 from tests.deployments.entry.test_framing import REFUSED, TAKEN, made_up, post

@@ -12,7 +12,7 @@ import pytest
 from tenuto.deployments.entry import connection as connection_module
 from tenuto.deployments.entry.connection import ArrivalClock, HttpExchange, HttpServer
 from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.places import Limits
+from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.wire.arena import Arena
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S

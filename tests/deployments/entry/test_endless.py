@@ -16,7 +16,7 @@ import pytest
 
 from tenuto.deployments.entry.connection import HttpConnection, HttpExchange, HttpServer
 from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.places import Limits
+from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.wire.arena import Arena
 
 SENT_BYTES = 2 << 20

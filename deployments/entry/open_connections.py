@@ -35,7 +35,7 @@ class Holder(Protocol):
 HolderT = TypeVar("HolderT", bound=Holder)
 
 
-class Places(Generic[HolderT]):
+class OpenConnections(Generic[HolderT]):
     """The connections that are open. Where clients have keys, those that have shown none have a quarter of the places,
     and take none of the others."""
 
