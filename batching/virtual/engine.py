@@ -19,7 +19,7 @@ from tenuto.batching.core.system import INF
 from tenuto.batching.core.told import SchedulerStatus
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.batching.rehearsal.replay import Replay
-from tenuto.batching.virtual.gpulets import EmulatedBatch, EmulatedGpulets
+from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch, EmulatedGpulets
 from tenuto.outcome import Outcome
 
 _REHEARSAL = 1 << 60  # format: the place of a rehearsal on the heap, behind every gpu-let

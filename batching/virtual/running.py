@@ -19,8 +19,8 @@ from tenuto.batching.core.build import NO_DELAY, from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
 from tenuto.batching.virtual.engine import Engine, Follows
-from tenuto.batching.virtual.gpulets import EmulatedBatch
 from tenuto.batching.virtual.result import BatchLog
+from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.plan import GpuletProcess

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tenuto.batching.planning.policy import TenutoPolicy
+from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.cli.watching import planning_watched
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve

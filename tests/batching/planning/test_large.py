@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tenuto.batching.planning.policy import TenutoPolicy
+from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped

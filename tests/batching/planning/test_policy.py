@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.judging import Worth, foreseen
-from tenuto.batching.planning.policy import TenutoPolicy
+from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.batching.planning.trial import Trials
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve

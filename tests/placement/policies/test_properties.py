@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.batching.planning.policy import TenutoPolicy
+from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.documents import parse_yaml
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
