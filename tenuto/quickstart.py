@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.documents import dump_yaml, write_whole
@@ -75,14 +76,21 @@ class Quickstart:
         on_cpu = self._plan("cpu", workload, Cluster.parse("cpu:1"), Profiles([profile]), port)
         larger = workload.scaled(_EMULATED_FACTOR)
         on_gpus = self._plan("v100", larger, Cluster.parse("v100:4"), Profiles(default_profiles("v100")), port)
-        with Launcher(progress=lambda text: self._say(f"  {text}")) as launcher:
+
+        def say(text: str) -> None:
+            self._say(f"  {text}")
+
+        with Launcher(progress=say) as launcher:
             launcher.connect(num_gpus=4, address="local")  # never onto a cluster that others use
             self._say("serve: real models on the processor")
-            launcher.apply(Deployment(plan=on_cpu, port=port, proxy_port=proxy_port).config())
+            served = Deployment(plan=on_cpu, port=port, proxy_port=proxy_port)
+            begin(launcher, served, "real models", "quickstart", progress=say)
             self.ask(launcher.base_url)
             runs = [self._load("cpu", "cpu", on_cpu, launcher.base_url)]
             self._say(f"serve: the same models on four emulated V100s, {_EMULATED_FACTOR:g} times the rates")
-            launcher.apply(Deployment(plan=on_gpus, port=port, proxy_port=proxy_port, executor="emulated").config())
+            end_all()
+            emulated = served.model_copy(update={"plan": on_gpus, "executor": "emulated"})
+            begin(launcher, emulated, "emulated GPUs", "quickstart", progress=say)
             runs.append(self._load("v100", "v100 (emulated)", on_gpus, launcher.base_url))
             self._say("stop: draining")
         return runs

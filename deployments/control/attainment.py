@@ -42,7 +42,9 @@ class Attainment:
         The requests of the last looks, of as many as speak loudest, are compared with the share that may be lost
         (generalised likelihood ratio of a Bernoulli rate).
         """
-        counts = np.array([[good.get(name, 0), bad.get(name, 0)] for name in self._names], dtype=np.float64)
+        counts = np.array([[good.get(name, 0), bad.get(name, 0)] for name in self._names], dtype=np.float64).reshape(
+            -1, 2
+        )
         self._looks.append((now_s, counts))
         self._bad += counts[:, 1].sum()
         while self._looks[0][0] <= now_s - self._window_s:

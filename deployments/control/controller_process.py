@@ -20,7 +20,7 @@ from msgspec.structs import asdict
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, Planner
+from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, OvertakenError, Planner
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
@@ -236,7 +236,11 @@ class ControllerReplica:
                         planner.close()
                     live, planner = self._begin(self._settings, self._count, self._wake.set)
                 self._looked_s = time.monotonic()
-                live.step(time.time())
+                try:
+                    live.step(time.time())
+                except OvertakenError:
+                    self._new_settings = True  # begin anew, over what runs
+                    continue
                 self._perform(live)
                 self._wake.wait(self._settings.look_s)
                 self._wake.clear()
@@ -269,13 +273,16 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogLine], None],
     called when there is a plan to look at."""
     store = ClusterStore()
     history, kept = History(store), ControlMemory(store)
+    before, found = history.latest(), Applications().deployed()
+    if found is not None:
+        history.running(found)
     version = history.latest()
     if version is None:
         raise EnvironmentFaultError("nothing is deployed. Use `tenuto deploy PLAN`.")
     profiles, gpus = read_ground(store)
-    plan = version.deployment.plan
+    plan, is_overtaken = version.deployment.plan, version != before
     memory = kept.read()
-    if memory is None or (memory.change is None and memory.plan.gpulets != plan.gpulets):
+    if memory is None or is_overtaken or (memory.change is None and memory.plan.gpulets != plan.gpulets):
         memory = Memory(plan, plan.workload)
     deployment = version.deployment.with_plan(memory.plan)
     import_applications(deployment.config())

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -46,6 +46,7 @@ logger = logging.getLogger("ray.serve")
 _DRAIN_S = 2.0  # limit: from when gateways no longer use a gpu-let to its end; the longest batches are shorter
 _LONGEST_DRAIN_S = 60.0  # limit: where gateways never say so
 _KEPT_LOG = 500  # limit
+_PLANS_UNDER_WAY = 4  # limit: that gateways may still follow, as Serve tells each by itself
 
 
 class ServeSide(Protocol):
@@ -72,6 +73,10 @@ class Planner(Protocol):
 
 
 _GpuletApplication = ServeApplication[GpuletConfig]
+
+
+class OvertakenError(EnvironmentFaultError):
+    """Somebody else deployed another plan, which is the one that counts."""
 
 
 @dataclass
@@ -134,6 +139,8 @@ class LiveSystem:
         self._ready: frozenset[str] = frozenset()  # gpu-lets that were ready then
         self._counted: dict[str, tuple[float, tuple[int, int, int]]] = {}  # when, and what
         self._migration: _Migration | None = None
+        self._runs = ENTRY_APPLICATION in serve.states()
+        self._told: deque[dict[str, Any]] = deque(maxlen=_PLANS_UNDER_WAY)  # the plans that gateways may follow
 
     def apply(
         self, plan: Plan, now_s: float, standby: Sequence[Gpulet] = (), *, wanted: Deployment | None = None
@@ -206,23 +213,36 @@ class LiveSystem:
         idle = {application_name(name): application for name, application in self._standby.items()}
         gpulets = idle | self._gpulets | {name: leaving.application for name, leaving in self._draining.items()}
         self._serve.apply(replace(config, gpulets=tuple(gpulets.values())))
+        self._runs = True
+        told = self._routed.to_data()
+        if told not in self._told:
+            self._told.append(told)
 
     def look(self, now_s: float) -> Observation | None:
         """Return what happened since the last look; None while the gateways do not answer.
 
         GPUs that are gone are told at once: the status may be asked of a gateway that went with them.
+
+        Raises:
+            OvertakenError: gateways follow a plan that was not made here.
         """
         before, self._there = self._there, self.gpus()
         if len(self._there) < len(before):
             here = {gpu.id for gpu in self._there}
             left = frozenset(g.id for g in (*self._plan.gpulets, *self._waiting) if g.gpu in here)
             return Observation(models={}, ready=self._ready & left, gpus=self._there)
+        if not self._runs:  # so far: it is being brought up
+            return Observation(models={}, ready=frozenset(), gpus=self._there)
         try:
             status = self._read_status()
         except EnvironmentFaultError:
             return None
         if status.plan is None:
             return None
+        if not self._told:
+            self._told.append(status.plan)  # of a life before this one
+        elif status.plan not in self._told:
+            raise OvertakenError("another plan was deployed meanwhile, which is served now. See `tenuto history`.")
         states = self._serve.states()
         ready = _ready(self._plan, status)
         self._go_on(now_s, status, ready, states)
@@ -317,8 +337,7 @@ class LiveSystem:
         for gpulet in self._plan.gpulets:
             state = states.get(application_name(gpulet.id))
             if state is not None and state.is_broken:
-                lines = [line.strip() for line in state.message.splitlines() if line.strip()]
-                found[gpulet.id] = lines[-1] if lines else state.status
+                found[gpulet.id] = state.essence.rpartition("\n")[2].strip()
         return found
 
 

@@ -12,15 +12,18 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tenuto.deployments.control.change import change_deployment
+from tenuto.deployments.control.change import change_deployment, nothing_of
 from tenuto.deployments.control.controller_process import keep_ground
+from tenuto.deployments.control.foreseen import ForeseenChange, foresee
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.deployments.process.ray_address import cluster_address
 from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
-from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, is_ours
+from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, ServeConfig, is_ours
 from tenuto.deployments.serve.deployment import Deployment, fitting_gateways
 from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.deployments.serve.history import ClusterStore, History, Store, Version
@@ -29,7 +32,6 @@ from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.status import ControllerState, LogLine
 from tenuto.errors import EnvironmentFaultError, TenutoError
-from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
@@ -59,11 +61,11 @@ class Operations:
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what happens is told through `progress`
         self._progress, self._sleep = progress, sleep
-        self._launcher = Launcher(progress=progress, sleep=sleep)
+        self._launcher = Launcher(progress=progress)
         self._launcher.connect(num_gpus=0, address=address or os.environ.get("RAY_ADDRESS") or "auto")
         self._applications = Applications()
         self._store = ClusterStore()
-        self.history = History(self._store)
+        self._history = History(self._store)
 
     def __enter__(self) -> Operations:
         return self
@@ -78,19 +80,47 @@ class Operations:
         return self._applications.states() if is_serving() else {}
 
     def running(self) -> Deployment:
-        """Return what is deployed, with the plan that the gateways serve now.
+        """Return what is deployed, whoever did it, with the plan of the moment.
 
         Raises:
-            EnvironmentFaultError: nothing is deployed, or no gateway answers.
+            EnvironmentFaultError: nothing is deployed.
         """
-        if ENTRY_APPLICATION not in self.states():
+        found = self._applications.deployed() if is_serving() else None
+        if found is None:
             raise EnvironmentFaultError("nothing is deployed on this cluster. Use `tenuto deploy PLAN`.")
-        status = gateway_status()
-        if status.plan is None:
-            raise EnvironmentFaultError("the gateways have no plan yet. Wait a moment and try again.")
-        version = self.history.latest()
-        deployment = version.deployment if version is not None else Deployment(plan=Plan.from_data(status.plan))
-        return deployment.with_plan(Plan.from_data(status.plan))
+        return self._history.running(found)
+
+    def described(self) -> str:
+        """Return what is deployed and where, in words; empty where nothing is.
+
+        Raises:
+            InvalidInputError: it was deployed by another version.
+        """
+        ours = [name for name in self.states() if is_ours(name)]
+        if not ours:
+            return ""
+        what = f"{len(ours)} applications"
+        if ENTRY_APPLICATION in ours:
+            running = self.running()
+            names = ", ".join(dict.fromkeys(r.name for gpulet in running.plan.gpulets for r in gpulet.models))
+            what = f"the deployment at {running.url} ({names or 'no models'})"
+        return f"{what} on the Ray at {cluster_address()}"
+
+    @property
+    def history(self) -> History:
+        """The versions, with what `serve deploy` brought."""
+        if ENTRY_APPLICATION in self.states():
+            self.running()
+        return self._history
+
+    def strays(self) -> list[str]:
+        """Return the applications of ours that hold GPUs beside what is deployed: `serve deploy` leaves what other
+        commands began. A controller ends them itself, and holds others on purpose."""
+        states = self.states()
+        if CONTROL_APPLICATION in states or ENTRY_APPLICATION not in states:
+            return []
+        wanted = {application.name for application in self.running().config().applications}
+        return sorted(name for name in states if is_ours(name) and name not in wanted)
 
     @property
     def base_url(self) -> str:
@@ -108,6 +138,7 @@ class Operations:
         ground: Ground | None = None,
         replace: bool = False,
         kept: Collection[str] = (),
+        agrees: Callable[[ForeseenChange], None] = lambda _foreseen: None,
     ) -> bool:
         """Make a deployment the one that runs, and return whether it was reached; if not, the one before runs again.
 
@@ -118,6 +149,7 @@ class Operations:
             ground: what the controller plans with; needed with settings of one.
             replace: foreign applications may be removed, and what runs of ours is ended first.
             kept: fields of `wanted` that stay as they are where something runs.
+            agrees: is told what it does to what runs, before anything is done; what it raises prevents it.
 
         Raises:
             InvalidInputError: it cannot be served so; nothing was changed.
@@ -126,6 +158,8 @@ class Operations:
         states = self.states()
         if not replace:
             refuse_foreign(states)
+        if ENTRY_APPLICATION in states:
+            agrees(foresee(self.running().plan, wanted.plan))
         if ENTRY_APPLICATION in states and not replace:
             if ground is not None:
                 keep_ground(self._store, *ground)
@@ -135,13 +169,19 @@ class Operations:
         elif any(is_ours(name) for name in states):
             self.delete()
         check_cluster()
-        begin(self._launcher, wanted, why, by, ground)
+        try:
+            begin(self._launcher, wanted, why, by, ground, progress=self._progress, sleep=self._sleep)
+        except TenutoError:
+            self.delete()
+            raise
         return True
 
     def _change(self, wanted: Deployment, why: str, by: str, kept: Collection[str], *, has_controller: bool) -> bool:
         running = self.running()
-        if self.history.latest() is None:  # by `serve deploy`, or by a command that was killed: how is not known
-            running = wanted.with_plan(running.plan).model_copy(update={"control": None})
+        strays = self.strays()
+        if strays:
+            self._progress(f"ending {', '.join(strays)}, which no plan has")
+            self._applications.delete(strays)
         as_now = running.with_plan(wanted.plan)
         wanted = wanted.model_copy(update={name: getattr(as_now, name) for name in kept})
         wanted = wanted.model_copy(update={"nodes": running.nodes})  # another number would start all of them anew
@@ -152,23 +192,7 @@ class Operations:
             since_s = time.time()
             AskedController().deploy(wanted, by, why)
             return self._follow(since_s)
-        without = wanted.model_copy(update={"control": None})
-        reached = change_deployment(
-            running.model_copy(update={"control": None}),
-            without,
-            self._applications,
-            gateway_status,
-            self.history,
-            by=by,
-            why=why,
-            tell=lambda entry: self._progress(f"{entry.kind}: {entry.text}"),
-            sleep=self._sleep,
-        )
-        if reached and wanted.control is not None:
-            now = self.running().model_copy(update={"control": wanted.control})
-            self.history.add(now, by, "a controller was added")
-            self._applications.apply(now.config())
-        return reached
+        return _carry_out(running, wanted, None, self._store, by, why, self._progress, self._sleep)
 
     def _follow(self, since_s: float) -> bool:
         """Tell what the controller logs until a change is over."""
@@ -187,16 +211,22 @@ class Operations:
             f"the controller has said nothing of the change for {_SILENT_S:g} s. See `tenuto control log`."
         )
 
-    def rollback(self, number: int | None) -> tuple[Version, bool]:
+    def rollback(
+        self, number: int | None, *, agrees: Callable[[ForeseenChange], None] = lambda _foreseen: None
+    ) -> tuple[Version, bool]:
         """Go back to a version, by default to the last one that was another plan; return it and whether it was reached.
 
         Raises:
             InvalidInputError: there is no such version.
             EnvironmentFaultError: there is none to go back to.
         """
-        version = self.history.before() if number is None else self.history.get(number)
+        history = self.history
+        is_down = number is None and ENTRY_APPLICATION not in self.states()
+        version = history.get(number) if number is not None else history.latest() if is_down else history.before()
+        if version is None:
+            raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")
         why = f"rollback to version {version.number}"
-        return version, self.deploy(version.deployment, why, by="rollback")
+        return version, self.deploy(version.deployment, why, by="rollback", agrees=agrees)
 
     def delete(self) -> list[str]:
         """Drain and remove what is deployed; return the applications that were. Foreign ones stay.
@@ -205,7 +235,7 @@ class Operations:
             EnvironmentFaultError: something does not go.
         """
         if not is_serving():
-            _forget(self._store)
+            _forget_life(self._store)
             return []
         return _remove(self._applications, self._store)
 
@@ -262,11 +292,13 @@ def begin(
     deployment: Deployment,
     why: str,
     by: str,
-    ground: Ground | None,
+    ground: Ground | None = None,
     *,
     ends_with_caller: bool = False,
+    progress: Callable[[str], None] = lambda _text: None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Begin a deployment on the cluster that this process is connected to, with a history and a memory of its own.
+    """Bring a deployment up on the cluster that this process is connected to.
 
     `ends_with_caller`: this process ends it; should it be killed first, the next one of this machine does.
 
@@ -274,19 +306,44 @@ def begin(
         EnvironmentFaultError: it does not start.
     """
     store = ClusterStore()
-    _forget(store)
+    _forget_life(store)
     applications, gpulets = Applications(), len(deployment.plan.gpulets)
     gateways = deployment.gateways or fitting_gateways(applications.count_cores(), gpulets)
     deployment = deployment.model_copy(update={"nodes": applications.count_nodes(), "gateways": gateways})
     if ends_with_caller:
         sign_launcher(store)
-    launcher.apply(deployment.model_copy(update={"control": None}).config())
-    History(store).add(deployment, by, why)
-    if deployment.control is not None:
-        # It begins from the history.
+    launcher.start_serve(deployment.config())
+    _carry_out(nothing_of(deployment), deployment, ground, store, by, why, progress, sleep)
+
+
+class _WithoutController(Applications):
+    """Serve, as a command changes it: a controller begins from the history, once the plan is reached."""
+
+    def apply(self, config: ServeConfig) -> None:
+        super().apply(replace(config, control=None))
+
+
+def _carry_out(
+    running: Deployment,
+    wanted: Deployment,
+    ground: Ground | None,
+    store: Store,
+    by: str,
+    why: str,
+    progress: Callable[[str], None],
+    sleep: Callable[[float], None],
+) -> bool:
+    """Go from one deployment to another where no controller runs; the controller of the other one begins after it."""
+    serve, history = _WithoutController(), History(store)
+    reached = change_deployment(
+        running, wanted, serve, gateway_status, history, by=by, why=why, tell=progress, sleep=sleep
+    )
+    version = history.latest()
+    if reached and version is not None and wanted.control is not None:
         if ground is not None:
             keep_ground(store, *ground)
-        Applications().apply(deployment.config())
+        Applications().apply(version.deployment.config())
+    return reached
 
 
 def sign_launcher(store: Store) -> None:
@@ -373,7 +430,7 @@ class AskedController:
 
 
 def _remove(applications: Applications, store: Store) -> list[str]:
-    """Drain and remove every application of ours, with all that is remembered of it; return their names."""
+    """Drain and remove every application of ours, with what is remembered of its life; return their names."""
     ours = sorted(name for name in applications.states() if is_ours(name))
     if CONTROL_APPLICATION in ours:
         with suppress(EnvironmentFaultError):  # it does not answer
@@ -385,11 +442,11 @@ def _remove(applications: Applications, store: Store) -> list[str]:
             if time.monotonic() > until_s:
                 raise EnvironmentFaultError(f"{', '.join(left)} did not end within {_GONE_S:g} s. See `ray status`.")
             time.sleep(0.2)
-    _forget(store)
+    _forget_life(store)
     return ours
 
 
-def _forget(store: Store) -> None:
-    History(store).clear()
+def _forget_life(store: Store) -> None:
+    """Forget what is only of what runs; its history stays."""
     ControlMemory(store).clear()
     store.delete(_LAUNCHER)

@@ -20,6 +20,7 @@ from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.machines.devices import DeviceFigures
 from tenuto.deployments.operator.merged_status import merge_system
+from tenuto.deployments.process.ray_address import cluster_address
 from tenuto.deployments.wire.status import EndedRequest, GatewayReport, GatewayStatus, SystemStatus
 
 
@@ -56,7 +57,8 @@ class WatchedGateway:
         with the controller's decisions."""
         found = await self._dispatching.status()
         reports = await self._all()
-        return merge_system(found, reports, await self._controller.read(), version=__version__, now_s=time.time())
+        merged = merge_system(found, reports, await self._controller.read(), version=__version__, now_s=time.time())
+        return replace(merged, cluster=cluster_address())
 
     async def waiting(self) -> dict[str, int]:
         """Return how many requests of each model wait for a batch."""

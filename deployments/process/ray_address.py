@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,12 @@ def _use_token() -> None:
         setup.logger.setLevel(before)
 
 
+def cluster_address() -> str:
+    """Return the address of the Ray that this process is connected to; empty without one."""
+    ray = sys.modules.get("ray")
+    return str(ray.get_runtime_context().gcs_address) if ray is not None and ray.is_initialized() else ""
+
+
 def own_address_for(node_id: str) -> str:
     """Return by which address a process on a Ray node reaches this one; empty: from the same node, without one."""
     if not node_id:
@@ -173,14 +180,48 @@ def _why_not_ray(host: str, port: int, timeout_s: float) -> str | None:
 
 
 def running_ray() -> str:
-    """Return the address of the Ray that commands join by themselves; empty where none answers."""
+    """Return the address of the Ray that commands join by themselves; empty where none answers.
+
+    Raises:
+        EnvironmentFaultError: there are several.
+    """
     address = _resolved("auto")
     return address if address and why_unreachable(address, 1.0) is None else ""
 
 
+def started_rays() -> list[str]:
+    """Return the addresses of this user's Rays that a `tenuto serve` of this machine started, in order.
+
+    A port that one left may be somebody else's now, so that one counts only while a socket of ours listens there.
+    """
+    try:
+        files = sorted(_notes().glob("*")) if _is_ours_alone(_own_folder()) else []
+        found = [file.read_text(encoding="utf-8").strip() for file in files]
+    except OSError:
+        return []
+    return [address for address in found if _is_listened_to_by_us(address) and why_unreachable(address, 1.0) is None]
+
+
+def _is_listened_to_by_us(address: str) -> bool:
+    port = address.rpartition(":")[2]
+    return port.isdecimal() and _listeners(int(port)) == {os.geteuid()}
+
+
 def _resolved(address: str) -> str:
-    """Return what `auto` means: what RAY_ADDRESS says, or the Ray that we started here; empty where neither does."""
-    return os.environ.get("RAY_ADDRESS") or _last_started() if address == "auto" else address
+    """Return what `auto` means: what RAY_ADDRESS says, or the Ray that we started here; empty where neither does.
+
+    Raises:
+        EnvironmentFaultError: we started several.
+    """
+    if address != "auto":
+        return address
+    named = os.environ.get("RAY_ADDRESS")
+    started = [] if named else started_rays()
+    if len(started) > 1:
+        raise EnvironmentFaultError(
+            f"several Rays of `tenuto serve` run here: {', '.join(started)}. Name one with --address."
+        )
+    return named or next(iter(started), "")
 
 
 def make_session_folder() -> Path:
@@ -209,10 +250,14 @@ def make_session_folder() -> Path:
 
 
 def announce(address: str) -> None:
-    """Let other commands of this user find a Ray that was just started here, unless they find one already."""
-    before = _last_started()
-    if not before or why_unreachable(before, 1.0) is not None:
-        write_whole(_last_started_file(), address)
+    """Let other commands of this user find a Ray that was just started here."""
+    _notes().mkdir(exist_ok=True)
+    for file in _notes().glob("*"):
+        if not _is_listened_to_by_us(file.read_text(encoding="utf-8").strip()):
+            file.unlink(missing_ok=True)  # it is gone
+    write_whole(_notes() / address.rpartition(":")[2], address)
+    # Where Ray's own commands look with RAY_TMPDIR set to our folder.
+    write_whole(_notes().with_name("ray_current_cluster"), address)
 
 
 def _own_folder() -> Path:
@@ -224,24 +269,9 @@ def _is_ours_alone(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
-def _last_started() -> str:
-    """Return the address of the Ray that this user's last `tenuto serve` started; empty where it is gone.
-
-    A port that it left may be somebody else's now, so that one counts only while a socket of ours listens there.
-    """
-    try:
-        if not _is_ours_alone(_own_folder()):
-            return ""
-        address = _last_started_file().read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
-    port = address.rpartition(":")[2]
-    return address if port.isdecimal() and _listeners(int(port)) == {os.geteuid()} else ""
-
-
-def _last_started_file() -> Path:
-    """It has the place and the name that Ray's own commands look for with RAY_TMPDIR set to our folder."""
-    return _own_folder() / "ray" / "ray_current_cluster"
+def _notes() -> Path:
+    """Return the folder with a file for every Ray that was started here, by its port."""
+    return _own_folder() / "ray" / "started"
 
 
 def _listeners(port: int) -> set[int]:

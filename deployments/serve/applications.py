@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tenuto import __version__
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.building import deploy_applications
 from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, ServeConfig, is_ours
-from tenuto.deployments.serve.states import ApplicationState, application_states, delete_applications
+from tenuto.deployments.serve.deployment import MOST_CLIENTS, Deployment
+from tenuto.deployments.serve.states import ApplicationState, application_states, delete_applications, serve_client
 from tenuto.errors import EnvironmentFaultError
 
 _MOST_CHECKED_NODES = 32  # limit: nodes whose version of Tenuto is asked for; it rarely differs on the others only
 _REFUSED_S = 0.2  # limit: a machine that is there refuses at once
 _CHECK_S = 90.0  # limit: a node's first worker imports Ray; on a busy machine that takes long
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """What is to run; its executor is not known where Tenuto deployed it. `by_serve`: `serve deploy` brought it."""
+
+    deployment: Deployment
+    by_serve: bool
 
 
 class Applications:
@@ -28,6 +38,30 @@ class Applications:
     def states(self) -> dict[str, ApplicationState]:
         """Return every application by name."""
         return application_states()
+
+    def deployed(self) -> Deployed | None:
+        """Return what of ours is to run, as Serve has it; None where there is none.
+
+        Raises:
+            InvalidInputError: it was not made by Tenuto, or by another version.
+        """
+        client = serve_client()
+        details = within(ANSWER_S, client.get_serve_details) if client else {"applications": {}}
+        entry = details["applications"].get(ENTRY_APPLICATION)
+        if entry is None or entry["status"] == "DELETING":
+            return None
+        applications = [
+            {
+                "name": name,
+                "args": (each["deployed_app_config"] or {}).get("args", {}),
+                "deployments": [deployment["deployment_config"] for deployment in each["deployments"].values()],
+            }
+            for name, each in details["applications"].items()
+            if is_ours(name) and each["deployments"]
+        ]
+        # Where Serve's proxies listen is not said by what is deployed: they are older.
+        found = Deployment.from_data({"applications": applications}, origin="what runs on Serve")
+        return Deployed(found, entry["source"] == "declarative")
 
     def delete(self, names: Collection[str]) -> None:
         """Drain and remove applications: the entry first, so that no request comes to a gpu-let that is about to go.
@@ -104,10 +138,13 @@ def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: ServeConf
     """Return what nodes, each with what it is found by (its address first) and the GPUs that Ray counts there, lack
     for a Serve config; None: nothing."""
     gpus = {name: sum(count for names, count in nodes if name in names) for found, _ in nodes for name in found}
-    wanted: dict[str, float] = {}  # Ray's GPUs by what a node is found by; "": any
-    for actor in [application.actor for application in config.gpulets]:
-        wanted[actor.node or ""] = wanted.get(actor.node or "", 0.0) + actor.num_gpus
-    missing = sorted(wanted.keys() - gpus.keys() - {""})
+    held: dict[str, dict[str, int]] = {}  # processes by what their node is found by ("": any) and their GPU
+    for application in config.gpulets:
+        gpu = None if application.spec is None else application.spec.gpu
+        on_node = held.setdefault(application.actor.node or "", {})
+        if gpu is not None and gpu.type != "cpu":
+            on_node[gpu.id] = on_node.get(gpu.id, 0) + 1
+    missing = sorted(held.keys() - gpus.keys() - {""})
     if missing:
         known = sorted({name for names, _ in nodes for name in names if name == names[0] or "=" in missing[0]})
         return (
@@ -115,14 +152,19 @@ def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: ServeConf
             "Ray there (`ray start --address`, `--labels` for a label), or correct `address` or `label` in the cluster "
             "file and plan again."
         )
-    short = sorted(node for node, count in wanted.items() if node and count > gpus[node] + 1e-9)
-    everywhere = sum(count for _, count in nodes)
-    if short or sum(wanted.values()) > everywhere + 1e-9:
+    crowded = {gpu: count for on_node in held.values() for gpu, count in on_node.items() if count > MOST_CLIENTS}
+    if crowded and config.entry.user_config.plan.mps != "off":
+        shown = ", ".join(f"{gpu} ({count})" for gpu, count in crowded.items())
+        return f"more gpu-lets than CUDA MPS has clients on a GPU, {MOST_CLIENTS}: {shown}. Plan with fewer per GPU."
+    short = sorted(node for node, on_node in held.items() if node and len(on_node) > gpus[node])
+    everywhere, wanted = sum(count for _, count in nodes), sum(map(len, held.values()))
+    if short or wanted > everywhere:
         where = f"node {', '.join(short)} has" if short else "the cluster has"
         have = ", ".join(f"{gpus[node]:g}" for node in short) if short else f"{everywhere:g}"
+        needs = ", ".join(str(len(held[node])) for node in short) if short else str(wanted)
         return (
-            f"the plan has gpu-lets on GPUs, and {where} {have} of them by Ray's count. Start Ray there with "
-            "`--num-gpus`, as many as the plan uses."
+            f"the plan has gpu-lets on {needs} GPUs, and {where} {have} of them by Ray's count. Start Ray there with "
+            "`--num-gpus`, as many as the plan uses, or plan on those that are there."
         )
     return None
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from tenuto.deployments.serve.config import (
     CONTROL_APPLICATION,
     ENTRY_APPLICATION,
+    GPULET_PREFIX,
     HEAD_NODE,
     ActorOptions,
     ServeApplication,
@@ -20,6 +21,7 @@ from tenuto.deployments.serve.config import (
 from tenuto.deployments.serve.sub_clusters import cut_plan, fits_plan, parted
 from tenuto.deployments.serve.user_config import (
     HANGS_S,
+    Access,
     ControlConfig,
     DispatcherConfig,
     Entrance,
@@ -27,20 +29,40 @@ from tenuto.deployments.serve.user_config import (
     GpuletConfig,
     GpuletSpec,
     GpuOfGpulet,
+    Listen,
     MemberEntry,
     Options,
     ProgramEntry,
 )
 from tenuto.documents import StrictModel, parse_document
+from tenuto.errors import refused
 from tenuto.mps.share import client_environment
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.plan import GpuletProcess, PlanField
 from tenuto.placement.program import Program
 
-# CUDA MPS admits at most 48 clients per GPU (driver r550; 60 later), so 50 slots are never too few.
+MOST_CLIENTS = 48  # format: of CUDA MPS, on one GPU (driver r550; 60 later)
+# So 50 slots are never too few.
 _LEDGER_SLOT = 0.02  # unit: a place of a GPU
 # Two gateways, the dispatcher that schedules, and Ray with all that waits: each keeps a core busy under full load.
 _CORES_OF_TWO = 4  # derived: of two gateways
+
+
+class _FoundProcesses(BaseModel):
+    num_replicas: int = 1
+    max_replicas_per_node: int | None = None
+    logging_config: dict[str, Any] | None = None
+    user_config: dict[str, Any] = Field(default_factory=dict)
+
+
+class _FoundApplication(BaseModel):
+    name: str
+    args: dict[str, Any] = Field(default_factory=dict)
+    deployments: list[_FoundProcesses] = Field(default_factory=list, min_length=1)
+
+
+class _FoundConfig(BaseModel):
+    applications: list[_FoundApplication]
 
 
 class Deployment(StrictModel):
@@ -90,6 +112,54 @@ class Deployment(StrictModel):
     partition: dict[str, int] | None = None
     control: dict[str, Any] | None = None
 
+    @classmethod
+    def from_data(cls, data: Any, *, origin: str = "Serve config") -> Deployment:
+        """Read the deployment that a Serve config is made from, as `config` of it makes it; of what Serve tells of
+        running applications too, which lacks the gpu-lets' arguments where Tenuto itself deployed them. Keys that are
+        not ours are left alone.
+
+        Raises:
+            InvalidInputError: it is not one of ours, or breaks a rule.
+        """
+        found = {each.name: each for each in parse_document(_FoundConfig, data, origin=origin).applications}
+        entry = found.get(ENTRY_APPLICATION)
+        if entry is None:
+            cure = "Write it with `tenuto plan … -o plan.yaml`."
+            raise refused(f"{origin}: applications", "(Serve config)", "carries no Tenuto plan", cure)
+        (gateway,) = entry.deployments
+        config = parse_document(GatewayConfig, gateway.user_config, origin=f"{origin}: user_config of the gateway")
+        specs = [each.args["spec"] for each in found.values() if "spec" in each.args]
+        held = [each.deployments[0].user_config for name, each in found.items() if name.startswith(GPULET_PREFIX)]
+        executor = parse_document(GpuletSpec, specs[0], origin=f"{origin}: args.spec").executor if specs else "auto"
+        listen, operators = config.listen or Listen(port=cls.model_fields["port"].default), config.operators
+        proxy_port = (data.get("http_options") or {}).get("port")
+        cut = {model: int(name) for name, models in config.sub_clusters.items() for model in models}
+        control = found.get(CONTROL_APPLICATION)
+        return cls(
+            plan=config.plan,
+            executor=executor,
+            host=listen.host,
+            port=listen.port,
+            proxy_port=None if proxy_port == _beside(listen.port, 1) else proxy_port,
+            operator_port=_usual(operators, _beside(listen.port, 2)),
+            access=Entrance(
+                **{name: getattr(config, name) for name in Access.model_fields},
+                tls_cert=listen.tls_cert,
+                tls_key=listen.tls_key,
+            ),
+            log_json=(gateway.logging_config or data.get("logging_config") or {}).get("encoding") == "JSON",
+            encrypt=config.encrypt,
+            hangs_s=parse_document(GpuletConfig, held[0], origin=f"{origin}: user_config").hangs_s if held else HANGS_S,
+            scheduler=config.scheduler.name,
+            scheduler_options=config.scheduler.options,
+            gateway_options=Options(**{name: getattr(config, name) for name in Options.model_fields}),
+            gateways=gateway.num_replicas,
+            dispatchers=config.dispatchers if cut else cls.model_fields["dispatchers"].default,
+            nodes=-(-gateway.num_replicas // gateway.max_replicas_per_node) if gateway.max_replicas_per_node else 1,
+            partition=cut if cut and (gateway.num_replicas == 1 or set(cut.values()) != {0}) else None,
+            control=None if control is None else control.deployments[0].user_config.get("settings", {}),
+        )
+
     @property
     def feeds_dispatchers(self) -> bool:
         """Whether dispatchers are processes of their own, which gateways feed."""
@@ -99,6 +169,13 @@ class Deployment(StrictModel):
     def url(self) -> str:
         """Where clients are answered."""
         return f"{'http' if self.access.tls_cert is None else 'https'}://{self.host}:{self.port}"
+
+    @property
+    def operator_url(self) -> str:
+        """Where operators are answered: a port of their own, or the clients'."""
+        return (
+            self.url if self.operator_port == 0 else f"http://127.0.0.1:{self.operator_port or _beside(self.port, 2)}"
+        )
 
     def with_plan(self, plan: Plan) -> Deployment:
         """Return the same deployment of another plan, parted anew where its partition does not fit that."""
@@ -218,6 +295,13 @@ def fitting_gateways(cores: int, gpulets: int) -> int:
     has a core to itself, as one that dies then costs only what it had in hand; else one, with the dispatcher in its
     process, as on fewer cores two gateways serve less than one."""
     return 2 if cores >= _CORES_OF_TWO + gpulets else 1
+
+
+def _usual(socket: Listen | None, usual: int) -> int | None:
+    """Return the port that was asked for where a socket is; None: no other than the usual one; 0: no socket."""
+    if socket is None:
+        return 0
+    return None if socket.port == usual else socket.port
 
 
 def _beside(port: int, steps: int) -> int:

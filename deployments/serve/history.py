@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.deployments.serve.applications import Deployed
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, refused
@@ -132,6 +133,22 @@ class History:
             raise EnvironmentFaultError("no other plan ran before. See `tenuto history`." if versions else nothing)
         return found[-1]
 
+    def running(self, found: Deployed) -> Deployment:
+        """Return the deployment that runs. What `serve deploy` brought becomes a version first, so that it is one to
+        come back to."""
+        latest, deployment = self.latest(), found.deployment
+        if latest is not None:
+            known = latest.deployment
+            deployment = deployment.model_copy(update={"executor": known.executor})
+            if not found.by_serve:
+                return known.with_plan(deployment.plan)
+            if known.config().entry == deployment.config().entry:
+                return known
+        if found.by_serve:
+            deployment = found.deployment
+            self.add(deployment, "serve deploy", "found running")
+        return deployment
+
     def get(self, number: int) -> Version:
         """Return a version; raises `InvalidInputError` where it is not kept."""
         found = self._read(number)
@@ -140,11 +157,6 @@ class History:
             rule = f"is not kept; {f'kept are {kept[0]} to {kept[-1]}' if kept else 'nothing was deployed'}"
             raise refused("version", number, rule, "See `tenuto history`.")
         return found
-
-    def clear(self) -> None:
-        """Forget everything, once nothing is deployed any more."""
-        for number in self._numbers():
-            self._store.delete(self._key(number))
 
     def _numbers(self) -> list[int]:
         return [int(key.removeprefix(self._PREFIX)) for key in self._store.keys(self._PREFIX)]

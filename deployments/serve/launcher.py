@@ -12,7 +12,6 @@ import logging
 import os
 import random
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +19,8 @@ from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.process.ray_address import QUIET, announce, join_ray, make_session_folder, on_loopback
 from tenuto.deployments.process.ray_token import make_token
 from tenuto.deployments.serve.applications import check_nodes
-from tenuto.deployments.serve.building import deploy_applications
 from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, ServeConfig, is_ours
-from tenuto.deployments.serve.endpoint import get_json
-from tenuto.deployments.serve.states import application_states, delete_applications, serve_client
+from tenuto.deployments.serve.states import ApplicationState, application_states, delete_applications, serve_client
 from tenuto.deployments.serve.user_config import Listen
 from tenuto.errors import EnvironmentFaultError
 
@@ -72,14 +69,12 @@ def start_local_ray(num_gpus: int) -> None:
 class Launcher:
     """One connection to Ray and, below it, one set of Serve applications. Use as a context manager."""
 
-    def __init__(
-        self, *, progress: Callable[[str], None] = lambda _text: None, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
-        """`progress` is told what happens, `sleep` waits for seconds; what it raises ends a wait."""
-        self._progress, self._sleep = progress, sleep
+    def __init__(self, *, progress: Callable[[str], None] = lambda _text: None) -> None:
+        """`progress` is told what happens."""
+        self._progress = progress
         self._owns_ray = False  # started here: it is stopped with the launcher
         self._joined_ray = False  # connected to here: it is left with the launcher
-        self._applied: set[str] = set()
+        self._has_begun = False  # something of ours may run that ends with the launcher
         self._base_url = ""
         self._operator_url = ""
 
@@ -137,81 +132,44 @@ class Launcher:
         start_local_ray(num_gpus)
         self._owns_ray = True
 
-    def apply(self, config: ServeConfig, *, timeout_s: float = 300.0) -> None:
-        """Deploy a Serve config and wait until every application runs and every gpu-let is connected to the gateway.
-
-        Applications of an earlier `apply` that the new config lacks are removed.
+    def start_serve(self, config: ServeConfig) -> None:
+        """Start Serve, where it does not run, for what is to be applied.
 
         Raises:
-            EnvironmentFaultError: an application failed to start (with Serve's reason), the port is taken, the cluster
-                lacks a node of the plan, or time ran out.
+            EnvironmentFaultError: it does not start, a port is taken, or the cluster lacks a node of the plan.
         """
         from ray import serve
 
         check_nodes(config)
-        own, operators = config.entry.user_config.listen, config.entry.user_config.operators
-        proxy = Listen(port=config.proxy_port)
+        gateway, proxy = config.entry.user_config, Listen(port=config.proxy_port)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        if not self._applied:
-            ours = is_serving()
-            for listen, option in ((own, "--port"), (proxy, "--proxy-port"), (operators, "--operator-port")):
-                if listen is not None:
-                    _check_port(listen.host, listen.port, option, ours=ours)
-            try:
-                within(
-                    _SERVE_STARTS_S,
-                    serve.start,
-                    **{key: value for key, value in config.to_data().items() if key != "applications"},
-                )
-            except Exception as error:  # Ray wraps whatever stopped its proxy in kinds of its own
-                raise EnvironmentFaultError(
-                    f"Ray Serve did not start:\n{_essence(str(error))}\nRun `tenuto doctor`."
-                ) from error
-            # A Serve that ran before keeps its own address.
-            actual = serve_client().http_config
-            if (actual.host, actual.port) != (proxy.host, proxy.port):
-                self._progress(f"Ray Serve already runs here, and its proxies listen on {actual.host}:{actual.port}")
-            self._base_url = f"http://{actual.host}:{actual.port}"
-        if own is not None:
-            self._base_url = own.url
-        self._operator_url = "" if operators is None else operators.url
-        names = {application.name for application in config.applications}
-        deploy_applications(config)
-        self._applied = names
-        self._wait(names, time.monotonic() + timeout_s)
-
-    def _wait(self, names: set[str], until: float) -> None:
-        shown = ""
-        while True:
-            states = {name: state for name, state in application_states().items() if name in names}
-            for name, state in states.items():
-                if state.is_broken:
-                    raise EnvironmentFaultError(f"application {name} did not start:\n{_essence(state.message)}")
-            running = {name for name, state in states.items() if state.is_running}
-            ready = running == names and self._is_ready()
-            text = f"{len(running)}/{len(names)} applications run" + (", gpu-lets connected" if ready else "")
-            if text != shown:
-                self._progress(text)
-                shown = text
-            if ready:
-                return
-            if time.monotonic() > until:
-                waiting = sorted(names - running) or ["the gpu-lets' connections"]
-                messages = "; ".join(states[name].message for name in waiting if name in states)
-                raise EnvironmentFaultError(f"not ready in time: {', '.join(waiting)}. {messages} See `ray status`.")
-            self._sleep(0.2)
-
-    def _is_ready(self) -> bool:
+        ours = is_serving()
+        for listen, option in (
+            (gateway.listen, "--port"),
+            (proxy, "--proxy-port"),
+            (gateway.operators, "--operator-port"),
+        ):
+            if listen is not None:
+                _check_port(listen.host, listen.port, option, ours=ours)
         try:
-            return bool(get_json(f"{self.operator_url}/v2/health/ready", 2.0).get("ready"))
-        except EnvironmentFaultError:
-            return False
+            how = {key: value for key, value in config.to_data().items() if key != "applications"}
+            within(_SERVE_STARTS_S, serve.start, **how)
+        except Exception as error:  # Ray wraps whatever stopped its proxy in kinds of its own
+            why = ApplicationState("", str(error)).essence
+            raise EnvironmentFaultError(f"Ray Serve did not start:\n{why}\nRun `tenuto doctor`.") from error
+        # A Serve that ran before keeps its own address.
+        actual = serve_client().http_config
+        if (actual.host, actual.port) != (proxy.host, proxy.port):
+            self._progress(f"Ray Serve already runs here, and its proxies listen on {actual.host}:{actual.port}")
+        self._base_url = "" if gateway.listen is None else gateway.listen.url
+        self._operator_url = "" if gateway.operators is None else gateway.operators.url
+        self._has_begun = True
 
     def leave(self) -> None:
         """Let what was applied run on, and leave a Ray that was joined here."""
         import ray
 
-        self._applied = set()
+        self._has_begun = False
         if self._joined_ray:
             self._joined_ray = False
             within(ANSWER_S, ray.shutdown)
@@ -232,13 +190,12 @@ class Launcher:
         ):
             if self._owns_ray:
                 within(_SERVE_ENDS_S, serve.shutdown)
-            elif self._applied:
-                # The plan may have changed since. The entry goes before gpu-lets: no new request may reach one that is
-                # about to go.
-                ours = self._applied | {name for name in application_states() if is_ours(name)}
+            elif self._has_begun:
+                # The entry goes before gpu-lets: no new request may reach one that is about to go.
+                ours = {name for name in application_states() if is_ours(name)}
                 for group in ([CONTROL_APPLICATION], [ENTRY_APPLICATION], sorted(ours)):
                     delete_applications([name for name in group if name in ours])
-        self._applied = set()
+        self._has_begun = False
         if self._owns_ray or self._joined_ray:
             with contextlib.suppress(EnvironmentFaultError):
                 within(_SERVE_ENDS_S, ray.shutdown)
@@ -276,11 +233,3 @@ def _check_port(host: str, port: int, option: str, *, ours: bool) -> None:
             raise EnvironmentFaultError(
                 f"{host}:{port} is taken ({error.strerror}). Choose another with {option}."
             ) from error
-
-
-def _essence(message: str) -> str:
-    """Return the last lines of a Serve failure message, where the cause is."""
-    lines = [line for line in message.strip().splitlines() if line.strip()]
-    if lines:
-        return "\n".join(lines[-6:])
-    return "Serve gave no reason; see session_latest/logs/serve in the folder of Ray's sessions."

@@ -25,6 +25,12 @@ class ApplicationState:
         return self.status in ("DEPLOY_FAILED", "UNHEALTHY")
 
     @property
+    def essence(self) -> str:
+        """The last lines of its message, where the cause is."""
+        lines = [line for line in self.message.strip().splitlines() if line.strip()]
+        return "\n".join(lines[-6:]) or "Serve gave no reason; see session_latest/logs/serve in Ray's session folder."
+
+    @property
     def is_leaving(self) -> bool:
         """Whether it is being removed."""
         return self.status == "DELETING"

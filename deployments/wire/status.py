@@ -370,7 +370,9 @@ class WatchedStatus(_Dispatched, frozen=True, kw_only=True):
 
 
 class SystemStatus(WatchedStatus, frozen=True, kw_only=True):
-    """The document at `GET /status`. `models` is what tells it from any other document."""
+    """The document at `GET /status`. `models` is what tells it from any other document. `cluster`: the address of the
+    Ray that it runs on; empty without one."""
 
     plan: dict[str, Any] | None = None
     models: dict[str, ModelStatus]
+    cluster: str = ""

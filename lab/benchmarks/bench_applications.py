@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for `tests`, where this is not the folder it is started in
 
+from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, run_bench
@@ -38,7 +39,8 @@ def main() -> int:
     rows: dict[str, dict[str, Any]] = {"virtual time": simulation.run().summary()["applications"]}
     with Launcher() as launcher:
         launcher.connect(num_gpus=2, address="local")
-        launcher.apply(Deployment(plan=plan, executor="emulated").config())
+        end_all()
+        begin(launcher, Deployment(plan=plan, executor="emulated"), "a run", "the laboratory")
         for via in WAYS:
             options = BenchOptions(launcher.base_url, asked.seconds, asked.seed, clients=1, grace_s=2.0, via=via)
             result = run_bench(plan.models, options, applications=plan.applications)

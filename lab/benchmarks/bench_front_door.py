@@ -11,6 +11,7 @@ import argparse
 
 from serving import apply_rival, closed_loop, heading, rival_config, synthetic_plan
 
+from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher
 
@@ -27,19 +28,22 @@ def main() -> None:
     rows = []
     with Launcher() as launcher:
         launcher.connect(num_gpus=2, address="local")
-        launcher.apply(Deployment(plan=plan, port=PORT).config())
+        end_all()
+        begin(launcher, Deployment(plan=plan, port=PORT), "a run", "the laboratory")
         closed_loop(launcher.base_url, 16, 1.0)
         for connections in (16, 64, 128):
             rows.append(
                 (f"tenuto, deferred, {connections} connections", *closed_loop(launcher.base_url, connections, seconds))
             )
-        launcher.apply(Deployment(plan=plan, port=PORT, gateways=2).config())
+        end_all()
+        begin(launcher, Deployment(plan=plan, port=PORT, gateways=2), "a run", "the laboratory")
         closed_loop(launcher.base_url, 16, 1.0)
         for connections in (16, 64, 128):
             rows.append(
                 (f"two gateways, deferred, {connections} conn.", *closed_loop(launcher.base_url, connections, seconds))
             )
-        launcher.apply(Deployment(plan=plan, port=PORT, scheduler="eager").config())
+        end_all()
+        begin(launcher, Deployment(plan=plan, port=PORT, scheduler="eager"), "a run", "the laboratory")
         for connections in (1, 64):
             rows.append(
                 (f"tenuto, eager, {connections} connections", *closed_loop(launcher.base_url, connections, seconds))

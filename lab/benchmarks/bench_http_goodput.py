@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from serving import apply_rival, heading, rival_config, synthetic_plan
 
+from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, run_bench
@@ -77,7 +78,8 @@ def main() -> None:
 
             def tenuto(gpus: int = gpus, bound: float = bound) -> str:
                 plan = synthetic_plan(ALPHA_MS, BETA_MS, SLO_MS, bound, gpus, 18)
-                launcher.apply(Deployment(plan=plan, port=PORT).config())
+                end_all()
+                begin(launcher, Deployment(plan=plan, port=PORT), "a run", "the laboratory")
                 return launcher.base_url
 
             def serve_batch(gpus: int = gpus) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from bench_served import LOAD, busy_program, floor_of, in_time
 from serving import heading
 
+from tenuto.deployments.control.operations import begin
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.placement import Plan
@@ -104,11 +105,11 @@ def main() -> None:
             floor = measure(port, models, given.rps, given.seconds, given.seed)
         print(f"{count} models on {gpulets} gpu-lets; floor: {floor.first:.1f} %, then {floor.then:.1f} % in time")
         port = unused_port()
-        config = Deployment(plan=plan_of(gpulets, models), port=port, executor="emulated").config()
+        deployment = Deployment(plan=plan_of(gpulets, models), port=port, executor="emulated")
         for start in range(given.starts):
             with Launcher() as launcher:
                 launcher.connect(num_gpus=gpulets, address="local")
-                launcher.apply(config)
+                begin(launcher, deployment, "a run", "the laboratory")
                 with busy_program(runs=given.busy):
                     ours = measure(port, models, given.rps, given.seconds, start)
             found.append(ours)

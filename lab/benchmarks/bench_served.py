@@ -26,6 +26,7 @@ from serving import heading, synthetic_plan
 from triton_rival import SETTINGS, WHEEL, installed
 from triton_rival import triton as triton_server
 
+from tenuto.deployments.control.operations import begin
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher, unused_port
@@ -113,10 +114,8 @@ def ours(row: Row, scheduler: str = "deferred", gateways: int = 1) -> Iterator[t
     port = unused_port()
     with Launcher() as launcher:
         launcher.connect(num_gpus=row.gpus, address="local")
-        config = Deployment(
-            plan=row.plan(), port=port, executor="emulated", scheduler=scheduler, gateways=gateways
-        ).config()
-        launcher.apply(config)
+        deployment = Deployment(plan=row.plan(), port=port, executor="emulated", scheduler=scheduler, gateways=gateways)
+        begin(launcher, deployment, "a run", "the laboratory")
         yield port, "synthetic"
 
 

@@ -17,6 +17,7 @@ from serving import heading
 
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.gpulet.replica import LocalReplica
@@ -106,7 +107,8 @@ def on_ray(copies: float, rate_rps: float, seconds: float, seed: int) -> list[fl
         running.connect(num_gpus=1, address="local")
         for streaming in (False, True):
             what = plan(copies, streaming=streaming, rate_rps=rate_rps)
-            running.apply(Deployment(plan=what, port=8768, executor="emulated").config(), timeout_s=120)
+            end_all()
+            begin(running, Deployment(plan=what, port=8768, executor="emulated"), "a run", "the laboratory")
             options = BenchOptions(running.base_url, duration_s=seconds, seed=seed, clients=1)
             goodput.append(run_bench(list(what.models), options).summary["goodput_rps"])
     return goodput

@@ -18,6 +18,7 @@ import pyarrow.parquet
 from bench_served import ROWS, stolen
 from serving import heading
 
+from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 
@@ -88,7 +89,8 @@ def main() -> None:
         launcher.connect(num_gpus=row.gpus, address="local")
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         port = unused_port()
-        launcher.apply(Deployment(plan=plan, port=port, executor="emulated").config())
+        end_all()
+        begin(launcher, Deployment(plan=plan, port=port, executor="emulated"), "a run", "the laboratory")
         planned = plan.models[0].rate_rps
         for rate in given.rates:
             for via in given.via or ("http", "handle"):

@@ -40,6 +40,7 @@ from typing import Any
 from bench_operating import pids_of, until
 from fuzz_door import KINDS, Case, send
 
+from tenuto.deployments.control.operations import begin
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.deployments.serve.user_config import Entrance
@@ -287,7 +288,7 @@ def soak(args: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> d
             dispatchers=2,
             access=Entrance(host_names=("x",)),  # what the cases of fuzz_door.py call it
         )
-        launcher.apply(deployment.config())
+        begin(launcher, deployment, "a run", "the laboratory")
         with Clients(port, args.rps, args.seed) as clients:
             time.sleep(5.0)
             began_s = time.monotonic()

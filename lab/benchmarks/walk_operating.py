@@ -99,7 +99,7 @@ def main() -> None:
             _while_it_serves(walk, folder, port, load, nodes)
             counts = load.counts()
         print(f"# {sum(counts.values())} requests all the while: {shown(counts)}")
-        walk.run("tenuto delete")
+        walk.run("tenuto delete --yes")
 
 
 def _while_it_serves(walk: Walk, folder: Path, port: int, load: Load, nodes: object) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from tenuto.cli.common import command_line, json_option, notice, printed_as_json, say, tell
+from tenuto.cli.deploying import endpoint_of, endpoint_option
 from tenuto.cli.tables import number, print_run
 from tenuto.errors import refused
 
@@ -18,7 +19,7 @@ from tenuto.errors import refused
     name="bench", short_help="Load an endpoint on a seeded open-loop schedule; print the verdict, write the report."
 )
 @click.argument("target", metavar="PLAN|URL")
-@click.option("--url", default=None, help="Endpoint when a PLAN is given. Default: http://127.0.0.1:8000.")
+@endpoint_option
 @click.option("--duration-s", default=30.0, help="Length of the schedule.")
 @click.option(
     "--warmup-s", default=None, type=float, help="First part left out of the figures. Default: 5 % of the duration."
@@ -57,7 +58,9 @@ from tenuto.errors import refused
 @click.option("--key-file", metavar="FILE", help="File with the API key to show; default: TENUTO_API_KEY.")
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @json_option
-def command(target: str, url: str | None, folder: str | None, key_file: str | None, force: bool, **asked: Any) -> int:
+def command(
+    target: str, address: str | None, folder: str | None, key_file: str | None, force: bool, **asked: Any
+) -> int:
     """Send a plan's load to a running endpoint, open-loop, and judge it by goodput.
 
     Applications fan out and join here as their users would: first stages at the scheduled time, later ones when all
@@ -76,10 +79,10 @@ def command(target: str, url: str | None, folder: str | None, key_file: str | No
 
     if key_file is not None:
         os.environ[CLIENT_KEY] = _read_key(key_file)
-    address = url or (target if "://" in target else "http://127.0.0.1:8000")
-    plan = Plan.from_data(served_plan(address), origin=address) if "://" in target else Plan.load(target)
+    url = endpoint_of(address or (target if "://" in target else None), operators=False)
+    plan = Plan.from_data(served_plan(url), origin=url) if "://" in target else Plan.load(target)
     out = prepare_report(Path(folder), force=force) if folder is not None else None
-    options = BenchOptions(address.rstrip("/"), **asked)  # its fields by name are the other options
+    options = BenchOptions(url, **asked)  # its fields by name are the other options
     served, applications, notes = asked_of(plan)
     for note in notes:
         tell(note)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import click
 
 from tenuto.cli.common import json_option, printed_as_json, tell
-from tenuto.cli.deploying import address_option, operations
+from tenuto.cli.deploying import address_option, agree, operations, yes_option
 
 
 @click.command("delete", short_help="Drain and remove what is deployed on a cluster.")
+@yes_option
 @address_option
 @json_option
-def command(address: str | None) -> None:
-    """Let requests in flight end, and remove every application of Tenuto and the history; Ray and others stay.
+def command(yes: bool, address: str | None) -> None:
+    """Let requests in flight end, and remove every application of Tenuto; Ray, others and the history stay.
 
-    Example: tenuto delete
+    Without --address and --yes it says what it found, and asks.
+
+    Example: tenuto delete --yes
     """
     with operations(address) as running:
+        what = running.described()
+        if what:
+            agree(f"{what} is drained and removed", yes=yes or address is not None)
         gone = running.delete()
     if printed_as_json({"removed": gone}):
         return

@@ -5,21 +5,29 @@ from __future__ import annotations
 import click
 
 from tenuto.cli.common import json_option, printed_as_json, tell
-from tenuto.cli.deploying import ServingArguments, address_option, operations, serving_arguments
+from tenuto.cli.deploying import (
+    ServingArguments,
+    address_option,
+    agrees_to_losses,
+    operations,
+    serving_arguments,
+    yes_option,
+)
 
 
 @click.command("deploy", short_help="Make a plan the one that runs on a Ray cluster, make before break.")
 @serving_arguments
 @click.option("--why", default="", show_default=False, metavar="TEXT", help="What for; kept in the history.")
 @click.option("--replace", is_flag=True, help="Begin anew: end what runs first, foreign Serve applications included.")
+@yes_option
 @address_option
 @json_option
-def command(asked: ServingArguments, why: str, replace: bool, address: str | None) -> int:
+def command(asked: ServingArguments, why: str, replace: bool, yes: bool, address: str | None) -> int:
     """Deploy PLAN on a running Ray cluster; it stays when this command ends.
 
     Where a plan runs already, new gpu-lets start beside the old ones, as far as there is room, take over, and the old
-    ones end. New ones that do not become ready are taken back. What no option says stays as it is. Exit code 1: the
-    plan before runs again.
+    ones end. New ones that do not become ready are taken back. What no option says stays as it is. A plan that serves
+    a model no more is deployed with --yes, or after asking. Exit code 1: the plan before runs again.
 
     Example: tenuto deploy plan.yaml --emulate
     """
@@ -27,7 +35,14 @@ def command(asked: ServingArguments, why: str, replace: bool, address: str | Non
     plan = wanted.plan
     ground = asked.ground(plan)
     with operations(address) as running:
-        reached = running.deploy(wanted, why or asked.plan_file, ground=ground, replace=replace, kept=asked.left_open())
+        reached = running.deploy(
+            wanted,
+            why or asked.plan_file,
+            ground=ground,
+            replace=replace,
+            kept=asked.left_open(),
+            agrees=agrees_to_losses(yes=yes),
+        )
         version, url = running.history.latest(), running.base_url
     number = version.number if version is not None else None
     if not printed_as_json({"reached": reached, "version": number, "url": url}) and reached:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from tenuto.options import split_pairs
 from tenuto.placement import Plan
 
 if TYPE_CHECKING:
+    from tenuto.deployments.control.foreseen import ForeseenChange
     from tenuto.deployments.control.operations import Ground, Operations
     from tenuto.deployments.serve.deployment import Deployment
 
@@ -62,35 +64,43 @@ class ServingArguments:
         from tenuto.deployments.security.keys import read_keys
         from tenuto.deployments.serve.deployment import Deployment
         from tenuto.deployments.serve.sub_clusters import read_partition
+        from tenuto.documents import load_document
 
         if self.emulate and self.executor not in (None, "emulated"):
             raise refused("--executor", self.executor, "contradicts --emulate", "Give one of the two.")
-        plan = Plan.load(self.plan_file)
+        document = load_document(self.plan_file)
+        if isinstance(document, dict) and "applications" in document and "policy" not in document:
+            base = Deployment.from_data(document, origin=self.plan_file)
+            if base.gateways == 1:  # which every plan file has whose author asked for no number
+                base = base.model_copy(update={"gateways": 0})
+        else:
+            base = Deployment(plan=Plan.from_data(document, origin=self.plan_file))
         chosen = split_pairs(self.options)
-        make_scheduler(self.scheduler, from_plan(plan), chosen)  # a wrong name or option fails here, not in a replica
         control = None if self.control_file is None else ControlSettings.load(self.control_file)
         keys = [entry.model_dump(mode="json", exclude_defaults=True) for entry in read_keys(self.key_file)]
         partition = read_partition(self.partition_file) if self.partition_file is not None else None
-        found = Deployment.model_validate(
-            {
-                "plan": plan,
-                "executor": "emulated" if self.emulate else self.executor or _planned_executor(self.plan_file),
-                **{name: getattr(self, name) for name in _SAME},
-                "access": {
-                    "keys": keys,
-                    "tls_cert": self.tls_cert and str(Path(self.tls_cert).resolve()),
-                    "tls_key": self.tls_key and str(Path(self.tls_key).resolve()),
-                    "insecure": self.insecure,
-                    "host_names": list(self.host_names),
-                    "traces": {"endpoint": self.traces, "ratio": self.trace_ratio} if self.traces is not None else None,
-                },
-                "scheduler": self.scheduler,
-                "scheduler_options": chosen,
-                "partition": None if partition is None else dict(partition),
-                "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
-            }
-        )
-        found.config()  # refused here, not in a replica
+        asked = {
+            "executor": "emulated" if self.emulate else self.executor or base.executor,
+            **{name: getattr(self, name) for name in _SAME},
+            "access": {
+                "keys": keys,
+                "tls_cert": self.tls_cert and str(Path(self.tls_cert).resolve()),
+                "tls_key": self.tls_key and str(Path(self.tls_key).resolve()),
+                "insecure": self.insecure,
+                "host_names": list(self.host_names),
+                "traces": {"endpoint": self.traces, "ratio": self.trace_ratio} if self.traces is not None else None,
+            },
+            "scheduler": self.scheduler,
+            "scheduler_options": chosen,
+            "partition": None if partition is None else dict(partition),
+            "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
+        }
+        left = {field for field in self.left_open() if field != "access" or not keys}
+        given = {name: value for name, value in asked.items() if name not in left}
+        found = Deployment.model_validate({**{name: getattr(base, name) for name in Deployment.model_fields}, **given})
+        # A wrong name or option fails here, not in a replica.
+        make_scheduler(found.scheduler, from_plan(found.plan), found.scheduler_options)
+        found.config()
         return found
 
     def left_open(self) -> list[str]:
@@ -112,32 +122,82 @@ _ASKED_BY: Mapping[str, frozenset[str]] = {
     **{name: frozenset({"scheduler", "options"}) for name in ("scheduler", "scheduler_options")},
     "executor": frozenset({"emulate", "executor"}),
     "partition": frozenset({"partition_file"}),
+    "control": frozenset({"control_file"}),
     "access": frozenset({"key_file", "tls_cert", "tls_key", "insecure", "host_names", "traces", "trace_ratio"}),
 }
 
 
-def _planned_executor(plan_file: str) -> str:
-    """Return the executor a generated Serve config was written with; `auto` for a bare plan."""
-    from tenuto.documents import load_document
-
-    data = load_document(plan_file)
-    for application in data.get("applications", []):
-        spec = application.get("args", {}).get("spec")
-        if spec is not None:
-            return str(spec["executor"])
-    return "auto"
-
-
 address_option = click.option(
-    "--address", metavar="ADDRESS", help="Ray cluster to use; default: RAY_ADDRESS, else the Ray of `tenuto serve`."
+    "--address",
+    "--url",
+    "address",
+    metavar="ADDRESS",
+    help="The deployment: its URL, or the address of its Ray. Default: RAY_ADDRESS, else the Ray of `tenuto serve`.",
 )
+endpoint_option = click.option(
+    "--address",
+    "--url",
+    "address",
+    metavar="ADDRESS",
+    help="The deployment: its URL, or the address of its Ray. Default: http://127.0.0.1:8000.",
+)
+
+
+def _is_url(address: str) -> bool:
+    return address.startswith(("http://", "https://"))
+
+
+def endpoint_of(address: str | None, *, operators: bool) -> str:
+    """Return the URL of a deployment, named by it or by its Ray: where operators, or clients, are answered."""
+    if address is None or _is_url(address):
+        return (address or "http://127.0.0.1:8000").rstrip("/")
+    if ":" not in address:
+        cure = "Write for example http://127.0.0.1:8000."
+        raise refused("--address", address, "is neither the URL of a deployment nor host:port of its Ray", cure)
+    with operations(address) as found:
+        deployment = found.running()
+    return deployment.operator_url if operators else deployment.url
+
+
+yes_option = click.option("--yes", is_flag=True, help="Do it without asking.")
+
+
+def agree(what: str, *, yes: bool) -> None:
+    """Ask whoever sits at the terminal whether something may be done; `yes`: they said so.
+
+    Raises:
+        InvalidInputError: it may not, or there is nobody to ask.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty() or not click.confirm(f"{what}. Go on?", err=True):
+        raise refused("--yes", None, f"{what}, and nobody agreed to that", "Say --yes if it may be.")
+
+
+def agrees_to_losses(*, yes: bool) -> Callable[[ForeseenChange], None]:
+    """Return what asks before models that are served now are served no more, and says what is interrupted."""
+
+    def ask(foreseen: ForeseenChange) -> None:
+        if foreseen.lost:
+            agree(f"{', '.join(foreseen.lost)}: served now, and by the new plan no more", yes=yes)
+        interrupted = dict.fromkeys(name for step in foreseen.steps for name in step.unserved)
+        if interrupted:
+            tell(f"no room beside what runs: {', '.join(interrupted)} is not served until new gpu-lets are ready")
+
+    return ask
 
 
 @contextmanager
 def operations(address: str | None) -> Iterator[Operations]:
     """Connect to the cluster of a deployment; what happens there is said on stderr."""
     from tenuto.deployments.control.operations import Operations
+    from tenuto.deployments.serve.endpoint import get_told
+    from tenuto.deployments.wire.status import SystemStatus
 
+    if address is not None and _is_url(address):
+        url, address = address, get_told(f"{address.rstrip('/')}/status", SystemStatus).cluster
+        if not address:
+            raise refused("--address", url, "does not say on which Ray it runs", "Give the address of its Ray.")
     with Operations(address, tell) as found:
         yield found
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
-from tenuto.cli.common import json_option, printed_as_json, say
+from tenuto.cli.common import json_option, printed_as_json, say, tell
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
 from tenuto.placement import Plan
@@ -22,51 +20,29 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
 
     Example: tenuto diff new.yaml --from old.yaml
     """
-    from tenuto.deployments.control.fit import gpus_of, renamed
-    from tenuto.deployments.control.worth import Durations, stages
-    from tenuto.deployments.serve.diff import diff
+    from tenuto.deployments.control.foreseen import foresee
 
     wanted = Plan.load(plan_file)
     if from_file is not None:
-        running = Plan.load(from_file)
+        found = foresee(Plan.load(from_file), wanted)
     else:
-        with operations(address) as found:
-            running = found.running().plan
-    target = renamed(wanted, running)
-    rates = {spec.name: spec.rate_rps for spec in wanted.models}
-    way = stages(running, target, gpus_of(running, target), rates, Durations(1.0, 1.0))
-    changes = diff(running, target).changes
-    there = frozenset(gpulet.id for gpulet in running.gpulets)  # they serve while they load
-    without = [
-        [
-            spec.name
-            for spec in plan.models
-            if running.hosts_of(spec.name) and not any(g.id in ready | there for g in plan.hosts_of(spec.name))
-        ]
-        for plan, ready, _ in way
-    ]
-    data: dict[str, Any] = {
-        "changes": [{"gpulet": c.gpulet, "kind": c.kind, "reasons": list(c.reasons)} for c in changes],
-        "steps": [
-            {
-                "gpulets": sorted(g.id for g in plan.gpulets),
-                "starting": sorted({g.id for g in plan.gpulets} - ready),
-                "unserved": gone,
-            }
-            for (plan, ready, _), gone in zip(way, without, strict=True)
-        ],
-    }
-    if printed_as_json(data):
+        with operations(address) as running:
+            found = foresee(running.running().plan, wanted)
+            strays = running.strays()
+            if strays:
+                tell(f"{', '.join(strays)} hold GPUs beside the plan that runs; `tenuto deploy` ends them")
+    if printed_as_json(found):
         return
     print_table(
         ("gpu-let", "change", "why"),
-        ((c.gpulet, c.kind, "; ".join(c.reasons) or "-") for c in changes),
+        ((c.gpulet, c.kind, "; ".join(c.reasons) or "-") for c in found.changes),
         left=("change", "why"),
     )
-    for number, step in enumerate(data["steps"], 1):
-        starting = ", ".join(step["starting"]) or "nothing"
-        loss = f"; unserved meanwhile: {', '.join(step['unserved'])}" if step["unserved"] else ""
-        line = f"step {number} of {len(way)}: {starting} starts or loads{loss}"
-        say(line)
-    if not way:
+    for number, step in enumerate(found.steps, 1):
+        starting = ", ".join(step.starting) or "nothing"
+        loss = f"; unserved meanwhile: {', '.join(step.unserved)}" if step.unserved else ""
+        say(f"step {number} of {len(found.steps)}: {starting} starts or loads{loss}")
+    if found.lost:
+        say(f"no longer served: {', '.join(found.lost)}; `tenuto deploy` asks for --yes")
+    if not found.steps:
         say("nothing changes")

@@ -5,20 +5,21 @@ from __future__ import annotations
 import click
 
 from tenuto.cli.common import json_option, printed_as_json, tell
-from tenuto.cli.deploying import address_option, operations
+from tenuto.cli.deploying import address_option, agrees_to_losses, operations, yes_option
 
 
 @click.command("rollback", short_help="Go back to a plan that ran before, make before break.")
 @click.argument("number", type=int, required=False, metavar="[VERSION]")
+@yes_option
 @address_option
 @json_option
-def command(number: int | None, address: str | None) -> int:
+def command(number: int | None, yes: bool, address: str | None) -> int:
     """Go back to VERSION, by default to the last one with another plan than the one that runs.
 
     Example: tenuto rollback
     """
     with operations(address) as running:
-        version, reached = running.rollback(number)
+        version, reached = running.rollback(number, agrees=agrees_to_losses(yes=yes))
     if not printed_as_json({"reached": reached, "version": version.number}):
         again = f"the plan of version {version.number} runs again"
         tell(again if reached else "it could not be reached; nothing changed")

@@ -64,12 +64,13 @@ def _serve(
 ) -> None:
     from tenuto.deployments.control.operations import begin, end_all, refuse_running
     from tenuto.deployments.process.foreground import Stopped, leave_signals_to_the_foreground
+    from tenuto.deployments.process.ray_address import cluster_address
     from tenuto.deployments.serve.endpoint import get_told
     from tenuto.deployments.serve.launcher import Launcher
     from tenuto.deployments.wire.status import SystemStatus
 
     gpus = deployment.plan.gpus
-    with Launcher(progress=tell, sleep=orders.sleep) as launcher:
+    with Launcher(progress=tell) as launcher:
         try:
             launcher.connect(num_gpus=sum(gpu.type != "cpu" for gpu in gpus), address=address)
             leave_signals_to_the_foreground()
@@ -79,13 +80,22 @@ def _serve(
                 end_all()
             else:
                 refuse_running(tell)
-            begin(launcher, deployment, asked.plan_file, "serve", ground, ends_with_caller=True)
+            begin(
+                launcher,
+                deployment,
+                asked.plan_file,
+                "serve",
+                ground,
+                ends_with_caller=True,
+                progress=tell,
+                sleep=orders.sleep,
+            )
             for gpulet in get_told(f"{launcher.operator_url}/status", SystemStatus).gpulets:
                 models = ", ".join(f"{name} (batch {size})" for name, size in gpulet.models.items())
                 tell(f"{gpulet.id} on {gpulet.device}, pid {gpulet.pid}: {models}")
             tell(
                 f"serving at {launcher.base_url}, documentation at {launcher.base_url}/docs, live page at "
-                f"{launcher.operator_url}. Ctrl-C drains."
+                f"{launcher.operator_url}, on the Ray at {cluster_address()}. Ctrl-C drains."
             )
             orders.serving()
             _keep(asked, orders)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tenuto.cli.common import json_option, printed_as_json, say, stdout_console
+from tenuto.cli.deploying import endpoint_of, endpoint_option
 from tenuto.cli.tables import number, print_table
 from tenuto.outcome import OUTCOMES
 
@@ -20,7 +21,7 @@ _SORTS = ("name", "attainment", "rate", "latency")
 
 
 @click.command(name="status", short_help="Show what runs against what was planned, once or live.")
-@click.option("--url", default="http://127.0.0.1:8000", help="Where operators are answered.")
+@endpoint_option
 @click.option(
     "--watch",
     is_flag=True,
@@ -29,7 +30,7 @@ _SORTS = ("name", "attainment", "rate", "latency")
 @click.option("--every-s", default=1.0, type=click.FloatRange(0.2, 60.0), help="Time between looks.")
 @click.option("--sort", default="attainment", type=click.Choice(_SORTS), help="Models, watched.")
 @json_option
-def command(url: str, watch: bool, every_s: float, sort: str) -> int:
+def command(address: str | None, watch: bool, every_s: float, sort: str) -> int:
     """Show every gpu-let and model: planned against measured, since the start or, watched, lately.
 
     Exit code 1 when a gpu-let is missing.
@@ -40,7 +41,7 @@ def command(url: str, watch: bool, every_s: float, sort: str) -> int:
     from tenuto.deployments.serve.endpoint import get_told
     from tenuto.deployments.wire.status import SystemStatus
 
-    base = url.rstrip("/")
+    base = endpoint_of(address, operators=True)
     if watch:
         _watch(lambda: get_told(f"{base}/live", LiveStatus), every_s, sort)
         return 0

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from tenuto.cli import deploy, history
-from tenuto.cli.deploying import ServingArguments
+from tenuto.cli import VERBS, delete, deploy, history, load_verb
+from tenuto.cli.deploying import ServingArguments, agrees_to_losses, endpoint_of, operations
+from tenuto.deployments.control.foreseen import foresee
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
+from tenuto.deployments.wire.status import SystemStatus
+from tenuto.documents import dump_yaml
+from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
@@ -39,8 +45,108 @@ def test_what_no_option_asks_for_stays_as_it_is(
 
     monkeypatch.setattr(ServingArguments, "deployment", read)
     assert CliRunner().invoke(deploy.command, ["plan.yaml", *options]).exit_code == 0
-    of_its_own = {"plan", "gateway_options", "nodes", "control"}  # kept, or taken from files, elsewhere
+    of_its_own = {"plan", "gateway_options", "nodes"}  # kept, or taken from the plan file, elsewhere
     assert set(left) == Deployment.model_fields.keys() - of_its_own - changed
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ([], {}),
+        (["--port", "9100"], {"port": 9100}),
+        (["--emulate", "--scheduler", "deferred"], {"executor": "emulated", "scheduler": "deferred"}),
+        (["--gateways", "1"], {"gateways": 1}),
+    ],
+)
+def test_a_plan_file_says_how_it_is_served_and_options_say_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], changed: dict[str, object]
+) -> None:
+    plan = make_plan({"n0/0/a": (50.0, ["m"])})
+    made = Deployment(
+        plan=plan, executor="torch", port=9000, proxy_port=7, operator_port=8, scheduler="eager", gateways=2
+    )
+    file = tmp_path / "plan.yaml"
+    file.write_text(dump_yaml(made.config().to_data()))
+    found: list[Deployment] = []
+
+    def ground(asked: ServingArguments, _plan: Plan) -> None:
+        found.append(asked.deployment())
+        raise SystemExit(0)
+
+    monkeypatch.setattr(ServingArguments, "ground", ground)
+    done = CliRunner().invoke(deploy.command, [str(file), *options])
+    assert done.exit_code == 0, done.exception
+    assert found == [made.model_copy(update=changed)]
+
+
+BOTH, ONE = make_plan({"n0/0/a": (50.0, ["m", "n"])}), make_plan({"n0/0/a": (50.0, ["m"])})
+
+
+def test_what_loses_its_service_does_so_only_with_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    agrees_to_losses(yes=False)(foresee(ONE, BOTH))
+    agrees_to_losses(yes=True)(foresee(BOTH, ONE))
+    with pytest.raises(InvalidInputError, match="n: served now, and by the new plan no more, and nobody agreed"):
+        agrees_to_losses(yes=False)(foresee(BOTH, ONE))  # nobody is there to be asked
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    answers = iter([True, False])
+    monkeypatch.setattr("click.confirm", lambda _question, **_how: next(answers))
+    agrees_to_losses(yes=False)(foresee(BOTH, ONE))
+    with pytest.raises(InvalidInputError, match="nobody agreed"):
+        agrees_to_losses(yes=False)(foresee(BOTH, ONE))
+
+
+def verbs(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:
+    if isinstance(command, click.Group):
+        for part in command.commands.values():
+            yield from verbs(part, f"{name} {part.name}".strip())
+    else:
+        yield name, command
+
+
+def test_every_verb_names_a_deployment_in_the_same_way() -> None:
+    """`serve` and `cluster` want a Ray that need not run a deployment."""
+    found = [each for name in VERBS for each in verbs(load_verb(name) or click.Command(name), name)]
+    names = {
+        name: set(option.opts)
+        for name, command in found
+        for option in command.params
+        if {"--url", "--address"} & set(option.opts) and name not in ("serve", "cluster")
+    }
+    assert {"deploy", "delete", "status", "bench", "control log", "model add"} <= names.keys()
+    assert set(map(frozenset, names.values())) == {frozenset({"--url", "--address"})}
+
+
+def test_a_url_leads_to_its_ray_and_a_ray_to_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def connected(address: str | None, _tell: object) -> object:
+        asked.append(address)
+        return nullcontext(SimpleNamespace(running=lambda: Deployment(plan=ONE, port=9000)))
+
+    told = SystemStatus(models={}, cluster="127.0.0.1:6379")
+    monkeypatch.setattr("tenuto.deployments.control.operations.Operations", connected)
+    monkeypatch.setattr("tenuto.deployments.serve.endpoint.get_told", lambda _url, _kind: told)
+    for address in (None, "10.0.0.1:6379", "http://127.0.0.1:9002/"):
+        with operations(address):
+            pass
+    assert asked == [None, "10.0.0.1:6379", "127.0.0.1:6379"]
+    assert endpoint_of("10.0.0.1:6379", operators=False) == "http://127.0.0.1:9000"
+    assert endpoint_of("10.0.0.1:6379", operators=True) == "http://127.0.0.1:9002"
+    assert endpoint_of("https://a:1/", operators=True) == "https://a:1"
+    assert endpoint_of(None, operators=True) == "http://127.0.0.1:8000"
+
+
+def test_nothing_is_deleted_that_was_not_named_or_agreed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[bool] = []
+    what = "the deployment at http://127.0.0.1:9000 (m) on the Ray at 127.0.0.1:6379"
+    found = SimpleNamespace(described=lambda: what, delete=lambda: gone.append(True) or ["tenuto"])
+    monkeypatch.setattr(delete, "operations", lambda _address: nullcontext(found))
+    refused = CliRunner().invoke(delete.command, [])
+    assert f"{what} is drained and removed, and nobody agreed" in str(refused.exception)
+    assert not gone
+    for named in (["--yes"], ["--address", "127.0.0.1:6379"]):
+        assert CliRunner().invoke(delete.command, named).exit_code == 0
+    assert len(gone) == 2
 
 
 def test_a_version_is_written_to_a_file_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -53,5 +53,11 @@ def test_what_cannot_be_served_meanwhile_is_said(capsys: pytest.CaptureFixture[s
     assert "unserved meanwhile: b" in out
 
 
+def test_models_that_lose_their_service_are_named(capsys: pytest.CaptureFixture[str], plans: dict[str, str]) -> None:
+    _, out, _ = run(capsys, plans["old"], "--from", plans["new"], "--json")
+    assert json.loads(out)["lost"] == ["c"]
+    assert "no longer served: c" in run(capsys, plans["old"], "--from", plans["new"])[1]
+
+
 def test_the_same_plan_changes_nothing(capsys: pytest.CaptureFixture[str], plans: dict[str, str]) -> None:
     assert "nothing changes" in run(capsys, plans["old"], "--from", plans["old"])[1]

@@ -211,7 +211,7 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(
 def test_an_address_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     for options in ((), ("--watch",)):
         code, err = refused(capsys, "status", *options, "--url", "nonsense")
-        assert (code, "is not the address of a server. Write for example http://" in err) == (2, True)
+        assert (code, "is neither the URL of a deployment nor host:port of its Ray. Write for" in err) == (2, True)
 
 
 def test_a_verb_that_went_says_where(capsys: pytest.CaptureFixture[str]) -> None:

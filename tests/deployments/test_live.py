@@ -19,7 +19,7 @@ from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import lookup
 from tenuto.profiles.networks.preprocess import normalised
-from tests.instruments.live import LONG_MS, PORT, asking, infer, pids, post, until
+from tests.instruments.live import LONG_MS, PORT, asking, bring_up, infer, pids, post, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -60,8 +60,8 @@ def make_plan(*, batch_size: int = 4, share_pct: float | None = 50.0, cpu: bool 
 
 def apply(launcher: Launcher, **changes: Any) -> None:
     options = {"max_body_mib": 4}
-    launcher.apply(
-        Deployment(plan=make_plan(**changes), port=PORT, scheduler="eager", gateway_options=options).config()
+    bring_up(
+        launcher, Deployment(plan=make_plan(**changes), port=PORT, scheduler="eager", gateway_options=options).config()
     )
 
 

@@ -83,6 +83,43 @@ def test_rollback_goes_to_the_plan_before(operator: Operations) -> None:
     assert shares == {"n0/0": 50.0, "n0/1": 50.0}
 
 
+OTHER = make_plan({"n0/0/z": (60.0, ["one"]), "n0/1/z": (50.0, ["two"])})
+
+
+def test_what_serve_deploy_brought_is_what_runs_and_what_it_left_is_ended(operator: Operations) -> None:
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    before = operator.running()
+    left = sorted(application.name for application in before.config().gpulets)
+    theirs = of(OTHER, gateways=before.gateways, nodes=before.nodes)
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(theirs.config().to_data()), _blocking=True)
+    until(lambda: set(pids(operator.base_url)) == {"n0/0/z", "n0/1/z"})
+    assert operator.running() == theirs
+    version = operator.history.latest()
+    assert version is not None
+    assert (version.by, version.deployment) == ("serve deploy", theirs)
+    assert operator.strays() == left  # Serve leaves them
+    assert operator.deploy(of(OTHER, port=PORT + 10), "the same", kept=["port"])
+    assert operator.running().port == PORT
+    until(lambda: not set(left) & set(operator.states()))
+    assert operator.strays() == []
+    went_back, reached = operator.rollback(None)
+    assert reached
+    assert went_back.deployment.plan == before.plan
+    assert "serve deploy" in [each.by for each in operator.history.all()]
+
+
+def test_what_was_deleted_is_in_the_history_and_can_be_brought_back(operator: Operations) -> None:
+    versions = operator.history.all()
+    running = operator.running().plan
+    operator.delete()
+    assert operator.history.all() == versions
+    went_back, reached = operator.rollback(None)
+    assert reached
+    assert operator.running().plan == went_back.deployment.plan == running
+
+
 def test_serves_own_way_of_deploying_after_ours_restarts_nothing(operator: Operations) -> None:
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema

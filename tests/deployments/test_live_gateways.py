@@ -14,7 +14,7 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
 from tenuto.placement import Plan
-from tests.instruments.live import PORT, pids, post, until
+from tests.instruments.live import PORT, bring_up, pids, post, until
 from tests.instruments.sockets import check_sockets
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -43,7 +43,9 @@ def make_plan() -> Plan:
 @pytest.fixture(scope="module")
 def url(launcher: Launcher) -> str:
     partition = {"left": 0, "right": 1}
-    launcher.apply(Deployment(plan=make_plan(), port=PORT, scheduler="eager", gateways=2, partition=partition).config())
+    bring_up(
+        launcher, Deployment(plan=make_plan(), port=PORT, scheduler="eager", gateways=2, partition=partition).config()
+    )
     until(lambda: met(launcher.base_url))
     return launcher.base_url
 

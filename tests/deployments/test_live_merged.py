@@ -18,7 +18,7 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
-from tests.instruments.live import PATIENCE_S, PORT
+from tests.instruments.live import PATIENCE_S, PORT, bring_up
 
 from . import residual_networks
 from .residual_networks import CLASSES, SIDE
@@ -56,7 +56,7 @@ def make_plan(*, merged: bool, tuned: str = "tuned") -> Plan:
 
 @pytest.fixture(scope="module")
 def url(launcher: Launcher) -> str:
-    launcher.apply(Deployment(plan=make_plan(merged=True), port=PORT).config())
+    bring_up(launcher, Deployment(plan=make_plan(merged=True), port=PORT).config())
     return launcher.base_url
 
 
@@ -117,12 +117,12 @@ def test_the_same_plan_is_simulated_with_one_queue() -> None:
 
 def test_merging_is_undone_and_done_again_in_place(launcher: Launcher, url: str) -> None:
     (before,) = get_json(f"{url}/status")["gpulets"]
-    launcher.apply(Deployment(plan=make_plan(merged=False), port=PORT).config())
+    bring_up(launcher, Deployment(plan=make_plan(merged=False), port=PORT).config())
     check_answers(url)
     (apart,) = get_json(f"{url}/status")["gpulets"]
     assert apart["models"] == {"base": 4, "tuned": 4}
     assert apart["merged"] == {}
-    launcher.apply(Deployment(plan=make_plan(merged=True), port=PORT).config())
+    bring_up(launcher, Deployment(plan=make_plan(merged=True), port=PORT).config())
     check_answers(url)
     (again,) = get_json(f"{url}/status")["gpulets"]
     assert again["models"] == {"base+tuned": 8}
@@ -131,4 +131,4 @@ def test_merging_is_undone_and_done_again_in_place(launcher: Launcher, url: str)
 
 def test_models_that_do_not_merge_are_refused_with_the_cure(launcher: Launcher) -> None:
     with pytest.raises(EnvironmentFaultError, match="Remove the group from `merge`"):
-        launcher.apply(Deployment(plan=make_plan(merged=True, tuned="stranger"), port=PORT).config())
+        bring_up(launcher, Deployment(plan=make_plan(merged=True, tuned="stranger"), port=PORT).config())

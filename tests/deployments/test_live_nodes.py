@@ -17,7 +17,7 @@ from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.placement import Cluster, Plan
-from tests.instruments.live import pids, post, until
+from tests.instruments.live import bring_up, pids, post, until
 from tests.mps.fake_nvml import A100, V100, FakeGpu, FakeNvml
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -111,8 +111,8 @@ def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own
     with Launcher() as launcher:
         launcher.connect(num_gpus=2)
         with pytest.raises(EnvironmentFaultError, match=r"on node 192\.0\.2\.7, the cluster has 127"):
-            launcher.apply(Deployment(plan=make_plan(other="192.0.2.7"), port=port).config())
-        launcher.apply(Deployment(plan=make_plan(), scheduler="eager", port=port, encrypt=True).config())
+            bring_up(launcher, Deployment(plan=make_plan(other="192.0.2.7"), port=port).config())
+        bring_up(launcher, Deployment(plan=make_plan(), scheduler="eager", port=port, encrypt=True).config())
         url = launcher.base_url
         assert addresses_by_gpulet(url) == {"left/0/a": HEAD, "right/0/a": OTHER}
         for name in ("left", "right"):

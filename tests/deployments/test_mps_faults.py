@@ -17,7 +17,7 @@ from tenuto.deployments.serve.states import application_states
 from tenuto.mps.folders import find_leftovers
 from tenuto.placement import Plan
 from tests.deployments.on_fake_gpu import GPUS, read_journal
-from tests.instruments.live import PATIENCE_S, PORT, asking, infer, pids, until
+from tests.instruments.live import PATIENCE_S, PORT, asking, bring_up, infer, pids, until
 from tests.mps.control_program import fail, install
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -81,7 +81,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def launcher(root: Path, launcher: Launcher) -> Launcher:
-    launcher.apply(config(plan()))
+    bring_up(launcher, config(plan()))
     return launcher
 
 
@@ -130,7 +130,7 @@ def test_a_fault_restarts_its_gpu_in_turn_and_no_other(launcher: Launcher, root:
 def test_a_running_gpulet_loads_more_only_while_no_neighbour_starts(launcher: Launcher, root: Path) -> None:
     url = launcher.base_url
     before, known = pids(url), len(turns(root, HIT))
-    launcher.apply(config(plan(changed=True)))
+    bring_up(launcher, config(plan(changed=True)))
     until(lambda: pids(url).get("n0/0/b", before["n0/0/b"]) != before["n0/0/b"])
     until(lambda: len(turns(root, HIT)) == known + 4)
     events = turns(root, HIT)[known:]

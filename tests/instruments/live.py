@@ -9,15 +9,41 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from tenuto.deployments.serve.building import deploy_applications
+from tenuto.deployments.serve.config import ServeConfig
 from tenuto.deployments.serve.endpoint import get_json
-from tenuto.deployments.serve.launcher import unused_port
+from tenuto.deployments.serve.launcher import Launcher, unused_port
+from tenuto.deployments.serve.states import application_states
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["LONG_MS", "PATIENCE_S", "PORT", "asking", "infer", "pids", "post", "until"]
+__all__ = ["LONG_MS", "PATIENCE_S", "PORT", "asking", "bring_up", "infer", "pids", "post", "until"]
 
 PORT = unused_port()  # of this test process; several may test on one machine
 PATIENCE_S = 300.0  # a bound for what never comes; nothing is judged by how long it took
 LONG_MS = 60_000.0  # a deadline that a busy machine meets too
+
+
+def bring_up(launcher: Launcher, config: ServeConfig) -> None:
+    """Make Serve run a config as `serve deploy` does, whatever ran before, and wait until all of it does."""
+    launcher.start_serve(config)
+    deploy_applications(config)
+    names = {application.name for application in config.applications}
+
+    def is_up() -> bool:
+        states = {name: state for name, state in application_states().items() if name in names}
+        broken = [
+            f"application {name} did not start:\n{each.essence}" for name, each in states.items() if each.is_broken
+        ]
+        if broken:
+            raise EnvironmentFaultError("\n".join(broken))
+        if not all(name in states and states[name].is_running for name in names):
+            return False
+        try:
+            return bool(get_json(f"{launcher.operator_url}/v2/health/ready", 2.0).get("ready"))
+        except EnvironmentFaultError:
+            return False
+
+    until(is_up)
 
 
 def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:

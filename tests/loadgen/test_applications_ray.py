@@ -17,7 +17,7 @@ from tenuto.placement import Cluster, Plan, solve
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profiles
 from tests.instruments.fan_out import published
-from tests.instruments.live import PORT
+from tests.instruments.live import PORT, bring_up
 
 pytestmark = [
     pytest.mark.ray,
@@ -34,7 +34,7 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def url(plan: Plan, launcher: Launcher) -> str:
-    launcher.apply(Deployment(plan=plan, port=PORT, executor="emulated").config())
+    bring_up(launcher, Deployment(plan=plan, port=PORT, executor="emulated").config())
     return launcher.base_url
 
 

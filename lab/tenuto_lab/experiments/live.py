@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, run_bench
@@ -88,7 +89,13 @@ def run_live(
 def _run(launcher: Launcher, case: Case, plan: Plan, scheduler: str, stretch: float, say: Say) -> dict[str, Any]:
     live = stretched_plan(plan, stretch)
     options = {"wait_ms": WAIT_MS * stretch} if scheduler == ROUTER else {}
-    launcher.apply(Deployment(plan=live, executor="emulated", scheduler=scheduler, scheduler_options=options).config())
+    end_all()
+    begin(
+        launcher,
+        Deployment(plan=live, executor="emulated", scheduler=scheduler, scheduler_options=options),
+        "a run",
+        "the laboratory",
+    )
     served = [spec for spec in live.models if spec.name not in live.unserved]
     bench = BenchOptions(
         launcher.base_url,

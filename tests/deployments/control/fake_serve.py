@@ -16,7 +16,7 @@ __all__ = ["FakeServe"]
 class FakeServe:
     """Starts what a config says after `start_s`; `broken` applications never come up. Unanswered requests are noted."""
 
-    def __init__(self, deployment: Deployment, start_s: float = 5.0, load_s: float = 3.0) -> None:
+    def __init__(self, deployment: Deployment | None, start_s: float = 5.0, load_s: float = 3.0) -> None:
         self.now_s = 0.0
         self.start_s, self.load_s = start_s, load_s
         self._held: dict[str, dict[str, int]] = {}  # largest batches by gpu-let application
@@ -30,8 +30,9 @@ class FakeServe:
         self.configs: list[ServeConfig] = []
         self.since: dict[str, float] = {}
         self._plan: dict[str, Any] = {}
-        self.apply(deployment.config())
-        self.since = dict.fromkeys(self.since, -1000.0)
+        if deployment is not None:
+            self.apply(deployment.config())
+            self.since = dict.fromkeys(self.since, -1000.0)
 
     # --- the clock --------------------------------------------------------------------------------------------------
 
@@ -41,7 +42,7 @@ class FakeServe:
     def sleep(self, seconds: float) -> None:
         """Let time pass, with a request to every model."""
         self.now_s += seconds
-        for spec in self._plan["models"]:
+        for spec in self._plan.get("models", ()):
             name = spec["name"]
             counts = self.counts.setdefault(
                 name, dict.fromkeys(("submitted", "ok", "late", "expired", "rejected", "failed"), 0)

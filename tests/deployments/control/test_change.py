@@ -14,7 +14,6 @@ from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
-from tenuto.deployments.wire.status import LogLine
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
 from tests.deployments.control.fake_serve import FakeServe
@@ -31,9 +30,9 @@ class Cluster:
 
     def __init__(self, plan: Plan) -> None:
         self.deployment = of(plan)
-        self.serve = FakeServe(self.deployment)
+        self.serve = FakeServe(self.deployment if plan.gpulets else None)
         self.history = History(DictStore())
-        self.entries: list[LogLine] = []
+        self.told: list[str] = []
 
     def change(self, plan: Plan, **how: object) -> bool:
         return change_deployment(
@@ -45,7 +44,7 @@ class Cluster:
             by="deploy",
             why="a test",
             ready_timeout_s=30.0,
-            tell=self.entries.append,
+            tell=self.told.append,
             clock=self.serve.clock,
             sleep=self.serve.sleep,
         )
@@ -102,10 +101,56 @@ def test_gpulets_that_cannot_start_bring_the_plan_before_back() -> None:
     assert not cluster.change(LARGER)
     assert cluster.serve.unserved == []
     assert cluster.served() == {"n0/0/a", "n0/1/a"}
-    assert "the weights are missing" in " ".join(entry.text for entry in cluster.entries)
+    assert "the weights are missing" in " ".join(cluster.told)
     version = cluster.history.latest()
     assert version is not None
     assert {g.id for g in version.deployment.plan.gpulets} == {"n0/0/a", "n0/1/a"}
+
+
+def test_a_plan_that_somebody_else_deploys_meanwhile_is_left_alone() -> None:
+    cluster, theirs = Cluster(HALVES), of(make_plan({"n0/0/z": (30.0, ["a"])}))
+    sleep = cluster.serve.sleep
+
+    def sleep_and_deploy(seconds: float) -> None:
+        sleep(seconds)
+        if len(cluster.serve.configs) == 2:
+            cluster.serve.apply(theirs.config())
+
+    cluster.serve.sleep = sleep_and_deploy  # type: ignore[method-assign]
+    with pytest.raises(EnvironmentFaultError, match="another plan was deployed meanwhile"):
+        cluster.change(LARGER)
+    assert cluster.serve.configs[-1] == theirs.config()
+    assert cluster.history.all() == []
+
+
+EMPTY = Plan(policy=HALVES.policy)
+
+
+def test_bringing_up_is_a_change_from_the_empty_plan() -> None:
+    cluster = Cluster(EMPTY)
+    assert cluster.change(HALVES)
+    assert cluster.served() == {"n0/0/a", "n0/1/a"}
+    assert len(cluster.serve.configs) == 1  # everything starts at once
+    assert [(version.by, version.deployment.plan) for version in cluster.history.all()] == [("deploy", HALVES)]
+    assert cluster.told[-1] == "3/3 applications run, gpu-lets connected"
+
+
+def test_what_cannot_be_brought_up_says_why() -> None:
+    cluster = Cluster(EMPTY)
+    cluster.serve.broken = {"gpulet-n0-1-a": "RuntimeError: the weights are missing"}
+    with pytest.raises(
+        EnvironmentFaultError, match=r"gpulet-n0-1-a did not start:\nTraceback\nRuntimeError: the weights"
+    ):
+        cluster.change(HALVES)
+    cluster = Cluster(EMPTY)
+    cluster.serve.start_s = 1e9
+    with pytest.raises(EnvironmentFaultError, match="n0/0/a, n0/1/a is not ready after 30 s"):
+        cluster.change(HALVES)
+    cluster = Cluster(EMPTY)
+    cluster.serve.is_silent = True
+    with pytest.raises(EnvironmentFaultError, match="have not answered for 30 s"):
+        cluster.change(HALVES)
+    assert cluster.history.all() == []
 
 
 def test_gpulets_that_never_come_bring_the_plan_before_back() -> None:

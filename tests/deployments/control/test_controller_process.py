@@ -23,6 +23,7 @@ from tenuto.deployments.wire.status import DispatchingStatus, LogLine
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles import Profiles
 from tests.deployments.control.fake_serve import FakeServe
+from tests.instruments.asking import until
 from tests.instruments.plans import gpu, make_plan
 from tests.instruments.stores import DictStore
 
@@ -93,6 +94,13 @@ async def test_it_says_how_it_stands_and_what_it_decided(served: Served) -> None
     shown = await served.control.shown()
     assert (shown.paused, shown.decisions, shown.log[0].what) == (True, {"paused": 1}, "paused")
     assert not (await served.control.pause(False)).paused
+
+
+async def test_it_begins_anew_where_somebody_else_deployed_another_plan(served: Served) -> None:
+    await until(lambda: len(served.serve.configs) > 0 and bool(served.serve.counts))
+    served.serve.apply(Deployment(plan=make_plan({"n0/0/z": (60.0, ["a"])}), executor="emulated").config())
+    await until(lambda: len(served.begun) > 1)
+    assert (await served.control.state()).mode == "act"
 
 
 async def test_models_come_change_and_go(served: Served) -> None:

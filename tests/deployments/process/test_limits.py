@@ -28,6 +28,7 @@ UNLIMITED = {
     *(f"ray.{name}" for name in ("init", "nodes", "shutdown", "cluster_resources", "available_resources", "get_actor")),
     *(f"serve.{name}" for name in ("start", "shutdown", "run", "delete", "status", "get_app_handle")),
     *("list_named_actors", "_get_global_client", "list_serve_statuses", "delete_apps", "deploy_apps"),
+    "get_serve_details",
     *(f"_internal_kv_{name}" for name in ("get", "put", "list", "del", "exists")),
 }
 # `ray.init`: Ray's processes end with the thread that starts them, so that it cannot be a short one; `tenuto serve` has

@@ -82,7 +82,9 @@ def joining() -> Iterator[list[str]]:
                 yield [verb, *([name] if name else [])]
 
 
+OF_ENDPOINTS = ("status", "bench")  # without an address they go to http://127.0.0.1:8000
 ARGUMENTS = {
+    "bench": ["PLAN"],
     "serve": ["PLAN"],
     "deploy": ["PLAN"],
     "diff": ["PLAN"],
@@ -105,9 +107,10 @@ def test_no_command_shows_the_token_to_an_address_that_others_could_write(
         main([*command, *arguments])
     assert found.shown == []
     # The same command shows it to who is given by the user: so the listener sees what there is to see.
+    named = ["--address", address] if command[0] in OF_ENDPOINTS else []
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(SystemExit):
-        main([*command, *arguments])
+        main([*command, *arguments, *named])
     assert found.has_the_token()
 
 
@@ -161,6 +164,14 @@ def test_an_address_counts_while_a_socket_of_ours_listens_there(
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
         announce(f"127.0.0.1:{port}")
+        assert running_ray() == f"127.0.0.1:{port}"
+        with closing(socket.create_server(("127.0.0.1", 0))) as second:
+            announce(f"127.0.0.1:{second.getsockname()[1]}")
+            with pytest.raises(EnvironmentFaultError, match=f"several Rays .*127.0.0.1:{port}.* Name one"):
+                running_ray()
+            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+            assert running_ray() == f"127.0.0.1:{port}"
+            monkeypatch.delenv("RAY_ADDRESS")
         assert running_ray() == f"127.0.0.1:{port}"
     assert running_ray() == ""  # gone
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import socket
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from tenuto.deployments.serve.applications import missing_from, nobody_listens
+from tenuto.deployments.serve.config import ServeConfig
 from tenuto.deployments.serve.deployment import Deployment
 from tests.instruments.plans import make_plan
 
@@ -36,6 +40,31 @@ def test_nodes_and_gpus_that_are_missing_are_named() -> None:
     assert "on node rack=c, the cluster has 10.0.0.1, 10.0.0.2, rack=a, rack=b" in str(
         missing_from(two, labelled("rack=c"))
     )
+
+
+def spread(gpus: int, per_gpu: int, nodes: int, **more: object) -> ServeConfig:
+    """The config of a plan of so many GPUs on so many nodes."""
+    plan = make_plan({f"n/{gpu}/{i}": (100.0 / per_gpu, ["a"]) for gpu in range(gpus) for i in range(per_gpu)})
+    named = [g.model_copy(update={"address": f"10.0.0.{i % nodes}"}) for i, g in enumerate(plan.gpus)]
+    return Deployment(plan=plan.model_copy(update={"gpus": tuple(named), **more})).config()
+
+
+@given(st.integers(1, 6), st.integers(1, 60), st.integers(1, 3), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_a_plan_that_cannot_run_on_a_cluster_is_refused(gpus: int, per_gpu: int, nodes: int, there: int) -> None:
+    cluster = [([f"10.0.0.{i}"], float(there)) for i in range(nodes)]
+    most = -(-gpus // nodes)  # GPUs of the plan on one node
+    can_run = most <= there and per_gpu <= 48
+    assert (missing_from(cluster, spread(gpus, per_gpu, nodes)) is None) == can_run
+    if per_gpu > 48:
+        assert "more gpu-lets than CUDA MPS has clients" in str(missing_from(cluster, spread(gpus, per_gpu, nodes)))
+    anywhere = [([f"10.0.0.{i}"], float(gpus)) for i in range(nodes)]
+    assert missing_from(anywhere, spread(gpus, per_gpu, nodes, mps="off")) is None
+
+
+def test_eight_gpus_are_not_four() -> None:
+    eight = Deployment(plan=make_plan({f"n0/{i}/a": (100.0, ["a"]) for i in range(8)})).config()
+    assert "on 8 GPUs, and the cluster has 4 of them" in str(missing_from([(["10.0.0.1"], 4.0)], eight))
 
 
 def test_a_node_is_lost_where_nobody_listens_any_more_and_not_where_nobody_answers() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 from tenuto.deployments.serve import history as module
+from tenuto.deployments.serve.applications import Deployed
 from tenuto.deployments.serve.config import CONTROL_APPLICATION, is_ours
 from tenuto.deployments.serve.deployment import Deployment, fitting_gateways
 from tenuto.deployments.serve.history import History
 from tenuto.deployments.serve.sub_clusters import fits_plan, parted
+from tenuto.documents import dump_yaml, parse_yaml
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
 
+OTHER = make_plan({"n0/0/a": (60.0, ["a"]), "n0/0/b": (40.0, ["b"])})
 PLAN = make_plan({"n0/0/a": (50.0, ["a"]), "n0/0/b": (50.0, ["b"])})
 
 
@@ -75,10 +78,65 @@ def test_versions_are_numbered_kept_and_found() -> None:
         history.before()
     history.add(of(make_plan({"n0/0/a": (60.0, ["a"])})), "deploy", "a third")
     assert history.before() == second
-    history.clear()
-    assert history.all() == []
     with pytest.raises(EnvironmentFaultError, match="nothing is deployed"):
-        history.before()
+        History(DictStore()).before()
+
+
+WAYS = [
+    {},
+    {"executor": "torch", "host": "127.0.0.2", "port": 9000, "proxy_port": 1234, "operator_port": 0},
+    {
+        "port": 65535,
+        "operator_port": 7,
+        "log_json": True,
+        "encrypt": True,
+        "hangs_s": 3.0,
+        "gateway_options": {"max_queued": 5},
+    },
+    {"scheduler": "eager", "gateways": 3, "nodes": 2, "dispatchers": 3},
+    {"gateways": 2, "partition": {"a": 0, "b": 3}, "scheduler_options": {"hold": 0.5}},
+    {"gateways": 1, "partition": {"a": 0, "b": 0}, "control": {"mode": "act"}},
+    {
+        "host": "0.0.0.0",
+        "access": {
+            "keys": [{"name": "anna", "sha256": "0" * 64, "models": ["a"]}],
+            "host_names": ["x"],
+            "traces": {"endpoint": "http://a/b", "ratio": 0.5},
+            "tls_cert": "/c",
+            "tls_key": "/k",
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_deployment_is_read_back_from_its_serve_config(how: dict[str, object]) -> None:
+    made = of(**{"gateways": 1, **how})
+    data = made.config().to_data()
+    assert Deployment.from_data(data) == made
+    assert Deployment.from_data(parse_yaml(dump_yaml(data))) == made
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_serve_deploy_brought_becomes_a_version_once_whatever_ran_before(how: dict[str, object]) -> None:
+    ours, theirs = of(gateways=1), of(**{"gateways": 1, "port": 9999, **how})
+    history = History(DictStore())
+    history.add(ours, "deploy", "ours")
+    assert history.running(Deployed(ours, by_serve=False)) == ours
+    for _ in range(2):
+        assert history.running(Deployed(theirs, by_serve=True)) == theirs
+    assert [version.by for version in history.all()] == ["deploy", "serve deploy"]
+    assert history.running(Deployed(theirs.with_plan(OTHER), by_serve=True)).plan == OTHER
+    assert [version.by for version in history.all()] == ["deploy", "serve deploy", "serve deploy"]
+    assert history.before().deployment == theirs
+
+
+def test_what_is_changed_from_plan_to_plan_stays_as_it_was_deployed() -> None:
+    made, history = of(gateways=1), History(DictStore())
+    history.add(made, "deploy", "ours")
+    told = Deployment.from_data(made.with_plan(OTHER).config().to_data()).model_copy(update={"executor": "auto"})
+    assert history.running(Deployed(told, by_serve=False)) == made.with_plan(OTHER)
+    assert len(history.all()) == 1
 
 
 def test_two_writers_get_two_versions() -> None:

@@ -11,7 +11,7 @@ from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.placement import Plan
-from tests.instruments.live import PORT, infer
+from tests.instruments.live import PORT, bring_up, infer
 from tests.instruments.sockets import check_sockets, listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -37,7 +37,7 @@ def make_plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def running(launcher: Launcher) -> Launcher:
-    launcher.apply(Deployment(plan=make_plan(), port=PORT, scheduler="eager", log_json=True).config())
+    bring_up(launcher, Deployment(plan=make_plan(), port=PORT, scheduler="eager", log_json=True).config())
     return launcher
 
 

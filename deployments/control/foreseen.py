@@ -1,0 +1,48 @@
+"""What going over to another plan would be like, before anything is changed: the plan of a change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tenuto.deployments.control.fit import gpus_of, renamed
+from tenuto.deployments.control.worth import Durations, stages
+from tenuto.deployments.serve.diff import GpuletChange, diff
+from tenuto.placement import Plan
+
+
+@dataclass(frozen=True)
+class ChangeStep:
+    """One step of a change: its gpu-lets, those of them that start or load, and the models that are served now and by
+    none of them until those are ready."""
+
+    gpulets: tuple[str, ...]
+    starting: tuple[str, ...]
+    unserved: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ForeseenChange:
+    """What happens to every gpu-let, in which steps, and which models are served now and by the new plan no more."""
+
+    changes: tuple[GpuletChange, ...]
+    steps: tuple[ChangeStep, ...]
+    lost: tuple[str, ...]
+
+
+def foresee(running: Plan, wanted: Plan) -> ForeseenChange:
+    """Return what making `wanted` of `running` does, make before break."""
+    target = renamed(wanted, running)
+    rates = {spec.name: spec.rate_rps for spec in wanted.models}
+    there = {gpulet.id for gpulet in running.gpulets}  # they serve while they load
+    served = dict.fromkeys(replica.name for gpulet in running.gpulets for replica in gpulet.models)
+    steps = []
+    for plan, ready, _ in stages(running, target, gpus_of(running, target), rates, Durations(1.0, 1.0)):
+        holds = {r.name for g in plan.gpulets if g.id in ready | there for r in g.models}
+        asked = {spec.name for spec in plan.models}
+        ids = {gpulet.id for gpulet in plan.gpulets}
+        without = tuple(name for name in served if name in asked - holds)
+        steps.append(ChangeStep(tuple(sorted(ids)), tuple(sorted(ids - ready)), without))
+    kept = {replica.name for gpulet in wanted.gpulets for replica in gpulet.models}
+    return ForeseenChange(
+        diff(running, target).changes, tuple(steps), tuple(name for name in served if name not in kept)
+    )
