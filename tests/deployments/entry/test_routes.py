@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tenuto.deployments.entry.http import HttpError
+from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.oip import TensorSpec
 from tenuto.deployments.entry.routes import make_app
 from tests.instruments.plans import make_plan
