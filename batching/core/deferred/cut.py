@@ -77,7 +77,7 @@ class Cutter:
         longest_ms = INF
         for other in map(queues.__getitem__, pool.run):
             if not other.allowance.exceeds and other.rate.rps and sum(len(place.idle) for place in other.pools) <= 1:
-                costs, size = other.costs, other.costs.staggered
+                costs, size = other.costs, other.costs.ripe
                 wait_ms = costs.budget_ms - self._gpulets.way_ms(size) - other.batch.factor * costs.run[size]
                 if all(place.busy[0][0] > now + wait_ms for place in other.pools if place.busy):
                     longest_ms = min(longest_ms, wait_ms)

@@ -6,9 +6,9 @@ Three rules, each in a module of its own; docs/scheduling.md draws them.
    fastest idle gpu-let.
 2. *Line-up* (`lineup.py`; `waiting.py` says which batches are lined up together): where more batches wait than gpu-lets
    are idle, all are lined up by their latest start. When time is short, the line-up drops first the excess of any model
-   above twice its planned rate, then batches of lower priority, then those that serve the least per ms. Then
-   nothing is held. A batch leaves a gpu-let free for models that cannot wait for it, where these would lose more than
-   it serves (`keeping_free.py`).
+   above twice its planned rate, then batches of lower priority, then those that serve the least per ms. Then a batch of
+   half the staggered size may start before it is due. A batch leaves a gpu-let free for models that cannot wait for it,
+   where these would lose more than it serves (`keeping_free.py`).
 3. *Cut* (`cut.py`, `admission.py`): a batch is cut by the window rule; of a model that exceeds its plan, what others
    lose requests for is turned away.
 
@@ -296,7 +296,10 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                     can_go += [
                         queue
                         for queue in waiting
-                        if queue.batch.due > reach and queue.batch.is_open and is_short(queue)
+                        if queue.batch.due > reach
+                        and queue.batch.is_open
+                        and len(queue.ids) >= queue.costs.ripe
+                        and is_short(queue)
                     ]
                 if len(can_go) > 1:
                     can_go.sort(key=rank)
@@ -344,7 +347,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
             longest_ms = self._cutter.longest_beside_ms(self._queues, pool, now)
             short = longest_within(pool.run[queue.program], longest_ms, queue.batch.factor)
             if short < 1 < queue.costs.gpulets:  # where others cannot wait even for one, it gets what is planned
-                if allowance.owed < min(queue.costs.staggered, allowance.most):
+                if allowance.owed < min(queue.costs.ripe, allowance.most):
                     return False
                 short = int(allowance.owed)
             size = min(size, max(1, short))

@@ -8,10 +8,15 @@ longer than takes them to that.
 
 from __future__ import annotations
 
+from math import ceil
+
 from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.staggered import staggered_batch
 from tenuto.batching.core.system import INF
+
+# Part of the staggered batch that may go before it is due where gpu-lets are short.
+RIPE = 0.5  # fitted: on 43 random scenarios, of which one loses 2.9 points where batches of any size may go
 
 
 class Holding:
@@ -72,6 +77,7 @@ class Holding:
             factor=queue.batch.factor,
             data_ms=gpulets.data_ms,
         )
+        costs.ripe = ceil(RIPE * costs.staggered)
         costs.defend = max(1, round(self.defend * costs.staggered))
         costs.alone = queue.rate.recent_rps / 1000.0 * costs.run[1] / costs.gpulets
         queue.loss.follow(queue.rate.rps or 0.0)

@@ -26,7 +26,7 @@ def look_at(queue: WaitingQueue, gpulets: Gpulets[Place], holding: Holding, now:
             if pool.idle:
                 found = pool
     run = found.run[queue.program]
-    if size >= costs.longest or queue.watch.is_tight or size + 1 >= len(run):
+    if size >= costs.longest or (queue.watch.is_tight and size >= costs.ripe) or size + 1 >= len(run):
         look = now
     else:
         sent_ms = gpulets.ctrl_ms + gpulets.data_ms * (size + 1) + queue.batch.factor * run[size + 1]

@@ -56,6 +56,7 @@ class Costs:
     alone: float = 0.0  # the load of each gpu-let that hosts it, if its requests ran alone
     staggered: int = 1  # the batch of the staggered pattern
     defend: int = 1  # the size below which the head is given up
+    ripe: int = 1  # the size that may go before it is due
 
     @property
     def patience_ms(self) -> float:
@@ -167,7 +168,7 @@ class Watch:
     def __init__(self, queues: list[WaitingQueue]) -> None:
         self.queues = queues
         self.at = INF
-        self.is_tight = False  # the plan has no slack somewhere: batches may go there before they are due
+        self.is_tight = False  # the plan has no slack somewhere: ripe batches may go there
 
 
 class Waiting:
