@@ -15,7 +15,7 @@ VERBS = "tenuto.verbs"
 LABORATORY: dict[str, frozenset[str]] = {
     POLICIES: frozenset({"ffd", "ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "sbp", "self-tuning"}),
     SCHEDULERS: frozenset({"clockwork", "nexus", "shepherd", "thesis-router", "timeout"}),
-    VERBS: frozenset({"estimate", "experiment", "interference", "kernels", "lab"}),
+    VERBS: frozenset({"compare", "estimate", "experiment", "interference", "kernels", "lab"}),
 }
 """The names that `tenuto-lab` registers, by group; a test of the laboratory holds both to each other."""
 

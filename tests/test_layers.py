@@ -25,7 +25,7 @@ SERVING_LIBRARIES = ("ray", "torch", "torchvision", "transformers", "pynvml", "f
 # What loads where none of these libraries is installed, and what in there is about torch itself.
 WITHOUT_LIBRARIES = (
     *(f"tenuto.{folder}" for folder in ("profiles", "mps", "placement", "batching")),
-    *(f"tenuto.loadgen.{name}" for name in ("schedule", "records", "verdict", "bench", "compare", "report")),
+    *(f"tenuto.loadgen.{name}" for name in ("schedule", "records", "verdict", "bench", "report")),
     "tenuto.deployments.serve.diff",
     *(f"tenuto.cli.{verb}" for verb in ("plan", "simulate", "goodput", "policies")),
 )

@@ -40,7 +40,6 @@ VERBS = (
     "model",
     "bench",
     "report",
-    "compare",
     "status",
     "doctor",
 )

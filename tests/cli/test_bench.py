@@ -1,4 +1,4 @@
-"""bench, report and compare as a user meets them: exit codes, what is on stdout and stderr, files, messages without
+"""bench and report as a user meets them: exit codes, what is on stdout and stderr, files, messages without
 traces.
 """
 
@@ -156,23 +156,6 @@ def test_report_rebuilds_the_page(plan_file: str, tmp_path: Path, capsys: pytest
     assert run("report", str(tmp_path)) == 2
 
 
-def test_compare_refuses_different_schedules(
-    plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with fake_server() as server:
-        for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-            bench(plan_file, server, "--seed", str(seed), "-o", str(tmp_path / name))
-    capsys.readouterr()
-    assert run("compare", str(tmp_path / "a"), str(tmp_path / "b")) == 0
-    assert "no difference" in capsys.readouterr().out
-    assert run("compare", str(tmp_path / "a"), str(tmp_path / "c")) == 2
-    assert "different schedules" in capsys.readouterr().err
-    assert run("compare", str(tmp_path / "a"), str(tmp_path / "c"), "--different-schedules", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["comparisons"][0]
-    assert found["warnings"] == ["the schedules differ; part of any difference is theirs"]
-    assert run("compare", str(tmp_path / "a")) == 2
-
-
 def test_a_simulation_writes_the_same_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload = tmp_path / "w.yaml"
     workload.write_text("models: [{name: m, rate_rps: 50, slo_ms: 100, latency: {alpha_ms: 1, beta_ms: 5}}]")
@@ -183,9 +166,6 @@ def test_a_simulation_writes_the_same_report(tmp_path: Path, capsys: pytest.Capt
     assert "simulated in virtual time" in page
     assert run("report", str(tmp_path / "a")) == 0
     assert (tmp_path / "a" / "report.html").read_text() == page
-    capsys.readouterr()
-    assert run("compare", str(tmp_path / "a"), str(tmp_path / "b")) == 0
-    assert "no difference" in capsys.readouterr().out
     assert run(*args, str(tmp_path / "a")) == 2
 
 

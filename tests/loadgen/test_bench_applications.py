@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from click.testing import CliRunner
 
 from tenuto.cli.bench import command as bench_verb
@@ -18,7 +17,6 @@ from tenuto.cli.simulate import command as simulate_verb
 from tenuto.loadgen.bench import BenchOptions, BenchResult, asked_of, run_bench
 from tenuto.loadgen.clients.client import ClientJob, ClientReport
 from tenuto.loadgen.clients.group import LocalClient
-from tenuto.loadgen.compare import compare, load_side
 from tenuto.loadgen.report.run_page import render_page
 from tenuto.loadgen.run import load_run
 from tenuto.placement import Cluster, Plan, Workload, solve
@@ -218,21 +216,6 @@ def test_simulate_writes_the_same_report(tmp_path: Path) -> None:
         measured = calls.within(loaded.begin_ms, loaded.end_ms)
         assert int((measured.outcome == 0).sum()) == summary["applications"][name]["ok"]
     assert "Latency of the applications" in (out / "report.html").read_text(encoding="utf-8")
-
-
-def test_compare_judges_applications_beside_models(tmp_path: Path) -> None:
-    plan = saved(tmp_path, workload(traffic(arrival={"process": "poisson"})), 1)
-    p50 = {}
-    for name, network in (("near", "0,0,0"), ("far", "0,0,20")):
-        answer = invoke(simulate_verb, plan, "--duration-s", "30", "--network-ms", network, "-o", str(tmp_path / name))
-        p50[name] = answer["applications"]["traffic"]["p50_ms"]
-    found = compare(load_side(tmp_path / "near"), load_side(tmp_path / "far")).differences
-    mine = {d.metric: d for d in found if d.model == "traffic"}
-
-    assert set(mine) == {"attainment", "p50_ms", "p90_ms", "p99_ms"}
-    assert mine["p50_ms"].difference == pytest.approx(p50["far"] - p50["near"])
-    assert mine["p50_ms"].half_width is not None
-    assert mine["p50_ms"].conclusion == "higher"
 
 
 def test_simulated_stages_after_one_that_was_given_up_are_never_due(tmp_path: Path) -> None:

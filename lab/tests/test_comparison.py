@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tenuto.cli import main
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.compare import Side, compare, load_side
 from tenuto.loadgen.records import Records, unsent
 from tenuto.loadgen.run_files import write_run_files
 from tenuto.loadgen.verdict import summarise
 from tenuto.outcome import Outcome
+from tenuto.placement import Cluster, solve
+from tenuto.placement.policies.symphony.symphony_policy import Symphony
+from tenuto.profiles import Profiles
+from tenuto_lab.comparison import Side, compare, load_side
+from tests.instruments.fan_out import traffic, workload
 
 MODEL = {"attainment": 1.0, "p50_ms": 10.0, "p90_ms": 12.0, "p99_ms": 15.0, "mean_batch": 4.0}
 
@@ -142,3 +148,45 @@ def test_a_folder_of_runs_counts_as_repeats(tmp_path: Path) -> None:
     assert len(load_side(tmp_path / "all").folders) == 2
     with pytest.raises(InvalidInputError, match="holds no run"):
         load_side(tmp_path / "absent")
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(args))
+    code = caught.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_applications_are_compared_beside_models(tmp_path: Path) -> None:
+    work = workload(traffic(arrival={"process": "poisson"}))
+    plan = solve(Symphony(), work, Cluster.parse("v100:1"), Profiles([]))
+    (tmp_path / "plan.yaml").write_text(plan.dump())
+    asked = ("simulate", str(tmp_path / "plan.yaml"), "--duration-s", "30", "--scheduler", "eager")
+    for name, network in (("near", "0,0,0"), ("far", "0,0,20")):
+        assert run(*asked, "--network-ms", network, "-o", str(tmp_path / name)) in (0, 1)
+    sides = [load_side(tmp_path / name) for name in ("near", "far")]
+    mine = {d.metric: d for d in compare(*sides).differences if d.model == "traffic"}
+
+    near, far = (side.documents[0]["applications"]["traffic"]["p50_ms"] for side in sides)
+    assert set(mine) == {"attainment", "p50_ms", "p90_ms", "p99_ms"}
+    assert mine["p50_ms"].difference == pytest.approx(far - near)
+    assert mine["p50_ms"].half_width is not None
+    assert mine["p50_ms"].conclusion == "higher"
+
+
+def test_the_verb_refuses_different_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = tmp_path / "w.yaml"
+    asked.write_text("models: [{name: m, rate_rps: 50, slo_ms: 100, latency: {alpha_ms: 1, beta_ms: 5}}]")
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        simulate = ("simulate", str(asked), "--gpus", "v100:1", "--duration-s", "5", "--seed", seed)
+        assert run(*simulate, "-o", str(tmp_path / name)) == 0
+    capsys.readouterr()
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    assert run("compare", a, b) == 0
+    assert "no difference" in capsys.readouterr().out
+    assert run("compare", a, c) == 2
+    assert "different schedules" in capsys.readouterr().err
+    assert run("compare", a, c, "--different-schedules", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["comparisons"][0]
+    assert found["warnings"] == ["the schedules differ; part of any difference is theirs"]
+    assert run("compare", a) == 2

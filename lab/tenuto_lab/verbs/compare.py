@@ -12,7 +12,7 @@ from tenuto.cli.tables import print_table
 from tenuto.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from tenuto.loadgen.compare import Comparison, Difference
+    from tenuto_lab.comparison import Comparison, Difference
 
 
 @click.command(name="compare", short_help="Compare runs that saw the same schedule: differences, spread, conclusion.")
@@ -26,7 +26,7 @@ def command(folders: tuple[str, ...], different_schedules: bool) -> None:
 
     Example: tenuto compare runs/deferred runs/eager
     """
-    from tenuto.loadgen.compare import compare, load_side
+    from tenuto_lab.comparison import compare, load_side
 
     if len(folders) < 2:
         raise InvalidInputError("give at least two runs to compare, such as: tenuto compare runs/a runs/b")
