@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Raw
+from msgspec.msgpack import encode as pack
 from msgspec.structs import replace
 
 from tenuto.deployments.dispatch.charge import Charge
@@ -36,15 +38,12 @@ from tenuto.deployments.wire.messages import (
     AskStatus,
     AskWaiting,
     DispatcherState,
-    EndedReport,
-    GatewaysReport,
     Hello,
     Message,
+    Report,
     RequestRow,
     Requests,
-    StatusReport,
     TellGateway,
-    WaitingReport,
 )
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import GatewayReport
@@ -187,17 +186,13 @@ class BundleServer:
     def _count_gateways(self) -> None:
         self._charge.reached_by((gateway.name for gateway in self._gateways.values()), self._lately)
         if not self._gateways:
-            self._wait()
+            self.started_at_s = time.time()  # the youngest of the dispatchers: gateways ask the oldest
         self.announce()
 
     def step_back(self) -> None:
         """Let all gateways go, as another dispatcher is in charge, and wait."""
         for gateway in list(self._gateways.values()):
             gateway.protocol.abort()
-
-    def _wait(self) -> None:
-        """Be the youngest of the dispatchers: gateways ask the oldest."""
-        self.started_at_s = time.time()
 
     def _on_message(self, protocol: FrameProtocol, message: Message, body: memoryview) -> None:
         gateway = self._gateways[id(protocol)]
@@ -206,7 +201,7 @@ class BundleServer:
         elif isinstance(message, TellGateway):
             gateway.told = message.told
             told = [other.told for other in self._gateways.values() if other.told is not None]
-            protocol.send(GatewaysReport(message.number, told))
+            protocol.send(Report(message.number, Raw(pack(told))))
         elif isinstance(message, AskStatus | AskWaiting | AskEnded):
             task = asyncio.create_task(self._report(protocol, message), name="report")
             self._tasks.add(task)
@@ -251,13 +246,14 @@ class BundleServer:
         )
 
     async def _report(self, protocol: FrameProtocol, asked: AskStatus | AskWaiting | AskEnded) -> None:
+        found: object
         if isinstance(asked, AskStatus):
-            status = replace(await self.dispatcher.status(), plan=None)
-            protocol.send(StatusReport(asked.number, status))
+            found = replace(await self.dispatcher.status(), plan=None)
         elif isinstance(asked, AskWaiting):
-            protocol.send(WaitingReport(asked.number, await self.dispatcher.waiting()))
+            found = await self.dispatcher.waiting()
         else:
-            protocol.send(EndedReport(asked.number, await self.dispatcher.ended(asked.id, asked.limit)))
+            found = await self.dispatcher.ended(asked.id, asked.limit)
+        protocol.send(Report(asked.number, Raw(pack(found))))
 
     def state(self) -> DispatcherState:
         """Return what gateways answer for without asking."""
@@ -329,26 +325,18 @@ class DispatcherReplica:
             def find(gpulet_id: str) -> Finder:
                 return elsewhere(find_gpulet(gpulet_id), rays)
 
-            charge = Charge(own_application(), self._on_superseded)
+            charge = Charge(own_application(), lambda: server.step_back())
             dispatcher = Dispatcher(
                 serving.build_scheduler,
                 find,
                 max_queued=serving.config.max_queued,
-                on_change=self._on_change,
+                on_change=lambda: server.announce(),
                 charge=charge,
             )
-            self._server = BundleServer(dispatcher, charge)
+            server = self._server = BundleServer(dispatcher, charge)
         else:
             self._server.dispatcher.configure(serving.build_scheduler, max_queued=serving.config.max_queued)
         self._server.dispatcher.apply(serving.plan, serving.config.standby)
-
-    def _on_change(self) -> None:
-        if self._server is not None:
-            self._server.announce()
-
-    def _on_superseded(self) -> None:
-        if self._server is not None:
-            self._server.step_back()
 
     async def endpoint(self, node_id: str = "") -> Endpoint:
         """Return where this dispatcher listens for a node; another node gets an address of the cluster's network."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from tenuto.deployments.dispatch.in_flight import Asker, Request
@@ -32,15 +33,11 @@ from tenuto.deployments.wire.messages import (
     AskStatus,
     AskWaiting,
     DispatcherState,
-    EndedReport,
-    GatewaysReport,
     Message,
     Report,
     RequestRow,
     Requests,
-    StatusReport,
     TellGateway,
-    WaitingReport,
 )
 from tenuto.deployments.wire.peer import Connection, Endpoint, Finder, PeerConnection
 from tenuto.deployments.wire.status import DispatchingStatus, EndedRequest, GatewayReport, GpuletStatus
@@ -58,7 +55,7 @@ _LATE = Refused(Outcome.EXPIRED, "its deadline passed before its dispatcher's de
 _LAST_READS_S = 10.0  # limit: after a dispatcher's death its gpu-lets may still read what they have begun
 
 DispatcherConnection = Connection[DispatcherState]
-ReportT = TypeVar("ReportT", bound=Report)
+FoundT = TypeVar("FoundT")
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +74,7 @@ class _Peer:
     left: dict[int, Held | None] = field(default_factory=dict)
     leaving: list[int] = field(default_factory=list)
     unsent: set[int] = field(default_factory=set)
-    reports: dict[int, asyncio.Future[Report]] = field(default_factory=dict)
+    reports: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -364,7 +361,7 @@ class DispatcherClient:
         if isinstance(message, Report):
             report = peer.reports.pop(message.number, None)
             if report is not None and not report.done():
-                report.set_result(message)
+                report.set_result(bytes(message.found))  # it lies in memory that is received into again
         elif isinstance(message, Answers):
             self._take(peer, message, body)
         else:
@@ -430,18 +427,18 @@ class DispatcherClient:
 
     async def status(self) -> DispatchingStatus:
         """Return the status of all dispatchers that schedule as one."""
-        reports = await self._all(self._scheduling(), AskStatus, StatusReport)
-        return merge_dispatchers([report.found for report in reports], self._plan, self.gpulets())
+        reports = await self._all(self._scheduling(), AskStatus, DispatchingStatus)
+        return merge_dispatchers(reports, self._plan, self.gpulets())
 
     async def waiting(self) -> dict[str, int]:
         """Return how many requests of every model wait for a batch."""
-        reports = await self._all(self._scheduling(), AskWaiting, WaitingReport)
-        return {name: length for report in reports for name, length in report.found.items()}
+        reports = await self._all(self._scheduling(), AskWaiting, dict[str, int])
+        return {name: length for report in reports for name, length in report.items()}
 
     async def ended(self, id: str | None, limit: int) -> list[EndedRequest]:
         """Return the last requests that ended, newest first; with an id, those of it."""
-        reports = await self._all(self._scheduling(), lambda number: AskEnded(number, id, limit), EndedReport)
-        return sorted((ended for report in reports for ended in report.found), key=lambda ended: -ended.received_at_s)
+        reports = await self._all(self._scheduling(), lambda number: AskEnded(number, id, limit), list[EndedRequest])
+        return sorted((ended for report in reports for ended in report), key=lambda ended: -ended.received_at_s)
 
     async def meet(self, told: GatewayReport) -> list[GatewayReport]:
         """Tell the other gateways something of this one, and return what all of them told last, this one among them.
@@ -452,10 +449,10 @@ class DispatcherClient:
             TimeoutError: it does not answer.
         """
         here = [peer for _, group in sorted(self._groups.items()) if (peer := group.scheduling()) is not None]
-        reports = await self._all(here[:1], lambda number: TellGateway(number, told), GatewaysReport)
-        return reports[0].found if reports else [told]
+        reports = await self._all(here[:1], lambda number: TellGateway(number, told), list[GatewayReport])
+        return reports[0] if reports else [told]
 
-    async def _all(self, peers: Sequence[_Peer], ask: Callable[[int], Message], kind: type[ReportT]) -> list[ReportT]:
+    async def _all(self, peers: Sequence[_Peer], ask: Callable[[int], Message], kind: type[FoundT]) -> list[FoundT]:
         """Ask dispatchers, and return what they report; raises `TimeoutError` where one does not answer."""
         futures = []
         for peer in peers:
@@ -464,7 +461,7 @@ class DispatcherClient:
             peer.connection.send(ask(number))
             futures.append(future)
         async with asyncio.timeout(_REPORT_TIMEOUT_S):
-            return [report for report in await asyncio.gather(*futures) if isinstance(report, kind)]
+            return [msgspec.msgpack.decode(report, type=kind) for report in await asyncio.gather(*futures)]
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""

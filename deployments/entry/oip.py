@@ -468,23 +468,15 @@ def _skeleton(shape: Sequence[int]) -> bytes:
 # What a JSON value of a tensor is written with, beside brackets and commas.
 _SCALARS = b"0123456789+-.eEtrufals \t\r\n"
 # How the values of a tensor are packed.
-_CODES = {
-    "bool": "?",
-    **dict(zip(("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"), "BHIQbhiq", strict=True)),
-    **dict(zip(("float16", "float32", "float64"), "efd", strict=True)),
-}
+_CODES = dict(zip(DATATYPES.values(), "?BHIQbhiqefd", strict=True))
 # What reads them by numpy's kind of their type, and whole requests of models that have only such.
+_KINDS: dict[str, Any] = {"b": list[bool], "i": list[int], "u": list[int], "f": list[float]}
 _VALUE_DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
-    "b": msgspec.json.Decoder(list[bool]).decode,
-    "i": msgspec.json.Decoder(list[int]).decode,
-    "u": msgspec.json.Decoder(list[int]).decode,
-    "f": msgspec.json.Decoder(list[float]).decode,
+    kind: msgspec.json.Decoder(values).decode for kind, values in _KINDS.items()
 }
 _DECODERS: dict[str, Callable[[Buffer], RequestGiven[Any]]] = {
-    "b": msgspec.json.Decoder(RequestGiven[list[bool]]).decode,
-    "i": msgspec.json.Decoder(RequestGiven[list[int]]).decode,
-    "u": msgspec.json.Decoder(RequestGiven[list[int]]).decode,
-    "f": msgspec.json.Decoder(RequestGiven[list[float]]).decode,
+    kind: msgspec.json.Decoder(RequestGiven[values]).decode  # type: ignore[valid-type]
+    for kind, values in _KINDS.items()
 }
 _decode_as_text: Callable[[Buffer], RequestGiven[Any]] = msgspec.json.Decoder(RequestGiven[msgspec.Raw]).decode
 _NOTHING = memoryview(b"")

@@ -14,14 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tenuto.deployments.wire.status import (
-    DispatchingStatus,
-    EndedRequest,
-    GatewayReport,
-    GpuletMode,
-    GpuletStatus,
-    MpsStatus,
-)
+from tenuto.deployments.wire.status import GatewayReport, GpuletMode, GpuletStatus, MpsStatus
 from tenuto.deployments.wire.tensors import RowOutput, most_batch_bytes, most_row_bytes
 from tenuto.profiles.networks.catalogue import ModelSignature
 
@@ -260,19 +253,20 @@ class DispatcherState(_Message, tag=12):
 
 
 class AskStatus(_Message, tag=13):
-    """Ask for the status, which comes without the plan: a gateway has the whole one."""
+    """Ask for the status (`DispatchingStatus`), which comes without the plan: a gateway has the whole one."""
 
     number: int
 
 
 class AskWaiting(_Message, tag=14):
-    """Ask how many requests of every model wait for a batch."""
+    """Ask how many requests of every model wait for a batch (`dict[str, int]`)."""
 
     number: int
 
 
 class AskEnded(_Message, tag=15):
-    """Ask for the last requests that ended, at most `limit`; with an `id`, for those of it."""
+    """Ask for the last requests that ended, newest first (`list[EndedRequest]`), at most `limit`; with an `id`, for
+    those of it."""
 
     number: int
     id: str | None
@@ -280,41 +274,17 @@ class AskEnded(_Message, tag=15):
 
 
 class TellGateway(_Message, tag=16):
-    """Tell what this gateway is and counts, and ask for what all of them told last."""
+    """Tell what this gateway is and counts, and ask for what all of them told last (`list[GatewayReport]`)."""
 
     number: int
     told: GatewayReport
 
 
-class StatusReport(_Message, tag=17):
-    """The answer to `AskStatus`."""
+class Report(_Message, tag=17):
+    """The answer to one of the four above, packed: whoever asked knows what it is."""
 
     number: int
-    found: DispatchingStatus
-
-
-class WaitingReport(_Message, tag=18):
-    """The answer to `AskWaiting`, by model."""
-
-    number: int
-    found: dict[str, int]
-
-
-class EndedReport(_Message, tag=19):
-    """The answer to `AskEnded`, newest first."""
-
-    number: int
-    found: list[EndedRequest]
-
-
-class GatewaysReport(_Message, tag=20):
-    """The answer to `TellGateway`."""
-
-    number: int
-    found: list[GatewayReport]
-
-
-Report = StatusReport | WaitingReport | EndedReport | GatewaysReport
+    found: msgspec.Raw
 
 
 Message = (
@@ -333,10 +303,7 @@ Message = (
     | AskWaiting
     | AskEnded
     | TellGateway
-    | StatusReport
-    | WaitingReport
-    | EndedReport
-    | GatewaysReport
+    | Report
 )
 
 _ENCODER: msgspec.msgpack.Encoder = msgspec.msgpack.Encoder()
