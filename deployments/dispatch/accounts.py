@@ -22,10 +22,6 @@ from tenuto.placement.workload import ModelSpec
 _KEPT_EVENTS = 256  # limit: events that a status tells of; older ones are in the log
 
 
-def _no_times() -> Histogram:
-    return Histogram(())
-
-
 class ModelCounters(ModelCounts, kw_only=True):
     """Counts since the dispatcher started, as the status has them; `batches` and `batched` give the mean batch size.
 
@@ -34,10 +30,10 @@ class ModelCounters(ModelCounts, kw_only=True):
     """
 
     execution_ms: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=512))
-    latency_s: Histogram = msgspec.field(default_factory=_no_times)
-    batching_s: Histogram = msgspec.field(default_factory=_no_times)
-    gpulet_queue_s: Histogram = msgspec.field(default_factory=_no_times)
-    execution_s: Histogram = msgspec.field(default_factory=_no_times)
+    latency_s: Histogram = msgspec.field(default_factory=Histogram)
+    batching_s: Histogram = msgspec.field(default_factory=Histogram)
+    gpulet_queue_s: Histogram = msgspec.field(default_factory=Histogram)
+    execution_s: Histogram = msgspec.field(default_factory=Histogram)
     batch_sizes: Histogram = msgspec.field(default_factory=lambda: Histogram(BATCH_SIZES))
 
     def follow(self, slo_ms: float) -> None:

@@ -45,7 +45,6 @@ from tenuto.deployments.wire.tensors import InputPart
 from tenuto.errors import refused
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
-from tenuto.placement.copy_times import longest_copies_ms
 from tenuto.profiles.networks.catalogue import ModelSignature
 
 logger = logging.getLogger("ray.serve")
@@ -80,7 +79,6 @@ class Dispatcher:
         *,
         max_queued: int = 10_000,
         way: WayMeter | None = None,
-        reserve_ms: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         make_connection: ConnectionFactory = gpulet_connection,
         compute: Compute | None = None,
@@ -94,7 +92,6 @@ class Dispatcher:
             find_gpulet: returns the function that finds a gpu-let by its id.
             max_queued: requests of one program that may wait; more are rejected with a time to retry after.
             way: measures the way to gpu-lets.
-            reserve_ms: what requests keep of their deadlines for the way back, until it is seen.
             clock: monotonic seconds.
             make_connection: makes the connections to gpu-lets.
             compute: runs what the core wants computed aside; by default in another process.
@@ -118,12 +115,7 @@ class Dispatcher:
         self._generation = 0
         self._asked: dict[str, _Asked] = {}
         self.way = way or WayMeter()
-        self._told = NetworkDelay(response_ms=reserve_ms)  # what the core budgets
-        self._reserved_ms = 0.0  # by requests since the last tick
-        self._reserved = 0
         self._latency_ratios = LatencyRatios()
-        self._copied = 0  # requests of the largest batch whose copies are part of the way, where they are streamed
-        self._copies_ms = 0.0  # by plan, until they are measured
         self._rehearsals: Rehearsals | None = None  # of the scheduler
         self._runner = RehearsalRunner(compute)
         self._ticker: asyncio.TimerHandle | None = None
@@ -151,15 +143,12 @@ class Dispatcher:
             InvalidInputError: a scheduler that aborts running batches, which gpu-lets cannot.
         """
         now = self._time.now_ms
-        self._copied, self._copies_ms = 0, 0.0
-        if plan.streaming:
-            self._copied = max((p.batch_size for gpulet in plan.gpulets for p in gpulet.programs), default=1)
-            self._copies_ms = longest_copies_ms(plan)
+        self.way.follow(plan)
         scheduler = self._build_scheduler(plan, self._budget())
         if scheduler.preempts:
             cure = "Serve with deferred, symphony or eager; simulate with this one."
             raise refused("scheduler", scheduler.name, "aborts running batches, which only virtual time can", cure)
-        scheduler.update_network(self._told)
+        scheduler.update_network(self.way.told)
         scheduler.drain()
         self._plan = plan
         self._plan_data = plan.to_data()
@@ -167,20 +156,13 @@ class Dispatcher:
         self.accounts.events.add(
             "plan applied", f"{len(plan.models)} models on {len(plan.gpulets)} gpu-lets, policy {plan.policy.name}"
         )
-        for spec in plan.models:
-            self.accounts.counters[spec.name].follow(spec.slo_ms)
         self._scheduler, self._rehearsals = scheduler, rehearsals_of(scheduler)
         alone_ms = _alone_ms(scheduler.system)
-        self._asked = {
-            spec.name: _Asked(
-                index,
-                scheduler.system.program_of[index],
-                spec.slo_ms,
-                alone_ms[index],
-                self.accounts.counters[spec.name],
-            )
-            for index, spec in enumerate(plan.models)
-        }
+        self._asked = {}
+        for index, (spec, program) in enumerate(zip(plan.models, scheduler.system.program_of, strict=True)):
+            counters = self.accounts.counters[spec.name]
+            counters.follow(spec.slo_ms)
+            self._asked[spec.name] = _Asked(index, program, spec.slo_ms, alone_ms[index], counters)
         self._latency_ratios.restart()
         self._fleet.adopt(plan, standby)
         self.accounts.advice.follow(plan, self._clock())
@@ -205,7 +187,7 @@ class Dispatcher:
         self.accounts.advice.tick(now_s)
         for program, gpulet, factor in self._latency_ratios.fade(now_s):
             self._scheduler.update_latency(program, gpulet, factor)
-        self._tell_delays()
+        self._scheduler.update_network(self._budget())
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
     def _offer(self, gpulet: AttachedGpulet, now: float) -> None:
@@ -214,6 +196,17 @@ class Dispatcher:
             assert gpulet.index is not None
             self._scheduler.gpulet_back(now, gpulet.index)
             self._on_change()
+
+    def _offer_now(self, gpulet: AttachedGpulet) -> None:
+        now = self._time.now_ms
+        self._offer(gpulet, now)
+        self._carry_out(now)
+
+    def _withhold(self, gpulet: AttachedGpulet, now: float) -> None:
+        """Let the core use a gpu-let no more, until it is offered again."""
+        gpulet.is_used = False
+        if gpulet.index is not None:
+            self._scheduler.gpulet_lost(now, gpulet.index)
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
@@ -268,8 +261,7 @@ class Dispatcher:
         if deadline - reserve_ms < now + asked.alone_ms:
             self._expire(request, Rule.TOO_LATE)
             return request
-        self._reserved_ms += reserve_ms
-        self._reserved += 1
+        self.way.reserve(reserve_ms)
         self._enqueue(request, now)
         if scheduler.decisions:
             self._carry_out_refusals(scheduler.drain_refusals())
@@ -297,7 +289,7 @@ class Dispatcher:
     def _enqueue(self, request: Request, now: float) -> None:
         """Give the core a request that it does not know, or not any more."""
         # The core takes off its own budget for the way back, which this request need not keep.
-        deadline_ms = request.deadline_ms - request.reserve_ms + self._told.response_ms
+        deadline_ms = request.deadline_ms - request.reserve_ms + self.way.told.response_ms
         rehearsals = self._rehearsals
         if rehearsals is not None and (replay := rehearsals.arrived(now, request.model, deadline_ms)) is not None:
             self._runner.begin(replay, rehearsals.due_ms(now, replay) - now, partial(self._rehearsed, rehearsals))
@@ -413,10 +405,8 @@ class Dispatcher:
         """Tell the core that gpu-lets are lost whose batch should long have ended, until they answer."""
         now = self._time.now_ms
         for gpulet in dict.fromkeys(hanging):
-            gpulet.is_used = False
             self.accounts.events.add("gpu-let hangs", f"{gpulet.id}: a batch should have ended {GIVEN_UP_S:g} s ago")
-            if gpulet.index is not None:
-                self._scheduler.gpulet_lost(now, gpulet.index)
+            self._withhold(gpulet, now)
         self._carry_out(now)
 
     def _expire(self, request: Request, rule: Rule) -> None:
@@ -442,11 +432,8 @@ class Dispatcher:
 
     def state_changed(self, connection: GpuletConnection) -> None:
         """A gpu-let said anew what it holds."""
-        gpulet = self._fleet.behind(connection)
         self._charge.heard(connection)
-        now = self._time.now_ms
-        self._offer(gpulet, now)
-        self._carry_out(now)
+        self._offer_now(self._fleet.behind(connection))
         self._on_change()
 
     def peer_lost(self, connection: GpuletConnection, reason: str) -> None:
@@ -456,8 +443,7 @@ class Dispatcher:
         gpulet.lost += 1
         self.accounts.events.add("gpu-let lost", f"{gpulet.id}: {reason}")
         lost = gpulet.lose()
-        if gpulet.index is not None:
-            self._scheduler.gpulet_lost(now, gpulet.index)
+        self._withhold(gpulet, now)
         for batch in lost:
             self._retry_or_fail(batch, now, f"{_NO_ANSWER} ({reason})")
         self._carry_out(now)
@@ -500,7 +486,7 @@ class Dispatcher:
             gpulet=gpulet.id,
             emulated=state is not None and state.emulated,
             shares_clock=gpulet.connection.shares_memory,
-            way_ms=self._told.ctrl_ms,
+            way_ms=self.way.told.ctrl_ms,
         ):
             self._answer(requests, executed)
 
@@ -533,24 +519,11 @@ class Dispatcher:
         if factor is not None:
             self._scheduler.update_latency(batch.program, gpulet.index, factor)
 
-    def _tell_delays(self) -> None:
-        """Have the core plan with the delays of the way as they are now, and with what requests keep for the way
-        back."""
-        self._scheduler.update_network(self._budget())
-
     def _budget(self) -> NetworkDelay:
-        """Return the delays that the core is to plan with from now on."""
-        way = self.way.delay()
-        ctrl_ms, data_ms = way.ctrl_ms, way.data_ms_per_request
-        if self._copied:
-            # Nobody knows the size of the batch behind the one that runs: what is sent ahead would be guessed too
-            # small under overload. With a delay per request 26 % less was served then (test_streaming_dispatch.py).
-            ctrl_ms, data_ms = ctrl_ms + (data_ms * self._copied or self._copies_ms), 0.0
-        kept_ms = self._reserved_ms / self._reserved if self._reserved else self._told.response_ms
-        self._reserved_ms, self._reserved = 0.0, 0
-        self._told = NetworkDelay(ctrl_ms, data_ms, kept_ms)
-        self._time.patience_ms = max(LEAST_PATIENCE_MS, kept_ms)
-        return self._told
+        """Return the delays that the core is to plan with from now on; its time waits for as long as requests keep."""
+        told = self.way.budget()
+        self._time.patience_ms = max(LEAST_PATIENCE_MS, told.response_ms)
+        return told
 
     def _done(self, gpulet: AttachedGpulet, batch: Batch, now: float) -> None:
         """Tell the core; one still busy with a batch of an older plan is handed to the core once it is idle."""
@@ -578,9 +551,8 @@ class Dispatcher:
         self._carry_out(now)
 
     def _let_rest(self, gpulet: AttachedGpulet, now: float) -> None:
-        if gpulet.is_used and gpulet.index is not None and not gpulet.running:
-            gpulet.is_used = False
-            self._scheduler.gpulet_lost(now, gpulet.index)
+        if gpulet.is_used and not gpulet.running:
+            self._withhold(gpulet, now)
         gpulet.is_resting = True
         self.accounts.events.add("gpu-let rests", f"{gpulet.id}: a batch failed there")
         self._on_change()
@@ -588,9 +560,7 @@ class Dispatcher:
 
     def _rested(self, gpulet: AttachedGpulet) -> None:
         gpulet.is_resting = False
-        now = self._time.now_ms
-        self._offer(gpulet, now)
-        self._carry_out(now)
+        self._offer_now(gpulet)
 
     def _closes(self, gpulet: AttachedGpulet, message: GpuletCloses) -> None:
         """Send nothing more there; what it has begun it answers."""
@@ -598,9 +568,8 @@ class Dispatcher:
         gpulet.is_closing = True
         self.accounts.events.add("gpu-let closes", f"{gpulet.id}: {message.reason}")
         now = self._time.now_ms
-        if gpulet.is_used and gpulet.index is not None:
-            gpulet.is_used = False
-            self._scheduler.gpulet_lost(now, gpulet.index)
+        if gpulet.is_used:
+            self._withhold(gpulet, now)
             self._carry_out(now)
         self._on_change()
 
@@ -631,7 +600,7 @@ class Dispatcher:
 
     async def status(self) -> DispatchingStatus:
         """Return the plan, the gpu-lets as they are, counts and measured against planned latencies."""
-        plan, accounts, told_ms = self._plan, self.accounts, self._told
+        plan, accounts, told_ms = self._plan, self.accounts, self.way.told
         if plan is None:
             return DispatchingStatus(events=accounts.events.newest())
         waiting = await self.waiting()

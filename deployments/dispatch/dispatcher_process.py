@@ -40,10 +40,10 @@ from tenuto.deployments.wire.messages import (
     DispatcherState,
     Hello,
     Message,
-    Report,
     RequestRow,
     Requests,
     TellGateway,
+    Told,
 )
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import GatewayReport
@@ -201,7 +201,7 @@ class BundleServer:
         elif isinstance(message, TellGateway):
             gateway.told = message.told
             told = [other.told for other in self._gateways.values() if other.told is not None]
-            protocol.send(Report(message.number, Raw(pack(told))))
+            protocol.send(Told(message.number, Raw(pack(told))))
         elif isinstance(message, AskStatus | AskWaiting | AskEnded):
             task = asyncio.create_task(self._report(protocol, message), name="report")
             self._tasks.add(task)
@@ -253,7 +253,7 @@ class BundleServer:
             found = await self.dispatcher.waiting()
         else:
             found = await self.dispatcher.ended(asked.id, asked.limit)
-        protocol.send(Report(asked.number, Raw(pack(found))))
+        protocol.send(Told(asked.number, Raw(pack(found))))
 
     def state(self) -> DispatcherState:
         """Return what gateways answer for without asking."""

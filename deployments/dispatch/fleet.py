@@ -202,22 +202,21 @@ class Fleet:
 
         `slowdowns`: by index, what batches of its programs took lately over what the plan says.
         """
-        plan = self._plan
         found = []
-        for gpulet in self._gpulets:
+        planned_ones = () if self._plan is None else self._plan.gpulets
+        for index, (gpulet, planned) in enumerate(zip(self._gpulets, planned_ones, strict=True)):
             state = gpulet.connection.state
-            planned = plan.gpulets[gpulet.index] if plan is not None and gpulet.index is not None else None
             described = GpuletStatus(
                 id=gpulet.id,
                 up=gpulet.connection.is_up,
-                gpu=planned.gpu if planned else "",
-                share_pct=planned.share_pct if planned else None,
+                gpu=planned.gpu,
+                share_pct=planned.share_pct,
                 busy_s=gpulet.busy_ms / 1000.0,
                 predicted_s=gpulet.predicted_ms / 1000.0,
                 batches=gpulet.batches,
                 lost=gpulet.lost,
                 running=[RunningBatch(batch.name, batch.size) for batch in gpulet.running.values()],
-                slowdown={} if gpulet.index is None else dict(slowdowns.get(gpulet.index, {})),
+                slowdown=dict(slowdowns.get(index, {})),
             )
             found.append(described if state is None else state.described(described))
         return found

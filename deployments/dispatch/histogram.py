@@ -24,7 +24,7 @@ class Histogram:
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: Sequence[float] = ()) -> None:
         """Take the upper bounds, in ascending order; a value equal to one is counted below it."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)

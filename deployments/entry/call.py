@@ -23,7 +23,7 @@ from tenuto.deployments.entry.oip import (
 )
 from tenuto.deployments.entry.planned_model import PlannedModel
 from tenuto.deployments.entry.traces import Traces
-from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.answers import Executed, Refused, late_loop
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.outcome import Outcome
 
@@ -217,7 +217,7 @@ class InferCall:
         else:
             end_ms = start_ms + executed.execution_ms
         late_ms = self._service.now_ms - request.deadline_ms
-        about = {} if late_ms <= 0.0 else {"loop": executed.late_by(late_ms).value}
+        about = {} if late_ms <= 0.0 else {"loop": late_loop(executed.execution_ms, executed.planned_ms, late_ms).value}
         self._trace(
             request,
             {

@@ -34,10 +34,10 @@ from tenuto.deployments.wire.messages import (
     AskWaiting,
     DispatcherState,
     Message,
-    Report,
     RequestRow,
     Requests,
     TellGateway,
+    Told,
 )
 from tenuto.deployments.wire.peer import Connection, Endpoint, Finder, PeerConnection
 from tenuto.deployments.wire.status import DispatchingStatus, EndedRequest, GatewayReport, GpuletStatus
@@ -358,7 +358,7 @@ class DispatcherClient:
         peer = self._by_connection.get(id(connection))
         if peer is None:
             return
-        if isinstance(message, Report):
+        if isinstance(message, Told):
             report = peer.reports.pop(message.number, None)
             if report is not None and not report.done():
                 report.set_result(bytes(message.found))  # it lies in memory that is received into again

@@ -50,11 +50,6 @@ class Executed:
     data: Sequence[memoryview]
     planned_ms: float = math.nan  # what the scheduler expected of the execution
 
-    def late_by(self, late_ms: float) -> Loop:
-        """Return which loop could have helped an answer that was late by so much: the one that follows execution times
-        where the batch took that much longer than expected, else the one that keeps time for everything else."""
-        return late_loop(self.execution_ms, self.planned_ms, late_ms)
-
     def tensors(self, row: int) -> list[OutputTensor]:
         """Return the outputs of one request; views, nothing is copied."""
         return [
@@ -64,7 +59,8 @@ class Executed:
 
 
 def late_loop(execution_ms: float, planned_ms: float, late_ms: float) -> Loop:
-    """Return which loop could have helped an answer that was late by so much; see `Executed.late_by`."""
+    """Return which loop could have helped an answer that was late by so much: the one that follows execution times
+    where the batch took that much longer than expected, else the one that keeps time for everything else."""
     return Loop.MEASURED_TIMES if execution_ms - planned_ms >= late_ms else Loop.MARGIN
 
 

@@ -72,8 +72,9 @@ def pinned_context(certificate: str) -> ssl.SSLContext:
 
 
 class TlsSocket:
-    """The listening side's end of a connection for threads, with the methods of a socket that `FrameSocket` needs: one
-    thread receives while another sends, which Python's own `SSLSocket` does not allow."""
+    """The listening side's end of a connection for threads, with a socket's methods to receive and to send: one thread
+    receives while another sends, which Python's own `SSLSocket` does not allow. Whatever else a socket does, `plain`
+    does. No closing words are said, as the frames say where they end."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
         """Take a connected, blocking socket."""
@@ -81,7 +82,6 @@ class TlsSocket:
         self._came, self._leaves = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._came, self._leaves, server_side=True)
         self._lock = threading.Lock()
-        self.family = connection.family
 
     def shake_hands(self, timeout_s: float) -> None:
         """Agree on keys with the peer.
@@ -136,19 +136,3 @@ class TlsSocket:
         for part in parts:
             self.sendall(part)
         return sum([part.nbytes for part in parts])
-
-    def settimeout(self, seconds: float | None) -> None:
-        """As of a socket."""
-        self._socket.settimeout(seconds)
-
-    def setsockopt(self, level: int, name: int, value: int | bytes) -> None:
-        """As of a socket."""
-        self._socket.setsockopt(level, name, value)
-
-    def shutdown(self, how: int) -> None:
-        """As of a socket: no closing words are said, as the frames say where they end."""
-        self._socket.shutdown(how)
-
-    def close(self) -> None:
-        """As of a socket."""
-        self._socket.close()

@@ -342,16 +342,16 @@ class FrameSocket:
         self._has_ended.register(plain, select.POLLRDHUP)
         # A peer that takes nothing for so long is given up.
         limit = _TIME.pack(int(GIVEN_UP_S), int(GIVEN_UP_S % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _notice_loss(connection)
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        if plain.family != socket.AF_UNIX:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _notice_loss(plain)
 
     def greet(self, token: str) -> Hello | None:
         """Receive the first frame and return it if it presents the token; None for anybody else."""
         reader = self._reader
         reader.most_message_bytes = _FIRST_FRAME_BYTES
-        self._socket.settimeout(_FIRST_FRAME_S)
+        self._plain.settimeout(_FIRST_FRAME_S)
         try:
             while (frame := reader.next_frame()) is None:
                 self._receive()
@@ -361,7 +361,7 @@ class FrameSocket:
         except (OSError, WrongFrameError) as error:
             logger.warning("closing a connection of an unknown peer: %s", error)
             return None
-        self._socket.settimeout(None)
+        self._plain.settimeout(None)
         reader.most_message_bytes = _MOST_MESSAGE_BYTES
         return hello
 
@@ -475,7 +475,7 @@ class FrameSocket:
     def _shut_down(self) -> None:
         """Let whoever receives notice that the connection is over, and close it."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._plain.shutdown(socket.SHUT_RDWR)
 
     def _send_parts(self, parts: list[memoryview]) -> None:
         while parts:
@@ -489,10 +489,10 @@ class FrameSocket:
     def close(self) -> None:
         """Close the connection; a thread that receives is woken."""
         self._shut_down()
-        self._socket.close()
+        self._plain.close()
 
 
-def _notice_loss(connection: socket.socket | TlsSocket) -> None:
+def _notice_loss(connection: socket.socket) -> None:
     """Let a connection end soon after the machine at its far end is gone without a word, as after a loss of power: by
     itself the kernel asks again for ten seconds and more, and while nothing is sent not at all."""
     if connection.family == socket.AF_UNIX:

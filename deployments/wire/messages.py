@@ -280,7 +280,7 @@ class TellGateway(_Message, tag=16):
     told: GatewayReport
 
 
-class Report(_Message, tag=17):
+class Told(_Message, tag=17):
     """The answer to one of the four above, packed: whoever asked knows what it is."""
 
     number: int
@@ -303,7 +303,7 @@ Message = (
     | AskWaiting
     | AskEnded
     | TellGateway
-    | Report
+    | Told
 )
 
 _ENCODER: msgspec.msgpack.Encoder = msgspec.msgpack.Encoder()

@@ -195,8 +195,7 @@ async def run_scenario(
     dispatcher = Dispatcher(
         build_scheduler,
         find_gpulet,
-        way=WayMeter(scenario.network.ctrl_ms),
-        reserve_ms=scenario.network.response_ms,
+        way=WayMeter(scenario.network.ctrl_ms, scenario.network.response_ms),
         clock=clock,
         make_connection=recording,
         compute=compute_here,

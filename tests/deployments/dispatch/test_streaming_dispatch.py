@@ -154,12 +154,11 @@ def serve(scheduler: str, *, streaming: bool, rate_rps: float, seconds: float = 
 
     async def run() -> Run:
         loop = asyncio.get_running_loop()
-        way = WayMeter()
+        way = WayMeter(response_ms=WIRE_MS)
         dispatcher = Dispatcher(
             build,
             lambda _: lambda: None,
             way=way,
-            reserve_ms=WIRE_MS,
             clock=loop.time,
             make_connection=make_connection,
             compute=compute_here,  # type: ignore[arg-type]
