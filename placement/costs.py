@@ -76,19 +76,9 @@ class ModelOnGpu:
         """The profile row it is planned with."""
         return self._row.profile
 
-    def latency(self, share_pct: float = WHOLE_GPU_PCT, allowed: Container[ShareRule] = EVERY_RULE) -> Latency:
-        """Return l(b) on a share.
-
-        Raises:
-            MissingProfileError: only a rule that is not allowed gives a latency there.
-        """
-        latency, rule = self._row.latency(share_pct)
-        if rule not in allowed:
-            raise MissingProfileError(
-                f"'{self.name}' was not measured on a share of {share_pct:g} % of a {self.gpu.type}. Measured shares: "
-                f"{', '.join(f'{share:g}' for share in self.profile.shares())} %."
-            )
-        return latency
+    def latency(self, share_pct: float = WHOLE_GPU_PCT) -> Latency:
+        """Return l(b) on a share; raises `MissingProfileError` where no rule gives one."""
+        return self._row.latency(share_pct)[0]
 
     def rule(self, share_pct: float) -> ShareRule:
         """Return where the latency on a share comes from; raises `MissingProfileError` where there is none."""

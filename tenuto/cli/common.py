@@ -35,6 +35,11 @@ def _remember(context: click.Context, _: click.Parameter, value: bool) -> None:
 json_option = click.option("--json", is_flag=True, expose_value=False, callback=_remember, help="Print JSON.")
 
 
+def output_option(help: str) -> Callable[[Verb], Verb]:
+    """Return the option -o of a verb that writes one file."""
+    return click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help=help)
+
+
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError  # `main` knows what that is; rich would exit with 1

@@ -127,20 +127,13 @@ _ASKED_BY: Mapping[str, frozenset[str]] = {
 }
 
 
-address_option = click.option(
-    "--address",
-    "--url",
-    "address",
-    metavar="ADDRESS",
-    help="The deployment: its URL, or the address of its Ray. Default: RAY_ADDRESS, else the Ray of `tenuto serve`.",
-)
-endpoint_option = click.option(
-    "--address",
-    "--url",
-    "address",
-    metavar="ADDRESS",
-    help="The deployment: its URL, or the address of its Ray. Default: http://127.0.0.1:8000.",
-)
+def _address(default: str) -> Callable[..., Any]:
+    text = f"The deployment: its URL, or the address of its Ray. Default: {default}."
+    return click.option("--address", "--url", "address", metavar="ADDRESS", help=text)
+
+
+address_option = _address("RAY_ADDRESS, else the Ray of `tenuto serve`")
+endpoint_option = _address("http://127.0.0.1:8000")
 
 
 def _is_url(address: str) -> bool:

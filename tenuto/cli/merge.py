@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.cli.common import Numbers, command_line, json_option, notice, printed_as_json, say, tell
+from tenuto.cli.common import Numbers, command_line, json_option, notice, output_option, printed_as_json, say, tell
 from tenuto.cli.tables import print_table
 from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.options import split_pairs
@@ -37,13 +37,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, help="Seed of random weights.")
 @click.option("--batch-size", type=click.IntRange(1), default=4, help="Batch of each model when timing.")
 @click.option("--repetitions", type=click.IntRange(1), default=7, help="Timed runs of each way, in turns.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Measure the merged programs too, and write or complete this profile for `tenuto plan --profiles`.",
-)
+@output_option("Measure the merged programs too, and write or complete this profile for `tenuto plan --profiles`.")
 @click.option(
     "--batch-sizes",
     "sizes",

@@ -8,7 +8,15 @@ from typing import Any, TypeVar
 
 import click
 
-from tenuto.cli.common import ClusterArguments, cluster_arguments, json_option, printed_as_json, say, write_file
+from tenuto.cli.common import (
+    ClusterArguments,
+    cluster_arguments,
+    json_option,
+    output_option,
+    printed_as_json,
+    say,
+    write_file,
+)
 from tenuto.cli.tables import print_table
 from tenuto.cli.watching import planning_watched
 from tenuto.errors import InvalidInputError, Problem, refused
@@ -68,13 +76,7 @@ class _Faults:
 )
 @cluster_arguments
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Write the plan as a Serve config for `serve deploy`.",
-)
+@output_option("Write the plan as a Serve config for `serve deploy`.")
 @click.option(
     "--executor",
     type=click.Choice(["auto", "torch", "emulated"]),

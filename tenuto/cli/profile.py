@@ -12,7 +12,16 @@ from typing import Any
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tenuto.cli.common import Numbers, command_line, json_option, notice, printed_as_json, progress_console, say
+from tenuto.cli.common import (
+    Numbers,
+    command_line,
+    json_option,
+    notice,
+    output_option,
+    printed_as_json,
+    progress_console,
+    say,
+)
 from tenuto.cli.tables import number, print_table
 from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, refused
@@ -63,13 +72,7 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     help="Measure the ends first, then where predictions disagree most; leave out what they agree on within "
     "PCT percent. Default: measure everything.",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.",
-)
+@output_option("Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.")
 @json_option
 def command(models: tuple[str, ...], time_limit_s: float | None, resume: bool, output: str | None, **asked: Any) -> int:
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
