@@ -18,9 +18,9 @@ from typing import Any
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.process.ray_address import QUIET, announce, join_ray, make_session_folder, on_loopback
 from tenuto.deployments.process.ray_token import make_token
-from tenuto.deployments.serve.applications import check_nodes
-from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, ServeConfig, is_ours
-from tenuto.deployments.serve.states import ApplicationState, application_states, delete_applications, serve_client
+from tenuto.deployments.serve.applications import Applications, check_nodes
+from tenuto.deployments.serve.config import ServeConfig, is_ours
+from tenuto.deployments.serve.states import ApplicationState, serve_client
 from tenuto.deployments.serve.user_config import Listen
 from tenuto.errors import EnvironmentFaultError
 
@@ -72,26 +72,11 @@ class Launcher:
     def __init__(self, *, progress: Callable[[str], None] = lambda _text: None) -> None:
         """`progress` is told what happens."""
         self._progress = progress
-        self._owns_ray = False  # started here: it is stopped with the launcher
         self._joined_ray = False  # connected to here: it is left with the launcher
         self._has_begun = False  # something of ours may run that ends with the launcher
-        self._base_url = ""
-        self._operator_url = ""
-
-    @property
-    def owns_ray(self) -> bool:
-        """Whether Ray was started here, and ends with this."""
-        return self._owns_ray
-
-    @property
-    def base_url(self) -> str:
-        """Where the gateway answers, such as http://127.0.0.1:8000."""
-        return self._base_url
-
-    @property
-    def operator_url(self) -> str:
-        """Where operators are answered: their own port, or else the gateway's."""
-        return self._operator_url or self._base_url
+        self.owns_ray = False  # started here: it is stopped with the launcher
+        self.base_url = ""  # where the gateway answers, such as http://127.0.0.1:8000
+        self.operator_url = ""  # where operators are answered: their own port, or else the gateway's
 
     def __enter__(self) -> Launcher:
         return self
@@ -130,7 +115,7 @@ class Launcher:
                     ) from error
         self._progress("starting a local Ray")
         start_local_ray(num_gpus)
-        self._owns_ray = True
+        self.owns_ray = True
 
     def start_serve(self, config: ServeConfig) -> None:
         """Start Serve, where it does not run, for what is to be applied.
@@ -149,8 +134,8 @@ class Launcher:
             (proxy, "--proxy-port"),
             (gateway.operators, "--operator-port"),
         ):
-            if listen is not None:
-                _check_port(listen.host, listen.port, option, ours=ours)
+            if listen is not None and not ours:
+                _check_port(listen.host, listen.port, option)
         try:
             how = {key: value for key, value in config.to_data().items() if key != "applications"}
             within(_SERVE_STARTS_S, serve.start, **how)
@@ -161,8 +146,8 @@ class Launcher:
         actual = serve_client().http_config
         if (actual.host, actual.port) != (proxy.host, proxy.port):
             self._progress(f"Ray Serve already runs here, and its proxies listen on {actual.host}:{actual.port}")
-        self._base_url = "" if gateway.listen is None else gateway.listen.url
-        self._operator_url = "" if gateway.operators is None else gateway.operators.url
+        self.base_url = "" if gateway.listen is None else gateway.listen.url
+        self.operator_url = self.base_url if gateway.operators is None else gateway.operators.url
         self._has_begun = True
 
     def leave(self) -> None:
@@ -188,15 +173,13 @@ class Launcher:
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
         ):
-            if self._owns_ray:
+            if self.owns_ray:
                 within(_SERVE_ENDS_S, serve.shutdown)
             elif self._has_begun:
-                # The entry goes before gpu-lets: no new request may reach one that is about to go.
-                ours = {name for name in application_states() if is_ours(name)}
-                for group in ([CONTROL_APPLICATION], [ENTRY_APPLICATION], sorted(ours)):
-                    delete_applications([name for name in group if name in ours])
+                running = Applications()
+                running.delete([name for name in running.states() if is_ours(name)])
         self._has_begun = False
-        if self._owns_ray or self._joined_ray:
+        if self.owns_ray or self._joined_ray:
             with contextlib.suppress(EnvironmentFaultError):
                 within(_SERVE_ENDS_S, ray.shutdown)
 
@@ -221,10 +204,8 @@ def is_serving() -> bool:
     return any(actor["name"] == "SERVE_CONTROLLER_ACTOR" for actor in actors)
 
 
-def _check_port(host: str, port: int, option: str, *, ours: bool) -> None:
+def _check_port(host: str, port: int, option: str) -> None:
     """Raise when someone else listens on the port; Serve would fail later without saying so."""
-    if ours:
-        return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
