@@ -15,7 +15,6 @@ from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus
-from tenuto.outcome import Outcome
 from tenuto.placement.plan import ExpectedModel
 from tenuto.placement.workload import ModelSpec
 
@@ -105,12 +104,8 @@ class Accounts:
         """Count and remember a request that is refused now."""
         counters = self.counters[request.name]
         counters.failed_ms += max(0.0, now_ms - request.arrived_ms)
-        if refused.outcome is Outcome.EXPIRED:
-            counters.expired += 1
-        elif refused.outcome is Outcome.REJECTED:
-            counters.rejected += 1
-        else:
-            counters.failed += 1
+        word = refused.outcome.word
+        setattr(counters, word, getattr(counters, word) + 1)
         self.advice.ended(bad=1)
         self.ended.add_refused(request, refused, now_ms)
 

@@ -52,10 +52,6 @@ class Charge:
             for term in map(self._term_at, self._gpulets.values())
         )
 
-    def leave(self) -> None:
-        """Wait to be asked again."""
-        self._number = 0
-
     def reached_by(self, gateways: Iterable[str], lately: Iterable[str] = ()) -> None:
         """Take note of the gateways that are connected now; without any, somebody else may have the gpu-lets.
 
@@ -68,7 +64,7 @@ class Charge:
         if self._number:
             self._claim_all()
         if not self._gateways:
-            self.leave()
+            self._number = 0
 
     def heard(self, connection: Connection[GpuletState]) -> None:
         """Take note of a gpu-let that has connected or said anew what it is."""
@@ -77,7 +73,7 @@ class Charge:
         self._latest = max(self._latest, number)
         if 0 < self._number < number:
             logger.warning("another dispatcher has taken charge of gpu-let %s: this one waits", connection.peer)
-            self.leave()
+            self._number = 0
             self._on_superseded()
         elif self._number and self._term_at(connection) != self._term:  # also where its connection had ended
             self._claim(connection)

@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from itertools import islice
+from operator import attrgetter
 
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
@@ -19,7 +20,8 @@ _KEPT = 4096  # limit: requests that the log shows
 # When it ended (wall clock, s), id, model, arrival, end and deadline (ms), and what became of it. Neither the request
 # nor its inputs or outputs are kept: of an execution only its times.
 _Ended = tuple[float, str, str, float, float, float, "_Times | Refused"]
-_Times = tuple[str, int, float, float, float, float]  # gpu-let, batch size, sent, started, execution, as planned
+_Times = tuple[str, int, float, float, float, float]
+_times_of = attrgetter("gpulet", "batch_size", "sent_ms", "started_ms", "execution_ms", "planned_ms")
 
 
 class RequestLog:
@@ -30,15 +32,7 @@ class RequestLog:
 
     def add_executed(self, requests: list[Request], executed: Executed, ended_ms: float) -> None:
         """Take the requests of a batch that are answered now."""
-        times = (
-            executed.gpulet,
-            executed.batch_size,
-            executed.sent_ms,
-            executed.started_ms,
-            executed.execution_ms,
-            executed.planned_ms,
-        )
-        now_s = time.time()
+        times, now_s = _times_of(executed), time.time()
         self._ended.extend(
             [(now_s, r.client_id, r.name, r.arrived_ms, ended_ms, r.deadline_ms, times) for r in requests]
         )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from tenuto.deployments.entry.exchange import Head, HttpError, crash, fail, status_line, too_large
+from tenuto.deployments.entry.exchange import STATUS_LINES, Head, HttpError, crash, fail, too_large
 from tenuto.deployments.entry.framing import Framing, KnownHeads
 from tenuto.deployments.entry.open_connections import Limits, OpenConnections
 from tenuto.deployments.wire.arena import Arena, Slot
@@ -51,7 +51,7 @@ _REASONS = {
 _MANY = HttpError(503, "too many connections are open. Use fewer, or connect again in a moment.", retry_after_s=1.0)
 _UNFINISHED = HttpError(503, "too many requests are unfinished. Retry in a moment.", retry_after_s=1.0)
 _FULL = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
-    status_line(_MANY.status),
+    STATUS_LINES[_MANY.status],
     _MANY.lines(),
     len(_MANY.payload()),
     _MANY.payload(),
@@ -138,7 +138,7 @@ class HttpExchange:
         if server.is_draining or not self.keep_alive:
             self.keep_alive = False
             closing = b"connection: close\r\n"
-        head = b"%b%b%bcontent-length: %d\r\n%b\r\n" % (status_line(status), headers, server.date_line, size, closing)
+        head = b"%b%b%bcontent-length: %d\r\n%b\r\n" % (STATUS_LINES[status], headers, server.date_line, size, closing)
         if self.head.method == b"HEAD":
             self.response = [head]
         elif size <= _JOINED_BYTES:

@@ -19,12 +19,7 @@ from tenuto.errors import new_incident
 logger = logging.getLogger("ray.serve")
 
 JSON = b"content-type: application/json\r\n"
-_STATUS_LINES = {status.value: b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
-
-
-def status_line(status: int) -> bytes:
-    """Return the first line of a response."""
-    return _STATUS_LINES[status]
+STATUS_LINES = {status.value: b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
 
 
 _MOST_MESSAGE = 4096  # limit: characters

@@ -41,19 +41,18 @@ class Margin:
     for the margin, but a margin of one ms less serves no more than about that part more.
     """
 
-    def __init__(self, attainment: float = 0.99, allowance_ms: float | None = None) -> None:
-        """Take the share of requests that should be in time, and a fixed allowance."""
-        self._allowance_ms = allowance_ms
-        self._accepted = _accepted(attainment)
+    def __init__(self, attainment: float = 0.99) -> None:
+        """Take the share of requests that should be in time."""
+        self.configure(attainment, None)
         self.margin_ms = _START_MS
         self.late_share = 0.0
         self.refused = 0
         self._refused_share = 0.0
 
     def configure(self, attainment: float, allowance_ms: float | None) -> None:
-        """Take new settings and keep what was learned."""
+        """Take the share of requests that should be in time, and a fixed allowance; keep what was learned."""
         self._allowance_ms = allowance_ms
-        self._accepted = _accepted(attainment)
+        self._accepted = (1.0 - attainment) / 3.0  # the share of late answers that costs nobody his attainment
 
     def allowance_ms(self, slo_ms: float) -> float:
         """Return what is kept for what happens beyond the socket."""
@@ -112,8 +111,3 @@ class Margin:
     def status(self) -> MarginStatus:
         """Return what it is, and what it costs."""
         return MarginStatus(self.margin_ms, self.late_share, self.refused)
-
-
-def _accepted(attainment: float) -> float:
-    """Return the share of late answers that costs nobody his attainment."""
-    return (1.0 - attainment) / 3.0

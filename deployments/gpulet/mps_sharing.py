@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from tenuto.deployments.serve.user_config import GpuletSpec
 from tenuto.deployments.wire.status import MpsStatus
@@ -101,15 +101,13 @@ class SharedGpu:
             self.leave()
             raise
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> contextlib.AbstractContextManager[None]:
         """Hold the GPU's admission while a running gpu-let loads more models.
 
         Raises:
             EnvironmentFaultError: another's start takes too long, or this process has to leave.
         """
-        with self._daemon.turn(self._is_lost.is_set):
-            yield
+        return self._daemon.turn(self._is_lost.is_set)
 
     def _check_others(self) -> None:
         """See who else is on the GPU: where CUDA MPS is required nobody may be, else it is told in the status."""

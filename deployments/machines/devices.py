@@ -29,7 +29,6 @@ class DeviceNvml(Protocol):
     @property
     def NVMLError(self) -> type[Exception]: ...
     def nvmlInit(self) -> None: ...
-    def nvmlShutdown(self) -> None: ...
     def nvmlDeviceGetCount(self) -> int: ...
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
     def nvmlDeviceGetUUID(self, handle: Any) -> Any: ...
@@ -127,12 +126,6 @@ class DeviceFigures:
             temperature_celsius=told(lambda: float(nvml.nvmlDeviceGetTemperature(handle, _CORE_TEMPERATURE))),
             xid_errors=self._count_xids(uuid),
         )
-
-    def close(self) -> None:
-        """Let go of NVML."""
-        if self._nvml is not None:
-            with contextlib.suppress(self._nvml.NVMLError):
-                self._nvml.nvmlShutdown()
 
 
 def _text(value: Any) -> str:

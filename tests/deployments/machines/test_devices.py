@@ -23,7 +23,6 @@ class FakeNvml:
         self.reads = 0
 
     def nvmlInit(self) -> None: ...
-    def nvmlShutdown(self) -> None: ...
     def nvmlDeviceGetCount(self) -> int:
         return 2
 
