@@ -63,16 +63,13 @@ class ProfileBook:
     def machine(self, found: Machine) -> None:
         """Take note of the device; raises `InvalidInputError` where the resumed file is of another one."""
         self._machine = found
-        profile = self.profile
-        other = profile is not None and (
-            profile.gpu_type != found.gpu_type
-            or (profile.measured is not None and profile.measured.hardware != found.hardware)
-        )
-        if self._resumed and other and profile is not None:
-            measured = profile.measured.hardware if profile.measured else profile.gpu_type
+        if self.profile is None or not self._resumed:
+            return
+        kind, measured = self.profile.gpu_type, self.profile.measured
+        if kind != found.gpu_type or (measured is not None and measured.hardware != found.hardware):
             raise refused(
                 str(self.path),
-                measured,
+                measured.hardware if measured else kind,
                 f"is of another device than this one ({found.hardware})",
                 "Write one file per device.",
             )

@@ -62,8 +62,7 @@ def status(address: str | None) -> None:
     doing = "changes nothing: paused" if state.paused else "no change under way"
     if state.change is not None:
         doing = f"a change for {time.time() - state.change.begun_at_s:.0f} s: {state.change.why}"
-    line = f"mode {state.mode}, policy {state.policy}; {doing}"
-    say(line)
+    say(f"mode {state.mode}, policy {state.policy}; {doing}")
 
 
 @command.command("log", short_help="Print what the controller noticed, decided and did.")

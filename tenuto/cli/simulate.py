@@ -103,8 +103,7 @@ def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: floa
                 ),
             )
     for entry in summary["control"]["log"]:
-        line = f"{entry['at_s']:10.1f} s  {entry['kind']}: {entry['text']}"
-        say(line)
+        say(f"{entry['at_s']:10.1f} s  {entry['kind']}: {entry['text']}")
     control = summary["control"]
     say(
         f"attainment {percent(summary['attainment'])}, {control['changes']} changes, {control['rolled_back']} rolled "
