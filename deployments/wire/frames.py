@@ -176,7 +176,27 @@ def _framed(message: Message, buffers: Sequence[Buffer]) -> list[Buffer]:
     return [head, *buffers]
 
 
-class FrameProtocol(asyncio.BufferedProtocol):
+class _End:
+    """What both kinds of ends have: bytes that are cut into frames, and a peer that may fall silent."""
+
+    def __init__(self, pid: int = 0) -> None:
+        self._reader = FrameReader()
+        self._has_sent = self._has_heard = False  # since the last tick
+        self._pid = pid  # of a peer on this machine
+        self._silence: Silence | None = None
+
+    def watch(self) -> None:
+        """Give the peer up once it has said nothing for `GIVEN_UP_S`, and not for want of a processor: the connection
+        is aborted. A process of this machine that is stopped is killed then."""
+        self._silence = Silence(self._pid)
+
+    def limit_bodies(self, most_bytes: int) -> None:
+        """Take bodies of so many bytes from now on; a longer one closes the connection. Any thread may ask. A limit
+        never sinks, as what was asked for by the one before may be on its way."""
+        self._reader.most_body_bytes = max(self._reader.most_body_bytes, most_bytes)
+
+
+class FrameProtocol(_End, asyncio.BufferedProtocol):
     """One end of a connection, on an event loop.
 
     `on_message(protocol, message, body)` is called for every frame, `on_lost(protocol, error)` once at the end. From
@@ -199,17 +219,14 @@ class FrameProtocol(asyncio.BufferedProtocol):
             expect_token: of the side that listens: what the peer must present before anything else is taken from it.
             on_hello: called once the token was accepted.
         """
+        super().__init__()
         self._on_message = on_message
         self._on_lost = on_lost
         self._expect_token = expect_token
         self._on_hello = on_hello
         self._transport: asyncio.Transport | None = None
-        self._reader = FrameReader()
         self._deadline: asyncio.TimerHandle | None = None
         self._ticker: asyncio.TimerHandle | None = None
-        self._silence: Silence | None = None
-        self._has_sent = self._has_heard = False  # since the last tick
-        self._pid = 0  # of a peer on this machine
         self._ending: TimeoutError | None = None
         if expect_token is not None:
             self._reader.most_message_bytes = _FIRST_FRAME_BYTES
@@ -260,11 +277,6 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._begin_to_beat()
         self._on_hello(self, hello)
 
-    def watch(self) -> None:
-        """Abort the connection once the peer has said nothing for `GIVEN_UP_S`, and not for want of a processor; a
-        process of this machine that is stopped is killed then."""
-        self._silence = Silence(self._pid)
-
     def _begin_to_beat(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(BEAT_S, self._tick)
 
@@ -288,11 +300,6 @@ class FrameProtocol(asyncio.BufferedProtocol):
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
             self._transport.abort()
-
-    def limit_bodies(self, most_bytes: int) -> None:
-        """Take bodies of so many bytes from now on; a longer one closes the connection. A limit never sinks, as what
-        was asked for by the one before may be on its way."""
-        self._reader.most_body_bytes = max(self._reader.most_body_bytes, most_bytes)
 
     def _refuse(self, why: str) -> None:
         logger.warning("closing a connection of an unknown peer: %s", why)
@@ -325,18 +332,15 @@ def _is_same(presented: str, token: str) -> bool:
     return hmac.compare_digest(presented.encode(), token.encode())
 
 
-class FrameSocket:
+class FrameSocket(_End):
     """One end of a connection, for threads: one receives, any may send."""
 
     def __init__(self, connection: socket.socket | TlsSocket) -> None:
         """Take a connected, blocking socket."""
         self._socket = connection
         plain = self._plain = connection.plain if isinstance(connection, TlsSocket) else connection
-        self._reader = FrameReader()
+        super().__init__(process_behind(plain))
         self._sending = threading.Lock()
-        self._has_sent = self._has_heard = False  # since the last tick
-        self._pid = process_behind(plain)
-        self._silence: Silence | None = None
         self._takes, self._has_ended = select.poll(), select.poll()  # each for one thread
         self._takes.register(plain, select.POLLOUT)
         self._has_ended.register(plain, select.POLLRDHUP)
@@ -364,10 +368,6 @@ class FrameSocket:
         self._plain.settimeout(None)
         reader.most_message_bytes = _MOST_MESSAGE_BYTES
         return hello
-
-    def watch(self) -> None:
-        """Give a silent peer up; see `FrameProtocol.watch`. `tick` looks."""
-        self._silence = Silence(self._pid)
 
     def tick(self) -> None:
         """Beat where nothing was sent since the last tick, and look whether a watched peer is silent: then whoever
@@ -404,10 +404,6 @@ class FrameSocket:
             return True
         since_data_ms, since_ack_ms = _HEARD_MS.unpack(info)
         return bool(min(since_data_ms, since_ack_ms) > 1000.0 * LEASE_S)
-
-    def limit_bodies(self, most_bytes: int) -> None:
-        """Take bodies of so many bytes from now on; see `FrameProtocol.limit_bodies`. Any thread may."""
-        self._reader.most_body_bytes = max(self._reader.most_body_bytes, most_bytes)
 
     def receive(self) -> tuple[Message, memoryview]:
         """Wait for the next frame and return it.
