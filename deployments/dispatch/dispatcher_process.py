@@ -26,7 +26,7 @@ from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for
 from tenuto.deployments.serve.discovery import find_gpulet, own_application
-from tenuto.deployments.serve.user_config import Serving, read_dispatcher_config
+from tenuto.deployments.serve.user_config import DispatcherConfig, read_dispatcher_config
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import MappedArenas, machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, Bundler, clock_ahead_ms, pack_answers, read_parts
@@ -313,13 +313,13 @@ class DispatcherReplica:
         Raises:
             InvalidInputError: unknown keys or unusable values; nothing was changed.
         """
-        serving = read_dispatcher_config(user_config)
+        config = read_dispatcher_config(user_config)
         rays = asyncio.get_running_loop()
-        await self._loop.run(self._follow(serving, rays))
+        await self._loop.run(self._follow(config, rays))
         spare_the_collector()
 
-    async def _follow(self, serving: Serving, rays: asyncio.AbstractEventLoop) -> None:
-        self._encrypts = serving.config.encrypt
+    async def _follow(self, config: DispatcherConfig, rays: asyncio.AbstractEventLoop) -> None:
+        self._encrypts = config.encrypt
         if self._server is None:
 
             def find(gpulet_id: str) -> Finder:
@@ -327,16 +327,16 @@ class DispatcherReplica:
 
             charge = Charge(own_application(), lambda: server.step_back())
             dispatcher = Dispatcher(
-                serving.build_scheduler,
+                config.build_scheduler,
                 find,
-                max_queued=serving.config.max_queued,
+                max_queued=config.max_queued,
                 on_change=lambda: server.announce(),
                 charge=charge,
             )
             server = self._server = BundleServer(dispatcher, charge)
         else:
-            self._server.dispatcher.configure(serving.build_scheduler, max_queued=serving.config.max_queued)
-        self._server.dispatcher.apply(serving.plan, serving.config.standby)
+            self._server.dispatcher.configure(config.build_scheduler, max_queued=config.max_queued)
+        self._server.dispatcher.apply(config.plan, config.standby)
 
     async def endpoint(self, node_id: str = "") -> Endpoint:
         """Return where this dispatcher listens for a node; another node gets an address of the cluster's network."""

@@ -41,7 +41,7 @@ from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_co
 from tenuto.deployments.process.ray_address import own_address_for
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.serve.discovery import controller_shown, find_dispatcher, find_gpulet
-from tenuto.deployments.serve.user_config import GatewayConfig, Listen, Serving, TracesConfig, read_gateway_config
+from tenuto.deployments.serve.user_config import GatewayConfig, Listen, TracesConfig, read_gateway_config
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import DispatchingStatus, Served
@@ -95,7 +95,7 @@ class Entry:
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
-    async def follow(self, serving: Serving, config: GatewayConfig) -> None:
+    async def follow(self, config: GatewayConfig) -> None:
         """Follow a new plan and new settings without a restart; opens the socket with the first.
 
         Raises:
@@ -118,13 +118,13 @@ class Entry:
         if config.sub_clusters:
             client = self._client or DispatcherClient(self._find_dispatcher, on_change=self._changed)
             self._dispatching, self._client, self.bundles = client, client, None
-            await client.apply(serving.plan, config.sub_clusters, dispatchers=config.dispatchers)
+            await client.apply(config.plan, config.sub_clusters, dispatchers=config.dispatchers)
         else:
             if self.bundles is None:
-                dispatcher = Dispatcher(serving.build_scheduler, self._find_gpulet, on_change=self._changed)
+                dispatcher = Dispatcher(config.build_scheduler, self._find_gpulet, on_change=self._changed)
                 self._dispatching, self._client, self.bundles = dispatcher, None, BundleServer(dispatcher)
-            self.bundles.dispatcher.configure(serving.build_scheduler, max_queued=config.max_queued)
-            self.bundles.dispatcher.apply(serving.plan, config.standby)
+            self.bundles.dispatcher.configure(config.build_scheduler, max_queued=config.max_queued)
+            self.bundles.dispatcher.apply(config.plan, config.standby)
         self._look_again()
         if old is not None and old is not self._dispatching:
             await old.close()
@@ -305,11 +305,11 @@ class Gateway:
             InvalidInputError: unknown keys or unusable values; nothing was changed.
             EnvironmentFaultError: somebody else has the port.
         """
-        serving, config = read_gateway_config(user_config)
-        await self._loop.run(self._follow(serving, config, asyncio.get_running_loop()))
+        config = read_gateway_config(user_config)
+        await self._loop.run(self._follow(config, asyncio.get_running_loop()))
         spare_the_collector()
 
-    async def _follow(self, serving: Serving, config: GatewayConfig, rays: asyncio.AbstractEventLoop) -> None:
+    async def _follow(self, config: GatewayConfig, rays: asyncio.AbstractEventLoop) -> None:
         if self._entry is None:
 
             def gpulet(gpulet_id: str) -> Finder:
@@ -320,7 +320,7 @@ class Gateway:
 
             controller = elsewhere(controller_shown, rays)
             self._entry = Entry(gpulet, dispatcher, controller, unfinished_mib=config.max_unfinished_mib)
-        await self._entry.follow(serving, config)
+        await self._entry.follow(config)
 
     async def check_health(self) -> None:
         """Raise when no requests can be answered here any more; Serve then replaces this process."""

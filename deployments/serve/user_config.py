@@ -4,8 +4,7 @@ is applied."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -18,6 +17,8 @@ from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.placement import Plan
 from tenuto.placement.plan import PlanField
 from tenuto.profiles.latency import LatencyField
+
+C = TypeVar("C", bound="DispatcherConfig")
 
 
 class UserConfig(StrictModel):
@@ -183,6 +184,10 @@ class DispatcherConfig(Options, UserConfig):
         """Return it as Serve passes it on; a plan file says its scheduler and addresses also where they are usual."""
         return self.model_dump(mode="json", exclude_unset=True)
 
+    def build_scheduler(self, plan: Plan, network: NetworkDelay) -> Scheduler:
+        """Return the scheduler core of a plan."""
+        return make_scheduler(self.scheduler.name, from_plan(plan, network), self.scheduler.options)
+
 
 class Access(StrictModel):
     """Who may ask, and who is told of it. `insecure`: be reached from elsewhere without keys.
@@ -252,33 +257,16 @@ class ControlConfig(UserConfig):
     settings: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Serving:
-    """A plan and how its requests are scheduled."""
-
-    plan: Plan
-    config: DispatcherConfig
-
-    def build_scheduler(self, plan: Plan, network: NetworkDelay) -> Scheduler:
-        """Return the scheduler core of a plan."""
-        chosen = self.config.scheduler
-        return make_scheduler(chosen.name, from_plan(plan, network), chosen.options)
-
-
-def read_dispatcher_config(raw: Mapping[str, Any]) -> Serving:
+def read_dispatcher_config(raw: Mapping[str, Any]) -> DispatcherConfig:
     """Read the `user_config` of a dispatcher; raises `InvalidInputError` with every problem found."""
-    return _serving(parse_document(DispatcherConfig, dict(raw), origin="user_config of the dispatcher"))
+    return _checked(parse_document(DispatcherConfig, dict(raw), origin="user_config of the dispatcher"))
 
 
-def read_gateway_config(raw: Mapping[str, Any]) -> tuple[Serving, GatewayConfig]:
+def read_gateway_config(raw: Mapping[str, Any]) -> GatewayConfig:
     """Read the `user_config` of the gateways; raises `InvalidInputError` with every problem found."""
-    config = parse_document(GatewayConfig, dict(raw), origin="user_config of the gateway")
-    return _serving(config), config
+    return _checked(parse_document(GatewayConfig, dict(raw), origin="user_config of the gateway"))
 
 
-def _serving(config: DispatcherConfig) -> Serving:
-    serving = Serving(config.plan, config)
-    serving.build_scheduler(
-        config.plan, NetworkDelay()
-    )  # finds unknown schedulers, options and SLOs that cannot be met
-    return serving
+def _checked(config: C) -> C:
+    config.build_scheduler(config.plan, NetworkDelay())  # unknown schedulers, options, SLOs that cannot be met
+    return config

@@ -433,7 +433,7 @@ def serve(port: int) -> None:
     async def begin() -> Entry:
         entry = Entry(finder(gpulets))
         config = {"plan": plan.to_data(), "scheduler": {"name": "eager"}, "keys": hashes}
-        await entry.follow(*read_gateway_config({**config, "listen": {"host": "127.0.0.1", "port": port}}))
+        await entry.follow(read_gateway_config({**config, "listen": {"host": "127.0.0.1", "port": port}}))
         while not entry.service.dispatching.is_ready():
             await asyncio.sleep(0.01)
         spare_the_collector()

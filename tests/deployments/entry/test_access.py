@@ -208,7 +208,7 @@ async def test_an_exposed_socket_needs_keys_and_operators_stay_at_home() -> None
     with pytest.raises(InvalidInputError, match="Bind it to 127"):
         read_gateway_config({"plan": plan, "keys": [entry("anna")], "listen": exposed, "operators": exposed})
     for rest in ({"keys": [entry("anna")]}, {"insecure": True}):
-        _, config = read_gateway_config({"plan": plan, "listen": exposed, **rest})
+        config = read_gateway_config({"plan": plan, "listen": exposed, **rest})
         assert config.is_shared_with_clients
     made = Deployment(plan=PLAN, host="0.0.0.0", access={"insecure": True}).config()
     assert made.to_data()["http_options"]["host"] == "127.0.0.1"
@@ -249,7 +249,7 @@ async def test_tls_by_file(bench: Bench, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     port = unused_port()
     listen = {"host": "127.0.0.1", "port": port, "tls_cert": str(cert), "tls_key": str(key)}
-    await bench.entry.follow(*read_gateway_config({"plan": PLAN.to_data(), "listen": listen, "max_body_mib": 1}))
+    await bench.entry.follow(read_gateway_config({"plan": PLAN.to_data(), "listen": listen, "max_body_mib": 1}))
     trust = ssl.create_default_context(cafile=str(cert))
     async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=PATIENCE_S) as client:
         large = {"inputs": [{**TENSOR, "data": [1, 2]}], "parameters": {"note": "x" * 300_000}}
@@ -270,7 +270,7 @@ async def test_tls_by_file(bench: Bench, tmp_path: Path) -> None:
         {"plan": PLAN.to_data(), "listen": {**listen, "port": unused_port(), "tls_cert": str(key)}}
     )
     with pytest.raises(InvalidInputError, match="PEM files"):
-        await bench.entry.follow(*wrong)
+        await bench.entry.follow(wrong)
 
 
 async def test_a_traced_request_tells_its_span_and_where_its_time_went(bench: Bench) -> None:

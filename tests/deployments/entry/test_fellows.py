@@ -61,7 +61,7 @@ async def gateways() -> AsyncIterator[list[tuple[Entry, httpx.AsyncClient]]]:
         ports = unused_port(), unused_port()
         entry = Entry(find_dispatcher=lambda _name: find, ask_controller=_controller)
         await entry.follow(
-            *read_gateway_config(
+            read_gateway_config(
                 {
                     "plan": PLAN.to_data(),
                     "keys": [KEY],

@@ -38,7 +38,7 @@ class Bench:
     async def follow(self, plan: Plan, *, port: int | None = None, scheduler: str = "eager", **options: Any) -> None:
         listen = {"host": "127.0.0.1", "port": port or self.port}
         chosen = {"scheduler": {"name": scheduler}, "listen": listen, **options}
-        await self.entry.follow(*read_gateway_config({"plan": plan.to_data(), **chosen}))
+        await self.entry.follow(read_gateway_config({"plan": plan.to_data(), **chosen}))
 
     async def infer(self, model: str = "m", document: Any = None, **headers: str) -> httpx.Response:
         given = {name.replace("_", "-"): value for name, value in headers.items()}

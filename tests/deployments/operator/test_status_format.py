@@ -75,7 +75,7 @@ async def test_one_gateway_that_schedules_by_itself() -> None:
     entry, port = Entry(finder({"a": gpulet})), unused_port()
     options = {"scheduler": {"name": "deferred", "options": {"rehearse": True}}}
     config = {"plan": make_plan(("a", ("m",))).to_data(), "listen": {"port": port}, **options}
-    await entry.follow(*read_gateway_config(config))
+    await entry.follow(read_gateway_config(config))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
         async with asyncio.timeout(PATIENCE_S):
             while (await client.get("/v2/health/ready")).status_code != 200:
