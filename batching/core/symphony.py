@@ -173,7 +173,7 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
         queue.is_waiting = True
         queue.latest = queue.deadlines[0] - self._sent_ms(program, pool, size)
         self._waiting[queue.program] = queue
-        self._set_timer(queue, queue.latest + PAST_MS)
+        self._set_timer(queue, max(queue.latest, now) + PAST_MS)
         self._arm_gpu_timer(now)
 
     def _rest(self, queue: _Candidate) -> None:

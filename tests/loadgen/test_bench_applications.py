@@ -19,8 +19,7 @@ from tenuto.loadgen.clients.client import ClientJob, ClientReport
 from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.report.run_page import render_page
 from tenuto.loadgen.run import load_run
-from tenuto.placement import Cluster, Plan, Workload, solve
-from tenuto.placement.policies.symphony.symphony_policy import Symphony
+from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.profiles import Profiles
 from tests.instruments.fake_server import Answer, FakeServer, fake_server, signature
 from tests.instruments.fan_out import game, traffic, workload
@@ -135,7 +134,7 @@ def test_an_interrupted_run_keeps_whole_requests_of_applications() -> None:
 
 
 def planned(work: Workload, gpus: int = 2) -> Plan:
-    return solve(Symphony(), work, Cluster.parse(f"v100:{gpus}"), Profiles(()))
+    return solve(load_policy("ffd"), work, Cluster.parse(f"v100:{gpus}"), Profiles(()))
 
 
 def test_the_verb_writes_applications_into_every_file(tmp_path: Path) -> None:

@@ -287,11 +287,8 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                     look_at = at
             if len(waiting) > room:
                 self.looked += len(waiting)
-                for slack in line_up(waiting, now):
-                    if slack <= TIME_TOLERANCE_MS:
-                        is_tight = True
-                    elif now + slack < look_at:
-                        look_at = now + slack
+                is_tight, passing_ms = line_up(waiting, now)
+                look_at = min(look_at, now + passing_ms)
                 if is_tight:
                     can_go += [
                         queue

@@ -15,13 +15,18 @@ from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
 
 
-def line_up(waiting: list[WaitingQueue], now: float) -> list[float]:
-    """Line the batches up by their latest start, mark those that are pushed out, and return the slack in ms of each
-    pool.
+def line_up(waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
+    """Line the batches up by their latest start, mark those that are pushed out, and find the slack in ms of each pool.
 
     The slack is how long after its planned start each batch that the pool could run is due, at least; below 0 where
-    one is due already, and not above 0 where some are pushed out.
+    one is due already, and not above 0 where some are pushed out. It passes with the time for batches that could start
+    now and for those behind them; what waits for running batches alone starts no later for being held.
+
+    Returns:
+        whether a pool has no slack, and in how many ms the next may have none.
     """
+    passing_ms = INF
+    from_now: set[float] = set()  # ends of batches whose start moves on with the time
     waiting.sort(key=_latest)
     pools_used = _find_frees(waiting, now)
     for number, queue in enumerate(waiting):
@@ -39,7 +44,7 @@ def line_up(waiting: list[WaitingQueue], now: float) -> list[float]:
             if not free:
                 break
             # It has to leave its way before the gpu-let is free.
-            start = max(free[0] - way_ms, now)
+            start, passes = max(free[0] - way_ms, now), free[0] in from_now or free[0] - way_ms <= now
             if start <= limit:
                 del free[0]
                 batch.placed = found
@@ -52,6 +57,10 @@ def line_up(waiting: list[WaitingQueue], now: float) -> list[float]:
                 for pool in pools:
                     if spare < pool.slack:
                         pool.slack = spare
+                if passes:
+                    from_now.add(batch.end)
+                    if TIME_TOLERANCE_MS < spare < passing_ms:
+                        passing_ms = spare
                 break
             # Only on its own gpu-lets it can take another's place.
             least, least_of = (batch.level, batch.density, number, queue), found
@@ -76,7 +85,7 @@ def line_up(waiting: list[WaitingQueue], now: float) -> list[float]:
             free = least_of.free
             place = min(bisect_left(free, out.batch.end), len(free) - 1)
             insort(free, free.pop(place) - out.batch.run_ms)
-    return [pool.slack for pool in pools_used]
+    return min([pool.slack for pool in pools_used]) <= TIME_TOLERANCE_MS, passing_ms
 
 
 def _latest(queue: WaitingQueue) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -176,3 +177,27 @@ def test_no_model_starves_while_another_is_served_late(seed: int, load: float) -
     attained = result.attainments()
     assert attained.min() >= 0.5 * attained.max()
     assert result.counts()[:, Outcome.LATE].sum() == 0
+
+
+@pytest.mark.parametrize("name", ["deferred", "symphony", "eager"])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_scheduler_asks_to_be_woken_no_more_often_than_something_happens(seed: int, name: str) -> None:
+    """Times that differ by nanoseconds, as sums of times do: what is nearly due must come due and not stay so."""
+    rng = random.Random(seed)
+    models = tuple(Model(f"m{m}", float(rng.choice((20, 30, 60))), rng.choice((None, 80.0))) for m in range(4))
+    hosts = {m: Host((0.0, *(rng.randint(3, 6) + 1.0 * size for size in range(1, 20)))) for m in range(4)}
+    system = System(models, tuple(Gpulet(f"g{g}", f"g{g}", hosts) for g in range(2)))
+    scheduler = make_scheduler(name, system, {"rehearse": "false"} if name == "deferred" else {})
+    woken, wake = 0, scheduler.wake
+
+    def counted_wake(now_ms: float) -> None:
+        nonlocal woken
+        woken += 1
+        assert woken < 40_000
+        wake(now_ms)
+
+    scheduler.wake = counted_wake  # type: ignore[method-assign]
+    count = 2_000
+    times = np.sort(np.array([rng.randint(0, 6_000) + rng.randint(0, 5) * 1.5e-6 for _ in range(count)]))
+    simulate(scheduler, times, np.array([rng.randrange(4) for _ in range(count)], dtype=np.int32))
+    assert woken < 6 * count
