@@ -90,6 +90,13 @@ def _group(item: pytest.Item) -> str:
     return "networks" if file.startswith(WITH_NETWORKS) else file
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays_deaf() -> Iterator[None]:
+    """What a test starts inherits which signals are ignored: a daemon that is asked to end would not."""
+    yield
+    assert signal.SIG_IGN not in (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+
+
 @pytest.fixture(scope="session")
 def worker_server() -> Iterator[Callable[[str], list[str]]]:
     """Fork the profiler's workers from one process instead of importing torch in each; see `forking`."""

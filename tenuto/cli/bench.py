@@ -87,7 +87,7 @@ def command(
     for note in notes:
         tell(note)
     result = run_bench(served, options, tell, applications=applications)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what was measured is written, which takes a moment
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what was measured is written, which takes a moment
     result.notes = notes
     document = describe(result, options, plan, command=command_line())
     # The report comes before the verdict, which stays the last line; a full disk must not cost the figures.
@@ -99,6 +99,7 @@ def command(
     finally:
         if not printed_as_json(document):
             _print(document)
+        signal.signal(signal.SIGTERM, before)
     return 0 if result.verdict.result == "PASS" else 1
 
 

@@ -101,6 +101,7 @@ def taken(orders):
         while not orders.take_reload():
             orders.sleep(0.01)
         say("reloaded")
+    time.sleep(3)  # several looks of the foreground, so that it knows of the process
     vital.kill()
     vital.wait()
     return 3
@@ -221,7 +222,7 @@ def test_a_hang_up_reloads(ended: list[Front]) -> None:
 def test_what_was_lost_is_said_though_what_serves_ends_by_that_at_once(ended: list[Front]) -> None:
     front = Front("taken")
     ended.append(front)
-    for _ in range(2):  # the look that came with the first is over when the second is obeyed: the process is known
+    for _ in range(2):
         front.process.send_signal(signal.SIGHUP)
         front.hear("reloaded")
         front.said.clear()
