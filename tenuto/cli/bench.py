@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +89,29 @@ def command(
     for note in notes:
         tell(note)
     result = run_bench(served, options, tell, applications=applications)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what was measured is written, which takes a moment
-    result.notes = notes
-    document = describe(result, options, plan, command=command_line())
-    # The report comes before the verdict, which stays the last line; a full disk must not cost the figures.
-    try:
-        if out is not None:
-            write_run_files(out, document, result.records, result.schedule, result.queued)
-            write_report(out, Run(document, result.records, plan))
-            notice(f"report: {out / 'report.html'}")
-    finally:
-        if not printed_as_json(document):
-            _print(document)
-        signal.signal(signal.SIGTERM, before)
+    with _no_sigterm():  # what was measured is written, which takes a moment
+        result.notes = notes
+        document = describe(result, options, plan, command=command_line())
+        # The report comes before the verdict, which stays the last line; a full disk must not cost the figures.
+        try:
+            if out is not None:
+                write_run_files(out, document, result.records, result.schedule, result.queued)
+                write_report(out, Run(document, result.records, plan))
+                notice(f"report: {out / 'report.html'}")
+        finally:
+            if not printed_as_json(document):
+                _print(document)
     return 0 if result.verdict.result == "PASS" else 1
+
+
+@contextmanager
+def _no_sigterm() -> Iterator[None]:
+    """Let SIGTERM do nothing for a while, however that ends."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _read_key(file: str) -> str:

@@ -44,8 +44,9 @@ def line_up(waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
             if not free:
                 break
             # It has to leave its way before the gpu-let is free.
-            start, passes = max(free[0] - way_ms, now), free[0] in from_now or free[0] - way_ms <= now
+            start = max(free[0] - way_ms, now)
             if start <= limit:
+                passes = start == now or free[0] in from_now
                 del free[0]
                 batch.placed = found
                 batch.end = start + way_ms + run_ms

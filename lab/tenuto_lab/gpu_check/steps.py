@@ -106,26 +106,15 @@ def steps(folder: Path, gpu_type: str, sizes: Sizes, gpu: str | None = None) -> 
             75.0,
         )
 
+    def streaming(name: str, variants: str, *options: str) -> tuple[str, ...]:
+        measured = ("-m", "tenuto_lab.gpu_check.streaming", first, "--batch-size", "8", "--seconds", seconds)
+        return (*measured, "--variants", variants, *options, *on, *given, "-o", str(folder / f"{name}.json"))
+
     def connections(number: int) -> Step:
         return Step(
             f"connections-{number}",
             "B",
-            (
-                "-m",
-                "tenuto_lab.gpu_check.streaming",
-                first,
-                "--batch-size",
-                "8",
-                "--seconds",
-                seconds,
-                "--variants",
-                "auto",
-                "--mps",
-                *on,
-                *given,
-                "-o",
-                str(folder / f"connections-{number}.json"),
-            ),
+            streaming(f"connections-{number}", "auto", "--mps"),
             60.0,
             "mps",
             environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(number)},
@@ -160,26 +149,7 @@ def steps(folder: Path, gpu_type: str, sizes: Sizes, gpu: str | None = None) -> 
         ),
         Step("first-client", "B", program("sharing", "--part", "first"), 150.0),
         Step("sharing", "B", program("sharing", "--part", "shares", "--limit-s", "170"), 240.0, "mps"),
-        Step(
-            "streaming",
-            "B",
-            (
-                "-m",
-                "tenuto_lab.gpu_check.streaming",
-                first,
-                "--batch-size",
-                "8",
-                "--seconds",
-                seconds,
-                "--variants",
-                sizes.variants,
-                *on,
-                *given,
-                "-o",
-                str(folder / "streaming.json"),
-            ),
-            180.0,
-        ),
+        Step("streaming", "B", streaming("streaming", sizes.variants), 180.0),
         *(connections(number) for number in (2, 4, 8)),
         Step("grid", "C", (*grid, "--shares", sizes.shares, "--time-limit-s", "290"), 330.0, "mps"),
         Step(
