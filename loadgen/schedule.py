@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
-from tenuto.placement.arrivals.arrival_processes import arrival_times
-from tenuto.placement.arrivals.azure import is_synthetic
+from tenuto.placement.arrivals.arrival_processes import arrival_times, process_of
 
 MOST_REQUESTS = 100_000_000  # limit: 1.2 GB of schedule; a mistyped duration should say so instead of eating the memory
 
@@ -146,7 +145,8 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
 
 
 def _notes(models: Sequence[ModelSpec]) -> tuple[str, ...]:
-    drawn = [spec.name for spec in models if is_synthetic(spec.arrival)]
+    recorded = ((spec, process_of(spec.arrival.process)) for spec in models)
+    drawn = [spec.name for spec, process in recorded if process is not None and process.is_drawn(spec.arrival)]
     if not drawn:
         return ()
     return (

@@ -1,5 +1,5 @@
-"""What other packages add to Tenuto by entry points: policies, schedulers, verbs. One of them is the laboratory,
-`tenuto-lab`, whose names are known here, so that asking for one of them where it is not installed names the cure."""
+"""What other packages add to Tenuto by entry points: policies, schedulers, arrivals, verbs. One of them is the
+laboratory, `tenuto-lab`, whose names are known here: asking for one where it is not installed names the cure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from importlib.metadata import EntryPoint, entry_points
 
 POLICIES = "tenuto.policies"
 SCHEDULERS = "tenuto.schedulers"
+ARRIVALS = "tenuto.arrivals"
 VERBS = "tenuto.verbs"
 
 LABORATORY: dict[str, frozenset[str]] = {
     POLICIES: frozenset({"ffd", "ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "sbp", "self-tuning"}),
     SCHEDULERS: frozenset({"clockwork", "nexus", "shepherd", "thesis-router", "timeout"}),
+    ARRIVALS: frozenset({"azure_2019", "azure_2021"}),
     VERBS: frozenset({"compare", "estimate", "experiment", "interference", "kernels", "lab"}),
 }
 """The names that `tenuto-lab` registers, by group; a test of the laboratory holds both to each other."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.plugins import LABORATORY, POLICIES, SCHEDULERS, VERBS
+from tenuto.plugins import ARRIVALS, LABORATORY, POLICIES, SCHEDULERS, VERBS
 
 # Takes the distribution away as if it had never been installed: neither its modules nor its entry points are found.
 WITHOUT = """
@@ -80,7 +80,11 @@ def test_every_policy_plans_and_every_scheduler_runs(tmp_path: Path) -> None:
 
 def test_its_names_are_answered_with_the_cure(tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_text(WORKLOAD)
+    for process in LABORATORY[ARRIVALS]:
+        arrival = f"arrival: {{process: {process}, path: .}}"
+        (tmp_path / f"{process}.yaml").write_text(f"models: [{{name: vgg19, rate_rps: 1, slo_ms: 250, {arrival}}}]")
     asked = [
+        *(f"simulate {name}.yaml --gpus v100:2 --duration-s 2" for name in sorted(LABORATORY[ARRIVALS])),
         *(f"plan w.yaml --gpus v100:2 --policy {name}" for name in sorted(LABORATORY[POLICIES])),
         *(f"simulate w.yaml --gpus v100:2 --scheduler {name}" for name in sorted(LABORATORY[SCHEDULERS])),
         *(f"{verb} list" for verb in sorted(LABORATORY[VERBS])),

@@ -1,12 +1,16 @@
-"""When requests arrive: one function per file key `arrival.process`."""
+"""When requests arrive: one function per file key `arrival.process`.
+
+Other packages add processes that read their arrivals from files, by entry points of the group `tenuto.arrivals`.
+"""
 
 from __future__ import annotations
 
 import csv
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +19,7 @@ from pydantic import Field, StrictBool, model_validator
 from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement.arrivals.arrival import Arrival
-from tenuto.placement.arrivals.azure import AzureOptions, azure_times
+from tenuto.plugins import ARRIVALS, cure_of_unknown, entry_point, registered
 
 Times = NDArray[np.float64]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -127,12 +131,37 @@ PROCESSES: Mapping[str, tuple[Process, type[StrictModel]]] = {
     "diurnal": (_diurnal, DiurnalOptions),
     "steps": (_steps, StepsOptions),
 }
-OPTIONS: Mapping[str, type[StrictModel]] = {
-    **{name: options for name, (_, options) in PROCESSES.items()},
-    "trace": TraceOptions,
-    "azure_2019": AzureOptions,
-    "azure_2021": AzureOptions,
-}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A process that reads its arrivals from the file at `arrival.path`.
+
+    `read` is called with the model's name, its rate in requests per second, the duration in seconds, the arrival, the
+    options as `options` and a generator, and returns what `arrival_times` does. `is_drawn` says whether the times of an
+    arrival are drawn, as from counts, rather than recorded.
+    """
+
+    options: type[StrictModel]
+    read: Callable[[str, float, float, Arrival, Any, np.random.Generator], Times]
+    is_drawn: Callable[[Arrival], bool] = lambda _arrival: False
+
+
+def process_of(name: str, where: str = "arrival") -> Recorded | None:
+    """Return the process of that name where it reads a file; None for one that draws. `where` names it in errors.
+
+    Raises:
+        InvalidInputError: there is none of that name; the message lists the known ones.
+    """
+    if name in PROCESSES:
+        return None
+    if name == "trace":
+        return Recorded(TraceOptions, _trace_times)
+    try:
+        return cast(Recorded, entry_point(ARRIVALS, name).load())
+    except KeyError:
+        cure = cure_of_unknown(ARRIVALS, name, (*PROCESSES, "trace", *registered(ARRIVALS)))
+        raise refused(f"{where}.process", name, "unknown arrival process", cure) from None
 
 
 def arrival_times(
@@ -150,27 +179,24 @@ def arrival_times(
     Raises:
         InvalidInputError: unknown process or option, or an unusable trace; the message names line and cure.
     """
-    options = _checked(model, arrival)
-    if isinstance(options, AzureOptions):
-        return azure_times(model, rate_rps, duration_s, arrival, options, generator)
-    if isinstance(options, TraceOptions):
-        return _trace_times(model, rate_rps, duration_s, arrival, options)
+    where = f"models.{model}.arrival"
+    recorded = process_of(arrival.process, where)
+    kind = recorded.options if recorded is not None else PROCESSES[arrival.process][1]
+    options = _checked(where, arrival, kind)
+    if recorded is not None:
+        return recorded.read(model, rate_rps, duration_s, arrival, options, generator)
     draw, _ = PROCESSES[arrival.process]
     if arrival.process == "gamma":
         return draw(rate_rps, duration_s, arrival.shape or (arrival.cv or 1.0) ** -2, generator)
     return draw(rate_rps, duration_s, options, generator)
 
 
-def _checked(model: str, arrival: Arrival) -> StrictModel:
+def _checked(where: str, arrival: Arrival, kind: type[StrictModel]) -> StrictModel:
     """Return the options of the arrival's process; raises `InvalidInputError` with all that is wrong."""
-    where = f"models.{model}.arrival"
-    if arrival.process not in OPTIONS:
-        cure = f"Use one of {', '.join(OPTIONS)}."
-        raise refused(f"{where}.process", arrival.process, "unknown arrival process", cure)
     problems: list[Problem] = []
     options = None
     try:
-        options = parse_document(OPTIONS[arrival.process], arrival.options, origin=f"{where}.options")
+        options = parse_document(kind, arrival.options, origin=f"{where}.options")
     except InvalidInputError as error:
         problems += error.problems
     given = [key for key in ("shape", "cv") if getattr(arrival, key) is not None]
@@ -199,33 +225,26 @@ def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
     def fail(line: int, value: Any, rule: str, cure: str) -> InvalidInputError:
         return InvalidInputError(Problem(f"{file}: line {line}", value, rule, cure))
 
+    times: list[float] = []
+    models: list[str] = []
     try:
         with file.open(newline="", encoding="utf-8") as stream:
             reader = csv.DictReader(stream)
             columns = reader.fieldnames or []
             if "time_ms" not in columns:
-                raise fail(
-                    1, ",".join(columns), "has no column 'time_ms'", "Start the file with time_ms or time_ms,model."
-                )
-            times: list[float] = []
-            models: list[str] = []
+                cure = "Start the file with time_ms or time_ms,model."
+                raise fail(1, ",".join(columns), "has no column 'time_ms'", cure)
             for row in reader:
-                line = reader.line_num
+                line, given = reader.line_num, row["time_ms"]
                 try:
-                    value = float(row["time_ms"])
+                    value = float(given)
                 except (TypeError, ValueError):
-                    raise fail(
-                        line, row["time_ms"], "is not a number", "Give milliseconds from the start of the trace."
-                    ) from None
-                if not math.isfinite(value) or value < 0:
-                    raise fail(
-                        line,
-                        row["time_ms"],
-                        "is not a time of at least 0",
-                        "Give milliseconds from the start of the trace.",
-                    )
+                    value = math.nan
+                if not 0 <= value < math.inf:
+                    cure = "Give milliseconds from the start of the trace."
+                    raise fail(line, given, "is not a number of at least 0", cure)
                 if times and value < times[-1]:
-                    raise fail(line, row["time_ms"], "is earlier than the line before", "Sort the file by time_ms.")
+                    raise fail(line, given, "is earlier than the line before", "Sort the file by time_ms.")
                 if "model" in columns and not row["model"]:
                     raise fail(line, row["model"], "names no model", "Fill the model column in every line.")
                 times.append(value)
@@ -237,7 +256,14 @@ def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
     return np.asarray(times) / 1000.0, models if "model" in columns else None
 
 
-def _trace_times(model: str, rate_rps: float, duration_s: float, arrival: Arrival, options: TraceOptions) -> Times:
+def _trace_times(
+    model: str,
+    rate_rps: float,
+    duration_s: float,
+    arrival: Arrival,
+    options: TraceOptions,
+    _generator: np.random.Generator,
+) -> Times:
     times, models = read_trace(str(arrival.path))
     if models is not None:
         times = times[np.asarray(models) == model]

@@ -3,7 +3,7 @@
 A stream is one function of one app, since function names are unique only within an app. The streams that have
 arrivals in the slice are dealt to `parts` models, either striped (stream i to part i mod n) or in blocks (part
 floor(n*i/streams), what AlpaServe calls round robin). Counts per minute carry no times, so those inside a minute are
-drawn; see `is_synthetic`.
+drawn; see `_is_drawn`.
 
     arrival:
       process: azure_2019            # or azure_2021
@@ -28,6 +28,7 @@ from pydantic import Field, StrictBool, model_validator
 from tenuto.documents import Fault, StrictModel
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement.arrivals.arrival import Arrival
+from tenuto.placement.arrivals.arrival_processes import Recorded
 
 Times = NDArray[np.float64]
 _MINUTE_S, _DAY_MIN = 60.0, 1440  # unit
@@ -61,7 +62,7 @@ class AzureOptions(StrictModel):
         return self
 
 
-def is_synthetic(arrival: Arrival) -> bool:
+def _is_drawn(arrival: Arrival) -> bool:
     """Whether times of an Azure process are drawn rather than recorded."""
     drawn_anew = bool(arrival.options.get("rescale")) or float(arrival.options.get("cv_scale", 1.0)) != 1.0
     return arrival.process == "azure_2019" or (arrival.process == "azure_2021" and drawn_anew)
@@ -253,3 +254,6 @@ def _csv_rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[dict[str, i
 
 def _line_error(path: Path, line: int, value: str, rule: str) -> InvalidInputError:
     return InvalidInputError(Problem(f"{path}: line {line}", value, rule, "Give the trace as published."))
+
+
+AZURE_2019 = AZURE_2021 = Recorded(AzureOptions, azure_times, _is_drawn)
