@@ -30,7 +30,7 @@ PAGES = {
 }
 # What takes seconds and needs neither Ray nor a GPU nor a network; `tenuto` as a policy tries plans for longer.
 OURS = ("tenuto", "tenuto_lab", "tests", "lab")  # top packages of this repository
-QUICK = ("plan", "simulate", "goodput", "capacity", "policies", "profiles", "partition")
+QUICK = ("plan", "simulate", "goodput", "capacity", "policies", "profiles")
 LONG = ("--policy tenuto", "http://", "--elastic")
 
 

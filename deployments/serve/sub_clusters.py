@@ -17,7 +17,7 @@ _EVENER = 0.1  # limit: of the mean rate of a sub-cluster: what moving models ha
 
 
 def read_partition(path: str | Path) -> dict[str, int]:
-    """Read the output of `tenuto partition --json`, or a mapping of model to sub-cluster.
+    """Read a mapping of model to sub-cluster, or the document of a partition that holds one as `assignment`.
 
     Raises:
         InvalidInputError: the file is neither.
@@ -26,12 +26,8 @@ def read_partition(path: str | Path) -> dict[str, int]:
     if isinstance(document, Mapping) and isinstance(document.get("assignment"), Mapping):
         document = document["assignment"]
     if not isinstance(document, Mapping) or not all(type(k) is int and k >= 0 for k in document.values()):
-        raise refused(
-            str(path),
-            document,
-            "must map models to sub-clusters from 0",
-            "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.",
-        )
+        rule, cure = "must map models to sub-clusters from 0", "Give lines such as resnet50: 0."
+        raise refused(str(path), document, rule, cure)
     return {str(name): k for name, k in document.items()}
 
 
@@ -46,6 +42,7 @@ def parted(
     plan: Plan,
     present: Mapping[str, int],
     *,
+    count: int | None = None,
     rates_rps: Mapping[str, float] | None = None,
     most_moved: float | None = None,
     time_limit_s: float = 10.0,
@@ -57,6 +54,7 @@ def parted(
     Args:
         plan: whose models are parted.
         present: where models are now.
+        count: how many sub-clusters; by default as many as there are at present.
         rates_rps: of its models; by default those of the plan.
         most_moved: part of the weights that may change their sub-cluster (the appendix bounds what is loaded and
             unloaded by C_max); None: all.
@@ -64,8 +62,8 @@ def parted(
     """
     rates = {spec.name: (rates_rps or {}).get(spec.name, spec.rate_rps) for spec in plan.models}
     components = _inseparable(plan)
-    count = min(len(set(present.values())), len(components))
-    names = sorted(set(present.values()))
+    names = sorted(set(present.values())) if count is None else list(range(count))
+    count = min(len(names), len(components))
     entries, current = [], {}
     for index, component in enumerate(components):
         weights = {r.name: r.weights_mib or 0.0 for g in plan.gpulets for r in g.models if r.name in component}

@@ -28,7 +28,6 @@ VERBS = (
     "policies",
     "simulate",
     "goodput",
-    "partition",
     "key",
     "serve",
     "deploy",

@@ -63,7 +63,7 @@ class ServingArguments:
         from tenuto.deployments.control.settings import ControlSettings
         from tenuto.deployments.security.keys import read_keys
         from tenuto.deployments.serve.deployment import Deployment
-        from tenuto.deployments.serve.sub_clusters import read_partition
+        from tenuto.deployments.serve.sub_clusters import parted, read_partition
         from tenuto.documents import load_document
 
         if self.emulate and self.executor not in (None, "emulated"):
@@ -78,7 +78,11 @@ class ServingArguments:
         chosen = split_pairs(self.options)
         control = None if self.control_file is None else ControlSettings.load(self.control_file)
         keys = [entry.model_dump(mode="json", exclude_defaults=True) for entry in read_keys(self.key_file)]
-        partition = read_partition(self.partition_file) if self.partition_file is not None else None
+        partition, cut = None, self.partition_file or ""
+        if cut.isdecimal():
+            partition = parted(base.plan, {}, count=int(cut))
+        elif cut:
+            partition = read_partition(cut)
         asked = {
             "executor": "emulated" if self.emulate else self.executor or base.executor,
             **{name: getattr(self, name) for name in _SAME},
@@ -92,7 +96,7 @@ class ServingArguments:
             },
             "scheduler": self.scheduler,
             "scheduler_options": chosen,
-            "partition": None if partition is None else dict(partition),
+            "partition": partition,
             "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
         }
         left = {field for field in self.left_open() if field != "access" or not keys}
@@ -261,8 +265,8 @@ _serving: Any = (
     click.option(
         "--partition",
         "partition_file",
-        metavar="FILE",
-        help="Sub-cluster of every model: output of `tenuto partition --json`; default: one for all.",
+        metavar="K|FILE",
+        help="Part the plan into K sub-clusters of even rate and memory, or by a file with that of every model.",
     ),
     click.option("--control", "control_file", metavar="FILE", help="Settings of a controller beside it."),
 )

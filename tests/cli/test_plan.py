@@ -190,28 +190,6 @@ def test_a_model_larger_than_every_gpu(tenuto, tmp_path: Path) -> None:  # type:
     assert ran.out.count("MiB even with its smallest measured batch") == 3
 
 
-def test_a_partition_says_what_would_help_each_model_that_fits_nowhere(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    (tmp_path / "late.yaml").write_text("models:\n  - {name: vgg19, rate_rps: 50, slo_ms: 3}\n")
-    late = tenuto("partition", "late.yaml", "--gpus", "v100:1", "--subclusters", "1")
-    assert (late.code, "Leave it out, or raise its SLO." in late.err) == (2, True)
-    (tmp_path / "c.yaml").write_text("nodes:\n  - {name: n0, gpus: [{type: v100, count: 1, memory_mib: 700}]}\n")
-    (tmp_path / "large.yaml").write_text("models:\n  - {name: vgg19, rate_rps: 50, slo_ms: 300}\n")
-    large = tenuto("partition", "large.yaml", "--cluster", "c.yaml", "--subclusters", "1")
-    assert (large.code, "Leave it out, or use GPUs with more memory." in large.err) == (2, True)
-
-
-def test_one_impossible_model_does_not_keep_the_others_from_being_parted(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    entries = "  - {name: vgg19, rate_rps: 50, slo_ms: 3}\n  - {name: gpt2, rate_rps: 900, slo_ms: 300}\n"
-    (tmp_path / "w.yaml").write_text("models:\n  - {name: bert, rate_rps: 50, slo_ms: 300}\n" + entries)
-    arguments = ("partition", "w.yaml", "--gpus", "v100:2", "--subclusters", "1", "--max-rate-rps", "500")
-    ran = tenuto(*arguments)
-    assert ran.code == 0
-    assert "unserved: vgg19: SLO below batch 1: one request takes" in ran.out
-    assert "unserved: gpt2: its 900 r/s alone are above the 500 of a sub-cluster" in ran.out
-    data = json.loads(tenuto(*arguments, "--json").out)
-    assert (data["assignment"], list(data["unserved"])) == ({"bert": 0}, ["vgg19", "gpt2"])
-
-
 def test_every_model_that_is_not_served_in_full_is_named_with_its_figure(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     entries = "".join(f"  - {{name: m{i}, profile: bert, rate_rps: 60, slo_ms: 200}}\n" for i in range(6))
     (tmp_path / "w.yaml").write_text(f"models:\n{entries}")

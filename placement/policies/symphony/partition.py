@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,21 +81,6 @@ class Partition:
         """Return the models of a sub-cluster, in the order given."""
         return [model for model in self.models if self.assignment[model.name] == subcluster]
 
-    @property
-    def rate_imbalance(self) -> float:
-        """(Most - least) / average of the sub-clusters' rates."""
-        return self._imbalance([sum(m.rate_rps for m in self.members(k)) for k in range(self.subclusters)])
-
-    @property
-    def memory_imbalance(self) -> float:
-        """(Most - least) / average of the sub-clusters' static memory."""
-        return self._imbalance([sum(m.static_mib for m in self.members(k)) for k in range(self.subclusters)])
-
-    @staticmethod
-    def _imbalance(values: Sequence[float]) -> float:
-        mean = sum(values) / len(values)
-        return (max(values) - min(values)) / mean if mean else 0.0
-
     def gpus(self, total: int) -> list[int]:
         """Return how many of `total` GPUs each sub-cluster gets, by what its models need; none for an empty one.
 
@@ -112,34 +96,6 @@ class Partition:
         for k, count in zip(used, gpus_by_need([needs[k] for k in used], total), strict=True):
             counts[k] = count
         return counts
-
-    def as_dict(self, total_gpus: int | None = None) -> dict[str, Any]:
-        """Return it for JSON; the file can be given as the current partition later."""
-        gpus = self.gpus(total_gpus) if total_gpus is not None else [None] * self.subclusters
-        return {
-            "subclusters": [
-                {
-                    "index": k,
-                    "gpus": gpus[k],
-                    "models": [m.name for m in members],
-                    "rate_rps": sum(m.rate_rps for m in members),
-                    "need_gpus": sum(m.need_gpus for m in members),
-                    "memory_mib": sum(m.static_mib for m in members) + max((m.dynamic_mib for m in members), default=0),
-                    "static_mib": sum(m.static_mib for m in members),
-                }
-                for k in range(self.subclusters)
-                for members in [self.members(k)]
-            ],
-            "assignment": dict(self.assignment),
-            "objective": self.objective,
-            "imbalance": self.rate_imbalance,
-            "memory_imbalance": self.memory_imbalance,
-            "lower_bound": self.lower_bound,
-            "moved": list(self.moved),
-            "moved_mib": sum(m.static_mib for m in self.models if m.name in set(self.moved)),
-            "changed_mib": self.changed_mib,
-            "proven": self.proven,
-        }
 
 
 def gpus_by_need(needs: Sequence[float], total: int) -> list[int]:
@@ -171,10 +127,8 @@ def partition(
     Raises:
         InvalidInputError: numbers out of range, or limits that no partition keeps.
     """
-    limits, current = (
-        limits or PartitionLimits(),
-        {k: v for k, v in (current or {}).items() if any(m.name == k for m in models)},
-    )
+    limits, names = limits or PartitionLimits(), {model.name for model in models}
+    current = {name: k for name, k in (current or {}).items() if name in names}
     raise_if_any(_problems(models, subclusters, limits, current, time_limit_s))
     case = _Case(models, subclusters, limits, current)
     starts = [start for start in (case.kept(), case.longest_first()) if start is not None]

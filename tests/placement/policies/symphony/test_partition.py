@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from tenuto.cli.partition import command
+from tenuto.deployments.serve.sub_clusters import imbalance
 from tenuto.errors import InvalidInputError
 from tenuto.placement.policies.symphony.partition import (
     Partition,
@@ -76,14 +73,14 @@ def test_no_partition_is_better_than_the_one_found(seed: int) -> None:
 def test_equal_models_are_split_evenly() -> None:
     found = partition([model(f"m{i}") for i in range(6)], 3)
     assert [len(found.members(k)) for k in range(3)] == [2, 2, 2]
-    assert found.rate_imbalance == found.memory_imbalance == 0.0
+    assert imbalances(found) == (0.0, 0.0)
     assert found.gpus(9) == [3, 3, 3]
 
 
 def test_weights_add_up_and_working_memory_counts_once() -> None:
     four = [model(f"m{i}", memory=100.0, dynamic=300.0) for i in range(4)]
     found = partition(four, 1, limits=PartitionLimits(memory_mib=700.0))
-    assert found.as_dict(1)["subclusters"][0]["memory_mib"] == 700.0
+    assert found.members(0) == four
     with pytest.raises(InvalidInputError):
         partition(four, 1, limits=PartitionLimits(memory_mib=699.0))
 
@@ -151,7 +148,9 @@ def evaluated(seed: int) -> list[PartitionModel]:
 
 
 def imbalances(found: Partition) -> tuple[float, float]:
-    return found.rate_imbalance, found.memory_imbalance
+    """Return (most - least) / mean of the sub-clusters' rates and static memory."""
+    values = ({m.name: m.rate_rps for m in found.models}, {m.name: m.static_mib for m in found.models})
+    return imbalance(found.assignment, values[0]), imbalance(found.assignment, values[1])
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -188,42 +187,3 @@ def test_wrong_numbers_and_impossible_limits_are_refused(
 ) -> None:
     with pytest.raises(InvalidInputError):
         partition(models, count, limits=limits)
-
-
-WORKLOAD = """models:
-- {name: a, rate_rps: 900, slo_ms: 50, latency: {alpha_ms: 1, beta_ms: 5}}
-- {name: b, rate_rps: 600, slo_ms: 50, latency: {alpha_ms: 1, beta_ms: 5}}
-- {name: c, rate_rps: 300, slo_ms: 50, latency: {alpha_ms: 1, beta_ms: 5}}
-"""
-
-
-def test_the_command_prints_json_that_it_takes_back(tmp_path: Path) -> None:
-    workload = tmp_path / "w.yaml"
-    workload.write_text(WORKLOAD)
-    arguments = [str(workload), "--gpus", "v100:8", "--subclusters", "2", "--json"]
-    first = CliRunner().invoke(command, arguments, catch_exceptions=False)
-    data = json.loads(first.stdout)
-    assert data["proven"]
-    assert {frozenset(row["models"]) for row in data["subclusters"]} == {frozenset("a"), frozenset("bc")}
-    assert sum(row["gpus"] for row in data["subclusters"]) == 8
-    (tmp_path / "now.json").write_text(first.stdout)
-    again = CliRunner().invoke(command, [*arguments, "--current", str(tmp_path / "now.json")], catch_exceptions=False)
-    assert json.loads(again.stdout)["assignment"] == data["assignment"]
-    table = CliRunner().invoke(command, arguments[:-1], catch_exceptions=False)
-    assert "sub-cluster" in table.stdout
-
-
-def test_the_command_refuses_a_current_file_of_another_kind(tmp_path: Path) -> None:
-    (tmp_path / "w.yaml").write_text(WORKLOAD)
-    (tmp_path / "now.yaml").write_text("- a\n")
-    arguments = [
-        str(tmp_path / "w.yaml"),
-        "--gpus",
-        "v100:8",
-        "--subclusters",
-        "2",
-        "--current",
-        str(tmp_path / "now.yaml"),
-    ]
-    with pytest.raises(InvalidInputError, match="sub-clusters from 0"):
-        CliRunner().invoke(command, arguments, catch_exceptions=False)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from tenuto.cli.common import ClusterArguments, cluster_arguments, json_option, notice, printed_as_json, say
 from tenuto.cli.tables import number, print_table
-from tenuto.deployments.serve.sub_clusters import read_partition
+from tenuto.deployments.serve.sub_clusters import imbalance, read_partition
 from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.placement import Cluster, Workload
 from tenuto.placement.costs import MOST_BATCH, context_mib_of, costs_of
@@ -83,8 +84,9 @@ def command(
         notice(
             f"time limit reached: nothing better than {found.lower_bound:.4f} can exist; found {found.objective:.4f}"
         )
-    if not printed_as_json(found.as_dict(len(cluster.gpus)) | {"unserved": {p.value: p.rule for p in impossible}}):
-        _print(found, len(cluster.gpus), impossible)
+    data = _described(found, len(cluster.gpus)) | {"unserved": {p.value: p.rule for p in impossible}}
+    if not printed_as_json(data):
+        _print(data, found, impossible)
 
 
 def _models(
@@ -127,7 +129,35 @@ def _models(
     return found, impossible
 
 
-def _print(found: Partition, gpus: int, impossible: Sequence[Problem]) -> None:
+def _described(found: Partition, total_gpus: int) -> dict[str, Any]:
+    """Return a partition for JSON; the file can be given as the current one later."""
+    groups = [found.members(k) for k in range(found.subclusters)]
+    return {
+        "subclusters": [
+            {
+                "index": k,
+                "gpus": gpus,
+                "models": [m.name for m in members],
+                "rate_rps": sum(m.rate_rps for m in members),
+                "need_gpus": sum(m.need_gpus for m in members),
+                "memory_mib": sum(m.static_mib for m in members) + max((m.dynamic_mib for m in members), default=0),
+                "static_mib": sum(m.static_mib for m in members),
+            }
+            for k, (members, gpus) in enumerate(zip(groups, found.gpus(total_gpus), strict=True))
+        ],
+        "assignment": dict(found.assignment),
+        "objective": found.objective,
+        "imbalance": imbalance(found.assignment, {m.name: m.rate_rps for m in found.models}),
+        "memory_imbalance": imbalance(found.assignment, {m.name: m.static_mib for m in found.models}),
+        "lower_bound": found.lower_bound,
+        "moved": list(found.moved),
+        "moved_mib": sum(m.static_mib for m in found.models if m.name in set(found.moved)),
+        "changed_mib": found.changed_mib,
+        "proven": found.proven,
+    }
+
+
+def _print(data: dict[str, Any], found: Partition, impossible: Sequence[Problem]) -> None:
     print_table(
         ("sub-cluster", "GPUs", "need", "rps", "MiB per GPU", "models"),
         (
@@ -139,7 +169,7 @@ def _print(found: Partition, gpus: int, impossible: Sequence[Problem]) -> None:
                 number(row["memory_mib"], 0),
                 ", ".join(row["models"]),
             )
-            for row in found.as_dict(gpus)["subclusters"]
+            for row in data["subclusters"]
         ),
         left=("models",),
     )
@@ -150,6 +180,6 @@ def _print(found: Partition, gpus: int, impossible: Sequence[Problem]) -> None:
         moved = f"moves {', '.join(found.moved)} ({found.changed_mib:,.0f} MiB loaded and unloaded)"
     proof = "optimal" if found.proven else f"at most {found.objective - found.lower_bound:.4f} above the optimum"
     say(
-        f"rates {100 * found.rate_imbalance:.2f} % and memory {100 * found.memory_imbalance:.2f} % of an average "
+        f"rates {100 * data['imbalance']:.2f} % and memory {100 * data['memory_imbalance']:.2f} % of an average "
         f"sub-cluster apart, {moved}; {proof}"
     )
