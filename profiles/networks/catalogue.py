@@ -1,7 +1,7 @@
-"""The networks Tenuto knows by name: where each comes from and what goes in and out. Pure data, no torch.
+"""The networks Tenuto knows by name: where each comes from and what goes in and out. No torch.
 
-Thirteen networks of the thesis profile (P. Elvinger, ETH Zurich 2024, table A.1): eight of torchvision and five
-transformers sequence classifiers. A model of one's own is named `package.module:factory`; the factory returns a
+They are listed in `data/catalogue.yaml`: image classifiers of torchvision and sequence classifiers of transformers. A
+model of one's own is named `package.module:factory`; the factory returns a
 `LoadedModel` made here.
 """
 
@@ -10,8 +10,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
+from tenuto.documents import parse_yaml
 from tenuto.errors import refused
 
 if TYPE_CHECKING:
@@ -141,75 +145,17 @@ def text_signature(text: TextInput, classes: int, platform: str = "pytorch") -> 
     )
 
 
-def _image(name: str, network: str, image: ImageInput, **config: Any) -> CatalogueEntry:
-    return CatalogueEntry(name, f"torchvision/{name}", network, image_signature(image, 1000), config)
+def _read(name: str, given: Mapping[str, Any]) -> CatalogueEntry:
+    config = given.get("config", {})
+    if "image" in given:
+        signature = image_signature(msgspec.convert(given["image"], ImageInput), 1000)
+        return CatalogueEntry(name, f"torchvision/{name}", given["network"], signature, config)
+    signature = text_signature(msgspec.convert(given["text"], TextInput), LABEL_COUNT)
+    return CatalogueEntry(name, f"transformers/{name}", given["network"], signature, config)
 
 
-def _text(name: str, network: str, text: TextInput, **config: Any) -> CatalogueEntry:
-    return CatalogueEntry(name, f"transformers/{name}", network, text_signature(text, LABEL_COUNT), config)
-
-
-_STANDARD = ImageInput(resize_px=256, crop_px=224)
-# limit: tokens of an input unless an option says otherwise, about a paragraph. The thesis does not print its length;
-# its latencies suggest 512, which the option `sequence_length` sets. Likewise EfficientNet-B7 has its
-# published 600 px here, where the thesis' latencies suggest 224 (option `image_size`).
-_TOKENS = 128
-
-CATALOGUE: dict[str, CatalogueEntry] = {
-    entry.name: entry
-    for entry in (
-        _image("alexnet", "AlexNet", _STANDARD),
-        _text("bert", "BERT base uncased", TextInput(_TOKENS, 30_522, 0, (101,), (102,), first_word_id=999)),
-        _text(
-            "bloom_560",
-            "BLOOM 560M",
-            TextInput(_TOKENS, 250_880, 3, first_word_id=4),
-            hidden_size=1024,
-            n_layer=24,
-            n_head=16,
-            vocab_size=250_880,
-            pad_token_id=3,
-        ),
-        _image("densenet121", "DenseNet-121", _STANDARD),
-        _image("efficientnet_b7", "EfficientNet-B7", ImageInput(600, 600, "bicubic")),
-        # GPT-2 has no padding token of its own; its end-of-text token pads, as is usual for its classifiers.
-        _text("gpt2", "GPT-2 small", TextInput(_TOKENS, 50_257, 50_256, first_word_id=0), pad_token_id=50_256),
-        _image(
-            "inception_v3",
-            "Inception v3",
-            ImageInput(342, 299),
-            aux_logits=False,
-            transform_input=False,
-            init_weights=True,
-        ),
-        _image("mobilenet_v2", "MobileNetV2", _STANDARD),
-        _image("resnet50", "ResNet-50", _STANDARD),
-        _image("resnext50_32x4d", "ResNeXt-50 32x4d", _STANDARD),
-        _text(
-            "t5",
-            "T5 small",
-            TextInput(_TOKENS, 32_128, 0, (), (1,), first_word_id=3),
-            vocab_size=32_128,
-            d_model=512,
-            d_kv=64,
-            d_ff=2048,
-            num_layers=6,
-            num_heads=8,
-            decoder_start_token_id=0,
-        ),
-        _image("vgg19", "VGG-19", _STANDARD),
-        _text(
-            "xlnet",
-            "XLNet base cased",
-            TextInput(_TOKENS, 32_000, 5, (), (4, 3), first_word_id=10, padding_side="left"),
-            d_model=768,
-            n_layer=12,
-            n_head=12,
-            d_inner=3072,
-            pad_token_id=5,
-        ),
-    )
-}
+_DATA = resources.files("tenuto.profiles").joinpath("data", "catalogue.yaml")
+CATALOGUE = {name: _read(name, given) for name, given in parse_yaml(_DATA.read_text(encoding="utf-8")).items()}
 
 
 def known_names() -> tuple[str, ...]:
