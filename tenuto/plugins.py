@@ -17,7 +17,7 @@ LABORATORY: dict[str, frozenset[str]] = {
     POLICIES: frozenset({"ffd", "ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "sbp", "self-tuning"}),
     SCHEDULERS: frozenset({"clockwork", "nexus", "shepherd", "thesis-router", "timeout"}),
     ARRIVALS: frozenset({"azure_2019", "azure_2021"}),
-    VERBS: frozenset({"compare", "estimate", "experiment", "interference", "kernels", "lab", "partition"}),
+    VERBS: frozenset({"advice", "compare", "estimate", "experiment", "interference", "kernels", "lab", "partition"}),
 }
 """The names that `tenuto-lab` registers, by group; a test of the laboratory holds both to each other."""
 

@@ -56,18 +56,6 @@ class Advice:
     idle_fraction: float
     delta_gpus: int
 
-    def as_dict(self) -> dict[str, float | int]:
-        """Return it for JSON."""
-        return {
-            "start_s": self.start_s,
-            "end_s": self.end_s,
-            "gpus": self.gpus,
-            "requests": self.requests,
-            "bad_rate": self.bad_rate,
-            "idle_fraction": self.idle_fraction,
-            "delta_gpus": self.delta_gpus,
-        }
-
 
 def advise(gpus: int, bad_rate: float, idle_fraction: float, options: AutoscaleOptions | None = None) -> int:
     """Return how many GPUs to add (positive) or release (negative).

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.batching.core.autoscale import AutoscaleOptions
 from tenuto.batching.core.told import describe_schedulers
-from tenuto.batching.virtual.advice_series import advice_over_time
 from tenuto.cli.common import command_line, notice, printed_as_json, say, tell
-from tenuto.cli.tables import percent, print_advice, print_run, print_table
+from tenuto.cli.tables import percent, print_run, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.errors import Problem, raise_if_any
 from tenuto.loadgen.simulated import SimulatedRun, Simulation
@@ -30,22 +28,16 @@ PROGRESS_S = 5.0  # limit: between two lines of progress
 @click.option("--rate-scale", type=float, default=1.0, help="Multiply every rate by this.")
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder for report.html, result.json, requests.parquet.")
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
-@click.option("--advice", "advice_window_s", type=float, metavar="S", help="Scaling advice for every S seconds.")
 @click.option("--control", "control_file", metavar="FILE", help="Let the controller change the plan meanwhile.")
 def command(
-    asked: VirtualArguments,
-    rate_scale: float,
-    folder: str | None,
-    force: bool,
-    advice_window_s: float | None,
-    control_file: str | None,
+    asked: VirtualArguments, rate_scale: float, folder: str | None, force: bool, control_file: str | None
 ) -> None:
     """Run PLAN, or WORKLOAD on a cluster where every GPU hosts every model, in virtual time.
 
     Example: tenuto simulate workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60 --seed 0
     """
     if control_file is not None:
-        given = {"--output": folder, "--advice": advice_window_s, "--warmup-s": asked.warmup_s}
+        given = {"--output": folder, "--warmup-s": asked.warmup_s}
         raise_if_any(
             [
                 Problem(option, value, "is not for runs with --control", "Leave one of them away.")
@@ -56,21 +48,14 @@ def command(
         _run_controlled(asked, control_file, rate_scale)
         return
     simulation = asked.simulation()
-    advice_options = None if advice_window_s is None else AutoscaleOptions(window_s=advice_window_s)
-    if advice_options is not None:
-        raise_if_any(advice_options.problems())
     out = _report_folder(folder, force=force)
     run = simulation.run(rate_scale)
     summary = run.summary()
-    if advice_options is not None:
-        summary["advice"] = [advice.as_dict() for advice in advice_over_time(run.result, advice_options)]
     if not printed_as_json(summary):
         print_run(summary)
         say(_in_words(summary, asked.scheduler_name))
         for line in describe_schedulers([run.result.scheduler] if run.result.scheduler else []):
             say(f"scheduler: {line}")
-        if "advice" in summary:
-            print_advice(summary["advice"])
     if out is not None:
         _write_report(out, run, simulation, rate_scale)
         notice(f"report: {out / 'report.html'}")

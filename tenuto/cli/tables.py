@@ -86,21 +86,3 @@ def print_run(summary: Mapping[str, Any]) -> None:
             for name, row in summary["gpulets"].items()
         ),
     )
-
-
-def print_advice(series: Iterable[Mapping[str, Any]]) -> None:
-    """Print the scaling advice window by window."""
-    print_table(
-        ("until s", "GPUs", "requests", "bad", "idle", "GPUs to add (+) or release (-)"),
-        (
-            (
-                f"{row['end_s']:g}",
-                str(row["gpus"]),
-                f"{row['requests']:,}",
-                percent(row["bad_rate"]),
-                percent(row["idle_fraction"]),
-                f"{row['delta_gpus']:+d}",
-            )
-            for row in series
-        ),
-    )

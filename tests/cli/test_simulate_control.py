@@ -58,9 +58,9 @@ def test_a_rate_that_rises_is_followed(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_what_does_not_go_together_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = simulate(capsys, "--advice", "5", "--warmup-s", "3")
+    code, _, err = simulate(capsys, "--output", "run", "--warmup-s", "3")
     assert code == 2
-    assert "--advice" in err
+    assert "--output" in err
     assert "--warmup-s" in err
     (tmp_path / "c.yaml").write_text("mode: perhaps\nchange: {per_hour: 0, cool: 1}\n")
     code, _, err = simulate(capsys)

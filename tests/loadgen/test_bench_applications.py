@@ -203,7 +203,7 @@ def invoke(verb: Any, *arguments: str) -> Any:
 def test_simulate_writes_the_same_report(tmp_path: Path) -> None:
     work = workload(traffic(arrival={"process": "poisson"}), game(), models=[{**ALONE, "slo_ms": 60}])
     out = tmp_path / "out"
-    summary = invoke(simulate_verb, saved(tmp_path, work), "--duration-s", "20", "-o", str(out), "--advice", "5")
+    summary = invoke(simulate_verb, saved(tmp_path, work), "--duration-s", "20", "-o", str(out))
     loaded = load_run(out)
 
     assert set(summary["applications"]) == {"traffic", "game"}

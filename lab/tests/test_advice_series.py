@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from tenuto.batching.core.autoscale import AutoscaleOptions
 from tenuto.batching.core.system import Gpulet, Host, Model, System
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.virtual.advice_series import advice_over_time
 from tenuto.batching.virtual.simulator import simulate
-from tenuto.cli.simulate import command
 from tenuto.errors import InvalidInputError
+from tenuto_lab.advice_series import advice_over_time
+from tenuto_lab.verbs.advice import command
 from tests.instruments.systems import everywhere_linear
 
 
@@ -52,7 +52,7 @@ def test_a_run_shorter_than_a_window_has_no_advice() -> None:
     assert advice_over_time(simulate(make_scheduler("eager", system), *steady(50.0, 1.0), duration_s=1.0)) == []
 
 
-def test_the_simulate_command_prints_it(tmp_path: Path) -> None:
+def test_the_verb_prints_it(tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_text(
         "models: [{name: a, rate_rps: 20, slo_ms: 50, latency: {alpha_ms: 1, beta_ms: 5}}]\n"
     )
@@ -64,7 +64,7 @@ def test_the_simulate_command_prints_it(tmp_path: Path) -> None:
         "eager",
         "--duration-s",
         "10",
-        "--advice",
+        "--window-s",
         "2",
     ]
     shown = CliRunner().invoke(command, [*arguments, "--json"], catch_exceptions=False)
