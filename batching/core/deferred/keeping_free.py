@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from math import exp
+from math import exp, expm1
 
 from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
 from tenuto.batching.core.system import INF
@@ -43,7 +43,7 @@ def kept_until(
     impatient = [
         (other.costs.patience_ms, other.program, other)
         for other in losing
-        if other is not queue and other.program in pool.run and other.costs.patience_ms < run_ms
+        if other is not queue and other.program in pool.run and 0.0 <= other.costs.patience_ms < run_ms
     ]
     if not impatient or not any(place.busy for place in queue.pools):
         return now
@@ -97,10 +97,12 @@ def refused(load: float, per_ms: float, gpulets: int, patience_ms: float) -> flo
     """
     if gpulets <= 0:
         return 1.0
-    blocked = 1.0
+    by_blocked = 1.0  # 1 / B; infinite where gpu-lets are very many
     for count in range(1, gpulets + 1):
-        blocked = load * blocked / (count + load * blocked)
-    left = exp(-(gpulets / load - 1.0) * per_ms * patience_ms)
+        by_blocked = 1.0 + count / load * by_blocked
     spare = 1.0 - load / gpulets
-    waits = (1.0 - left) / spare if abs(spare) > 1e-9 else gpulets / load * per_ms * patience_ms
-    return left / (1.0 / blocked - 1.0 + waits + left)
+    # Under overload g grows; the result is the same to the last digit long before e**100.
+    exponent = min(100.0, -spare * gpulets / load * per_ms * patience_ms)
+    left = exp(exponent)
+    waits = -expm1(exponent) / spare if spare else per_ms * patience_ms
+    return left / (by_blocked - 1.0 + waits + left)

@@ -59,6 +59,18 @@ def test_refused_falls_with_every_gpulet_and_with_patience() -> None:
         assert all(more >= fewer for more, fewer in itertools.pairwise(by_patience))
 
 
+def test_refused_is_a_part_of_the_requests_however_far_the_load_is_from_the_gpulets() -> None:
+    """Overload with much patience once overflowed a float, and many idle gpu-lets divided by nothing."""
+    rng = np.random.default_rng(5)
+    for _ in range(2000):
+        load, per_ms, patience_ms = (float(10.0**power) for power in rng.uniform((-9.0, -6.0, -6.0), (6.0, 6.0, 8.0)))
+        gpulets = int(10.0 ** rng.uniform(0.0, 3.2))
+        assert 0.0 <= refused(load, per_ms, gpulets, patience_ms) <= 1.0
+        # At more than all gpu-lets can carry, whoever waits long enough for it keeps them busy all the time.
+        kept = gpulets / (load + gpulets)
+        assert refused(load + gpulets, 1.0, gpulets, 1e12) == pytest.approx(1.0 - kept, abs=1e-6)
+
+
 def attained(system: System, rates_rps: list[float], count: int = 12_000, scheduler: str = "deferred") -> list[float]:
     rng = np.random.default_rng(11)
     streams = [
