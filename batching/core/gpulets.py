@@ -168,6 +168,25 @@ class Gpulets(Generic[P]):
                     return end, gpulet
         return INF, -1
 
+    def ready(self, pool: P, now: float) -> int:
+        """Return how many gpu-lets of the pool can begin with a batch as soon as it arrives: those that are idle, and
+        with a network delay those that will be by then."""
+        if not self.ahead or not pool.busy:
+            return len(pool.idle)
+        overdue = bisect_left(pool.busy, (now - TIME_TOLERANCE_MS, -1))
+        return len(pool.idle) + bisect_left(pool.busy, (now + self.way_ms(1) + TIME_TOLERANCE_MS, -1)) - overdue
+
+    def free_by(self, pool: P, at: float) -> tuple[int, float]:
+        """Return how many gpu-lets of the pool have ended all that was sent to them by then, and when the first of the
+        others has."""
+        free, soonest = len(pool.idle), INF
+        for ends in (pool.busy, pool.full):
+            ended = bisect_left(ends, (at + TIME_TOLERANCE_MS, -1))
+            free += ended
+            if ended < len(ends):
+                soonest = min(soonest, ends[ended][0])
+        return free, soonest
+
     def send(self, gpulet: int, run_ms: float, end: float) -> None:
         """A batch was sent that takes so long and ends then."""
         self._remove(gpulet)

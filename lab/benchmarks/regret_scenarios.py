@@ -4,6 +4,9 @@ A scenario is 1 to 20 models on 1 to 32 GPUs at 0.5 to 1.2 of what full staggere
 to 50 ms, fixed over marginal cost 0.3 to 20, an SLO of 1.6 to 12 l(1). Arrivals: uniform, Poisson, gamma of shape 0.1
 and 0.4, on-off bursts, or a mixture. On top, each in about a fifth of the scenarios: network delays, unequal gpu-lets,
 two to four gpu-lets per GPU, load steps, applications, programs of several models.
+
+`wide` scenarios have 2 models or more whose SLOs lie 10 to 100 times apart, so that some cannot wait for the batches of
+others.
 """
 
 from __future__ import annotations
@@ -73,17 +76,21 @@ class Ran:
         return min(self.by_model)
 
 
-def draw(seed: int, number: int, requests: int = REQUESTS) -> Scenario:
+def draw(seed: int, number: int, requests: int = REQUESTS, *, wide: bool = False) -> Scenario:
     """Return scenario `number` of a series; the same numbers give the same scenario."""
     rng = np.random.default_rng([seed, number])
     flags = frozenset(flag for flag in FLAGS if rng.random() < 0.2)
     gpus = _log_int(rng, 1, 32)
     count = _log_int(rng, 1, 20)
-    if "programs" in flags:
+    if wide or "programs" in flags:
         count = max(count, 2)
     first = np.exp(rng.uniform(math.log(2.0), math.log(50.0), count))
     ratio = np.exp(rng.uniform(math.log(0.3), math.log(20.0), count))
     slack = np.exp(rng.uniform(math.log(1.6), math.log(12.0), count))
+    if wide:
+        apart = np.log(first * slack)
+        apart = (apart - apart.min()) / (apart.max() - apart.min())
+        first = 4.0 * np.exp(rng.uniform(math.log(10.0), math.log(100.0))) ** apart / slack
     alpha, beta = first / (1.0 + ratio), first * ratio / (1.0 + ratio)
     network = NetworkDelay()
     if "network" in flags:
@@ -105,7 +112,8 @@ def draw(seed: int, number: int, requests: int = REQUESTS) -> Scenario:
     load = float(rng.uniform(0.5, 1.2))
     rates = load * scale * share / share.sum()
     stretch = max(1.0, rates.sum() / MOST_RPS)
-    return _assemble(rng, f"{seed:x}/{number}", flags, gpulets, groups, slo, rates, network, stretch, load, requests)
+    name = f"{seed:x}/{number}{' wide' if wide else ''}"
+    return _assemble(rng, name, flags, gpulets, groups, slo, rates, network, stretch, load, requests)
 
 
 def _log_int(rng: np.random.Generator, low: int, high: int) -> int:

@@ -76,9 +76,11 @@ class Cutter:
         as any that keeps to its plan can wait, unless another gpu-let ends sooner."""
         longest_ms = INF
         for other in map(queues.__getitem__, pool.run):
-            if not other.allowance.exceeds and other.rate.rps and sum(len(place.idle) for place in other.pools) <= 1:
+            ready = sum([self._gpulets.ready(place, now) for place in other.pools])
+            if not other.allowance.exceeds and other.rate.rps and ready <= 1:
                 costs, size = other.costs, other.costs.ripe
-                wait_ms = costs.budget_ms - self._gpulets.way_ms(size) - other.batch.factor * costs.run[size]
-                if all(place.busy[0][0] > now + wait_ms for place in other.pools if place.busy):
+                way_ms = self._gpulets.way_ms(size)
+                wait_ms = costs.budget_ms - way_ms - other.batch.factor * costs.run[size]
+                if all(self._gpulets.free_by(place, now + way_ms)[1] > now + way_ms + wait_ms for place in other.pools):
                     longest_ms = min(longest_ms, wait_ms)
         return longest_ms

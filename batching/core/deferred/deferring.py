@@ -100,7 +100,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         self._cutter = Cutter(self._gpulets, self._holding, evens_out=self._evens_out)
         self._lost_until: dict[int, float] = {}  # by program that lost requests: until when that counts as lately
         self._pressed_until = -INF  # a program lost requests lately though it keeps to its plan
-        self._waiting = Waiting(self._queues)
+        self._waiting = Waiting(self._queues, self._gpulets)
         self._silent: list[tuple[float, int]] = []  # a heap: when a program will have been silent for long
         self._heavy = 0  # pools that are not under light load
         if known is not None:
@@ -243,9 +243,9 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         for first in queues:
             if first.program in done:
                 continue
-            part = self._waiting.part([first])
+            part = self._waiting.part([first], now)
             while self._send_next(part, now):
-                part = self._waiting.part(part)
+                part = self._waiting.part(part, now)
             done.update(queue.program for queue in part)
 
     def _send_next(self, part: list[WaitingQueue], now: float) -> bool:
@@ -258,7 +258,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         waiting: list[WaitingQueue] = []
         can_go: list[WaitingQueue] = []
         look_at = INF
-        room = len(part)  # idle gpu-lets of the pool that has the fewest
+        room = len(part)  # gpu-lets that are ready, of the pool that has the fewest
         is_tight = False
         way_ms = (
             self._gpulets.way_ms(max([min(len(queue.ids), queue.costs.longest) for queue in part])) if ahead else 0.0
@@ -278,8 +278,9 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                 if not batch.size:
                     continue
                 waiting.append(queue)
-                if len(pool.idle) < room:
-                    room = len(pool.idle)
+                ready = self._gpulets.ready(pool, now) if ahead else len(pool.idle)
+                if ready < room:
+                    room = ready
                 at = batch.due if batch.due > open_at else open_at
                 if at <= reach:
                     can_go.append(queue)
@@ -289,6 +290,10 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                 self.looked += len(waiting)
                 is_tight, passing_ms = line_up(waiting, now)
                 look_at = min(look_at, now + passing_ms)
+                if ahead:  # as when a batch ends without a delay
+                    pools = {pool for queue in waiting for pool in queue.pools}
+                    ends = [self._gpulets.free_by(pool, now + way_ms)[1] for pool in pools]
+                    look_at = min(look_at, min(ends) - way_ms)
                 if is_tight:
                     can_go += [
                         queue
@@ -305,7 +310,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                 to = queue.batch.pool
                 if to is None:
                     continue
-                kept = kept_until(queue, to, losing, now, is_tight=is_tight) if losing and to.idle else now
+                kept = kept_until(queue, to, losing, self._gpulets, now, is_tight=is_tight) if losing else now
                 if kept > now:
                     look_at = min(look_at, kept)
                 elif self._dispatch(queue, to, now):
@@ -340,7 +345,11 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         skip, size = self._cut(queue, pool, queue.costs.defend, window, now)
         allowance = queue.allowance
         # It borrows whole batches where others find a gpu-let idle besides.
-        if allowance.exceeds and allowance.owed < size and sum([len(pool.idle) for pool in queue.pools]) <= 1:
+        if (
+            allowance.exceeds
+            and allowance.owed < size
+            and sum([self._gpulets.ready(one, now) for one in queue.pools]) <= 1
+        ):
             longest_ms = self._cutter.longest_beside_ms(self._queues, pool, now)
             short = longest_within(pool.run[queue.program], longest_ms, queue.batch.factor)
             if short < 1 < queue.costs.gpulets:  # where others cannot wait even for one, it gets what is planned

@@ -62,8 +62,10 @@ class Holding:
         hold, bound = queue.hold, queue.hold.most_ms
         if now >= self.in_full_until:
             # The load may have risen since its rate was taken: then gpu-lets are busy.
-            idle = sum([len(pool.idle) for pool in queue.pools])
-            is_light = hold.is_light and idle >= (1.0 - self.save_above) * queue.costs.gpulets
+            is_light = hold.is_light and (
+                sum([self._gpulets.ready(pool, now) for pool in queue.pools])
+                >= (1.0 - self.save_above) * queue.costs.gpulets
+            )
             bound = min(bound, 0.0 if is_light else hold.patience * queue.batch.factor * queue.costs.run[size])
         return queue.oldest + bound
 

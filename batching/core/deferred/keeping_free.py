@@ -18,16 +18,22 @@ most of that cancels. No number here is fitted.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from math import exp, expm1
 
 from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
+from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.system import INF
 
 
 def kept_until(
-    queue: WaitingQueue, pool: Place, losing: Iterable[WaitingQueue], now: float, *, is_tight: bool
+    queue: WaitingQueue,
+    pool: Place,
+    losing: Iterable[WaitingQueue],
+    gpulets: Gpulets[Place],
+    now: float,
+    *,
+    is_tight: bool,
 ) -> float:
     """Return until when the batch of a queue leaves an idle gpu-let of the pool to others; `now` where it may go.
 
@@ -35,6 +41,7 @@ def kept_until(
         queue: the batch is cut.
         pool: where it would run.
         losing: the queues that lost requests lately.
+        gpulets: when they end.
         now: ms.
         is_tight: gpu-lets are too few for all batches that wait.
     """
@@ -45,7 +52,9 @@ def kept_until(
         for other in losing
         if other is not queue and other.program in pool.run and 0.0 <= other.costs.patience_ms < run_ms
     ]
-    if not impatient or not any(place.busy for place in queue.pools):
+    way_ms = gpulets.way_ms(1)
+    arrives = now + way_ms
+    if not impatient or all(gpulets.free_by(place, arrives)[1] == INF for place in queue.pools):
         return now
     impatient.sort()
     ends_ms, again = run_ms, INF
@@ -58,26 +67,17 @@ def kept_until(
         # The most impatient goes first, so that it has all gpu-lets to itself, and the next what is left.
         load += rate * other.costs.run[1]
         per_ms += rate
-        free, soonest = _free_within(other, now + patience)
-        if soonest - now > patience:
+        found = [gpulets.free_by(place, arrives + patience) for place in other.pools]
+        free = sum([count for count, _ in found])
+        soonest = min([end for _, end in found])
+        if soonest - arrives > patience:
             more = refused(load, per_ms, free - 1, patience) - refused(load, per_ms, free, patience)
             costs.append((patience, other.worth * rate * more))
-            ends_ms = min(ends_ms, soonest - now)
-            again = min(again, soonest - patience)
+            ends_ms = min(ends_ms, soonest - arrives)
+            again = min(again, soonest - patience - way_ms)
     lost = sum([worth * (ends_ms - patience) for patience, worth in costs if patience < ends_ms])
     served = queue.worth * batch.size * (ends_ms / run_ms if is_tight else 1.0)
     return now if lost <= served else again
-
-
-def _free_within(queue: WaitingQueue, until: float) -> tuple[int, float]:
-    """Return how many gpu-lets of a program are free by then, and when the first of the others is."""
-    free, soonest = 0, INF
-    for place in queue.pools:
-        ended = bisect_right(place.busy, (until, len(place.gpulets)))
-        free += len(place.idle) + ended
-        if ended < len(place.busy) and place.busy[ended][0] < soonest:
-            soonest = place.busy[ended][0]
-    return free, soonest
 
 
 def refused(load: float, per_ms: float, gpulets: int, patience_ms: float) -> float:

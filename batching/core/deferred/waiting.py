@@ -174,8 +174,9 @@ class Watch:
 class Waiting:
     """Which queues wait together, and when to look at them."""
 
-    def __init__(self, queues: list[WaitingQueue]) -> None:
+    def __init__(self, queues: list[WaitingQueue], gpulets: Gpulets[Place]) -> None:
         self._queues = queues
+        self._gpulets = gpulets
         self._is_shared = len(queues) != 1  # a program by itself has one watch, and needs no heap
         self._watches: list[tuple[float, int, Watch]] = []  # a heap; valid is what says when its watch is
         self._touched: list[Place] = []  # where something happened: who waits for them is looked at at once
@@ -232,10 +233,11 @@ class Waiting:
             heappop(watches)
         return watches[0][0] if watches else INF
 
-    def part(self, queues: list[WaitingQueue]) -> list[WaitingQueue]:
+    def part(self, queues: list[WaitingQueue], now: float) -> list[WaitingQueue]:
         """Return, of some queues, those with requests, and all that wait for gpu-lets together with them: where as many
-        gpu-lets are idle as programs wait, nobody keeps another from any."""
+        gpu-lets are ready as programs wait, nobody keeps another from any."""
         self._search += 1
+        gpulets = self._gpulets
         search = self._search
         part: list[WaitingQueue] = []
         for queue in queues:
@@ -246,7 +248,8 @@ class Waiting:
             for pool in queue.pools:
                 if pool.seen != search:
                     pool.seen = search
-                    if len(pool.waiting) > len(pool.idle):
+                    waiting = len(pool.waiting)
+                    if waiting > len(pool.idle) and (not gpulets.ahead or waiting > gpulets.ready(pool, now)):
                         for other in pool.waiting.values():
                             if other.seen != search:
                                 other.seen = search
