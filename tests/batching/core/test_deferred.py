@@ -342,12 +342,13 @@ def test_a_way_by_which_the_slo_is_longer_changes_neither_batches_nor_how_long_r
     """A gpu-let that will have ended when a batch arrives is as good as an idle one."""
     lines = [(1.053, 5.072), (3.0, 12.0), (2.0, 6.0)] if count == 3 else [(1.053, 5.072)] * count
     times, owner = offered([rps / count] * count, 1.5)
-    sent, waited = [], []
+    sent: list[int] = []
+    waited: list[float] = []
     for way_ms in (0.0, 6.0):  # no longer than a batch, as no more than one is sent ahead
         models = [(f"m{number}", *line, 100.0 + way_ms, None) for number, line in enumerate(lines)]
         system = everywhere_linear(models, gpulets, NetworkDelay(ctrl_ms=way_ms))
         result = simulate(DeferredScheduler(system, DeferredOptions(rehearse=False)), times, owner)
         sent.append(len(result.batches.requests))
-        waited.append(np.nanmean(result.dispatched_ms - result.arrival_ms))
+        waited.append(float(np.nanmean(result.dispatched_ms - result.arrival_ms)))
     assert sent[1] == pytest.approx(sent[0], rel=0.05)
     assert waited[1] == pytest.approx(waited[0], rel=0.05)
