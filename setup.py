@@ -13,7 +13,7 @@ COMPILED = {
     "batching/rehearsal": "budget memory observer replay",
     "deployments/dispatch": "accounts core_time dispatcher fleet histogram in_flight "
     "measured_times request_log unplanned",
-    "deployments/entry": "call heads http margin oip planned_model",
+    "deployments/entry": "call exchange heads margin oip planned_model",
 }
 
 

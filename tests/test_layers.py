@@ -256,3 +256,13 @@ def test_what_crosses_rooms_is_read_by_attribute() -> None:
         if (count := _keys_read(file))
     }
     assert {name: count for name, count in read.items() if count > FOREIGN_KEYS.get(name, 0)} == {}
+
+
+def test_what_the_wheel_compiles_is_there() -> None:
+    (listed,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMPILED"
+    )
+    files = [ROOT / folder / f"{name}.py" for folder, names in listed.items() for name in names.split()]
+    assert [str(file) for file in files if not file.is_file()] == []
