@@ -1,5 +1,7 @@
 """Many models on many gpu-lets, every one on each, beside the floor: starts of our own server, each measured from its
-first second, in which the scheduler knows nothing yet and rehearsals take what they may.
+first second, in which the scheduler knows nothing yet and rehearsals take what they may. The floor is measured again
+before every fifth start. With `--gateways-only` the gpu-lets stay: a start kills the gateway, which holds the
+scheduler, and Serve starts another one.
 
 Scenes are drawn from the seed: l(b) of 1 to 6 ms per request and 2 to 10 ms fixed, SLOs of 6 to 12 times l(1), rates
 that differ by up to four times. Open loop, Poisson, latency from the scheduled time, one client process, everything on
@@ -9,12 +11,17 @@ this machine. GPUs are emulated.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
+import signal
 import subprocess
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from bench_served import LOAD, busy_program, floor_of, in_time
+from bench_operating import pids_of
+from bench_served import LOAD, busy_program, floor_of, in_time, wait_until_ready
 from serving import heading
 
 from tenuto.deployments.control.operations import begin
@@ -86,6 +93,22 @@ def measure(port: int, models: list[dict[str, Any]], rps: float, seconds: float,
     return Measured(*shares)
 
 
+@contextlib.contextmanager
+def served(deployment: Deployment) -> Iterator[None]:
+    """Serve on a Ray of our own."""
+    with Launcher() as launcher:
+        launcher.connect(num_gpus=len(deployment.plan.gpus), address="local")
+        begin(launcher, deployment, "a run", "the laboratory")
+        yield
+
+
+def replace_gateway(port: int) -> None:
+    """Kill the gateway and wait until Serve has started another one."""
+    for pid in pids_of("tenuto:gateway"):
+        os.kill(pid, signal.SIGKILL)
+    wait_until_ready(port)
+
+
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -93,6 +116,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=20)
     parser.add_argument("--rps", type=float, default=1200.0)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each of a start's two parts")
+    parser.add_argument("--gateways-only", action="store_true", help="a start is one of the gateway alone")
     parser.add_argument("--busy", action="store_true", help="beside a busy program at nice 10")
     parser.add_argument("--seed", type=int, default=3)
     given = parser.parse_args()
@@ -100,26 +124,29 @@ def main() -> None:
     for name in given.scene or SCENES:
         gpulets, count = SCENES[name]
         models = drawn(count, given.rps, given.seed)
-        port, found = unused_port(), []
-        with floor_of(port, gpulets, models), busy_program(runs=given.busy):
-            floor = measure(port, models, given.rps, given.seconds, given.seed)
-        print(f"{count} models on {gpulets} gpu-lets; floor: {floor.first:.1f} %, then {floor.then:.1f} % in time")
-        port = unused_port()
-        deployment = Deployment(plan=plan_of(gpulets, models), port=port, executor="emulated")
-        for start in range(given.starts):
-            with Launcher() as launcher:
-                launcher.connect(num_gpus=gpulets, address="local")
-                begin(launcher, deployment, "a run", "the laboratory")
-                with busy_program(runs=given.busy):
-                    ours = measure(port, models, given.rps, given.seconds, start)
-            found.append(ours)
-            print(f"  start {start}: {ours.first:.1f} %, then {ours.then:.1f} %", flush=True)
+        floors, found = [], []
+        print(f"{count} models on {gpulets} gpu-lets")
+        ours_port = unused_port()
+        deployment = Deployment(plan=plan_of(gpulets, models), port=ours_port, executor="emulated")
+        with served(deployment) if given.gateways_only else contextlib.nullcontext():
+            for start in range(given.starts):
+                if start % 5 == 0:
+                    floor_port = unused_port()
+                    with floor_of(floor_port, gpulets, models), busy_program(runs=given.busy):
+                        floors.append(measure(floor_port, models, given.rps, given.seconds, start))
+                    print(f"  floor: {floors[-1].first:.1f} %, then {floors[-1].then:.1f} % in time", flush=True)
+                if given.gateways_only:
+                    replace_gateway(ours_port)
+                started = contextlib.nullcontext() if given.gateways_only else served(deployment)
+                with started, busy_program(runs=given.busy):
+                    found.append(measure(ours_port, models, given.rps, given.seconds, start))
+                print(f"  start {start}: {found[-1].first:.1f} %, then {found[-1].then:.1f} %", flush=True)
         if found:
-            least = WORTH_OF_FLOOR * min(floor)
+            least = WORTH_OF_FLOOR * min(map(min, floors))
             lost = sum(min(each) < least for each in found)
             print(
                 f"  worst {min(each.first for each in found):.1f} %, then {min(each.then for each in found):.1f} %; "
-                f"{lost} of {len(found)} below {WORTH_OF_FLOOR} of the floor"
+                f"{lost} of {len(found)} below {WORTH_OF_FLOOR} of the floor's worst"
             )
 
 

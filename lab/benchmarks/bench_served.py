@@ -153,7 +153,7 @@ def deployed(row: Row) -> Iterator[tuple[int, str]]:
                 "--disable-usage-stats",
             )
             run("serve", "deploy", "-a", f"http://127.0.0.1:{dashboard}", str(config))
-            _wait_until_ready(port)
+            wait_until_ready(port)
             yield port, "synthetic"
         finally:
             for process in Path("/proc").glob("[0-9]*"):
@@ -165,7 +165,8 @@ def deployed(row: Row) -> Iterator[tuple[int, str]]:
 _PLAIN_PORTS = (26479, 28475, 28476, 28470)  # above those that Ray gives to its workers
 
 
-def _wait_until_ready(port: int) -> None:
+def wait_until_ready(port: int) -> None:
+    """Wait until a server of ours takes requests."""
     until = time.monotonic() + 90.0
     while time.monotonic() < until:
         with contextlib.suppress(EnvironmentFaultError):
