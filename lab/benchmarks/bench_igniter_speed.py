@@ -24,7 +24,7 @@ from tenuto_lab.baselines.first_fit import FirstFitPlus, FirstFitPlusPlus
 from tenuto_lab.baselines.gpulets_plus import GpuletsPlus
 from tenuto_lab.baselines.gslice import Gslice
 
-FACTS = json.loads((Path(__file__).parent.parent / "data" / "igniter_workloads_and_results.json").read_text())
+FACTS = json.loads((Path(__file__).parents[2] / "tests" / "data" / "igniter_workloads_and_results.json").read_text())
 PUBLISHED = {"igniter": "igniter", "ffd+": "ffd_plus", "gslice": "gslice_plus", "gpulets+": "gpu_lets_plus"}
 
 
