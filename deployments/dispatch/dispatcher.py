@@ -265,6 +265,7 @@ class Dispatcher:
         self._enqueue(request, now)
         if scheduler.decisions:
             self._carry_out_refusals(scheduler.drain_refusals())
+        self._time.arm(scheduler.next_wake_ms, now)
         return request
 
     def start(self, request: Request, parts: Sequence[InputPart], memory: Held | None = None) -> None:
@@ -274,7 +275,8 @@ class Dispatcher:
         """
         request.parts = parts
         request.memory = memory
-        self._carry_out(self._time.now_ms)
+        if self._scheduler.decisions:
+            self._carry_out(self._time.now_ms)
 
     def cancel(self, request: Request) -> None:
         """Forget a request whose client went away; one that already runs is not taken back, but nobody is told."""

@@ -226,6 +226,12 @@ class RequestReader:
         self._known = {spec.name: spec for spec in inputs}
         kinds = {np.dtype(dtype).kind for spec in inputs for dtype in (spec.dtype, *spec.accepts)}
         self._decode = _DECODERS[kinds.pop()] if len(kinds) == 1 else _decode_as_text
+        # How each tensor of a plain request is named and packed; none where values have to be looked at.
+        self._plain = [
+            (spec.name, spec.datatype, [1, *spec.shape], struct.Struct(f"<{spec.elements}{_CODES[spec.dtype]}").pack)
+            for spec in inputs
+            if all(each.below is None for each in inputs)
+        ]
         # JSON parts in front of binary tensors: clients send the same one again and again.
         self._headers: dict[bytes, InferHeader] = {}
 
@@ -242,7 +248,8 @@ class RequestReader:
             BadRequestError: malformed JSON, or tensors that do not fit the signature.
         """
         if header_length is None:
-            return self._parse(body).fill(_NOTHING)
+            given = self._decoded(body)
+            return self._read_plain(given) or self._header(given).fill(_NOTHING)
         whole = memoryview(body)
         if not 0 <= header_length <= len(whole):
             raise BadRequestError(
@@ -266,8 +273,27 @@ class RequestReader:
                 self._headers[key] = header
         return header
 
+    def _read_plain(self, given: RequestGiven[Any]) -> InferRequest | None:
+        """Return a request that says nothing but one sample's values, in flat lists of the signature's order and types.
+        Most do, and need no more; None for others, and for any with a fault."""
+        if given.id or given.parameters or given.outputs is not None or len(given.inputs) != len(self._plain):
+            return None
+        parts = []
+        for tensor, (name, datatype, shape, pack) in zip(given.inputs, self._plain, strict=True):
+            if tensor.name != name or tensor.datatype != datatype or tensor.shape != shape or tensor.parameters:
+                return None
+            if type(tensor.data) is not list:
+                return None
+            try:
+                parts.append(InputPart(pack(*tensor.data)))
+            except (struct.error, OverflowError):
+                return None
+        return InferRequest(_PLAIN, [parts])
+
     def _parse(self, text: Buffer) -> InferHeader:
-        given = self._decoded(text)
+        return self._header(self._decoded(text))
+
+    def _header(self, given: RequestGiven[Any]) -> InferHeader:
         parameters = given.parameters
         count, tensors, binary_bytes = self._tensors(given.inputs)
         header = InferHeader(str(given.id), tensors, binary_bytes, count, None, False, None)
@@ -480,6 +506,7 @@ _DECODERS: dict[str, Callable[[Buffer], RequestGiven[Any]]] = {
 }
 _decode_as_text: Callable[[Buffer], RequestGiven[Any]] = msgspec.json.Decoder(RequestGiven[msgspec.Raw]).decode
 _NOTHING = memoryview(b"")
+_PLAIN = InferHeader("", [], 0, 1, None, False, None)
 
 
 def _check_range(spec: TensorSpec, part: InputPart) -> None:
@@ -506,7 +533,7 @@ def _requested(given: list[OutputGiven], *, binary: bool) -> list[RequestedOutpu
 
 def check_outputs(requested: Sequence[RequestedOutput] | None, outputs: Sequence[TensorSpec]) -> None:
     """Raise `BadRequestError` when a requested output does not exist."""
-    known = [spec.name for spec in outputs]
+    known = [spec.name for spec in outputs] if requested else []
     for output in requested or ():
         if output.name not in known:
             raise BadRequestError(f"unknown output '{output.name}'. The model's outputs: {', '.join(known)}.")
