@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 
 from tenuto.deployments.control import journal
 from tenuto.deployments.control.changing import Changing
-from tenuto.deployments.control.interface import Decision, MakePlan, Observation, WantGpus
+from tenuto.deployments.control.interface import Advice, Decision, MakePlan, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
 from tenuto.deployments.control.learned import Learned, News
-from tenuto.deployments.control.planning import PlanRequest, Proposal
+from tenuto.deployments.control.planning import PlanRequest, Proposal, without_others
 from tenuto.deployments.control.questions import Questions
 from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
@@ -28,6 +28,7 @@ from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.workload import ModelSpec
 
 
 class Controller:
@@ -47,10 +48,13 @@ class Controller:
             planned_rps, average_s=settings.rates.average_s, horizon_s=settings.change.horizon_s
         )
         self._reasons: dict[Reason, str] = {}  # why to plan again
-        self._checked_s = -settings.interval_s
+        self._checked_s = self._compared_s = -settings.interval_s
         self._now_s = 0.0
         self._wanted: Mapping[str, int] | None = None
         self._standby_of: tuple[Gpulet, ...] | None = None  # the gpu-lets that standby processes were asked for
+        self._edits = dict(memory.edits)
+        self._said: dict[object, float] = {}  # what changes nothing and was noted, when
+        self.advice: Advice | None = None
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
@@ -77,8 +81,9 @@ class Controller:
             questions.forget_answer()
             return
         reasons, self._reasons = self._reasons, {}
+        self.advice = None
         if isinstance(result, str):
-            self.note(journal.no_plan(now_s, reasons, result))
+            self._mention(journal.no_plan(now_s, reasons, result), result, *reasons)
             return
         self._keep_on_standby(result, "; ".join(reasons.values()))
         reasons.pop(Reason.STANDBY, None)
@@ -88,7 +93,7 @@ class Controller:
         plan, worth = result.plan, result.worth
         weighed = (now_s, reasons, result, now_s - asked.since_s)
         if plan is None or not worth.pays:
-            self.note(journal.weighed(Kind.KEPT, *weighed))
+            self._mention(journal.weighed(Kind.KEPT, *weighed), *reasons)
             return
         is_repeated, questions.is_repeated = questions.is_repeated, False
         if not is_repeated and self._is_outgrown(plan):
@@ -98,7 +103,7 @@ class Controller:
             return
         if plan.gpulets == self.plan.gpulets and not self.paused:
             told = journal.weighed(Kind.RATES, *weighed)
-            self.note(told)
+            self._mention(told)
             if self.mode == "act":
                 self._changing.apply(plan, told.text)
             return
@@ -108,11 +113,16 @@ class Controller:
             obstacle = "GPUs are not given up while requests are lost"
         if obstacle is not None:
             questions.forget_answer()  # asked again once that has passed
-            self.note(journal.weighed(Kind.KEPT, *weighed, obstacle))
-            return
-        self.note(journal.weighed(Kind.CHANGE if self.mode == "act" else Kind.ADVICE, *weighed))
-        if self.mode == "act":
+            advised = journal.weighed(Kind.KEPT, *weighed, obstacle)
+            self._mention(advised, *reasons)
+        elif self.mode == "act":
+            self.note(journal.weighed(Kind.CHANGE, *weighed))
             self._begin(plan, "; ".join(reasons.values()))
+            return
+        else:
+            advised = journal.weighed(Kind.ADVICE, *weighed)
+            self._mention(advised, plan.gpulets)
+        self.advice = Advice(plan, advised.text)
 
     def set_workload(self, workload: Workload) -> None:
         """Serve these models from now on; the declared rate of a new one is its first estimate."""
@@ -123,13 +133,31 @@ class Controller:
             f"the workload changed ({', '.join(sorted(before ^ after) or ['its entries'])})"
         )
         self._questions.forget_answer()
+        self.advice = None
 
-    def deploy(self, now_s: float, target: Plan, why: str, gpus: tuple[Gpu, ...]) -> None:
+    def edit(self, name: str, entry: ModelSpec | None) -> None:
+        """Set or remove (None) a model's entry in the workload; going back to a plan before does not undo that."""
+        self._edits[name] = entry
+        self.set_workload(self._edited(self._workload))
+
+    def _edited(self, workload: Workload) -> Workload:
+        entries = {spec.name: spec for spec in workload.models} | self._edits
+        return workload.model_copy(update={"models": tuple(spec for spec in entries.values() if spec is not None)})
+
+    def deploy(
+        self, now_s: float, target: Plan, why: str, gpus: tuple[Gpu, ...], declared: Workload | None = None
+    ) -> None:
         """Go over to an operator's plan, make before break, whether or not it pays; a change under way is left where it
-        is. `gpus` are those that are there, with those that the plan brings. Call after the first look."""
+        is. `gpus` are those that are there, with those that the plan brings. `declared`: what is asked for, where it is
+        not what the plan was made for; what was edited since stays as it is. Call after the first look."""
         self._now_s, self._changing.gpus = now_s, gpus
-        self.set_workload(target.workload)
-        self._reasons.clear()
+        if declared is None:
+            self._edits.clear()
+        self.set_workload(self._edited(declared or target.workload))
+        if declared is not None:
+            target = without_others(target, self._workload)
+        if {spec.name for spec in target.models} == {spec.name for spec in self._workload.models}:
+            self._reasons.clear()
         self._changing.leave()
         self._questions.out = None
         self._begin(target, why)
@@ -148,6 +176,14 @@ class Controller:
     def note(self, entry: LogLine) -> None:
         """Write something into the log; the driver does so with what it does by itself."""
         self._decisions.append(entry)
+
+    def _mention(self, entry: LogLine, *about: object) -> None:
+        """Note what changes nothing, unless the same was noted within the horizon."""
+        what, horizon_s = (entry.kind, about), self._settings.change.horizon_s
+        self._said = {said: at_s for said, at_s in self._said.items() if entry.at_s - at_s < horizon_s}
+        if what not in self._said:
+            self._said[what] = entry.at_s
+            self.note(entry)
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
@@ -191,6 +227,7 @@ class Controller:
             self.paused,
             changing.change,
             changing.proving,
+            dict(self._edits),
         )
 
     def state(self) -> ControllerState:
@@ -225,6 +262,10 @@ class Controller:
             return False
         if came and before and self._settings.when.came:
             self._reasons[Reason.CAME] = f"GPU {', '.join(sorted(came))} is new"
+        if lost:
+            self._reasons.pop(Reason.CAME, None)
+        if after >= {gpulet.gpu for gpulet in self.plan.gpulets}:
+            self._reasons.pop(Reason.LOST, None)
         self._questions.forget_answer()
         self._learned.unsettle(self._now_s)
         if not lost & {gpulet.gpu for gpulet in self.plan.gpulets}:
@@ -256,20 +297,19 @@ class Controller:
     def _find_reasons(self, news: News) -> None:
         when, learned = self._settings.when, self._learned
         slow = learned.slow_news()
+        self._set(Reason.SLOW, slow, slow or "")
         if slow is not None:
-            self._reasons[Reason.SLOW] = slow
             self._questions.forget_answer()
         if news.losing and when.slo and not learned.is_unsettled(self._now_s):
             parts = learned.attainment.lost_part(news.losing)
             self._reasons[Reason.SLO] = f"more is lost than allowed: {listed(parts, '{:.1%}')}"
+        elif Reason.SLO in self._reasons and not learned.losing_too_much():
+            del self._reasons[Reason.SLO]
         is_due = self._now_s - self._checked_s >= self._settings.interval_s - 1e-6
         if not (is_due or news.jumped or news.losing):
             return
-        # What comes before a change that the next check would begin could be done.
-        traffic = self._traffic(self._settings.interval_s)
-        outlook, short = learned.outlook(self._changing.here(self.plan), traffic)
-        self._set(Reason.OVERLOAD, when.overload and short, f"too few would be in time: {listed(short, '{:.1%}')}")
-        if news.losing and Reason.SLO in self._reasons and not short:
+        is_short = self._compare_rates(adds=is_due)
+        if news.losing and Reason.SLO in self._reasons and not is_short:
             learned.raise_surplus(news.losing)
         if not is_due:
             return
@@ -277,17 +317,27 @@ class Controller:
         acts = self.mode == "act" and not self.paused
         if acts and self._wants_standby and self.plan.gpulets != self._standby_of:
             self._reasons[Reason.STANDBY] = "standby processes are wanted for the plan"
+
+    def _compare_rates(self, *, adds: bool) -> bool:
+        """Renew the reasons that rates give, and forget those that they give no more; return whether what runs would
+        have too few requests in time. `adds`: reasons to save GPUs, or because rates moved, may come."""
+        when, self._compared_s = self._settings.when, self._now_s
+        # What comes before a change that the next check would begin could be done.
+        traffic = self._traffic(self._settings.interval_s)
+        outlook, short = self._learned.outlook(self._changing.here(self.plan), traffic)
+        self._set(Reason.OVERLOAD, when.overload and short, f"too few would be in time: {listed(short, '{:.1%}')}")
         busy = max(when.underused or 0.0, self._spare_gpu_load())
         is_idle = when.underused is not None and outlook.load < busy and not short
-        self._set(Reason.UNDERUSED, is_idle, f"the busiest gpu-lets would be {outlook.load:.0%} busy")
+        self._set(Reason.UNDERUSED, is_idle, f"the busiest gpu-lets would be {outlook.load:.0%} busy", adds=adds)
         moved = {} if when.rate is None else self._questions.moved(traffic.upper_rps, when.rate)
-        self._set(Reason.RATE, moved, f"rates have moved: {listed(moved, '{:.0f} r/s')}")
+        self._set(Reason.RATE, moved, f"rates have moved: {listed(moved, '{:.0f} r/s')}", adds=adds)
+        return bool(short)
 
-    def _set(self, kind: Reason, holds: object, why: str) -> None:
+    def _set(self, kind: Reason, holds: object, why: str, *, adds: bool = True) -> None:
         """Have a reason, or none any more."""
-        if holds:
+        if holds and (adds or kind in self._reasons):
             self._reasons[kind] = why
-        else:
+        elif not holds:
             self._reasons.pop(kind, None)
 
     def _spare_gpu_load(self) -> float:
@@ -312,6 +362,11 @@ class Controller:
             return
         if self._obstacle(saves_only=kinds <= {Reason.UNDERUSED, Reason.RATE}) is not None:
             return
+        if self._compared_s < self._now_s:  # a reason may have waited until it was none
+            self._compare_rates(adds=False)
+            if not self._reasons:
+                return
+            kinds = frozenset(self._reasons)
         ahead_s = self._changing.durations.start_s + self._settings.interval_s
         request = PlanRequest(
             workload=self._workload.model_copy(update={"applications": ()}),
@@ -361,7 +416,7 @@ class Controller:
         }
         short = {kind: count for kind, count in missing.items() if count > 0}
         if short:
-            self.note(journal.gpus_missing(self._now_s, short))
+            self._mention(journal.gpus_missing(self._now_s, short), *short.items())
 
     # --- standby ------------------------------------------------------------------------------------------------------
 

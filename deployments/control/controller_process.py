@@ -20,6 +20,7 @@ from msgspec.structs import asdict
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.interface import Advice
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, OvertakenError, Planner
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.remembered import Memory
@@ -163,6 +164,10 @@ class ControllerReplica:
 
         return await self._do(look)
 
+    async def advice(self) -> Advice | None:
+        """Return the plan that it advises; None where what runs does."""
+        return await self._do(lambda live: live.controller.advice)
+
     async def deploy(self, deployment: Mapping[str, Any], by: str, why: str) -> None:
         """Go over to another deployment, make before break; the log says how it goes."""
         wanted = parse_document(Deployment, dict(deployment), origin="deployment")
@@ -178,12 +183,11 @@ class ControllerReplica:
         _check_profiled(spec, *read_ground(self._store))
 
         def change(live: Live) -> None:
-            models = {model.name: model for model in live.controller.workload.models}
-            if (spec.name in models) == add:
+            if (spec.name in {model.name for model in live.controller.workload.models}) == add:
                 rule = "is in the workload already" if add else "is not in the workload"
                 cure = "Use `tenuto model update`." if add else "Use `tenuto model add`."
                 raise refused("model", spec.name, rule, cure)
-            _set_workload(live, tuple((models | {spec.name: spec}).values()))
+            live.controller.edit(spec.name, spec)
 
         await self._do(change)
 
@@ -191,12 +195,11 @@ class ControllerReplica:
         """Take a model out of the workload; raises `InvalidInputError` where it is not in it, or is the last."""
 
         def change(live: Live) -> None:
-            models = {model.name: model for model in live.controller.workload.models}
+            models = {model.name for model in live.controller.workload.models}
             if name not in models or len(models) == 1:
                 rule = "is the last model" if name in models else "is not in the workload"
                 raise refused("model", name, rule, "See `tenuto status`; `tenuto delete` ends all.")
-            del models[name]
-            _set_workload(live, tuple(models.values()))
+            live.controller.edit(name, None)
 
         await self._do(change)
 
@@ -283,7 +286,7 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogLine], None],
     plan, is_overtaken = version.deployment.plan, version != before
     memory = kept.read()
     if memory is None or is_overtaken or (memory.change is None and memory.plan.gpulets != plan.gpulets):
-        memory = Memory(plan, plan.workload)
+        memory = Memory(plan, version.deployment.workload or plan.workload)
     deployment = version.deployment.with_plan(memory.plan)
     import_applications(deployment.config())
     known = {gpu.id: gpu for gpu in (*gpus_of(plan, memory.plan), *gpus)}
@@ -320,10 +323,6 @@ def _check_profiled(spec: ModelSpec, profiles: Profiles, gpus: tuple[Gpu, ...]) 
         faults.append(refused("model: slo_ms", spec.slo_ms, rule, "Allow more time."))
     if faults:
         raise faults[0]
-
-
-def _set_workload(live: Live, models: tuple[ModelSpec, ...]) -> None:
-    live.controller.set_workload(live.controller.workload.model_copy(update={"models": models}))
 
 
 def want_gpus(by_type: Mapping[str, int]) -> None:

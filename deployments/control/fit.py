@@ -18,7 +18,7 @@ from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import GpuletProcess, PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
-from tenuto.profiles.gpu_types import memory_mib_of
+from tenuto.profiles.gpu_types import GPU_TYPES, memory_mib_of
 
 BREAKS = 1e6  # derived: more than all models that stay loaded are worth: what would have to be away counts first
 
@@ -92,7 +92,7 @@ def renamed(plan: Plan, running: Plan) -> Plan:
 
 
 def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
-    """Return the GPUs of plans, with the memory of their types; without a bound where that is not known."""
+    """Return the GPUs of plans, with the memory and price of their types; without a bound where that is not known."""
     known = {gpu.id: gpu for plan in plans for gpu in plan.gpus}
     return tuple(
         Gpu(
@@ -102,6 +102,7 @@ def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
             address=g.address,
             label=g.label,
             memory_mib=memory_mib_of(g.type) or float("inf"),
+            price_per_hour=GPU_TYPES[g.type].price_per_hour if g.type in GPU_TYPES else None,
         )
         for g in known.values()
     )

@@ -66,6 +66,14 @@ class Apply:
 
 
 @dataclass(frozen=True)
+class Advice:
+    """A plan that pays and was not begun, as the controller only advises or may not now; `text` is of the log."""
+
+    plan: Plan
+    text: str
+
+
+@dataclass(frozen=True)
 class WantGpus:
     """Have so many GPUs of each type in the cluster: ask for what is missing, release what is idle above it."""
 

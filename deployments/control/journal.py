@@ -12,6 +12,7 @@ from typing import Any
 
 from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.wire.status import LogLine
+from tenuto.placement import Plan
 
 
 class Reason(StrEnum):
@@ -70,6 +71,8 @@ def weighed(
         else f"{why}: {how} would pay, as {worth.why}, but {obstacle}",
         Kind.RATES: f"{why}: {worth.why}",
     }.get(kind, f"{why}: {how}, as {worth.why}")
+    if proposal.plan is not None and kind is not Kind.RATES and (worth.pays or obstacle is not None):
+        text += f"; {sized(proposal.plan)}"
     figures = {
         "how": how,
         "reasons": _plain(reasons),
@@ -121,6 +124,12 @@ def rolled_back(at_s: float, seconds: float) -> LogLine:
 def stuck(at_s: float, why: str) -> LogLine:
     """Say that going back failed too."""
     return LogLine(at_s, Kind.STUCK, f"going back failed too: {why}", reached=False)
+
+
+def sized(plan: Plan) -> str:
+    """Return how many GPUs a plan uses, and their price where it is known."""
+    cost, used = plan.expected.cost_per_hour, len({gpulet.gpu for gpulet in plan.gpulets})
+    return f"{used} GPU{'s' * (used != 1)}{'' if cost is None else f', {cost:,.2f} $/h'}"
 
 
 def listed(values: Mapping[str, Any], form: str = "{}") -> str:

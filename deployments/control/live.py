@@ -530,7 +530,8 @@ class Live:
         self.carry_out(now_s)
 
     def deploy(self, now_s: float, wanted: Deployment, by: str, why: str) -> None:
-        """Go over to what an operator wants, make before break; call after the first look.
+        """Go over to what an operator wants, make before break; call after the first look. A deployment without a
+        workload declares that of its plan.
 
         Raises:
             InvalidInputError: it cannot be served so, or the executor is another; nothing was changed.
@@ -539,7 +540,7 @@ class Live:
         plan = renamed(wanted.plan, running)
         self.system.settle(wanted, plan, now_s)
         self._next_by = by
-        self.controller.deploy(now_s, plan, why, self.system.gpus())
+        self.controller.deploy(now_s, plan, why, self.system.gpus(), wanted.workload)
         self.carry_out(now_s)
 
     def carry_out(self, now_s: float) -> None:
@@ -558,7 +559,8 @@ class Live:
                 self._memory.add(decision)
             if decision.version is not None:
                 by, self._next_by = self._next_by or self._by, None
-                self._history.add(self.system.deployment, by, decision.version)
+                asked = self.system.deployment.model_copy(update={"workload": self.controller.workload})
+                self._history.add(asked, by, decision.version)
             self._tell(decision)
         elif isinstance(decision, Apply):
             try:

@@ -19,7 +19,9 @@ from typing import Any
 from tenuto.deployments.control.change import change_deployment, nothing_of
 from tenuto.deployments.control.controller_process import keep_ground
 from tenuto.deployments.control.foreseen import ForeseenChange, foresee
+from tenuto.deployments.control.interface import Advice
 from tenuto.deployments.control.live import ControlMemory
+from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.process.ray_address import cluster_address
 from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
@@ -187,6 +189,7 @@ class Operations:
         wanted = wanted.model_copy(update={"nodes": running.nodes})  # another number would start all of them anew
         if wanted.control is None:
             wanted = wanted.model_copy(update={"control": running.control})
+        check_policy(wanted.control, wanted.plan)
         check_nodes(wanted.config())
         if has_controller:
             since_s = time.time()
@@ -389,6 +392,13 @@ class AskedController:
     def log(self, limit: int) -> list[LogLine]:
         """Return the newest lines of its log, oldest first."""
         found: list[LogLine] = self._ask(lambda control: control.log.remote(limit))
+        return found
+
+    def advice(self) -> Advice:
+        """Return the plan that it advises; raises `EnvironmentFaultError` where it advises none."""
+        found: Advice | None = self._ask(lambda control: control.advice.remote())
+        if found is None:
+            raise EnvironmentFaultError("the controller advises no other plan now. See `tenuto control log`.")
         return found
 
     def models(self) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from tenuto.placement.cluster import Gpu, GpuGroup, Node
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
+from tenuto.placement.policies.shared.hosting import cost_of
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.placement.workload import ModelSpec
@@ -119,7 +120,7 @@ def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
         return _kept(request, wanted) or best[1]
     chosen = best[1]
     assert chosen.plan is not None
-    return replace(chosen, plan=_promised(chosen.plan))
+    return replace(chosen, plan=_promised(chosen.plan, request.gpus))
 
 
 def _made_for(plan: Plan, rates_rps: Mapping[str, float]) -> Plan:
@@ -128,10 +129,11 @@ def _made_for(plan: Plan, rates_rps: Mapping[str, float]) -> Plan:
     return plan.model_copy(update={"models": tuple(models)})
 
 
-def _promised(plan: Plan) -> Plan:
-    """Return the plan with what it promises at the rates it is made for."""
-    used = len({gpulet.gpu for gpulet in plan.gpulets})
-    return plan.model_copy(update={"expected": expected_of(plan).model_copy(update={"gpus_used": used})})
+def _promised(plan: Plan, gpus: Sequence[Gpu]) -> Plan:
+    """Return the plan with what it promises at the rates it is made for, and what its GPUs cost."""
+    used = {gpulet.gpu for gpulet in plan.gpulets}
+    totals = {"gpus_used": len(used), "cost_per_hour": cost_of(gpu for gpu in gpus if gpu.id in used)}
+    return plan.model_copy(update={"expected": expected_of(plan).model_copy(update=totals)})
 
 
 def _kept(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | None:
@@ -150,7 +152,7 @@ def _kept(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | 
     plan = _of_workload(running, request.workload)
     if not why or not plan.gpulets:
         return None
-    return Proposal(_promised(_made_for(plan, upper)), "kept", ChangeWorth(True, "; ".join(why)), wanted)
+    return Proposal(_promised(_made_for(plan, upper), request.gpus), "kept", ChangeWorth(True, "; ".join(why)), wanted)
 
 
 def _terms(spec: ModelSpec) -> tuple[float, float, int]:
@@ -321,6 +323,15 @@ def _of_workload(running: Plan, workload: Workload) -> Plan:
         if models:
             left.append(gpulet.model_copy(update={"models": models, "merge": merge}))
     return _with_gpulets(running.model_copy(update={"models": workload.models}), left)
+
+
+def without_others(plan: Plan, workload: Workload) -> Plan:
+    """Return a plan without the models that a workload does not have."""
+    asked = {spec.name for spec in workload.models}
+    models = tuple(spec for spec in plan.models if spec.name in asked)
+    if len(models) == len(plan.models):
+        return plan
+    return _of_workload(plan, plan.workload.model_copy(update={"models": models}))
 
 
 def _with_gpulets(plan: Plan, gpulets: Sequence[Gpulet]) -> Plan:

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from tenuto.deployments.control.rates import RatesMemory
 from tenuto.deployments.control.worth import Durations
 from tenuto.placement import Plan, Workload
+from tenuto.placement.workload import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class ChangeUnderWay:
 
 @dataclass(frozen=True)
 class Memory:
-    """What outlives the controller. `plan` is the plan applied last, `workload` what is asked for."""
+    """What outlives the controller. `plan` is the plan applied last, `workload` what is asked for, `edits` which
+    entries of it `tenuto model` set or removed (None) since the last plan file."""
 
     plan: Plan
     workload: Workload
@@ -43,6 +45,7 @@ class Memory:
     paused: bool = False
     change: ChangeUnderWay | None = None
     proving: ChangeUnderWay | None = None
+    edits: Mapping[str, ModelSpec | None] = field(default_factory=dict)
 
     def to_data(self) -> dict[str, Any]:
         """Return it as plain data, for a JSON file."""

@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from tenuto.documents import Fault, StrictModel
-from tenuto.placement.plan import PolicyUsed
+from tenuto.errors import InvalidInputError, refused
+from tenuto.placement.plan import Plan, PolicyUsed
+from tenuto.placement.policy import load_policy
 
 Mode = Literal["off", "advise", "act"]
 Seconds = Annotated[float, Field(gt=0)]
@@ -114,3 +116,16 @@ class ControlSettings(StrictModel):
     def _mode_without_quotes(cls, data: Any) -> Any:
         """YAML 1.1 reads a bare off as false."""
         return {**data, "mode": "off"} if isinstance(data, dict) and data.get("mode") is False else data
+
+
+def check_policy(control: dict[str, Any] | None, plan: Plan) -> None:
+    """Raise `InvalidInputError` where the controller of these settings, beside this plan, could not load what plans."""
+    policy = None if control is None else ControlSettings.model_validate(control).policy or plan.policy
+    try:
+        if policy is not None and ":" in policy.name:
+            raise refused("policy", policy.name, "is a file, which is not where the controller runs", "Package it.")
+        if policy is not None:
+            load_policy(policy.name, policy.options)
+    except InvalidInputError as error:
+        cure = "Install its package on every node (entry point `tenuto.policies`), or name another in --control."
+        raise InvalidInputError(f"the controller could not plan: {error} {cure}") from error

@@ -37,7 +37,7 @@ from tenuto.deployments.serve.user_config import (
 from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import refused
 from tenuto.mps.share import client_environment
-from tenuto.placement import Gpulet, Plan
+from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.plan import GpuletProcess, PlanField
 from tenuto.placement.program import Program
 
@@ -91,6 +91,7 @@ class Deployment(StrictModel):
             found when the deployment begins.
         partition: sub-cluster of every model; one holds everything by default.
         control: the controller's settings; None: no controller.
+        workload: what is asked for, as it was declared; None: the models of the plan, at the rates that it is made for.
     """
 
     plan: PlanField
@@ -111,6 +112,7 @@ class Deployment(StrictModel):
     nodes: Annotated[int, Field(ge=1)] = 1
     partition: dict[str, int] | None = None
     control: dict[str, Any] | None = None
+    workload: Workload | None = None
 
     @classmethod
     def from_data(cls, data: Any, *, origin: str = "Serve config") -> Deployment:

@@ -6,9 +6,10 @@ import time
 
 import click
 
-from tenuto.cli.common import json_option, printed_as_json, say
-from tenuto.cli.deploying import address_option, operations
+from tenuto.cli.common import json_option, output_option, printed_as_json, say, write_file
+from tenuto.cli.deploying import address_option, agrees_to_losses, operations, yes_option
 from tenuto.cli.tables import number, print_table
+from tenuto.placement import Plan
 
 
 @click.group("control", short_help="Pause, resume and question the controller of a running deployment.")
@@ -63,6 +64,46 @@ def status(address: str | None) -> None:
     if state.change is not None:
         doing = f"a change for {time.time() - state.change.begun_at_s:.0f} s: {state.change.why}"
     say(f"mode {state.mode}, policy {state.policy}; {doing}")
+
+
+@command.command("plan", short_help="Show or write the plan that the controller advises.")
+@output_option("Write the plan here.")
+@address_option
+@json_option
+def plan(output: str | None, address: str | None) -> None:
+    """Say what the controller would change, on how many GPUs and at what price, and write the plan.
+
+    Example: tenuto control plan -o advised.yaml
+    """
+    with operations(address) as running:
+        advice = running.controller.advice()
+    if output is not None:
+        write_file(output, advice.plan.dump())
+    if not printed_as_json({"why": advice.text, "plan": advice.plan.to_data()}):
+        say(advice.text)
+
+
+@command.command("apply", short_help="Carry out the plan that the controller advises.")
+@click.argument("plan_file", metavar="[PLAN]", required=False)
+@yes_option
+@address_option
+def apply(plan_file: str | None, yes: bool, address: str | None) -> int:
+    """Go over to what the controller advises, or to PLAN, which it advised before; declared rates stay as declared.
+
+    Exit code 1: it could not be reached; the plan before runs again.
+
+    Example: tenuto control apply advised.yaml
+    """
+    from tenuto.deployments.control.interface import Advice
+
+    advised = None if plan_file is None else Plan.load(plan_file)
+    with operations(address) as running:
+        advice = running.controller.advice() if advised is None else Advice(advised, f"advised before: {plan_file}")
+        found = running.running()
+        declared = {"workload": found.workload or found.plan.workload}
+        wanted = found.with_plan(advice.plan).model_copy(update=declared)
+        reached = running.deploy(wanted, advice.text, by="apply", agrees=agrees_to_losses(yes=yes))
+    return 0 if reached else 1
 
 
 @command.command("log", short_help="Print what the controller noticed, decided and did.")

@@ -60,7 +60,7 @@ class ServingArguments:
         """
         from tenuto.batching.core.build import from_plan
         from tenuto.batching.registry import make_scheduler
-        from tenuto.deployments.control.settings import ControlSettings
+        from tenuto.deployments.control.settings import ControlSettings, check_policy
         from tenuto.deployments.security.keys import read_keys
         from tenuto.deployments.serve.deployment import Deployment
         from tenuto.deployments.serve.sub_clusters import parted, read_partition
@@ -104,6 +104,7 @@ class ServingArguments:
         found = Deployment.model_validate({**{name: getattr(base, name) for name in Deployment.model_fields}, **given})
         # A wrong name or option fails here, not in a replica.
         make_scheduler(found.scheduler, from_plan(found.plan), found.scheduler_options)
+        check_policy(found.control, found.plan)
         found.config()
         return found
 

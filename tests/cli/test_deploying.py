@@ -45,7 +45,7 @@ def test_what_no_option_asks_for_stays_as_it_is(
 
     monkeypatch.setattr(ServingArguments, "deployment", read)
     assert CliRunner().invoke(deploy.command, ["plan.yaml", *options]).exit_code == 0
-    of_its_own = {"plan", "gateway_options", "nodes"}  # kept, or taken from the plan file, elsewhere
+    of_its_own = {"plan", "workload", "gateway_options", "nodes"}  # kept, or taken from the plan file, elsewhere
     assert set(left) == Deployment.model_fields.keys() - of_its_own - changed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -147,6 +148,105 @@ def test_advice_is_given_and_not_taken() -> None:
     desk.look(30)
     assert not desk.applied
     assert set(desk.kinds()) == {"advice"}
+
+
+def test_advice_is_kept_for_who_asks_until_it_is_none_any_more() -> None:
+    desk = Desk(ONE, GPUS, {"mode": "advise"})
+    desk.rates["a"] = 700.0
+    priced = TWO.model_copy(update={"expected": TWO.expected.model_copy(update={"cost_per_hour": 6.12})})
+    desk.answer = pays(priced)
+    desk.look(30)
+    advice = desk.controller.advice
+    assert advice is not None
+    assert (advice.plan, advice.text) == (priced, desk.text("advice"))
+    assert advice.text.endswith("; 2 GPUs, 6.12 $/h")
+    desk.controller.deploy(desk.now_s, advice.plan, "an operator", GPUS, ONE.workload)
+    assert desk.controller.advice is None
+    assert desk.controller.workload == ONE.workload
+
+
+WHY = {"losses": "slo", "slow": "slow", "lost": "lost", "came": "came", "idle": "underused", "moved": "rate"}
+
+
+@pytest.mark.parametrize("happens", WHY)
+def test_a_reason_that_is_none_any_more_is_not_written(happens: str) -> None:
+    when = {"underused": 0.1 if happens == "idle" else None, "rate": {} if happens == "moved" else None}
+    desk = Desk(ONE, GPUS, {"when": when, "rates": {"settle_s": 1}, "change": {"horizon_s": 30}})
+    desk.answer = "not now"
+    desk.look(60)
+    rates, gpus = dict(desk.rates), desk.gpus
+    desk.controller.pause(paused=True)
+    desk.take()
+    desk.look(40)
+    desk.questions.clear()
+    desk.entries.clear()
+    if happens == "losses":
+        desk.lost["a"] = 0.2
+    elif happens == "slow":
+        desk.ratios["n0/0/a"] = {"a": 1.5}
+    elif happens == "lost":
+        desk.gpus = desk.gpus[1:]
+    elif happens == "came":
+        desk.gpus = (*desk.gpus, gpu("n9/0"))
+    elif happens == "idle":
+        desk.rates = {"a": 1.0, "b": 1.0}
+    elif happens == "moved":
+        desk.rates["a"] = 100.0
+    desk.look(10 if happens == "losses" else 45)
+    desk.rates, desk.gpus, desk.lost["a"] = rates, gpus, 0.0
+    desk.ratios["n0/0/a"] = {"a": 1.0}
+    if happens != "lost":  # then it is the GPU's return that is news
+        desk.look(130)
+    desk.look(1)
+    desk.controller.pause(paused=False)
+    desk.look(1)
+    assert WHY[happens] not in {reason for entry in desk.entries for reason in entry.data.get("reasons", ())}
+
+
+def test_nothing_that_changes_nothing_is_noted_twice_within_the_horizon() -> None:
+    desk = Desk(ONE, GPUS, {"rates": {"settle_s": 1, "average_s": 2}, "interval_s": 5})
+    desk.answer = Proposal(None, "", ChangeWorth(False, "no other plan was found"), {"v100": 9})
+    for second in range(600):
+        desk.rates = {"a": 700.0 + 200.0 * (second // 7 % 2), "b": 50.0 + 40.0 * (second // 5 % 2)}
+        desk.lost["a"] = 0.3 * (second // 11 % 2)
+        desk.look(1)
+    assert len(desk.questions) > 20
+    seen: dict[object, float] = {}
+    for entry in desk.entries:
+        what = entry.kind, tuple(entry.data.get("reasons", ())), entry.text if entry.kind == "missing" else ""
+        assert entry.at_s - seen.get(what, -1000.0) >= 300.0
+        seen[what] = entry.at_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_declared_stays_so_whatever_plan_comes_back(seed: int) -> None:
+    """Of random edits and returns, against a workload that is edited by hand."""
+    draw, names = Random(seed), ["a", "b", "c", "d"]
+    desk = Desk(make_plan({"n0/0/a": (100.0, names)}), GPUS)
+    desk.look(3)
+    asked = {spec.name: spec for spec in desk.controller.workload.models}
+    first = dict(asked)
+    for _ in range(8):
+        name = draw.choice(names)
+        entry = (
+            None
+            if draw.random() < 0.4 and len(asked) > 1
+            else first[name].model_copy(update={"rate_rps": float(draw.randint(1, 99))})
+        )
+        if entry is not None or name in asked:
+            desk.controller.edit(name, entry)
+            asked.pop(name, None)
+            asked |= {} if entry is None else {name: entry}
+        if draw.random() < 0.5:  # a version before, made for measured rates
+            plan = make_plan({"n0/0/a": (100.0, names)}, rate_rps=777.0)
+            desk.controller.deploy(desk.now_s, plan, "rollback", GPUS, Workload(models=tuple(first.values())))
+        if draw.random() < 0.5:
+            desk.restart()
+        desk.look(2)
+        assert {spec.name: spec for spec in desk.controller.workload.models} == asked
+        assert {spec.name for spec in desk.controller.plan.models} >= asked.keys() or desk.questions
+    desk.controller.deploy(desk.now_s, plan := make_plan({"n0/0/a": (100.0, names)}), "a plan file", GPUS)
+    assert desk.controller.workload.models == plan.models
 
 
 def test_off_and_paused_change_nothing() -> None:

@@ -128,6 +128,22 @@ async def test_models_come_change_and_go(served: Served) -> None:
         await control.remove_model("b")
 
 
+async def test_a_plan_that_comes_back_revives_no_removed_model_and_declares_no_rate(served: Served) -> None:
+    control, before = served.control, served.deployment.model_copy(update={"workload": PLAN.workload})
+    assert await control.advice() is None
+    await control.set_model({"name": "a", "rate_rps": 7, "slo_ms": 70}, add=False)
+    await control.remove_model("b")
+    measured = make_plan({"n0/0/a": (40.0, ["a"]), "n0/1/a": (50.0, ["b"])}, rate_rps=3.3)
+    await control.deploy(before.with_plan(measured).model_dump(), "rollback", "a test")
+    await until(lambda: len(served.history.all()) == 2)
+    latest = served.history.latest()
+    assert latest is not None
+    assert latest.deployment.workload is not None
+    assert [(spec.name, spec.rate_rps) for spec in latest.deployment.workload.models] == [("a", 7.0)]
+    assert [spec.name for spec in latest.deployment.plan.models] == ["a"]
+    assert [entry["name"] for entry in await control.models()] == ["a"]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [

@@ -6,7 +6,13 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tenuto.deployments.control.operations import is_orphaned, sign_launcher
+from tenuto.deployments.control.settings import check_policy
+from tenuto.errors import InvalidInputError
+from tenuto.placement.plan import PolicyUsed
+from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
 
 
@@ -25,3 +31,15 @@ def test_what_a_process_leaves_is_its_own_until_it_is_gone() -> None:
     assert is_orphaned(store)
     store.put(key, json.dumps({**signed, "pid": ended.pid, "machine": "another"}).encode())
     assert not is_orphaned(store)
+
+
+@pytest.mark.parametrize("name", ["./mine.py:Mine", "of-my-package"])
+@pytest.mark.parametrize("in_settings", [True, False])
+def test_a_policy_that_the_controller_could_not_load_is_refused_with_the_cure(name: str, in_settings: bool) -> None:
+    known, unknown = PolicyUsed(name="gpulet"), PolicyUsed(name=name)
+    plan = make_plan({"n0/0/a": (50.0, ["a"])}).model_copy(update={"policy": known if in_settings else unknown})
+    settings = {"policy": unknown.model_dump()} if in_settings else {}
+    with pytest.raises(InvalidInputError, match="Install its package on every node"):
+        check_policy(settings, plan)
+    check_policy({"policy": known.model_dump()}, plan)
+    check_policy(None, plan)
