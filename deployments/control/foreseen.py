@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tenuto.deployments.control.fit import gpus_of, renamed
@@ -29,8 +30,8 @@ class ForeseenChange:
     lost: tuple[str, ...]
 
 
-def foresee(running: Plan, wanted: Plan) -> ForeseenChange:
-    """Return what making `wanted` of `running` does, make before break."""
+def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> ForeseenChange:
+    """Return what making `wanted` of `running` does, make before break, once strays, which no plan has, are ended."""
     target = renamed(wanted, running)
     rates = {spec.name: spec.rate_rps for spec in wanted.models}
     there = {gpulet.id for gpulet in running.gpulets}  # they serve while they load
@@ -43,6 +44,6 @@ def foresee(running: Plan, wanted: Plan) -> ForeseenChange:
         without = tuple(name for name in served if name in asked - holds)
         steps.append(ChangeStep(tuple(sorted(ids)), tuple(sorted(ids - ready)), without))
     kept = {replica.name for gpulet in wanted.gpulets for replica in gpulet.models}
-    return ForeseenChange(
-        diff(running, target).changes, tuple(steps), tuple(name for name in served if name not in kept)
-    )
+    ended = tuple(GpuletChange(name, "stop", ("it runs, and no plan has it",)) for name in strays)
+    changes = (*ended, *diff(running, target).changes)
+    return ForeseenChange(changes, tuple(steps), tuple(name for name in served if name not in kept))

@@ -26,14 +26,13 @@ from tenuto.deployments.control.settings import Epoch
 from tenuto.deployments.serve.config import (
     DISPATCHER_PREFIX,
     ENTRY_APPLICATION,
-    GPULET_PREFIX,
     ServeApplication,
     ServeConfig,
     application_name,
 )
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History, Store
-from tenuto.deployments.serve.states import ApplicationState
+from tenuto.deployments.serve.states import ApplicationState, gpulets_of
 from tenuto.deployments.serve.sub_clusters import evened, imbalance
 from tenuto.deployments.serve.user_config import GpuletConfig
 from tenuto.deployments.wire.status import DispatchingStatus, LogLine, ModelStatus
@@ -295,9 +294,8 @@ class LiveSystem:
         for name in gone:
             del self._draining[name]
         # Of a life before this one.
-        strays = {name for name, state in states.items() if name.startswith(GPULET_PREFIX) and not state.is_leaving}
         idle = {application_name(name) for name in self._standby}
-        if gone or strays - (self._gpulets.keys() | self._draining.keys() | idle):
+        if gone or gpulets_of(states) - (self._gpulets.keys() | self._draining.keys() | idle):
             self._send()
 
     def _go_on_migration(self, now_s: float, states: Mapping[str, ApplicationState]) -> None:

@@ -34,6 +34,7 @@ from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.status import ControllerState, LogLine
 from tenuto.errors import EnvironmentFaultError, TenutoError
+from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
@@ -115,14 +116,17 @@ class Operations:
             self.running()
         return self._history
 
-    def strays(self) -> list[str]:
-        """Return the applications of ours that hold GPUs beside what is deployed: `serve deploy` leaves what other
-        commands began. A controller ends them itself, and holds others on purpose."""
+    def foresee(self, wanted: Plan) -> ForeseenChange:
+        """Return what going over to a plan does to what runs."""
+        running = self.running()
+        return foresee(running.plan, wanted, self._strays(running))
+
+    def _strays(self, running: Deployment) -> list[str]:
+        """Return the applications of ours beside what is deployed: `serve deploy` leaves what other commands began. A
+        controller ends them itself, and holds others on purpose."""
         states = self.states()
-        if CONTROL_APPLICATION in states or ENTRY_APPLICATION not in states:
-            return []
-        wanted = {application.name for application in self.running().config().applications}
-        return sorted(name for name in states if is_ours(name) and name not in wanted)
+        wanted = {application.name for application in running.config().applications}
+        return [] if CONTROL_APPLICATION in states else sorted(n for n in states if is_ours(n) and n not in wanted)
 
     @property
     def base_url(self) -> str:
@@ -161,7 +165,7 @@ class Operations:
         if not replace:
             refuse_foreign(states)
         if ENTRY_APPLICATION in states:
-            agrees(foresee(self.running().plan, wanted.plan))
+            agrees(self.foresee(wanted.plan))
         if ENTRY_APPLICATION in states and not replace:
             if ground is not None:
                 keep_ground(self._store, *ground)
@@ -180,7 +184,7 @@ class Operations:
 
     def _change(self, wanted: Deployment, why: str, by: str, kept: Collection[str], *, has_controller: bool) -> bool:
         running = self.running()
-        strays = self.strays()
+        strays = self._strays(running)
         if strays:
             self._progress(f"ending {', '.join(strays)}, which no plan has")
             self._applications.delete(strays)
@@ -260,17 +264,15 @@ def refuse_running(progress: Callable[[str], None] = lambda _text: None) -> None
     applications, store = Applications(), ClusterStore()
     states = applications.states()
     if ENTRY_APPLICATION in states and is_orphaned(store):
-        refuse_foreign(states)
         progress("the `tenuto serve` that ran a plan here was killed; ending what it left")
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        _remove(applications, store)
-        return
-    if ENTRY_APPLICATION in states:
+    elif ENTRY_APPLICATION in states:
         raise EnvironmentFaultError(
             "a plan runs on this cluster already. Change it with `tenuto deploy PLAN`, end it with `tenuto delete`, or "
             "pass --replace; another cluster is named with --address, a local one of its own with --address local."
         )
     refuse_foreign(states)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    _remove(applications, store)
 
 
 def end_all() -> None:

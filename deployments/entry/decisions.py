@@ -1,4 +1,4 @@
-"""What the controller decided and why, for operators: asked for while somebody looks, and never waited for long."""
+"""What runs beside the gateways, for operators: asked for while somebody looks, and never waited for long."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from tenuto.deployments.wire.status import ControllerStatus
+from tenuto.deployments.wire.status import Beside
 
 logger = logging.getLogger("ray.serve")
 
-# Returns what the controller shows of itself, None where none runs.
-AskController = Callable[[], Awaitable[ControllerStatus | None]]
+AskBeside = Callable[[], Awaitable[Beside]]
 
 _EVERY_S = 2.0  # limit: between two questions to the controller, which looks as often
 _ABSENT_S = 10.0  # limit: until the next question, where none runs
@@ -20,23 +19,24 @@ _WAITED_S = 1.0  # limit: for an answer that is under way; else the last one is 
 _LASTS_S = 20.0  # limit: of one question
 
 
-async def nobody() -> None:
-    """Where there is no controller."""
+async def nothing() -> Beside:
+    """Where there is no Serve."""
+    return Beside()
 
 
-class ControllerFigures:
-    """What the controller last showed of itself. All awaits must come from one event loop."""
+class LatestBeside:
+    """What last ran beside the gateways. All awaits must come from one event loop."""
 
-    def __init__(self, ask: AskController, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take what asks it, and a clock in seconds."""
+    def __init__(self, ask: AskBeside, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Take what asks Serve, and a clock in seconds."""
         self._ask = ask
         self._clock = clock
         self._next_s = clock()
-        self._latest: ControllerStatus | None = None
+        self._latest = Beside()
         self._asking: asyncio.Task[None] | None = None
 
-    async def read(self) -> ControllerStatus | None:
-        """Return it, some seconds old at most while the controller answers; None where none runs."""
+    async def read(self) -> Beside:
+        """Return it, some seconds old at most while Serve answers."""
         if self._asking is None and self._clock() >= self._next_s:
             self._asking = asyncio.create_task(self._refresh(), name="ask the controller")
         if self._asking is not None:
@@ -50,7 +50,7 @@ class ControllerFigures:
         except Exception as error:  # Ray and Serve have many kinds while an application starts, restarts or goes
             logger.info("the controller does not say what it does: %s: %s", type(error).__name__, error)
         finally:
-            self._next_s = self._clock() + (_ABSENT_S if self._latest is None else _EVERY_S)
+            self._next_s = self._clock() + (_ABSENT_S if self._latest.controller is None else _EVERY_S)
             self._asking = None
 
     def close(self) -> None:

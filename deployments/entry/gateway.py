@@ -26,7 +26,7 @@ from tenuto.deployments.entry.asgi import (
     send_response,
 )
 from tenuto.deployments.entry.connection import HttpExchange, HttpServer
-from tenuto.deployments.entry.decisions import AskController, nobody
+from tenuto.deployments.entry.decisions import AskBeside, nothing
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash
@@ -40,7 +40,7 @@ from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for
 from tenuto.deployments.security.keys import Caller
-from tenuto.deployments.serve.discovery import controller_shown, find_dispatcher, find_gpulet
+from tenuto.deployments.serve.discovery import beside_gateways, find_dispatcher, find_gpulet
 from tenuto.deployments.serve.user_config import GatewayConfig, Listen, TracesConfig, read_gateway_config
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint, Finder
@@ -59,7 +59,7 @@ class Entry:
         self,
         find_gpulet: Any = find_gpulet,
         find_dispatcher: Any = find_dispatcher,
-        ask_controller: AskController = nobody,
+        ask_beside: AskBeside = nothing,
         *,
         unfinished_mib: int = 512,
     ) -> None:
@@ -68,7 +68,7 @@ class Entry:
         Args:
             find_gpulet: returns what finds a gpu-let by its id.
             find_dispatcher: likewise for the dispatcher of a sub-cluster.
-            ask_controller: returns what the controller shows of itself; None where none runs.
+            ask_beside: returns what Serve runs beside the gateways.
             unfinished_mib: of the bodies of requests that are not answered.
         """
         self._find_gpulet = find_gpulet
@@ -81,7 +81,7 @@ class Entry:
         self._arena = Arena(unfinished_mib << 20)
         self.service = InferenceService(self._cold)
         self._server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
-        self._watched = WatchedGateway(self.service, self._server, ask_controller)
+        self._watched = WatchedGateway(self.service, self._server, ask_beside)
         few = Limits(body_bytes=1 << 16, connections=_MOST_OPERATORS)
         operator_app = make_operator_app(self._watched, lambda: self._operators_are_local)
         self._operators = HttpServer(_Cold(self, operator_app), self._arena, few)
@@ -318,8 +318,8 @@ class Gateway:
             def dispatcher(sub_cluster: str) -> Finder:
                 return elsewhere(find_dispatcher(sub_cluster), rays)
 
-            controller = elsewhere(controller_shown, rays)
-            self._entry = Entry(gpulet, dispatcher, controller, unfinished_mib=config.max_unfinished_mib)
+            beside = elsewhere(beside_gateways, rays)
+            self._entry = Entry(gpulet, dispatcher, beside, unfinished_mib=config.max_unfinished_mib)
         await self._entry.follow(config)
 
     async def check_health(self) -> None:

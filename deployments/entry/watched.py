@@ -14,24 +14,25 @@ from msgspec.structs import replace
 
 from tenuto import __version__
 from tenuto.deployments.entry.connection import HttpServer
-from tenuto.deployments.entry.decisions import AskController, ControllerFigures
+from tenuto.deployments.entry.decisions import AskBeside, LatestBeside
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.machines.devices import DeviceFigures
 from tenuto.deployments.operator.merged_status import merge_system
 from tenuto.deployments.process.ray_address import cluster_address
+from tenuto.deployments.serve.config import application_name
 from tenuto.deployments.wire.status import EndedRequest, GatewayReport, GatewayStatus, SystemStatus
 
 
 class WatchedGateway:
     """What this gateway says of itself, and what all of them said; see `tenuto.deployments.operator.app.Watched`."""
 
-    def __init__(self, service: InferenceService, server: HttpServer, ask_controller: AskController) -> None:
-        """Take the clients' service and their socket, and what asks the controller."""
+    def __init__(self, service: InferenceService, server: HttpServer, ask_beside: AskBeside) -> None:
+        """Take the clients' service and their socket, and what asks for what runs beside."""
         self._service = service
         self._server = server
-        self._controller = ControllerFigures(ask_controller)
+        self._beside = LatestBeside(ask_beside)
         self._id = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
         self._started_at_s = time.time()
         self._devices = DeviceFigures()
@@ -57,8 +58,10 @@ class WatchedGateway:
         with the controller's decisions."""
         found = await self._dispatching.status()
         reports = await self._all()
-        merged = merge_system(found, reports, await self._controller.read(), version=__version__, now_s=time.time())
-        return replace(merged, cluster=cluster_address())
+        beside = await self._beside.read()
+        strays = sorted(beside.gpulets - {application_name(gpulet.id) for gpulet in found.gpulets})
+        merged = merge_system(found, reports, beside.controller, version=__version__, now_s=time.time())
+        return replace(merged, cluster=cluster_address(), strays=strays)
 
     async def waiting(self) -> dict[str, int]:
         """Return how many requests of each model wait for a batch."""
@@ -102,4 +105,4 @@ class WatchedGateway:
 
     def close(self) -> None:
         """Ask nobody any more."""
-        self._controller.close()
+        self._beside.close()

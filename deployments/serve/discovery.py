@@ -6,8 +6,9 @@ import asyncio
 
 from tenuto.deployments.process.limits import within
 from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, application_name, dispatcher_name
+from tenuto.deployments.serve.states import application_states, gpulets_of
 from tenuto.deployments.wire.peer import Endpoint, Finder
-from tenuto.deployments.wire.status import ControllerStatus, DispatchingStatus
+from tenuto.deployments.wire.status import Beside, DispatchingStatus
 from tenuto.errors import EnvironmentFaultError
 
 _READY_S = 30.0  # limit: for a process that may still be starting
@@ -52,18 +53,17 @@ def gateway_status() -> DispatchingStatus:
     return found
 
 
-async def controller_shown() -> ControllerStatus | None:
-    """Return what the controller shows of itself (`ControllerReplica.shown`); None where none runs."""
+async def beside_gateways() -> Beside:
+    """Return what the controller shows of itself (`ControllerReplica.shown`), or where none runs which gpu-lets do."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
     try:
         handle = await asyncio.to_thread(within, _ANSWER_S, serve.get_app_handle, CONTROL_APPLICATION)
     except RayServeException:
-        return None
+        return Beside(gpulets=gpulets_of(await asyncio.to_thread(application_states)))
     async with asyncio.timeout(_READY_S):
-        found: ControllerStatus = await handle.shown.remote()
-    return found
+        return Beside(await handle.shown.remote())
 
 
 def _find(application: str) -> Finder:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.deployments.serve.config import GPULET_PREFIX
 from tenuto.errors import EnvironmentFaultError
 
 _DELETES_S = 70.0  # limit: Serve's own limit is 60 s
@@ -61,6 +62,11 @@ def application_states() -> dict[str, ApplicationState]:
         text = "\n".join(message for message in messages if message)
         found[one.name] = ApplicationState(str(one.app_status.status.value), text)
     return found
+
+
+def gpulets_of(states: Mapping[str, ApplicationState]) -> frozenset[str]:
+    """Return the applications of gpu-lets that are to stay."""
+    return frozenset(n for n, state in states.items() if n.startswith(GPULET_PREFIX) and not state.is_leaving)
 
 
 def delete_applications(names: Sequence[str], *, waits: bool = True) -> None:

@@ -353,11 +353,19 @@ class ControllerStatus(ControllerState, frozen=True, kw_only=True):
     log: list[Event] = []
 
 
+class Beside(msgspec.Struct, frozen=True):
+    """What Serve runs beside the gateways: the controller's status; where none runs, the applications of gpu-lets."""
+
+    controller: ControllerStatus | None = None
+    gpulets: frozenset[str] = frozenset()
+
+
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
 class WatchedStatus(_Dispatched, frozen=True, kw_only=True):
-    """What operators are shown of a whole system: of counts of gateways the sum, of margins the largest."""
+    """What operators are shown of a whole system: of counts of gateways the sum, of margins the largest. `strays`:
+    applications that hold GPUs and that no plan has; a controller ends them itself."""
 
     gateways: list[GatewayStatus] = []
     margin: MarginStatus | None = None
@@ -367,6 +375,7 @@ class WatchedStatus(_Dispatched, frozen=True, kw_only=True):
     version: str = ""
     uptime_s: float = 0.0
     controller: ControllerStatus | None = None
+    strays: list[str] = []
 
 
 class SystemStatus(WatchedStatus, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import json_option, printed_as_json, say, tell
+from tenuto.cli.common import json_option, printed_as_json, say
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
 from tenuto.placement import Plan
@@ -27,10 +27,7 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
         found = foresee(Plan.load(from_file), wanted)
     else:
         with operations(address) as running:
-            found = foresee(running.running().plan, wanted)
-            strays = running.strays()
-            if strays:
-                tell(f"{', '.join(strays)} hold GPUs beside the plan that runs; `tenuto deploy` ends them")
+            found = running.foresee(wanted)
     if printed_as_json(found):
         return
     print_table(

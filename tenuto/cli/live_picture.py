@@ -14,6 +14,7 @@ from tenuto.batching.core.told import describe_schedulers
 from tenuto.cli.tables import number, percent
 from tenuto.deployments.operator.live_view import LiveStatus
 from tenuto.deployments.operator.window import ModelFigures
+from tenuto.deployments.serve.config import application_name
 from tenuto.deployments.wire.status import Event, ModelCounts
 
 _BAR = 16  # unit: characters
@@ -120,8 +121,10 @@ def _notes(live: LiveStatus) -> list[Text]:
     """Return the idle GPUs, what the schedulers chose, the last decision and the last two events."""
     decided = [] if live.controller is None else live.controller.log[:1]
     used = {gpulet.gpu for gpulet in live.gpulets}
+    used |= {gpu for gpu in live.gpus for stray in live.strays if stray.startswith(f"{application_name(gpu)}-")}
     idle = [gpu for gpu in live.gpus if gpu not in used]
     lines = [f"idle GPUs: {', '.join(idle)}"] if idle else []
+    lines += [f"in no plan: {', '.join(live.strays)}; `tenuto deploy` ends what holds GPUs so"] if live.strays else []
     lines += [f"scheduler: {line}" for line in describe_schedulers(live.schedulers)]
     lines += [_happened("controller", event) for event in decided]
     lines += [_happened("event", event) for event in live.events[:2]]

@@ -33,7 +33,7 @@ _SORTS = ("name", "attainment", "rate", "latency")
 def command(address: str | None, watch: bool, every_s: float, sort: str) -> int:
     """Show every gpu-let and model: planned against measured, since the start or, watched, lately.
 
-    Exit code 1 when a gpu-let is missing.
+    Exit code 1 when a gpu-let is missing, or one holds a GPU that no plan has.
 
     Example: tenuto status --watch --sort latency
     """
@@ -48,7 +48,7 @@ def command(address: str | None, watch: bool, every_s: float, sort: str) -> int:
     status = get_told(f"{base}/status", SystemStatus)
     if not printed_as_json(status):
         _print(status)
-    return 0 if all(gpulet.up for gpulet in status.gpulets) else 1
+    return 0 if all(gpulet.up for gpulet in status.gpulets) and not status.strays else 1
 
 
 def _watch(look: Callable[[], LiveStatus], every_s: float, sort: str) -> None:
@@ -91,6 +91,8 @@ def _print(status: SystemStatus) -> None:
     )
     for note in sharing_notes(status.gpulets):
         say(f"note: {note}")
+    for stray in status.strays:
+        say(f"note: {stray} holds a GPU and is in no plan; `tenuto deploy` ends it")
     print_table(
         ("model", *OUTCOMES, "waiting", "mean batch", "planned ms", "executed ms (p50)"),
         (

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.cli import main
+from tenuto.deployments.control.foreseen import foresee
 from tenuto.placement import Plan
 from tests.instruments.plans import make_plan
 
@@ -61,3 +62,11 @@ def test_models_that_lose_their_service_are_named(capsys: pytest.CaptureFixture[
 
 def test_the_same_plan_changes_nothing(capsys: pytest.CaptureFixture[str], plans: dict[str, str]) -> None:
     assert "nothing changes" in run(capsys, plans["old"], "--from", plans["old"])[1]
+
+
+def test_what_no_plan_has_is_ended_whatever_else_changes() -> None:
+    old, new = make_plan({"n0/0/a": (50.0, ["a"])}), make_plan({"n0/1/a": (50.0, ["a"])})
+    for wanted in (old, new):
+        first, *others = foresee(old, wanted, ["gpulet-n0-2-a"]).changes
+        assert (first.gpulet, first.kind) == ("gpulet-n0-2-a", "stop")
+        assert tuple(others) == foresee(old, wanted).changes

@@ -4,6 +4,7 @@ import asyncio
 import io
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from tenuto.cli import main
@@ -45,6 +46,12 @@ def shown(live: LiveStatus, *, sort: str, lines: int) -> list[str]:
     console = Console(file=io.StringIO(), width=140, height=lines)
     console.print(picture(live, sort=sort, lines=lines))
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_a_gpu_that_something_in_no_plan_holds_is_not_idle(live: LiveStatus) -> None:
+    text = "\n".join(shown(replace(live, strays=["gpulet-spare-0-a"]), sort="name", lines=300))
+    assert "idle GPUs" not in text
+    assert "in no plan: gpulet-spare-0-a" in text
 
 
 @pytest.mark.parametrize("lines", [24, 50, 300])

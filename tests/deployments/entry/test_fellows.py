@@ -17,12 +17,12 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
-from tenuto.deployments.entry.decisions import ControllerFigures
+from tenuto.deployments.entry.decisions import LatestBeside
 from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint
-from tenuto.deployments.wire.status import ControllerStatus, Event
+from tenuto.deployments.wire.status import Beside, ControllerStatus, Event
 from tenuto.placement import Plan
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
@@ -38,8 +38,8 @@ def _eager(plan: Plan, network: NetworkDelay) -> Scheduler:
     return make_scheduler("eager", from_plan(plan, network), {})
 
 
-async def _controller() -> ControllerStatus:
-    return CONTROLLER
+async def _controller() -> Beside:
+    return Beside(CONTROLLER)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ async def gateways() -> AsyncIterator[list[tuple[Entry, httpx.AsyncClient]]]:
     made = []
     for _ in range(2):
         ports = unused_port(), unused_port()
-        entry = Entry(find_dispatcher=lambda _name: find, ask_controller=_controller)
+        entry = Entry(find_dispatcher=lambda _name: find, ask_beside=_controller)
         await entry.follow(
             read_gateway_config(
                 {
@@ -133,7 +133,7 @@ async def test_a_keys_rate_goes_where_its_client_asks(gateways: list[tuple[Entry
 
 
 async def test_a_controller_that_does_not_answer_keeps_nobody_waiting() -> None:
-    now_s, answers = 0.0, [CONTROLLER, None]
+    now_s, answers = 0.0, [Beside(CONTROLLER), Beside()]
     asked = 0
 
     async def ask() -> Any:
@@ -143,7 +143,7 @@ async def test_a_controller_that_does_not_answer_keeps_nobody_waiting() -> None:
             raise OSError("its process ended")
         return answers.pop(0)
 
-    figures = ControllerFigures(ask, clock=lambda: now_s)
+    figures = LatestBeside(ask, clock=lambda: now_s)
     for at_s, shown, count in (
         (0.0, CONTROLLER, 1),
         (1.0, CONTROLLER, 1),
@@ -152,4 +152,21 @@ async def test_a_controller_that_does_not_answer_keeps_nobody_waiting() -> None:
         (12.0, None, 3),
     ):
         now_s = at_s
-        assert (await figures.read(), asked) == (shown, count)
+        assert ((await figures.read()).controller, asked) == (shown, count)
+
+
+async def test_what_no_plan_has_is_shown_where_no_controller_ends_it() -> None:
+    gpulet, port = FakeGpulet("n0/0/a", ("m",)), unused_port()
+    await gpulet.start()
+    plan = make_plan(("n0/0/a", ("m",)))
+
+    async def ask() -> Beside:
+        return Beside(gpulets=frozenset({"gpulet-n0-0-a", "gpulet-n0-1-a"}))
+
+    entry = Entry(finder({"n0/0/a": gpulet}), ask_beside=ask)
+    await entry.follow(read_gateway_config({"plan": plan.to_data(), "listen": {"port": port}}))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+        for page in ("/status", "/live"):
+            assert (await client.get(page)).json()["strays"] == ["gpulet-n0-1-a"]
+    await entry.close()
+    gpulet.die()
