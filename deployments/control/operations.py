@@ -23,7 +23,7 @@ from tenuto.deployments.control.interface import Advice
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.process.limits import ANSWER_S, within
-from tenuto.deployments.process.ray_address import cluster_address
+from tenuto.deployments.process.ray_address import KnownDeployment, announce, cluster_address
 from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
 from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, ServeConfig, is_ours
 from tenuto.deployments.serve.deployment import Deployment, fitting_gateways
@@ -106,7 +106,7 @@ class Operations:
         if ENTRY_APPLICATION in ours:
             running = self.running()
             names = ", ".join(dict.fromkeys(r.name for gpulet in running.plan.gpulets for r in gpulet.models))
-            what = f"the deployment at {running.url} ({names or 'no models'})"
+            what = f"{running.name or 'the deployment'} at {running.url} ({names or 'no models'})"
         return f"{what} on the Ray at {cluster_address()}"
 
     @property
@@ -188,9 +188,10 @@ class Operations:
         if strays:
             self._progress(f"ending {', '.join(strays)}, which no plan has")
             self._applications.delete(strays)
-        as_now = running.with_plan(wanted.plan)
+        as_now, named = running.with_plan(wanted.plan), wanted.name
         wanted = wanted.model_copy(update={name: getattr(as_now, name) for name in kept})
-        wanted = wanted.model_copy(update={"nodes": running.nodes})  # another number would start all of them anew
+        # Another number of nodes would start all processes anew.
+        wanted = wanted.model_copy(update={"nodes": running.nodes, "name": wanted.name or named})
         if wanted.control is None:
             wanted = wanted.model_copy(update={"control": running.control})
         check_policy(wanted.control, wanted.plan)
@@ -344,6 +345,8 @@ def _carry_out(
         running, wanted, serve, gateway_status, history, by=by, why=why, tell=progress, sleep=sleep
     )
     version = history.latest()
+    if reached:
+        announce(KnownDeployment(cluster_address(), wanted.name, wanted.url, wanted.operator_url))
     if reached and version is not None and wanted.control is not None:
         if ground is not None:
             keep_ground(store, *ground)

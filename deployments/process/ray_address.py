@@ -9,12 +9,14 @@ user of the machine, so it is never read here: an address is given by the user, 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,7 @@ def join_ray(address: str = "auto") -> None:
         raise ConnectionError(reason)
     address = _resolved(address)
     if not address:
-        raise ConnectionError("no Ray of `tenuto serve` runs here. Give the address of another: --address, RAY_ADDRESS")
+        raise ConnectionError("no deployment of yours runs here. Give the address of another: --address, RAY_ADDRESS")
     _refuse_unguarded(address)
     if _is_of_this_machine(address):
         _use_token()
@@ -189,17 +191,31 @@ def running_ray() -> str:
     return address if address and why_unreachable(address, 1.0) is None else ""
 
 
-def started_rays() -> list[str]:
-    """Return the addresses of this user's Rays that a `tenuto serve` of this machine started, in order.
+@dataclass(frozen=True)
+class KnownDeployment:
+    """A deployment that this user brought up on this machine: the address of its Ray, its name, and where clients and
+    operators are answered; all but the first empty while it starts."""
+
+    address: str
+    name: str = ""
+    url: str = ""
+    operator_url: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name or 'without a name'} (on the Ray at {self.address})"
+
+
+def known_deployments() -> list[KnownDeployment]:
+    """Return the deployments that this user brought up on this machine, and whose Ray runs, in order.
 
     A port that one left may be somebody else's now, so that one counts only while a socket of ours listens there.
     """
     try:
         files = sorted(_notes().glob("*")) if _is_ours_alone(_own_folder()) else []
-        found = [file.read_text(encoding="utf-8").strip() for file in files]
-    except OSError:
+        found = [KnownDeployment(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    except (OSError, ValueError, TypeError):  # another version wrote it
         return []
-    return [address for address in found if _is_listened_to_by_us(address) and why_unreachable(address, 1.0) is None]
+    return [k for k in found if _is_listened_to_by_us(k.address) and why_unreachable(k.address, 1.0) is None]
 
 
 def _is_listened_to_by_us(address: str) -> bool:
@@ -208,20 +224,20 @@ def _is_listened_to_by_us(address: str) -> bool:
 
 
 def _resolved(address: str) -> str:
-    """Return what `auto` means: what RAY_ADDRESS says, or the Ray that we started here; empty where neither does.
+    """Return what `auto` means: what RAY_ADDRESS says, or the Ray of the deployment here; empty where neither does.
 
     Raises:
-        EnvironmentFaultError: we started several.
+        EnvironmentFaultError: there are several.
     """
     if address != "auto":
         return address
     named = os.environ.get("RAY_ADDRESS")
-    started = [] if named else started_rays()
-    if len(started) > 1:
+    known = [] if named else known_deployments()
+    if len(known) > 1:
         raise EnvironmentFaultError(
-            f"several Rays of `tenuto serve` run here: {', '.join(started)}. Name one with --address."
+            f"several deployments run here: {', '.join(map(str, known))}. Name one with --address."
         )
-    return named or next(iter(started), "")
+    return named or (known[0].address if known else "")
 
 
 def make_session_folder() -> Path:
@@ -249,15 +265,18 @@ def make_session_folder() -> Path:
     return sessions
 
 
-def announce(address: str) -> None:
-    """Let other commands of this user find a Ray that was just started here."""
-    _notes().mkdir(exist_ok=True)
+def announce(known: KnownDeployment) -> None:
+    """Let other commands of this user find what was just brought up here; on another machine's Ray, nobody is told."""
+    if not _is_of_this_machine(known.address):
+        return
+    make_session_folder()
+    _notes().mkdir(parents=True, exist_ok=True)
     for file in _notes().glob("*"):
-        if not _is_listened_to_by_us(file.read_text(encoding="utf-8").strip()):
+        if not _is_listened_to_by_us(file.name):
             file.unlink(missing_ok=True)  # it is gone
-    write_whole(_notes() / address.rpartition(":")[2], address)
+    write_whole(_notes() / known.address.rpartition(":")[2], json.dumps(asdict(known)))
     # Where Ray's own commands look with RAY_TMPDIR set to our folder.
-    write_whole(_notes().with_name("ray_current_cluster"), address)
+    write_whole(_notes().with_name("ray_current_cluster"), known.address)
 
 
 def _own_folder() -> Path:

@@ -70,6 +70,7 @@ class Deployment(StrictModel):
 
     Attributes:
         plan: a completed plan.
+        name: what operators call it.
         executor: `torch`, `emulated`, or `auto`: torch on `cpu` GPUs, on GPUs bound by UUID and wherever the node has
             NVIDIA devices; emulated for logical GPUs on a node without any.
         host: address that the gateways bind to.
@@ -95,6 +96,7 @@ class Deployment(StrictModel):
     """
 
     plan: PlanField
+    name: Annotated[str, Field(pattern=r"^[\w.-]{0,63}$")] = ""  # no address
     executor: Literal["auto", "torch", "emulated"] = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
@@ -139,6 +141,7 @@ class Deployment(StrictModel):
         control = found.get(CONTROL_APPLICATION)
         return cls(
             plan=config.plan,
+            name=config.name,
             executor=executor,
             host=listen.host,
             port=listen.port,
@@ -209,7 +212,7 @@ class Deployment(StrictModel):
             **self.gateway_options.model_dump(exclude_defaults=True),
             **({"encrypt": True} if self.encrypt else {}),
         }
-        gateway = {"plan": plan, **options, **self._sockets()}
+        gateway = {"plan": plan, **({"name": self.name} if self.name else {}), **options, **self._sockets()}
         if cut:
             gateway["sub_clusters"] = {name: self._names_in(name, part) for name, part in cut.items()}
             gateway["dispatchers"] = self.dispatchers

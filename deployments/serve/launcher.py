@@ -16,7 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 from tenuto.deployments.process.limits import ANSWER_S, within
-from tenuto.deployments.process.ray_address import QUIET, announce, join_ray, make_session_folder, on_loopback
+from tenuto.deployments.process.ray_address import (
+    QUIET,
+    KnownDeployment,
+    announce,
+    join_ray,
+    make_session_folder,
+    on_loopback,
+)
 from tenuto.deployments.process.ray_token import make_token
 from tenuto.deployments.serve.applications import Applications, check_nodes
 from tenuto.deployments.serve.config import ServeConfig, is_ours
@@ -63,7 +70,7 @@ def start_local_ray(num_gpus: int) -> None:
             f"a local Ray did not start: {error}\nThis machine may be too busy: stop other programs and try again, or "
             "run `ray start --head` first and give its address."
         ) from error
-    announce(ray.get_runtime_context().gcs_address)
+    announce(KnownDeployment(ray.get_runtime_context().gcs_address))
 
 
 class Launcher:

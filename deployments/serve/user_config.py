@@ -210,7 +210,7 @@ class Entrance(Access):
 
 
 class GatewayConfig(Access, DispatcherConfig):
-    """`user_config` of the gateways.
+    """`user_config` of the gateways. `name`: of the deployment.
 
     `listen`: their own socket; without it only Serve's proxies lead here.
     `sub_clusters`: names and models of the dispatchers in other processes; empty where the gateway schedules itself.
@@ -220,6 +220,7 @@ class GatewayConfig(Access, DispatcherConfig):
     this (`keys`, or a `listen.host` beyond this machine) nothing of that is answered on `listen`.
     """
 
+    name: str = ""
     listen: Listen | None = None
     operators: Listen | None = None
     sub_clusters: dict[str, tuple[str, ...]] = Field(default_factory=dict)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from tenuto.cli.common import command_line, json_option, notice, printed_as_json, say, tell
-from tenuto.cli.deploying import endpoint_of, endpoint_option
+from tenuto.cli.deploying import address_option, endpoint_of
 from tenuto.cli.tables import number, print_run
 from tenuto.errors import refused
 
@@ -21,7 +21,7 @@ from tenuto.errors import refused
     name="bench", short_help="Load an endpoint on a seeded open-loop schedule; print the verdict, write the report."
 )
 @click.argument("target", metavar="PLAN|URL")
-@endpoint_option
+@address_option
 @click.option("--duration-s", default=30.0, help="Length of the schedule.")
 @click.option(
     "--warmup-s", default=None, type=float, help="First part left out of the figures. Default: 5 % of the duration."

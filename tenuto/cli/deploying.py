@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,13 +14,14 @@ import click
 from click.core import ParameterSource
 
 from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, tell
-from tenuto.errors import refused
+from tenuto.errors import EnvironmentFaultError, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Plan
 
 if TYPE_CHECKING:
     from tenuto.deployments.control.foreseen import ForeseenChange
     from tenuto.deployments.control.operations import Ground, Operations
+    from tenuto.deployments.process.ray_address import KnownDeployment
     from tenuto.deployments.serve.deployment import Deployment
 
 
@@ -28,6 +30,7 @@ class ServingArguments:
     """How a plan is to be served."""
 
     plan_file: str
+    name: str
     emulate: bool
     executor: str | None
     host: str
@@ -75,6 +78,7 @@ class ServingArguments:
                 base = base.model_copy(update={"gateways": 0})
         else:
             base = Deployment(plan=Plan.from_data(document, origin=self.plan_file))
+        base = base.model_copy(update={"name": base.name or Path(self.plan_file).stem[:63]})
         chosen = split_pairs(self.options)
         control = None if self.control_file is None else ControlSettings.load(self.control_file)
         keys = [entry.model_dump(mode="json", exclude_defaults=True) for entry in read_keys(self.key_file)]
@@ -121,7 +125,18 @@ class ServingArguments:
 
 
 # What a deployment calls as the command line does.
-_SAME = ("host", "port", "proxy_port", "operator_port", "log_json", "encrypt", "hangs_s", "gateways", "dispatchers")
+_SAME = (
+    "name",
+    "host",
+    "port",
+    "proxy_port",
+    "operator_port",
+    "log_json",
+    "encrypt",
+    "hangs_s",
+    "gateways",
+    "dispatchers",
+)
 _ASKED_BY: Mapping[str, frozenset[str]] = {
     **{name: frozenset({name}) for name in _SAME},
     **{name: frozenset({"scheduler", "options"}) for name in ("scheduler", "scheduler_options")},
@@ -132,26 +147,55 @@ _ASKED_BY: Mapping[str, frozenset[str]] = {
 }
 
 
-def _address(default: str) -> Callable[..., Any]:
-    text = f"The deployment: its URL, or the address of its Ray. Default: {default}."
-    return click.option("--address", "--url", "address", metavar="ADDRESS", help=text)
-
-
-address_option = _address("RAY_ADDRESS, else the Ray of `tenuto serve`")
-endpoint_option = _address("http://127.0.0.1:8000")
+address_option = click.option(
+    "--address",
+    "--url",
+    "address",
+    metavar="ADDRESS",
+    help="The deployment: its name, its URL, or the address of its Ray. Default: RAY_ADDRESS, else the one of this "
+    "user on this machine.",
+)
 
 
 def _is_url(address: str) -> bool:
     return address.startswith(("http://", "https://"))
 
 
+def _meant(address: str | None) -> KnownDeployment | None:
+    """Return the deployment of this user on this machine that is meant; None: another one, by its address.
+
+    Raises:
+        InvalidInputError: none has that name, or several do.
+        EnvironmentFaultError: there are several, and nobody to ask which.
+    """
+    from tenuto.deployments.process.ray_address import known_deployments
+
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address in ("auto", "local"):
+        return None
+    known = known_deployments()
+    found = [each for each in known if address in (None, each.name, each.address)]
+    if len(found) == 1 or (not found and (address is None or ":" in address)):
+        return found[0] if found else None
+    shown = ", ".join(map(str, found or known))
+    if not found:
+        cure = f"Known here: {shown or 'none'}. Give a URL, or host:port of its Ray."
+        raise refused("--address", address, "is no deployment that was brought up here", cure)
+    if not sys.stdin.isatty():
+        raise EnvironmentFaultError(f"several deployments run here: {shown}. Name one with --address.")
+    chosen = click.prompt(f"{shown}. Which Ray?", type=click.Choice([each.address for each in found]), err=True)
+    return next(each for each in found if each.address == chosen)
+
+
 def endpoint_of(address: str | None, *, operators: bool) -> str:
-    """Return the URL of a deployment, named by it or by its Ray: where operators, or clients, are answered."""
-    if address is None or _is_url(address):
-        return (address or "http://127.0.0.1:8000").rstrip("/")
-    if ":" not in address:
-        cure = "Write for example http://127.0.0.1:8000."
-        raise refused("--address", address, "is neither the URL of a deployment nor host:port of its Ray", cure)
+    """Return the URL of a deployment, however it is named: where operators, or clients, are answered."""
+    if address is not None and _is_url(address):
+        return address.rstrip("/")
+    known = _meant(address)
+    if known is not None and known.url:
+        return known.operator_url if operators else known.url
+    if address is None and not os.environ.get("RAY_ADDRESS"):
+        return "http://127.0.0.1:8000"
     with operations(address) as found:
         deployment = found.running()
     return deployment.operator_url if operators else deployment.url
@@ -196,12 +240,15 @@ def operations(address: str | None) -> Iterator[Operations]:
         url, address = address, get_told(f"{address.rstrip('/')}/status", SystemStatus).cluster
         if not address:
             raise refused("--address", url, "does not say on which Ray it runs", "Give the address of its Ray.")
+    elif (known := _meant(address)) is not None:
+        address = known.address
     with Operations(address, tell) as found:
         yield found
 
 
 _serving: Any = (
     click.argument("plan_file", metavar="PLAN"),
+    click.option("--name", default="", show_default=False, help="Of the deployment.  [default: PLAN without suffix]"),
     click.option("--emulate", is_flag=True, help="Emulate every GPU of the plan; answers are labelled so."),
     click.option(
         "--executor", type=click.Choice(["auto", "torch", "emulated"]), default=None, help="What runs the models."

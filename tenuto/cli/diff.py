@@ -41,5 +41,5 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
         say(f"step {number} of {len(found.steps)}: {starting} starts or loads{loss}")
     if found.lost:
         say(f"no longer served: {', '.join(found.lost)}; `tenuto deploy` asks for --yes")
-    if not found.steps:
+    if not found.steps and all(change.kind == "route-only" for change in found.changes):
         say("nothing changes")

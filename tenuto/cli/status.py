@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tenuto.cli.common import json_option, printed_as_json, say, stdout_console
-from tenuto.cli.deploying import endpoint_of, endpoint_option
+from tenuto.cli.deploying import address_option, endpoint_of
 from tenuto.cli.tables import number, print_table
 from tenuto.outcome import OUTCOMES
 
@@ -21,7 +21,7 @@ _SORTS = ("name", "attainment", "rate", "latency")
 
 
 @click.command(name="status", short_help="Show what runs against what was planned, once or live.")
-@endpoint_option
+@address_option
 @click.option(
     "--watch",
     is_flag=True,

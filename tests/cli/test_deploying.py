@@ -14,11 +14,12 @@ from click.testing import CliRunner
 from tenuto.cli import VERBS, delete, deploy, history, load_verb
 from tenuto.cli.deploying import ServingArguments, agrees_to_losses, endpoint_of, operations
 from tenuto.deployments.control.foreseen import foresee
+from tenuto.deployments.process.ray_address import KnownDeployment
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
 from tenuto.deployments.wire.status import SystemStatus
 from tenuto.documents import dump_yaml
-from tenuto.errors import InvalidInputError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
@@ -76,7 +77,7 @@ def test_a_plan_file_says_how_it_is_served_and_options_say_otherwise(
     monkeypatch.setattr(ServingArguments, "ground", ground)
     done = CliRunner().invoke(deploy.command, [str(file), *options])
     assert done.exit_code == 0, done.exception
-    assert found == [made.model_copy(update=changed)]
+    assert found == [made.model_copy(update={"name": "plan", **changed})]
 
 
 BOTH, ONE = make_plan({"n0/0/a": (50.0, ["m", "n"])}), make_plan({"n0/0/a": (50.0, ["m"])})
@@ -124,6 +125,8 @@ def test_a_url_leads_to_its_ray_and_a_ray_to_its_url(monkeypatch: pytest.MonkeyP
         return nullcontext(SimpleNamespace(running=lambda: Deployment(plan=ONE, port=9000)))
 
     told = SystemStatus(models={}, cluster="127.0.0.1:6379")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("tenuto.deployments.process.ray_address.known_deployments", list)
     monkeypatch.setattr("tenuto.deployments.control.operations.Operations", connected)
     monkeypatch.setattr("tenuto.deployments.serve.endpoint.get_told", lambda _url, _kind: told)
     for address in (None, "10.0.0.1:6379", "http://127.0.0.1:9002/"):
@@ -157,3 +160,38 @@ def test_a_version_is_written_to_a_file_and_that_is_said_once(monkeypatch: pytes
     done = CliRunner().invoke(history.command, ["-o", str(file)])
     assert (done.exit_code, done.output) == (0, f"wrote {file}\n")
     assert Plan.load(file) == plan
+
+
+SHOP = KnownDeployment("127.0.0.1:1", "shop", "http://127.0.0.1:8000", "http://127.0.0.1:8002")
+LAB = KnownDeployment("127.0.0.1:2", "lab", "https://127.0.0.1:9000", "http://127.0.0.1:9002")
+
+
+@pytest.mark.parametrize(
+    ("known", "address", "variable", "found"),
+    [
+        ([SHOP, LAB], "lab", None, LAB.operator_url),
+        ([SHOP, LAB], "127.0.0.1:1", None, SHOP.operator_url),
+        ([SHOP, LAB], None, "127.0.0.1:2", LAB.operator_url),
+        ([SHOP, LAB], "http://a:1/", None, "http://a:1"),
+        ([LAB], None, None, LAB.operator_url),
+        ([], None, None, "http://127.0.0.1:8000"),
+        ([SHOP], "lab", None, InvalidInputError("Known here: shop")),
+        ([SHOP, LAB], None, None, EnvironmentFaultError("several deployments run here: shop .* lab")),
+    ],
+)
+def test_a_deployment_is_found_by_its_name_or_address_and_the_only_one_by_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    known: list[KnownDeployment],
+    address: str | None,
+    variable: str | None,
+    found: str | Exception,
+) -> None:
+    monkeypatch.setattr("tenuto.deployments.process.ray_address.known_deployments", lambda: known)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    if isinstance(found, str):
+        assert endpoint_of(address, operators=True) == found
+    else:
+        with pytest.raises(type(found), match=str(found)):
+            endpoint_of(address, operators=True)

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from tenuto.cli import VERBS, _tenuto, main
-from tenuto.deployments.process.ray_address import announce, make_session_folder, running_ray
+from tenuto.deployments.process.ray_address import KnownDeployment, announce, make_session_folder, running_ray
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.documents import dump_yaml
 from tenuto.errors import EnvironmentFaultError
@@ -163,11 +163,11 @@ def test_an_address_counts_while_a_socket_of_ours_listens_there(
     make_session_folder().mkdir()
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-        announce(f"127.0.0.1:{port}")
+        announce(KnownDeployment(f"127.0.0.1:{port}"))
         assert running_ray() == f"127.0.0.1:{port}"
         with closing(socket.create_server(("127.0.0.1", 0))) as second:
-            announce(f"127.0.0.1:{second.getsockname()[1]}")
-            with pytest.raises(EnvironmentFaultError, match=f"several Rays .*127.0.0.1:{port}.* Name one"):
+            announce(KnownDeployment(f"127.0.0.1:{second.getsockname()[1]}"))
+            with pytest.raises(EnvironmentFaultError, match=f"several deployments .*127.0.0.1:{port}.* Name one"):
                 running_ray()
             monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
             assert running_ray() == f"127.0.0.1:{port}"
@@ -188,7 +188,7 @@ def test_a_port_that_another_user_took_over_is_not_ours(tmp_path: Path, monkeypa
     finally:
         os.seteuid(0)
     with closing(listener):
-        announce(f"127.0.0.1:{listener.getsockname()[1]}")
+        announce(KnownDeployment(f"127.0.0.1:{listener.getsockname()[1]}"))
         assert running_ray() == ""
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):

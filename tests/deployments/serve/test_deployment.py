@@ -86,6 +86,7 @@ WAYS = [
     {},
     {"executor": "torch", "host": "127.0.0.2", "port": 9000, "proxy_port": 1234, "operator_port": 0},
     {
+        "name": "shop-2.b",
         "port": 65535,
         "operator_port": 7,
         "log_json": True,
