@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from tenuto.deployments.control import journal
 from tenuto.deployments.control.changing import Changing
-from tenuto.deployments.control.interface import Advice, Decision, MakePlan, Observation, WantGpus
+from tenuto.deployments.control.interface import AdvisedPlan, Decision, MakePlan, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
 from tenuto.deployments.control.learned import Learned, News
 from tenuto.deployments.control.planning import PlanRequest, Proposal, without_others
@@ -54,7 +54,7 @@ class Controller:
         self._standby_of: tuple[Gpulet, ...] | None = None  # the gpu-lets that standby processes were asked for
         self._edits = dict(memory.edits)
         self._said: dict[object, float] = {}  # what changes nothing and was noted, when
-        self.advice: Advice | None = None
+        self.advice: AdvisedPlan | None = None
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Controller:
         else:
             advised = journal.weighed(Kind.ADVICE, *weighed)
             self._mention(advised, plan.gpulets)
-        self.advice = Advice(plan, advised.text)
+        self.advice = AdvisedPlan(plan, advised.text)
 
     def set_workload(self, workload: Workload) -> None:
         """Serve these models from now on; the declared rate of a new one is its first estimate."""

@@ -20,7 +20,7 @@ from msgspec.structs import asdict
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.interface import Advice
+from tenuto.deployments.control.interface import AdvisedPlan
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, OvertakenError, Planner
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.remembered import Memory
@@ -164,7 +164,7 @@ class ControllerReplica:
 
         return await self._do(look)
 
-    async def advice(self) -> Advice | None:
+    async def advice(self) -> AdvisedPlan | None:
         """Return the plan that it advises; None where what runs does."""
         return await self._do(lambda live: live.controller.advice)
 

@@ -66,7 +66,7 @@ class Apply:
 
 
 @dataclass(frozen=True)
-class Advice:
+class AdvisedPlan:
     """A plan that pays and was not begun, as the controller only advises or may not now; `text` is of the log."""
 
     plan: Plan

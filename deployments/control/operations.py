@@ -19,7 +19,7 @@ from typing import Any
 from tenuto.deployments.control.change import change_deployment, nothing_of
 from tenuto.deployments.control.controller_process import keep_ground
 from tenuto.deployments.control.foreseen import ForeseenChange, foresee
-from tenuto.deployments.control.interface import Advice
+from tenuto.deployments.control.interface import AdvisedPlan
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.process.limits import ANSWER_S, within
@@ -399,9 +399,9 @@ class AskedController:
         found: list[LogLine] = self._ask(lambda control: control.log.remote(limit))
         return found
 
-    def advice(self) -> Advice:
+    def advice(self) -> AdvisedPlan:
         """Return the plan that it advises; raises `EnvironmentFaultError` where it advises none."""
-        found: Advice | None = self._ask(lambda control: control.advice.remote())
+        found: AdvisedPlan | None = self._ask(lambda control: control.advice.remote())
         if found is None:
             raise EnvironmentFaultError("the controller advises no other plan now. See `tenuto control log`.")
         return found

@@ -94,11 +94,13 @@ def apply(plan_file: str | None, yes: bool, address: str | None) -> int:
 
     Example: tenuto control apply advised.yaml
     """
-    from tenuto.deployments.control.interface import Advice
+    from tenuto.deployments.control.interface import AdvisedPlan
 
     advised = None if plan_file is None else Plan.load(plan_file)
     with operations(address) as running:
-        advice = running.controller.advice() if advised is None else Advice(advised, f"advised before: {plan_file}")
+        advice = (
+            running.controller.advice() if advised is None else AdvisedPlan(advised, f"advised before: {plan_file}")
+        )
         found = running.running()
         declared = {"workload": found.workload or found.plan.workload}
         wanted = found.with_plan(advice.plan).model_copy(update=declared)
