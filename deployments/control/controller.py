@@ -133,6 +133,7 @@ class Controller:
             f"the workload changed ({', '.join(sorted(before ^ after) or ['its entries'])})"
         )
         self._questions.forget_answer()
+        self._questions.out = None  # it was of another workload
         self.advice = None
 
     def edit(self, name: str, entry: ModelSpec | None) -> None:
@@ -159,7 +160,6 @@ class Controller:
         if {spec.name for spec in target.models} == {spec.name for spec in self._workload.models}:
             self._reasons.clear()
         self._changing.leave()
-        self._questions.out = None
         self._begin(target, why)
 
     def refused(self, now_s: float, why: str) -> None:

@@ -39,6 +39,7 @@ from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
 Ground = tuple[Profiles, tuple[Gpu, ...]]
+UNCHANGEABLE = ("executor", "host", "port", "proxy_port", "operator_port", "gateways")  # without a new beginning
 _GONE_S = 60.0  # limit: for applications to end
 _SILENT_S = 300.0  # limit: a stage may take two minutes (`change.ready_timeout_s`) by default, going back another
 _LAUNCHER = "serve/launcher"  # the process that what runs ends with
@@ -223,6 +224,7 @@ class Operations:
         self, number: int | None, *, agrees: Callable[[ForeseenChange], None] = lambda _foreseen: None
     ) -> tuple[Version, bool]:
         """Go back to a version, by default to the last one that was another plan; return it and whether it was reached.
+        What only a new beginning can change stays as it is.
 
         Raises:
             InvalidInputError: there is no such version.
@@ -234,7 +236,7 @@ class Operations:
         if version is None:
             raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")
         why = f"rollback to version {version.number}"
-        return version, self.deploy(version.deployment, why, by="rollback", agrees=agrees)
+        return version, self.deploy(version.deployment, why, by="rollback", kept=UNCHANGEABLE, agrees=agrees)
 
     def delete(self) -> list[str]:
         """Drain and remove what is deployed; return the applications that were. Foreign ones stay.

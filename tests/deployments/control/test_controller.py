@@ -218,6 +218,18 @@ def test_nothing_that_changes_nothing_is_noted_twice_within_the_horizon() -> Non
         seen[what] = entry.at_s
 
 
+def test_an_answer_for_another_workload_is_none() -> None:
+    desk = Desk(ONE, GPUS)
+    desk.rates["a"] = 700.0
+    desk.look(3)
+    (asked,) = desk.questions
+    desk.controller.edit("a", ONE.models[0].model_copy(update={"slo_ms": 40.0}))
+    desk.controller.planned(desk.now_s, asked.number, pays(TWO))
+    desk.look(1)
+    assert not desk.applied
+    assert desk.questions[-1].request.workload.models[0].slo_ms == 40.0
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_was_declared_stays_so_whatever_plan_comes_back(seed: int) -> None:
     """Of random edits and returns, against a workload that is edited by hand."""
