@@ -157,8 +157,9 @@ class Controller:
         self.set_workload(self._edited(declared or target.workload))
         if declared is not None:
             target = without_others(target, self._workload)
-        if {spec.name for spec in target.models} == {spec.name for spec in self._workload.models}:
-            self._reasons.clear()
+        self._reasons.clear()
+        lacking = {spec.name for spec in self._workload.models} - {spec.name for spec in target.models}
+        self._set(Reason.WORKLOAD, lacking, f"the plan that came back lacks {', '.join(sorted(lacking))}")
         self._changing.leave()
         self._begin(target, why)
 
