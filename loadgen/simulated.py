@@ -37,7 +37,8 @@ NO_DELAY = NetworkDelay()
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is run and how: everything but the rate. `plan` is None where every GPU hosts every model."""
+    """What is run and how: everything but the rate. `plan` is None where every GPU hosts every model; `losses` are the
+    seconds, ascending, at which GPUs are lost for good, with their ids."""
 
     models: tuple[ModelSpec, ...]
     applications: tuple[Application, ...]
@@ -48,6 +49,7 @@ class Simulation:
     duration_s: float = 60.0
     warmup_s: float | None = None
     seed: int = 0
+    losses: tuple[tuple[float, frozenset[str]], ...] = ()
 
     @classmethod
     def of_plan(cls, plan: Plan, network: NetworkDelay = NO_DELAY, slo_scale: float = 1.0, **how: Any) -> Simulation:
@@ -107,8 +109,14 @@ class Simulation:
         schedule, load = self._arrivals(rate_scale)
         if load is not None:
             return SimulatedRun(self._simulate(load, Joins(load)), schedule, load)
-        arrivals = (schedule.times_ms, schedule.model_index)
-        result = simulate(self.scheduler(), *arrivals, duration_s=self.duration_s, warmup_s=self.warmup_s)
+        result = simulate(
+            self.scheduler(),
+            schedule.times_ms,
+            schedule.model_index,
+            duration_s=self.duration_s,
+            warmup_s=self.warmup_s,
+            losses=self._lost_gpulets(),
+        )
         return SimulatedRun(result, schedule, None)
 
     def try_rate(self, rate_scale: float, goal: Goal) -> Trial:
@@ -149,7 +157,14 @@ class Simulation:
             stop=stop,
             deadlines_ms=load.deadlines_ms,
             follows=joins,
+            losses=self._lost_gpulets(),
         )
+
+    def _lost_gpulets(self) -> list[tuple[float, list[int]]]:
+        return [
+            (1000.0 * at_s, [place for place, gpulet in enumerate(self.system.gpulets) if gpulet.gpu in gpus])
+            for at_s, gpus in self.losses
+        ]
 
 
 class _WithApplications:

@@ -13,16 +13,20 @@ from tenuto.documents import Fault, StrictModel, dump_yaml, parse_document
 from tenuto.errors import refused
 from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # format: of a node or a rack
+
 
 class Gpu(StrictModel):
     """One GPU of the cluster. `uuid` is None for a logical GPU that is not bound to hardware; `address` is the IP of
-    its node in the Ray cluster, `label` a label that only this node has, where one of them is known."""
+    its node in the Ray cluster, `label` a label that only this node has, where one of them is known; `rack` where its
+    node stands."""
 
     id: str
     type: str
     uuid: str | None = None
     address: str | None = None
     label: str | None = None
+    rack: str | None = None
     memory_mib: float
     price_per_hour: float | None = None
 
@@ -52,12 +56,14 @@ class GpuGroup(StrictModel):
 
 class Node(StrictModel):
     """One machine. `address` is the node's IP in the Ray cluster, or `label` a label `key=value` that only this node
-    has there, where gpu-lets must be kept on this node; a label outlives a pod that comes back with another IP."""
+    has there, where gpu-lets must be kept on this node; a label outlives a pod that comes back with another IP.
+    Nodes of one `rack`, or of one zone or power line, may be lost together."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=NAME)]
     gpus: tuple[GpuGroup, ...]
     address: str | None = None
     label: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*=[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    rack: Annotated[str, Field(pattern=NAME)] | None = None
 
     @model_validator(mode="after")
     def _found_one_way(self) -> Node:
@@ -163,6 +169,7 @@ def _gpus_of(nodes: tuple[Node, ...]) -> tuple[Gpu, ...]:
                         uuid=uuid,
                         address=node.address,
                         label=node.label,
+                        rack=node.rack,
                     )
                 )
                 index += 1

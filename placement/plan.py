@@ -33,18 +33,20 @@ class PolicyUsed(StrictModel):
 
 class PlannedGpu(StrictModel):
     """A GPU of the plan. `uuid` None: a logical GPU, emulated on a machine without NVIDIA hardware. `address`: the IP
-    of its node in the Ray cluster, or `label`, a label of that node, on which its gpu-lets run; None: any node."""
+    of its node in the Ray cluster, or `label`, a label of that node, on which its gpu-lets run; None: any node. `rack`:
+    where its node stands, if the cluster file says it."""
 
     id: str
     type: str
     uuid: str | None = None
     address: str | None = None
     label: str | None = None
+    rack: str | None = None
 
     @classmethod
     def of(cls, gpu: Gpu) -> PlannedGpu:
         """Return a GPU of the cluster as plans have it."""
-        return cls(id=gpu.id, type=gpu.type, uuid=gpu.uuid, address=gpu.address, label=gpu.label)
+        return cls(**gpu.model_dump(exclude={"memory_mib", "price_per_hour"}))
 
 
 class ExpectedModel(StrictModel):
@@ -62,17 +64,26 @@ class Believed(StrictModel):
     models: dict[str, ExpectedModel] = Field(default_factory=dict)
 
 
+class ExpectedLoss(StrictModel):
+    """What the plan promises while one GPU, node or rack is lost and everything else runs: requests per second in time
+    of the models that are asked to be spread or to survive it."""
+
+    domain: str  # such as `node n1`
+    goodput_rps: dict[str, float]
+
+
 class Expected(StrictModel):
     """What the plan promises as a whole, by the same model for every policy (`tenuto.placement.expectation`).
 
     `cost_per_hour` is None where a used GPU type has no price; `assumptions` say where a share, neighbours or waiting
-    had to be modelled, and by which model.
+    had to be modelled, and by which model. `losses` has the domains that a model's `spread` or `survive` names.
     """
 
     goodput_rps: float = 0.0
     gpus_used: int = 0
     cost_per_hour: float | None = None
     models: dict[str, ExpectedModel] = Field(default_factory=dict)
+    losses: tuple[ExpectedLoss, ...] = ()
     assumptions: tuple[str, ...] = ()
 
 
@@ -175,7 +186,7 @@ class Plan(StrictModel):
         """Return plain data in the key order of the file format."""
         data = self.model_dump(mode="json", by_alias=True)
         for gpu in data["gpus"]:
-            _drop(gpu, address=None, label=None)
+            _drop(gpu, address=None, label=None, rack=None)
         for gpulet in data["gpulets"]:
             _drop(gpulet, memory_mib=None, duty_cycle_ms=None, merge=[])
             for group in gpulet.get("merge", ()):
@@ -185,7 +196,7 @@ class Plan(StrictModel):
                 _drop(replica, latency=None, latency_rule="measured")
                 _drop(replica, copy_in_ms=None, copy_out_ms=None)
         _drop(data, streaming=False, objective="weighted", overcommits=False, believed=None)
-        _drop(data["expected"], assumptions=[])
+        _drop(data["expected"], assumptions=[], losses=[])
         data["models"] = [m.model_dump(mode="json", exclude_defaults=True, exclude_none=True) for m in self.models]
         return data
 

@@ -14,6 +14,7 @@ from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.policy import Policy
 from tenuto.placement.rules import measured_otherwise, option_problems
+from tenuto.placement.surviving import arranged, losses_of, not_surviving, place_problems
 from tenuto.placement.watch import INTERRUPTED
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import ModelProfile, Profiles
@@ -107,7 +108,7 @@ def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> Ma
         )
         cure = "Lower it (rates are in requests per second), or plan a part of the load at a time."
         problems.append(Problem(f"models.{index}.rate_rps", rate, rule, cure))
-    raise_if_any(problems)
+    raise_if_any([*problems, *place_problems(workload, cluster)])
 
     def known(spec: ModelSpec, gpu_type: str) -> ModelProfile | None:
         on = costs[spec.name].get(gpu_type)
@@ -169,13 +170,8 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
     """
     expected = plan.expected
     believed = Believed(goodput_rps=expected.goodput_rps, models=expected.models) if expected.models else None
-    known = {gpu.id: gpu for gpu in cluster.gpus}
-    gpus = tuple(
-        gpu.model_copy(update={"address": known[gpu.id].address, "label": known[gpu.id].label})
-        if gpu.id in known and gpu.address is None and gpu.label is None
-        else gpu
-        for gpu in plan.gpus
-    )
+    known = {(gpu.id, gpu.type): gpu for gpu in cluster.gpus}
+    gpus = tuple(PlannedGpu.of(known[key]) if (key := (gpu.id, gpu.type)) in known else gpu for gpu in plan.gpus)
     streaming = cluster.streams if workload.streaming is None else workload.streaming
     plan = plan.model_copy(
         update={
@@ -190,8 +186,10 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
         }
     )
     sharing = Sharing(costs_of(workload, cluster, profiles), profiles, streaming)
-    plan = apply_merging(sharing.completed(plan), workload, profiles, sharing.completed)
-    plan = with_caps(plan, cluster, {kind: context_mib_of(kind, profiles) for kind in cluster.gpu_types})
+    contexts_mib = {kind: context_mib_of(kind, profiles) for kind in cluster.gpu_types}
+    plan = arranged(sharing.completed(plan), workload, cluster, sharing.costs, contexts_mib, sharing.completed)
+    plan = apply_merging(plan, workload, profiles, sharing.completed)
+    plan = with_caps(plan, cluster, contexts_mib)
     notes = list(plan.notes)
     unknown = unknown_memory(plan)
     if unknown:
@@ -244,7 +242,12 @@ def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing) -> Plan:
             part = expected.models[spec.name].goodput_rps / spec.rate_rps
             if part < ATTAINED:
                 reasons[spec.name] = _why_below(plan, spec, part, believed, fastest_ms.get(spec.name, 0.0))
-    return plan.model_copy(update={"expected": expected.model_copy(update=update), "unserved_reasons": reasons})
+    plan = plan.model_copy(update={"expected": expected.model_copy(update=update)})
+    losses = losses_of(plan)
+    for name, why in not_surviving(plan, losses).items():
+        reasons[name] = f"{reasons[name]}; {why}" if name in reasons else why
+    expected = plan.expected.model_copy(update={"losses": losses})
+    return plan.model_copy(update={"expected": expected, "unserved_reasons": reasons})
 
 
 def _why_below(plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, float], fastest_ms: float) -> str:

@@ -28,12 +28,19 @@ MpsUse = Annotated[
 ]
 
 
+# What may be lost at once: a GPU, a node with all of its GPUs, a rack with all of its nodes.
+Spread = Literal["gpu", "node", "rack"]
+
+
 class ModelSpec(StrictModel):
     """One model of the workload. `name` is unique and appears in URLs.
 
     Under overload models of higher `priority` are served first; `weight` is the worth of one request in time under the
     objective `weighted`. `longest_hold_ms` bounds how long a request is held for a larger batch while a gpu-let is idle
     (None: as long as the scheduler finds that it pays).
+
+    `spread`: its replicas lie on as many GPUs, nodes or racks as can be. `survive`: the part of its planned rate, above
+    0 and at most 1, that the loss of any one of these leaves it. `only_on`, `keep_off`: nodes, racks or GPU ids.
     """
 
     name: Name
@@ -46,6 +53,10 @@ class ModelSpec(StrictModel):
     weight: Positive = 1.0
     priority: int = 0
     longest_hold_ms: Annotated[float, Field(ge=0)] | None = None
+    spread: Spread | None = None
+    survive: Annotated[float, Field(gt=0, le=1)] | None = None
+    only_on: tuple[str, ...] = ()
+    keep_off: tuple[str, ...] = ()
     weights_path: str | None = None  # local safetensors or state dict; seeded random weights without it
     options: dict[str, Any] = Field(default_factory=dict)  # passed to the executor, such as dtype
 
@@ -69,6 +80,8 @@ class Workload(StrictModel):
     mps: MpsUse = "auto"  # CUDA MPS for gpu-lets that share a GPU
     merge: Literal["off", "auto"] | tuple[tuple[str, ...], ...] = "off"  # models to run as one merged program
     objective: Objective = "weighted"
+    spread: Spread | None = None  # of all models that name none
+    survive: Annotated[float, Field(gt=0, le=1)] | None = None  # likewise
     # The copies of a batch overlap with the execution of the one before; None: where all GPUs are real ones on which
     # that is the default (`Cluster.streams`).
     streaming: bool | None = None
@@ -90,6 +103,15 @@ class Workload(StrictModel):
             if isinstance(spec, ModelSpec | dict)
         }
         return {**data, "models": [*models, *(spec for spec in stages if spec.name not in names)]}
+
+    @model_validator(mode="after")
+    def _for_all_models(self) -> Workload:
+        for key in ("spread", "survive"):
+            value = getattr(self, key)
+            if value is not None:
+                models = (s if getattr(s, key) else s.model_copy(update={key: value}) for s in self.models)
+                object.__setattr__(self, "models", tuple(models))
+        return self
 
     @model_validator(mode="after")
     def _unique_names(self) -> Workload:

@@ -7,8 +7,9 @@ is random: the same schedule and systems give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -75,6 +76,7 @@ class Engine:
         }
         self.lost_by_model: list[int] = []
         self.followed: list[int] = []
+        self._retried: set[int] = set()
         self._follows = follows
         self._counted_from_ms = counted_from_ms
 
@@ -179,6 +181,23 @@ class Engine:
         if replay is not None:
             self._replay = replay
             heappush(self.gpulets.events, (rehearsals.due_ms(now, replay), _REHEARSAL, self.gpulets.first))
+
+    def lose_gpulets(self, now: float, places: Iterable[int]) -> None:
+        """Gpu-lets are gone. Requests that they held are tried once more, as the dispatcher does."""
+        gpulets, scheduler = self.gpulets, self.scheduler
+        for place in places:
+            if place >= gpulets.first and scheduler is not None:
+                scheduler.gpulet_lost(now, place - gpulets.first)
+            batches = [gpulets.running[place], *gpulets.behind[place]]
+            gpulets.behind[place].clear()
+            gpulets.abort(now, place)
+            for request in chain.from_iterable(batch.ids for batch in batches if batch is not None):
+                if request in self._retried or self.deadlines_ms[request] <= now:
+                    self.lose(now, Outcome.FAILED, (request,))
+                else:
+                    self._retried.add(request)
+                    self.add(request, now, Outcome.FAILED)
+        self.carry_out(now)
 
     def status(self) -> SchedulerStatus | None:
         """Return what the scheduler and its observer tell of themselves."""

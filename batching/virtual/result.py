@@ -5,6 +5,7 @@ Latency counts from the scheduled arrival; attainment divides by offered request
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -86,15 +87,15 @@ class SimulationResult:
         model: NDArray[np.int32],
         deadline_ms: NDArray[np.float64],
         log: BatchLog,
-        expired: NDArray[np.int64],
-        rejected: NDArray[np.int64],
+        lost: Mapping[Outcome, NDArray[np.int64]],
         *,
         duration_s: float,
         warmup_s: float | None,
         wall_s: float,
         scheduler: SchedulerStatus | None,
     ) -> SimulationResult:
-        """Join the batch log with the arrivals. A request that never left the queue counts as expired."""
+        """Join the batch log with the arrivals, `lost` those that were never answered. A request that never left the
+        queue counts as expired."""
         total = len(arrival_ms)
         warmup_s = 0.05 * duration_s if warmup_s is None else warmup_s
         kept = [i for i, preempted in enumerate(log.preempted) if not preempted]
@@ -112,8 +113,8 @@ class SimulationResult:
         batch_size[ids] = np.repeat(sizes, sizes)
         outcome = np.full(total, Outcome.EXPIRED, dtype=np.int8)
         outcome[ids] = np.where(answered[ids] <= deadline_ms[ids] + TIME_TOLERANCE_MS, Outcome.OK, Outcome.LATE)
-        outcome[expired] = Outcome.EXPIRED
-        outcome[rejected] = Outcome.REJECTED
+        for how, requests in lost.items():
+            outcome[requests] = how
         return cls(
             system=system,
             arrival_ms=arrival_ms,

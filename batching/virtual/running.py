@@ -135,7 +135,6 @@ class RunningSystem:
         self._processes: dict[str, _Process] = {}
         self._idle: set[str] = set()  # of them, those that wait on standby: they hold no share
         self._due: list[tuple[float, str]] = []  # (time, gpu-let): its process should be ready
-        self._retried: set[int] = set()
         self._factors: dict[str, float] = {}  # by program: what batches take over what the plan says
         self._odd: dict[tuple[int, int], int] = {}  # batches of (place, program) that took another time than planned
         self._looked_from = 0
@@ -178,13 +177,7 @@ class RunningSystem:
         for name in gone & self._processes.keys():
             process = self._processes[name]
             process.is_ready, process.ready_at, process.broken = False, INF, "lost"
-        engine = self._engine
-        for place, name in enumerate(self._ids):
-            if name in gone:
-                if place >= engine.gpulets.first and engine.scheduler is not None:
-                    engine.scheduler.gpulet_lost(now, place - engine.gpulets.first)
-                self._abandon(place, now)
-        engine.carry_out(now)
+        self._engine.lose_gpulets(now, [place for place, name in enumerate(self._ids) if name in gone])
 
     def slow_down(self, program: str, factor: float) -> None:
         """Batches of this program take `factor` times what plans say, from now on and on every gpu-let."""
@@ -294,21 +287,6 @@ class RunningSystem:
     def _await(self, process: _Process, ready_at: float) -> None:
         process.is_ready, process.ready_at = False, ready_at
         heappush(self._due, (ready_at, process.gpulet.id))
-
-    def _abandon(self, place: int, now: float) -> None:
-        """Requests of a lost process are tried once more, as the dispatcher does."""
-        engine = self._engine
-        running, behind = engine.gpulets.running, engine.gpulets.behind
-        batches = [running[place], *behind[place]]
-        behind[place].clear()
-        if running[place] is not None:
-            engine.gpulets.abort(now, place)
-        for request in chain.from_iterable(batch.ids for batch in batches if batch is not None):
-            if request in self._retried or engine.deadlines_ms[request] <= now:
-                engine.lose(now, Outcome.FAILED, (request,))
-            else:
-                self._retried.add(request)
-                engine.add(request, now, Outcome.FAILED)
 
     def _charge(self) -> None:
         """Add up what the processes that are there have used since the last call."""

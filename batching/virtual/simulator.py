@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
 import numpy as np
@@ -14,7 +14,6 @@ from tenuto.batching.core.system import INF
 from tenuto.batching.virtual.engine import Engine, Follows
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.errors import InvalidInputError, refused
-from tenuto.outcome import Outcome
 
 _CHUNK = 8192  # limit: arrivals turned into Python numbers at a time, and between two calls of `stop`
 
@@ -30,6 +29,7 @@ def simulate(
     deadlines_ms: NDArray[np.float64] | None = None,
     follows: Follows | None = None,
     data_ms_by_model: Sequence[float] | None = None,
+    losses: Sequence[tuple[float, Collection[int]]] = (),
 ) -> SimulationResult:
     """Run a schedule of arrivals to its end in virtual time.
 
@@ -45,6 +45,7 @@ def simulate(
         follows: which requests follow on which; without it none.
         data_ms_by_model: what the data of one request really takes to its gpu-let, where models differ; the scheduler
             still budgets its system's.
+        losses: times in ms, ascending, at which gpu-lets are lost for good, by their place in the system.
 
     Raises:
         InvalidInputError: arrivals that are not ascending, negative, not finite, or of unknown models.
@@ -68,9 +69,14 @@ def simulate(
     index = [model if model in system.served else -1 for model in range(len(system.models))]
     engine.install(scheduler, index, data_ms_by_model)
     is_stopped = False
-    while engine.next < planned and not is_stopped:
-        engine.serve(min(planned, engine.next + _CHUNK))
-        is_stopped = stop(engine.lost_by_model)
+    for until_ms, gpulets in (*losses, (INF, ())):
+        last = int(np.searchsorted(times_ms[:planned], until_ms, side="right"))
+        while engine.next < last and not is_stopped:
+            engine.serve(min(last, engine.next + _CHUNK))
+            is_stopped = stop(engine.lost_by_model)
+        if gpulets and not is_stopped:
+            engine.settle(until_ms, engine.now_ms)
+            engine.lose_gpulets(until_ms, gpulets)
     engine.settle(INF, engine.now_ms)
     if follows is not None:
         engine.times_ms[engine.next : planned] = np.nan  # a run that ended early never got to these
@@ -81,10 +87,7 @@ def simulate(
         model_index[:kept],
         engine.deadlines_ms[:kept],
         engine.gpulets.log,
-        *(
-            np.fromiter(chain.from_iterable(engine.lost[outcome]), dtype=np.int64)
-            for outcome in (Outcome.EXPIRED, Outcome.REJECTED)
-        ),
+        {outcome: np.fromiter(chain.from_iterable(ids), dtype=np.int64) for outcome, ids in engine.lost.items()},
         duration_s=duration_s if engine.next == planned else engine.now_ms / 1000.0,
         warmup_s=warmup_s,
         wall_s=time.perf_counter() - started,

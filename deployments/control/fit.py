@@ -96,15 +96,11 @@ def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
     known = {gpu.id: gpu for plan in plans for gpu in plan.gpus}
     return tuple(
         Gpu(
-            id=g.id,
-            type=g.type,
-            uuid=g.uuid,
-            address=g.address,
-            label=g.label,
-            memory_mib=memory_mib_of(g.type) or float("inf"),
-            price_per_hour=GPU_TYPES[g.type].price_per_hour if g.type in GPU_TYPES else None,
+            **gpu.model_dump(),
+            memory_mib=memory_mib_of(gpu.type) or float("inf"),
+            price_per_hour=GPU_TYPES[gpu.type].price_per_hour if gpu.type in GPU_TYPES else None,
         )
-        for g in known.values()
+        for gpu in known.values()
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,9 @@ from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.loadgen.simulated import Simulation
 from tenuto.options import split_pairs
 from tenuto.placement import Plan, Workload
+from tenuto.placement.cluster import Gpu
+from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.surviving import domain_of
 
 if TYPE_CHECKING:
     from tenuto.loadgen.controlled import ControlledSimulation
@@ -34,6 +39,7 @@ class VirtualArguments:
     seed: int
     options: tuple[str, ...]
     network_ms: str | None
+    lost: tuple[str, ...]
 
     def simulation(self, slo_scale: float = 1.0) -> Simulation:
         """Read the files; every SLO is multiplied by `slo_scale`. Models that a plan always serves late are named on
@@ -54,7 +60,9 @@ class VirtualArguments:
                     "a plan brings its own GPUs",
                     "Leave the cluster away, or pass a workload.",
                 )
-            found = Simulation.of_plan(Plan.from_data(document, origin=self.source), network, slo_scale, **how)
+            plan = Plan.from_data(document, origin=self.source)
+            how["losses"] = self._losses(plan.gpus)
+            found = Simulation.of_plan(plan, network, slo_scale, **how)
             if slo_scale == 1.0:
                 for late in found.always_late():
                     tell(str(late))
@@ -66,6 +74,7 @@ class VirtualArguments:
         if workload.merge != "off":
             tell("`merge` is for plans: here every model runs by itself. Plan first, and simulate the plan")
         profiles, folder = self.where.profiles(cluster.gpu_types), Path(self.source).parent
+        how["losses"] = self._losses(cluster.gpus)
         return Simulation.of_workload(workload, cluster, profiles, network, slo_scale, folder=folder, **how)
 
     def controlled(self, control_file: str) -> ControlledSimulation:
@@ -83,6 +92,7 @@ class VirtualArguments:
         how |= {"network": network, "folder": Path(self.source).parent}
         if not _is_plan(document):
             workload, cluster = Workload.load(self.source), self.where.cluster()
+            how["losses"] = self._losses(cluster.gpus)
             return ControlledSimulation.of_workload(
                 workload, cluster, self.where.profiles(cluster.gpu_types), settings, **how
             )
@@ -92,7 +102,23 @@ class VirtualArguments:
         if lacking:
             rule = f"the plan uses GPU {', '.join(lacking)}, which the cluster lacks"
             raise refused("--gpus", self.where.gpus, rule, "Name a cluster that has them.")
+        how["losses"] = self._losses(gpus)
         return ControlledSimulation(plan.workload, plan, gpus, profiles, settings, **how)
+
+    def _losses(self, gpus: Sequence[PlannedGpu | Gpu]) -> tuple[tuple[float, frozenset[str]], ...]:
+        """Return when which GPUs are lost, by `--lose`."""
+        found = []
+        for text in self.lost:
+            match = re.fullmatch(r"(gpu|node|rack):(.+)@(\d+(?:\.\d+)?)s?", text)
+            if match is None:
+                raise refused("--lose", text, "must be KIND:NAME@SECONDS", "Write for example --lose node:n1@60s.")
+            kind, name, at_s = match.groups()
+            known = {gpu.id: domain_of(gpu, kind) for gpu in gpus}
+            if name not in known.values():
+                cure = f"Name one of {', '.join(sorted(set(known.values()))[:12])}."
+                raise refused("--lose", name, f"no such {kind}", cure)
+            found.append((float(at_s), frozenset(gpu for gpu, domain in known.items() if domain == name)))
+        return tuple(sorted(found, key=lambda loss: loss[0]))
 
     def _checked(self) -> tuple[NetworkDelay, dict[str, Any]]:
         """Return the delays, and how every run is made, the scheduler's options as read."""
@@ -152,6 +178,13 @@ virtual_arguments = gathered(
         "--network-ms",
         metavar="CTRL,DATA,RESPONSE",
         help="Delays: sending a batch, its data per request, the answer. Default: none.",
+    ),
+    click.option(
+        "--lose",
+        "lost",
+        multiple=True,
+        metavar="KIND:NAME@S",
+        help="Lose a gpu, node or rack at that second, such as node:n1@60s; repeatable.",
     ),
     json_option,
 )

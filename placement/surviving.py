@@ -1,0 +1,368 @@
+"""Where replicas lie, whatever policy chose them: on the GPUs they may use, apart from each other, and so many that
+the loss of a GPU, a node or a rack leaves each model what its `survive` asks for.
+
+Three steps on a finished plan. What GPUs of one type hold changes places. Replicas that still lie where they must not
+are taken away. Replicas are added, one at a time, each where it gives most back of what a loss would take.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from tenuto.errors import Problem
+from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.costs import ModelOnGpu
+from tenuto.placement.expectation.outlook import IN_FULL, Outlooks
+from tenuto.placement.plan import ExpectedLoss, Plan, PlannedGpu
+from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import gpulet_id
+from tenuto.placement.program import Gpulet, Replica
+from tenuto.placement.workload import ModelSpec, Workload
+from tenuto.profiles.share_latency import EVERY_RULE
+
+TRIED = 8  # limit: places for one more replica that are judged, those with the least busy gpu-lets
+SLIGHT = 1e-4  # limit: a part of a rate this small is below what the expectation can tell
+
+
+def node_of(gpu_id: str) -> str:
+    """Return the node of a GPU, which stands before the last `/` of its id."""
+    return gpu_id.rpartition("/")[0]
+
+
+def domain_of(gpu: PlannedGpu | Gpu, kind: str) -> str:
+    """Return what is lost together with a GPU: its id, its node, or its rack (a node without a rack is one itself)."""
+    node = node_of(gpu.id)
+    return {"gpu": gpu.id, "node": node, "rack": gpu.rack or node}[kind]
+
+
+def may_lie(spec: ModelSpec, gpu: PlannedGpu) -> bool:
+    """Return whether a model may be on a GPU, by its `only_on` and `keep_off`."""
+    names = {gpu.id, node_of(gpu.id), gpu.rack}
+    return not names.intersection(spec.keep_off) and (not spec.only_on or bool(names.intersection(spec.only_on)))
+
+
+def place_problems(workload: Workload, cluster: Cluster) -> Iterator[Problem]:
+    """Yield what no plan can obey: unknown places, models that may lie nowhere, and losses that nothing can survive."""
+    gpus = [PlannedGpu.of(gpu) for gpu in cluster.gpus]
+    known = {name for gpu in gpus for name in (gpu.id, node_of(gpu.id), gpu.rack) if name is not None}
+    for index, spec in enumerate(workload.models):
+        at = f"models.{index}"
+        for key in ("only_on", "keep_off"):
+            unknown = [name for name in getattr(spec, key) if name not in known]
+            if unknown:
+                cure = f"Name nodes, racks or GPU ids: {', '.join(sorted(known)[:12])}."
+                yield Problem(f"{at}.{key}", unknown[0], "no such place in the cluster", cure)
+        named = bool(spec.only_on or spec.keep_off)
+        if cluster.elastic and (named or spec.spread in ("node", "rack")):
+            key = "spread" if spec.spread in ("node", "rack") else "only_on" if spec.only_on else "keep_off"
+            rule = "an elastic cluster does not say on which node a GPU will be"
+            yield Problem(f"{at}.{key}", getattr(spec, key), rule, "Plan on a fixed cluster, or use spread: gpu.")
+        elif not (allowed := [gpu for gpu in gpus if may_lie(spec, gpu)]):
+            yield Problem(f"{at}.keep_off", spec.keep_off, "leaves the model no GPU", "Allow it another one.")
+        elif spec.survive is not None and not cluster.elastic:
+            kind = spec.spread or "gpu"
+            if len({domain_of(gpu, kind) for gpu in allowed}) < 2:
+                rule = f"the model may use one {kind} only, and nothing survives its loss"
+                yield Problem(f"{at}.survive", spec.survive, rule, f"Give the cluster a second {kind}.")
+
+
+def losses_of(plan: Plan) -> tuple[ExpectedLoss, ...]:
+    """Return what a plan promises after the loss of each domain that holds a model which is to be spread or to survive;
+    nothing where there is no such model."""
+    asked = [spec for spec in plan.models if spec.spread is not None or spec.survive is not None]
+    outlooks, found = Outlooks(), []
+    for domain in _domains(plan, asked):
+        parts, _ = outlooks.promised(domain.without(plan))
+        rates = {s.name: round(parts.get(s.name, 0.0) * s.rate_rps, 6) for s in asked if s.name in domain.models}
+        found.append(ExpectedLoss(domain=domain.name, goodput_rps=rates))
+    return tuple(found)
+
+
+def not_surviving(plan: Plan, losses: Iterable[ExpectedLoss]) -> dict[str, str]:
+    """Return why models do not survive what they are asked to, by model: the loss that leaves least."""
+    found: dict[str, tuple[float, str]] = {}
+    for loss, spec in product(losses, plan.models):
+        promised = plan.expected.models.get(spec.name)
+        left = loss.goodput_rps.get(spec.name)
+        if spec.survive is None or promised is None or left is None or promised.goodput_rps <= 0.0:
+            continue
+        part = left / promised.goodput_rps
+        if part < IN_FULL * spec.survive - SLIGHT and part < found.get(spec.name, (1.0, ""))[0]:
+            why = f"the loss of {loss.domain} leaves it {left:.4g} of {promised.goodput_rps:.4g} rps"
+            found[spec.name] = part, f"{why}, and {100 * spec.survive:g} % of it are to survive"
+    return {name: why for name, (_, why) in found.items()}
+
+
+@dataclass(frozen=True)
+class _Domain:
+    """What is lost at once, and the models that this matters to."""
+
+    name: str
+    gpus: frozenset[str]
+    models: frozenset[str]
+
+    def without(self, plan: Plan) -> Plan:
+        """Return the plan that runs after the loss."""
+        return plan.model_copy(update={"gpulets": tuple(g for g in plan.gpulets if g.gpu not in self.gpus)})
+
+
+def _domains(plan: Plan, asked: Sequence[ModelSpec]) -> list[_Domain]:
+    """Return the domains whose loss takes a replica of a model that names their kind."""
+    by_gpu = plan.by_gpu()
+    found = []
+    for kind in ("gpu", "node", "rack"):
+        names = {spec.name for spec in asked if (spec.spread or "gpu") == kind}
+        if not names:
+            continue
+        together: dict[str, set[str]] = defaultdict(set)
+        for gpu in plan.gpus:
+            together[domain_of(gpu, kind)].add(gpu.id)
+        for domain, gpus in together.items():
+            held = {replica.name for gpu in gpus for gpulet in by_gpu[gpu] for replica in gpulet.models}
+            if held & names:
+                found.append(_Domain(f"{kind} {domain}", frozenset(gpus), frozenset(held & names)))
+    return found
+
+
+def arranged(
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+    costs: Mapping[str, Mapping[str, ModelOnGpu]],
+    contexts_mib: Mapping[str, float],
+    completed: Callable[[Plan], Plan],
+) -> Plan:
+    """Return a plan of any policy whose replicas lie as the models ask; the plan itself where none asks.
+
+    What cannot be had on a fixed cluster is left as it is: `not_surviving` tells.
+
+    Args:
+        plan: with latencies.
+        workload: what is asked for.
+        cluster: whose GPUs may be used; an elastic one gives further ones.
+        costs: what models cost, by name and GPU type.
+        contexts_mib: of a process's CUDA context, by GPU type.
+        completed: fills in the latencies and slowdowns of a plan with other gpu-lets.
+    """
+    asked = [s for s in workload.models if s.spread or s.survive or s.only_on or s.keep_off]
+    if not asked or not plan.gpulets:
+        return plan
+    wanted = dict(Outlooks().of(plan.model_copy(update={"models": workload.models})).parts)
+    if not cluster.elastic:
+        plan = _apart(plan, asked)
+    return _Adding(plan, workload, cluster, costs, contexts_mib, completed, wanted).done()
+
+
+# --- what GPUs hold changes places ----------------------------------------------------------------------------------
+
+
+def _apart(plan: Plan, asked: Sequence[ModelSpec]) -> Plan:
+    """Return the plan with what GPUs of a type hold exchanged, as long as that brings models to where they may be or
+    further apart; what still lies where it must not is taken away."""
+    gpus = {gpu.id: gpu for gpu in plan.gpus}
+    specs = {spec.name: spec for spec in asked}
+    held: dict[str, dict[str, float]] = {}  # by GPU: what it carries of each of these models
+    for name, gpulets in plan.by_gpu().items():
+        carried: dict[str, float] = defaultdict(float)
+        for replica in (replica for gpulet in gpulets for replica in gpulet.models if replica.name in specs):
+            carried[replica.name] += replica.rate_rps or 1.0
+        held[name] = carried
+    lies_on = {name: name for name in gpus}  # what was on the key is now on the value
+
+    def crowded(name: str, at: Mapping[str, str]) -> float:
+        """Return how badly a model lies: its part where it must not be, and its part in the fullest domain."""
+        spec, wrong, by_domain = specs[name], 0.0, defaultdict[str, float](float)
+        for was, rates in held.items():
+            if name in rates:
+                gpu = gpus[at[was]]
+                wrong += 0.0 if may_lie(spec, gpu) else rates[name]
+                by_domain[domain_of(gpu, spec.spread or "gpu")] += rates[name]
+        whole = sum(by_domain.values())
+        is_apart = spec.spread or spec.survive
+        return (len(specs) * 2.0 * wrong + (max(by_domain.values()) if is_apart else 0.0)) / whole if whole else 0.0
+
+    is_better = True
+    while is_better:
+        is_better = False
+        for first, second in product([name for name in gpus if held[name]], gpus):
+            if gpus[first].type != gpus[second].type or held[first] == held[second]:
+                continue
+            other = lies_on | {first: lies_on[second], second: lies_on[first]}
+            moved = held[first].keys() | held[second].keys()
+            gain = sum(crowded(name, lies_on) - crowded(name, other) for name in moved)
+            if gain > 1e-9:
+                lies_on, is_better = other, True
+    gpulets = []
+    taken: dict[str, int] = defaultdict(int)
+    order = {name: place for place, name in enumerate(gpus)}
+    for gpulet in sorted(plan.gpulets, key=lambda g: order[lies_on[g.gpu]]):
+        gpu = gpus[lies_on[gpulet.gpu]]
+        models = tuple(r for r in gpulet.models if r.name not in specs or may_lie(specs[r.name], gpu))
+        if models:
+            name = gpulet_id(gpu.id, taken[gpu.id])
+            taken[gpu.id] += 1
+            gpulets.append(gpulet.model_copy(update={"id": name, "gpu": gpu.id, "models": models}))
+    return plan.model_copy(update={"gpulets": tuple(gpulets)})
+
+
+# --- replicas are added ---------------------------------------------------------------------------------------------
+
+
+class _Adding:
+    """Adds replicas until no loss, and no place that is not allowed, takes what models are to keep."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        workload: Workload,
+        cluster: Cluster,
+        costs: Mapping[str, Mapping[str, ModelOnGpu]],
+        contexts_mib: Mapping[str, float],
+        completed: Callable[[Plan], Plan],
+        wanted: Mapping[str, float],
+    ) -> None:
+        """`wanted`: the part of each model's requests that the plan is to serve while nothing is lost."""
+        self._plan = completed(plan.model_copy(update={"models": workload.models}))
+        self._specs = {spec.name: spec for spec in workload.models}
+        self._costs, self._contexts_mib, self._completed, self._wanted = costs, contexts_mib, completed, wanted
+        self._nothing = _Domain("", frozenset(), frozenset(wanted))
+        self._memory_mib = {kind: gpu.memory_mib for kind, gpu in cluster.one_of_each.items()}
+        self._outlooks = Outlooks()
+        self._pool = GpuPool(cluster)
+        for gpu in plan.gpus:
+            self._pool.take_named(gpu.id, gpu.type)
+        self._prices = cluster.prices
+        types = cluster.gpu_types if cluster.elastic else ()
+        self._buyable = {kind: bought for kind in types if (bought := self._pool.take(kind))}
+
+    def done(self) -> Plan:
+        """Return the plan with all that could be added."""
+        hopeless: set[tuple[str, str]] = set()
+        while True:
+            short = [
+                (missing, domain, name)
+                for domain in self._losses()
+                for name, missing in self._short(self._plan, domain).items()
+                if (domain.name, name) not in hopeless
+            ]
+            if not short:
+                return self._plan
+            _, domain, name = max(short, key=lambda each: (each[0], each[1].name, each[2]))
+            better = self._with_one_more(domain, name)
+            if better is None:
+                hopeless.add((domain.name, name))
+            else:
+                self._plan = better
+
+    def _losses(self) -> Iterator[_Domain]:
+        """Yield what must be borne: that nothing is lost, and each loss."""
+        yield self._nothing
+        yield from _domains(self._plan, [spec for spec in self._specs.values() if spec.survive])
+
+    def _short(self, plan: Plan, domain: _Domain) -> dict[str, float]:
+        """Return by how many requests per second models fall short of what they are to keep after a loss."""
+        parts = self._outlooks.of(domain.without(plan), is_cautious=bool(domain.gpus)).parts
+        found = {}
+        for name in domain.models:
+            spec = self._specs[name]
+            # What is promised in full is so with caution, see `Outlooks.promised`.
+            kept = IN_FULL * (spec.survive or 1.0) if domain.gpus else 1.0
+            missing = kept * self._wanted.get(name, 0.0) - parts.get(name, 0.0)
+            if missing > SLIGHT:
+                found[name] = missing * spec.rate_rps
+        return found
+
+    def _with_one_more(self, domain: _Domain, name: str) -> Plan | None:
+        """Return the plan with one more replica of a model outside a domain, where that gives most back after its loss:
+        the cheapest that makes up for it, else the one that does most; None where none does anything."""
+
+        def short(plan: Plan) -> dict[str, float]:
+            return self._short(plan, domain) | self._short(plan, self._nothing)
+
+        before = sum(short(self._plan).values())
+        best: tuple[tuple[float, ...], _Place, Plan] | None = None
+        busy = dict(zip((g.id for g in self._plan.gpulets), self._outlooks.of(self._plan).busy, strict=True))
+        places = sorted(self._places(domain, name), key=lambda place: (place.price, busy.get(place.gpulet.id, 0.0)))
+        for place in [*places[:TRIED], *(place for place in places[TRIED:] if place.price)]:
+            plan = self._with(place)
+            left = short(plan)
+            after = sum(left.values())
+            rank = (1.0, after, *place.cost) if name in left else (0.0, *place.cost, after)
+            if after < before - SLIGHT and (best is None or rank < best[0]):
+                best = rank, place, plan
+        if best is None:
+            return None
+        _, place, plan = best
+        bought = self._pool.take(place.gpu.type) if place.price else None
+        if bought is not None:
+            self._buyable[place.gpu.type] = bought
+        return plan
+
+    def _places(self, domain: _Domain, name: str) -> Iterator[_Place]:
+        """Yield where one more replica of a model could be: with others on a gpu-let, on what is left of a GPU's share,
+        on a GPU that holds nothing, on one that is bought."""
+        by_gpu = self._plan.by_gpu()
+        for gpu in self._plan.gpus:
+            if gpu.id in domain.gpus or not may_lie(self._specs[name], gpu):
+                continue
+            gpulets = by_gpu[gpu.id]
+            for gpulet in gpulets:
+                if not gpulet.merge and all(replica.name != name for replica in gpulet.models):
+                    yield from self._place(name, gpu, gpulet)
+            left_pct = int(100.0 - sum(gpulet.effective_share_pct for gpulet in gpulets) + 1e-6)
+            if left_pct > 0:
+                opens = 0.0 if gpulets else 1.0
+                names = {gpulet.id for gpulet in gpulets}
+                new = next(new for i in range(len(names) + 1) if (new := gpulet_id(gpu.id, i)) not in names)
+                share_pct = float(left_pct) if gpulets else None
+                yield from self._place(name, gpu, Gpulet(id=new, gpu=gpu.id, share_pct=share_pct, models=()), opens)
+        for kind, bought in self._buyable.items():
+            gpu = PlannedGpu.of(bought)
+            new_one = Gpulet(id=gpulet_id(gpu.id, 0), gpu=gpu.id, models=())
+            yield from self._place(name, gpu, new_one, 1.0, self._prices[kind])
+
+    def _place(
+        self, name: str, gpu: PlannedGpu, gpulet: Gpulet, opens: float = 0.0, price: float = 0.0
+    ) -> Iterator[_Place]:
+        """Yield a gpu-let with one more replica, where a request of it would be in time there and memory is left."""
+        on = self._costs[name].get(gpu.type)
+        if on is None or not on.knows(gpulet.effective_share_pct, EVERY_RULE):
+            return
+        # Half of the SLO, as a batch waits while another one runs; the scheduler runs smaller ones where it must.
+        size = on.largest_batch(on.slo_ms / 2.0, gpulet.effective_share_pct) or 1
+        size = on.batches_in_memory(self._room_mib(gpu, gpulet), size)
+        if size and on.steps(gpulet.effective_share_pct)[1] <= on.slo_ms:
+            models = (*gpulet.models, Replica(name=name, batch_size=size, rate_rps=0.0))
+            # Rounds of a fixed length have no place for one more: whichever batch is due runs.
+            grown = gpulet.model_copy(update={"models": models, "duty_cycle_ms": None, "memory_mib": None})
+            yield _Place(gpu, grown, price, (price, opens, 0.0 if gpulet.models else 1.0))
+
+    def _room_mib(self, gpu: PlannedGpu, gpulet: Gpulet) -> float:
+        """Return the memory of a GPU that none of its gpu-lets needs."""
+        there = self._plan.on_gpu(gpu.id)
+        held = sum((other.held_mib or 0.0) + self._contexts_mib[gpu.type] for other in there)
+        own = 0.0 if gpulet.models else self._contexts_mib[gpu.type]
+        return self._memory_mib[gpu.type] - held - own
+
+    def _with(self, place: _Place) -> Plan:
+        """Return the plan with a gpu-let as it is there."""
+        kept = [place.gpulet if g.id == place.gpulet.id else g for g in self._plan.gpulets]
+        gpulets = kept if place.gpulet in kept else [*kept, place.gpulet]
+        gpus = self._plan.gpus if place.gpu in self._plan.gpus else (*self._plan.gpus, place.gpu)
+        order = {gpu.id: index for index, gpu in enumerate(gpus)}
+        gpulets.sort(key=lambda gpulet: order[gpulet.gpu])
+        return self._completed(self._plan.model_copy(update={"gpus": gpus, "gpulets": tuple(gpulets)}))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A gpu-let with one more replica on it, and the price per hour of its GPU where that is bought for it. `cost` is
+    the price, then whether the GPU was idle, then whether the gpu-let is new."""
+
+    gpu: PlannedGpu
+    gpulet: Gpulet
+    price: float
+    cost: tuple[float, float, float]
