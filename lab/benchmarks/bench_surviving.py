@@ -1,0 +1,117 @@
+"""Whether models survive what their plans say: each domain of random plans taken away in virtual time.
+
+Workloads draw models, rates, SLOs, nodes, racks, GPUs and load; each model draws `spread` and `survive`. Policies take
+turns. Every GPU, node or rack that holds a replica of such a model is lost in a run of its own, a third of the way in,
+under the scheduler `deferred` with Poisson arrivals of a seed that no planner uses. A model holds where at least 99 %
+of `survive` times its planned part is in time, of what arrives after the loss. Models that do not survive, as the plan
+says itself, are counted apart.
+
+Run: python lab/benchmarks/bench_surviving.py [--seeds 40] [--first-seed 5000] [--elastic]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+from placement_scenes import NETWORKS, machine, thesis
+
+from tenuto.loadgen.simulated import Simulation
+from tenuto.outcome import Outcome
+from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement.surviving import domain_of, not_surviving
+
+POLICIES = ("tenuto", "symphony", "usher", "wao-usher", "ao-milp", "wsm-milp", "gpulet", "igniter")
+HELD = 0.99
+REQUESTS = 20_000  # of one run
+
+
+def scene(seed: int, *, elastic: bool) -> tuple[Workload, Cluster]:
+    """Return a random workload whose models ask to survive, and a cluster of two to four nodes."""
+    rng = random.Random(seed)
+    nodes, each = rng.randint(2, 4), rng.randint(1, 3)
+    load = rng.uniform(0.15, 0.5) * nodes * each
+    count = rng.randint(2, 8)
+    parts = [rng.uniform(0.3, 1.7) for _ in range(count)]
+    kinds = ("gpu",) if elastic else ("gpu", "node", "rack")
+    models = []
+    for index, part in enumerate(parts):
+        row = rng.choice(NETWORKS)
+        profile = thesis().get(row, "v100")
+        slo_ms = max(rng.choice((50, 100, 150, 200, 300)), 2.5 * profile.latency_ms(1, 100.0))
+        size = max(b for b in profile.batch_sizes() if b == 1 or profile.latency_ms(b, 100.0) <= slo_ms / 2)
+        rate = load * part / sum(parts) * profile.throughput_rps(size)
+        model = {"name": f"{row}-{index}", "profile": row, "rate_rps": round(rate, 3), "slo_ms": round(slo_ms, 3)}
+        if rng.random() < 0.7:
+            model |= {"spread": rng.choice(kinds), "survive": rng.choice((0.5, 1.0))}
+        models.append(model)
+    given = [
+        {"name": f"n{node}", "rack": f"r{node % 2}", "gpus": [{"type": "v100", "count": each}]} for node in range(nodes)
+    ]
+    cluster = {"nodes": given[:1] if elastic else given, "elastic": elastic}
+    return Workload.model_validate({"models": models}), Cluster.model_validate(cluster)
+
+
+def after_loss(plan: Plan, gpus: frozenset[str], seed: int) -> dict[str, float]:
+    """Return which part of each model's requests that arrive after the loss is in time."""
+    duration_s = min(45.0, REQUESTS / sum(spec.rate_rps for spec in plan.models))
+    at_s = duration_s / 3.0
+    run = Simulation.of_plan(plan, duration_s=duration_s, warmup_s=at_s, seed=seed, losses=((at_s, gpus),)).run()
+    counts = run.result.counts()
+    names = [model.name for model in run.result.system.models]
+    return {
+        name: float(row[Outcome.OK]) / max(1, row.sum()) for name, row in zip(names, counts, strict=True) if row.sum()
+    }
+
+
+def main() -> None:
+    """Judge, and print a line per plan and the sum."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=40)
+    parser.add_argument("--first-seed", type=int, default=5_000)
+    parser.add_argument("--elastic", action="store_true")
+    asked = parser.parse_args()
+    print(machine("numpy", "scipy"))
+    total: Counter[str] = Counter()
+    for index in range(asked.seeds):
+        seed = asked.first_seed + index
+        policy = POLICIES[index % len(POLICIES)]
+        workload, cluster = scene(seed, elastic=asked.elastic)
+        began = time.perf_counter()
+        plan = solve(load_policy(policy), workload, cluster, thesis())
+        took_s = time.perf_counter() - began
+        refused = not_surviving(plan, plan.expected.losses)
+        least, broken, promised = 1.0, [], 0
+        for kind in ("gpu", "node", "rack"):
+            names = [s for s in plan.models if s.survive and (s.spread or "gpu") == kind]
+            domains = {domain_of(gpu, kind) for gpu in plan.gpus if plan.on_gpu(gpu.id)} if names else set[str]()
+            for domain in sorted(domains):
+                lost = frozenset(gpu.id for gpu in plan.gpus if domain_of(gpu, kind) == domain)
+                parts = after_loss(plan, lost, seed + 77_000)
+                for spec in names:
+                    expected = plan.expected.models.get(spec.name)
+                    if expected is None or spec.name in refused:
+                        continue
+                    promised += 1
+                    asked_part = spec.survive * expected.goodput_rps / spec.rate_rps
+                    left = parts.get(spec.name, 0.0) / asked_part
+                    least = min(least, left)
+                    if left < HELD:
+                        broken.append(f"{spec.name} after {kind} {domain}: {100 * left:.1f} %")
+        total.update(plans=1, held=not broken, promised=promised, broken=len(broken), refused=len(refused))
+        gpus = np.unique([gpulet.gpu for gpulet in plan.gpulets])
+        print(
+            f"{seed} {policy:9} {len(workload.models)} models, {len(gpus)} of {len(plan.gpus)} GPUs, "
+            f"{len(plan.gpulets)} gpu-lets, {took_s:.1f} s: least {100 * least:.1f} %, not promised "
+            f"{len(refused)}{'; ' if broken else ''}{'; '.join(broken)}",
+            flush=True,
+        )
+    print(dict(total))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

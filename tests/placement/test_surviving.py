@@ -1,0 +1,131 @@
+"""Where replicas lie, and what is left when a GPU, a node or a rack is lost: under every policy, on random scenes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.errors import InvalidInputError
+from tenuto.loadgen.simulated import Simulation
+from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement.surviving import domain_of, losses_of, may_lie, node_of
+from tenuto.profiles import Profiles
+
+FAST, SLOW = {"alpha_ms": 0.5, "beta_ms": 3.0}, {"alpha_ms": 2.0, "beta_ms": 10.0}
+POLICIES = ("symphony", "gpulet")
+
+
+def cluster(nodes: int = 3, each: int = 2, *, elastic: bool = False) -> Cluster:
+    given = [{"name": f"n{i}", "rack": f"r{i % 2}", "gpus": [{"type": "v100", "count": each}]} for i in range(nodes)]
+    return Cluster.model_validate({"nodes": given, "elastic": elastic})
+
+
+def workload(*models: dict[str, Any], **more: Any) -> Workload:
+    entries = [{"name": f"m{index}", "latency": FAST, **entry} for index, entry in enumerate(models)]
+    return Workload.model_validate({"models": entries, **more})
+
+
+def planned(asked: Workload, on: Cluster, policy: str = "symphony") -> Plan:
+    options = {"time_limit_s": "0"} if policy == "symphony" else {}
+    return solve(load_policy(policy, options), asked, on, Profiles([]))
+
+
+models = st.fixed_dictionaries(
+    {
+        "rate_rps": st.sampled_from([20.0, 100.0, 300.0]),
+        "slo_ms": st.sampled_from([40.0, 120.0]),
+        "latency": st.sampled_from([FAST, SLOW]),
+    },
+    optional={
+        "spread": st.sampled_from(["gpu", "node", "rack"]),
+        "survive": st.sampled_from([0.5, 1.0]),
+        "keep_off": st.sampled_from([["n0"], ["n2"], ["n2/0", "n1/0"]]),
+    },
+)
+
+
+@settings(max_examples=20)
+@given(st.lists(models, min_size=1, max_size=4), st.sampled_from(POLICIES))
+def test_every_plan_obeys_and_says_what_each_loss_leaves(entries: list[dict[str, Any]], policy: str) -> None:
+    asked = workload(*entries)
+    plan = planned(asked, cluster(), policy)
+    gpus = {gpu.id: gpu for gpu in plan.gpus}
+    for gpulet in plan.gpulets:
+        for replica in gpulet.models:
+            assert may_lie(asked[replica.name], gpus[gpulet.gpu])
+    said = {loss.domain: loss.goodput_rps for loss in plan.expected.losses}
+    for spec in plan.models:
+        if spec.survive is None or spec.name not in plan.expected.models:
+            continue
+        kind = spec.spread or "gpu"
+        hosts = {domain_of(gpus[gpulet.gpu], kind) for gpulet in plan.hosts_of(spec.name)}
+        left = [said[f"{kind} {domain}"][spec.name] for domain in hosts]
+        promised = plan.expected.models[spec.name].goodput_rps
+        if spec.name not in plan.unserved_reasons:
+            assert len(hosts) > 1
+            assert min(left) >= 0.989 * spec.survive * promised
+
+
+def test_what_is_said_of_a_loss_is_what_the_plan_without_it_promises() -> None:
+    plan = planned(workload({"rate_rps": 900, "slo_ms": 60, "survive": 1, "spread": "node"}), cluster())
+    for loss in plan.expected.losses:
+        node = loss.domain.removeprefix("node ")
+        left = plan.model_copy(update={"gpulets": tuple(g for g in plan.gpulets if node_of(g.gpu) != node)})
+        assert losses_of(left) == () or loss.goodput_rps["m0"] <= plan.expected.models["m0"].goodput_rps
+
+
+def test_a_model_that_survives_loses_nothing_but_what_ran_when_its_node_is_lost() -> None:
+    asked = workload({"rate_rps": 200, "slo_ms": 80, "survive": 1, "spread": "node"}, {"rate_rps": 100, "slo_ms": 100})
+    plan = planned(asked, cluster(), "gpulet")
+    assert not plan.unserved_reasons
+    for node in ("n0", "n1", "n2"):
+        gpus = frozenset(gpu.id for gpu in plan.gpus if node_of(gpu.id) == node)
+        figures = Simulation.of_plan(plan, duration_s=6.0, warmup_s=0.0, losses=((2.0, gpus),)).run().summary()
+        offered = figures["models"]["m0"]
+        assert offered["attainment"] > 0.99
+        assert sum(offered[word] for word in ("ok", "late", "expired", "rejected", "failed")) == offered["offered"]
+
+
+def test_what_nobody_asks_for_leaves_the_plan_as_it_is() -> None:
+    asked = workload({"rate_rps": 200, "slo_ms": 80}, {"rate_rps": 50, "slo_ms": 100})
+    assert "losses" not in planned(asked, cluster(), "gpulet").dump()
+
+
+def test_an_elastic_cluster_grows_for_what_must_survive() -> None:
+    entry = {"rate_rps": 200, "slo_ms": 80}
+    alone = planned(workload(entry), cluster(1, 1, elastic=True), "gpulet")
+    safe = planned(workload(entry | {"survive": 1}), cluster(1, 1, elastic=True), "gpulet")
+    assert alone.expected.gpus_used == 1
+    assert safe.expected.gpus_used == 2
+    assert not safe.unserved_reasons
+
+
+def test_a_workload_may_ask_for_all_its_models() -> None:
+    asked = workload({"rate_rps": 50, "slo_ms": 80}, {"rate_rps": 50, "slo_ms": 80, "survive": 0.5}, survive=1)
+    assert [spec.survive for spec in asked.models] == [1, 0.5]
+    assert all(len(planned(asked, cluster(), "gpulet").hosts_of(name)) > 1 for name in ("m0", "m1"))
+
+
+def test_a_fixed_cluster_that_is_too_small_says_which_loss_takes_what() -> None:
+    entry = {"rate_rps": 1700, "slo_ms": 30, "survive": 1}
+    plan = planned(workload(entry), cluster(2, 1))
+    assert "the loss of gpu n" in plan.unserved_reasons["m0"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "on", "words"),
+    [
+        ({"keep_off": ["n7"]}, cluster(), "no such place in the cluster"),
+        ({"keep_off": ["r0", "r1"]}, cluster(), "leaves the model no GPU"),
+        ({"only_on": ["n1"], "spread": "node", "survive": 1}, cluster(), "may use one node only"),
+        ({"survive": 1, "spread": "rack"}, cluster(1), "may use one rack only"),
+        ({"spread": "node"}, cluster(1, elastic=True), "elastic cluster does not say"),
+        ({"only_on": ["n0"]}, cluster(1, elastic=True), "elastic cluster does not say"),
+    ],
+)
+def test_what_no_plan_can_obey_is_refused(entry: dict[str, Any], on: Cluster, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        planned(workload({"rate_rps": 50, "slo_ms": 80} | entry), on)
