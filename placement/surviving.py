@@ -241,21 +241,22 @@ class _Adding:
     def done(self) -> Plan:
         """Return the plan with all that could be added."""
         hopeless: set[tuple[str, str]] = set()
-        while True:
-            short = [
-                (missing, domain, name)
-                for domain in self._losses()
-                for name, missing in self._short(self._plan, domain).items()
-                if (domain.name, name) not in hopeless
-            ]
-            if not short:
-                return self._plan
-            _, domain, name = max(short, key=lambda each: (each[0], each[1].name, each[2]))
-            better = self._with_one_more(domain, name)
-            if better is None:
-                hopeless.add((domain.name, name))
-            else:
-                self._plan = better
+        before = None
+        while self._plan is not before:  # what is added for one loss may be lost with another
+            before = self._plan
+            for domain in self._losses():
+                while short := {
+                    name: missing
+                    for name, missing in self._short(self._plan, domain).items()
+                    if (domain.name, name) not in hopeless
+                }:
+                    name = max(short, key=lambda name: (short[name], name))
+                    better = self._with_one_more(domain, name)
+                    if better is None:
+                        hopeless.add((domain.name, name))
+                    else:
+                        self._plan = better
+        return self._plan
 
     def _losses(self) -> Iterator[_Domain]:
         """Yield what must be borne: that nothing is lost, and each loss."""
