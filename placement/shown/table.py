@@ -110,6 +110,23 @@ def why_below(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
+def losses_told(plan: Plan) -> list[str]:
+    """Return what the loss of each GPU, node or rack takes from models that are spread or to survive it, a line each;
+    one line for all losses that take nothing."""
+    lines, harmless = [], 0
+    for loss in plan.expected.losses:
+        promised = {name: model.goodput_rps for name, model in plan.expected.models.items()}
+        less = [(n, left, promised.get(n, 0.0)) for n, left in loss.goodput_rps.items() if left < promised.get(n, 0.0)]
+        if less:
+            told = ", ".join(f"{name} keeps {left:,.4g} of {whole:,.4g} rps" for name, left, whole in less)
+            lines.append(f"loss of {loss.domain}: {told}")
+        else:
+            harmless += 1
+    if harmless:
+        lines.append(f"{harmless} of {len(plan.expected.losses)} losses leave every such model its planned rate")
+    return lines
+
+
 def compare_rows(plans: Mapping[str, Plan]) -> list[tuple[str, dict[str, str]]]:
     """Return plans side by side: per model a text by policy, `replicas×batch on share: expected rps`.
 

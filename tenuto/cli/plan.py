@@ -23,7 +23,16 @@ from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.policy import DEFAULT_POLICY
-from tenuto.placement.shown.table import PlanRow, PlanTotals, compare_rows, rows_of, totals_of, why_below, why_unserved
+from tenuto.placement.shown.table import (
+    PlanRow,
+    PlanTotals,
+    compare_rows,
+    losses_told,
+    rows_of,
+    totals_of,
+    why_below,
+    why_unserved,
+)
 from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
@@ -252,6 +261,8 @@ def _print_plan(plan: Plan) -> None:
         say(f"below: {name}: {reason}")
     for note in plan.notes:
         say(f"note: {note}")
+    for line in losses_told(plan):
+        say(line)
     for assumption in plan.expected.assumptions:
         say(f"assumes: {assumption}")
     if plan.streaming:
