@@ -111,7 +111,7 @@ def _while_it_serves(walk: Walk, folder: Path, port: int, load: Load, nodes: obj
     walk.run("tenuto deploy larger-plan.yaml --why 'faces will have more load'")
     walk.run("tenuto rollback")
     load.rates["cars"] *= 10.0
-    walk.until_logged("changed: the busiest", 40.0)
+    walk.until_logged("changed: too few", 40.0)
     walk.run("tenuto control log --limit 2")
     load.rates["cars"] /= 10.0
     walk.run("tenuto model add '{name: plates, rate_rps: 10, slo_ms: 300, latency: {alpha_ms: 4, beta_ms: 20}}'")
