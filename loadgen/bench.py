@@ -254,6 +254,7 @@ def _jobs(
                 load=part,
                 priority=options.client_priority,
                 key=client_key(),
+                measured_from_ms=options.measured_from_ms,
             )
         )
     return jobs

@@ -56,6 +56,7 @@ class ClientJob:
     load: ApplicationLoad | None = None
     priority: Priority = "realtime"  # of the sending thread, where the system allows it
     key: str = field(default="", repr=False)  # that the server wants to see
+    measured_from_ms: float = 0.0  # errors of what was scheduled before are not counted
 
 
 @dataclass
@@ -206,21 +207,19 @@ class Client:
         now = timer.now
         # The wall clock is read once, so that its adjustment during the run cannot bend the schedule.
         origin = now() + (start_at - timer.wall())
-        pending = 0
+        pending: set[int] = set()  # rows
         idle = asyncio.Event()
 
         def send_row(row: int, kind: str) -> None:
-            nonlocal pending
             model = models[row]
             pool = self._requests[model]
-            pending += 1
+            pending.add(row)
             now_ms = columns.sent_ms[row] = (now() - origin) * 1000.0
             counts[kind] += 1
             left_ms = deadlines[row] - now_ms if is_stage[model] else None
             send(pool[row % len(pool)], request_id(job.run, numbers[row]), row, left_ms)
 
         def on_reply(row: int, reply: Reply) -> None:
-            nonlocal pending
             answered_ms = (now() - origin) * 1000.0
             model = models[row]
             slo_ms = deadlines[row] - times[row] if is_stage[model] else slos[model]
@@ -228,7 +227,7 @@ class Client:
             columns.add(row, answered_ms, outcome, reply)
             counts["answered"] += 1
             counts[OUTCOMES[outcome]] += 1
-            if reply.error:
+            if reply.error and times[row] >= job.measured_from_ms:
                 _count_error(errors, reply.error[:_LONGEST_ERROR])
             if joins is not None:
                 if reply.status == 200:
@@ -237,7 +236,7 @@ class Client:
                         send_row(later, "followed")
                 else:
                     joins.given_up((row,))
-            pending -= 1
+            pending.discard(row)
             if not pending:
                 idle.set()
 
@@ -253,18 +252,18 @@ class Client:
                 break
             send_row(row, "sent")
         timer.close()
-        await self._await_stragglers(idle, lambda: pending, job.grace_s)
+        await self._await_stragglers(idle, pending, job.grace_s)
         self._handle_reply = lambda _row, _reply: None
-        if pending:
-            errors[f"no answer within {job.grace_s:g} s after the last request"] += pending
+        if silent := sum(times[row] >= job.measured_from_ms for row in pending):
+            errors[f"no answer within {job.grace_s:g} s after the last request"] += silent
         self._sender.close()
         return ClientReport(columns.records(), errors)
 
     @staticmethod
-    async def _await_stragglers(idle: asyncio.Event, pending: Any, grace_s: float) -> None:
+    async def _await_stragglers(idle: asyncio.Event, pending: set[int], grace_s: float) -> None:
         """Wait for what is under way; who does not answer in time keeps the row of a miss."""
         idle.clear()
-        if pending():
+        if pending:
             try:
                 await asyncio.wait_for(idle.wait(), grace_s)
             except TimeoutError:

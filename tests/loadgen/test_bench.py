@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.bench import BenchOptions, run_bench
@@ -327,3 +329,20 @@ def test_the_same_seed_gives_the_same_schedule_and_bodies() -> None:
         hashes.append(result.schedule.hash)
     assert hashes[0] == hashes[1]
     assert bodies[0] == bodies[1]
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    statuses=st.lists(st.sampled_from([200, 200, 429, 503, 504, 500, 0, None]), min_size=30, max_size=30),
+    warmup=st.integers(0, 29),
+)
+def test_the_failures_listed_are_those_of_the_table(statuses: list[int | None], warmup: int) -> None:
+    def answer(_number: int, _model: str, headers: dict[str, str]) -> Answer:
+        return Answer(statuses[int(headers["x-request-id"].rpartition("-")[2])], body=b'{"error": "as told"}')
+
+    times = options("").duration_s / 30
+    with fake_server(answer=answer) as server:
+        result = run_bench([spec()], options(server.url, clients=0, warmup_s=warmup * times, grace_s=0.2))
+    row = result.summary["models"]["m"]
+    failed = row["expired"] + row["rejected"] + row["failed"]
+    assert sum(int(line.split(" × ")[0]) for line in result.errors) == failed
