@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from tenuto.documents import Fault, StrictModel
+from tenuto.errors import one_of
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles.latency import LatencyField
 
@@ -56,8 +57,7 @@ class Application(StrictModel):
             unknown = [label for label in stage.after if label not in labels]
             if unknown:
                 raise Fault(
-                    f"stage '{stage.label}' comes after '{unknown[0]}', which is no stage",
-                    f"Use one of {', '.join(labels)}.",
+                    f"stage '{stage.label}' comes after '{unknown[0]}', which is no stage", one_of(unknown[0], labels)
                 )
         done: set[str] = set()
         while len(done) < len(labels):

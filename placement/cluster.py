@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from tenuto.documents import Fault, StrictModel, dump_yaml, parse_document
-from tenuto.errors import refused
+from tenuto.errors import one_of, refused
 from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # format: of a node or a rack
@@ -43,11 +43,10 @@ class GpuGroup(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> GpuGroup:
         if self.memory_mib is None and memory_mib_of(self.type) is None:
-            known = ", ".join(GPU_TYPES)
             raise Fault(
                 f"unknown GPU type '{self.type}'",
-                f"Use one of {known}, a MIG device of one such as a100-3g.20gb, or give its memory_mib in the cluster "
-                "file.",
+                f"{one_of(self.type, GPU_TYPES)} A MIG device is written a100-3g.20gb; for another type give its "
+                "memory_mib in the cluster file.",
             )
         if self.uuids is not None and len(self.uuids) != self.count:
             raise Fault(f"{len(self.uuids)} uuids for {self.count} GPUs", "Give one UUID per GPU.")

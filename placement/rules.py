@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, Problem, one_of
 from tenuto.placement.program import Gpulet, program_name
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LatencyTable, ModelProfile
@@ -45,7 +45,7 @@ def _reference_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet],
     for index, gpulet in enumerate(gpulets):
         where = f"{origin}: gpulets.{index}"
         if gpulet.gpu not in gpu_types:
-            cure = f"Use one of {', '.join(sorted(gpu_types)) or '(none)'}."
+            cure = one_of(gpulet.gpu, sorted(gpu_types))
             found.append(Problem(f"{where}.gpu", gpulet.gpu, "no such GPU in the plan", cure))
         if gpulet.id in seen:
             found.append(Problem(f"{where}.id", gpulet.id, "id is used twice", "Give each gpu-let its own id."))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.errors import InvalidInputError, Problem, one_of, raise_if_any
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
 from tenuto.placement.expectation.outlook import expected_of
@@ -310,7 +310,7 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
             problems.append(Problem(f"gpulets.{gpulet.id}.share_pct", gpulet.share_pct, rule, cure))
         for replica in gpulet.models:
             if replica.name not in known:
-                cure = f"Known models: {', '.join(sorted(known))}."
+                cure = one_of(replica.name, sorted(known))
                 problems.append(
                     Problem(f"gpulets.{gpulet.id}.models", replica.name, "not a model of the workload", cure)
                 )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from tenuto.documents import Fault, ProblemsBelow, StrictModel, dump_yaml, load_document, parse_document
-from tenuto.errors import Problem, refused
+from tenuto.errors import Problem, one_of, refused
 from tenuto.placement.application import Application
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
@@ -161,7 +161,7 @@ class Workload(StrictModel):
         for index, group in enumerate(self.merge if isinstance(self.merge, tuple) else ()):
             for name in group:
                 if name not in names:
-                    rule, cure = "no such model in the workload", f"Use one of {', '.join(sorted(names))}."
+                    rule, cure = "no such model in the workload", one_of(name, sorted(names))
                 elif name in taken:
                     rule, cure = "is named twice in the groups", "Keep it in one of them."
                 else:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from tenuto.documents import StrictModel, dump_yaml
-from tenuto.errors import MissingProfileError, refused
+from tenuto.errors import MissingProfileError, one_of, refused
 from tenuto.profiles.latency import LatencyTable, LinearLatency
 
 T = TypeVar("T")
@@ -266,6 +266,6 @@ class Profiles:
             "profiles",
             row,
             f"no profile of '{row}' on GPU type '{gpu_type}'",
-            f"Measure it with `tenuto profile {row}`, or give `profile:` in the workload. "
-            f"Known: {', '.join(sorted(models))}.",
+            f"{one_of(row, sorted(models), 'Known:')} Measure it with `tenuto profile {row}`, or give `profile:` in "
+            "the workload.",
         )

@@ -7,7 +7,7 @@ from functools import cache
 from importlib import resources
 
 from tenuto.documents import parse_document, parse_yaml
-from tenuto.errors import refused
+from tenuto.errors import one_of, refused
 from tenuto.profiles.profile import Profile
 
 # Name, GPU type; the first of a type comes first where none is named.
@@ -33,7 +33,7 @@ def load_shipped(name: str) -> Profile:
         InvalidInputError: unknown name; the message lists those that exist.
     """
     if name not in _SHIPPED:
-        raise refused("profiles", name, "not a shipped profile", f"Shipped profiles: {', '.join(_SHIPPED)}.")
+        raise refused("profiles", name, "not a shipped profile", one_of(name, _SHIPPED, "Shipped profiles:"))
     text = resources.files("tenuto.profiles").joinpath("data", f"{name}.yaml").read_text(encoding="utf-8")
     return parse_document(Profile, parse_yaml(text), origin=name)
 

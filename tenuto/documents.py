@@ -8,7 +8,6 @@ reads the same everywhere, and every file that a user may keep is written by `wr
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import secrets
@@ -21,7 +20,7 @@ from typing import Any, Self, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tenuto.errors import InvalidInputError, Problem, refused
+from tenuto.errors import InvalidInputError, Problem, one_of, refused
 from tenuto.options import split_pairs
 
 # libyaml's are ten times as fast; every wheel of PyYAML has them.
@@ -204,9 +203,7 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list
 def _suggest(key: str, known: list[str]) -> str:
     if key in known:
         return "It does not go together with the other keys here; keep one form."
-    close = difflib.get_close_matches(key, known, n=1)
-    listing = f"Known keys: {', '.join(known)}." if known else "Remove it."
-    return f"Did you mean '{close[0]}'? {listing}" if close else listing
+    return one_of(key, known, "Known keys:") if known else "Remove it."
 
 
 def dump_yaml(data: Any) -> str:

@@ -11,6 +11,7 @@ Expiry and rejection of requests are ordinary values on the request path (see `t
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,14 @@ class UnavailableError(TenutoError):
 
 class EnvironmentFaultError(TenutoError):
     """The machine, the Ray cluster or a driver is not as required; the message names the repair."""
+
+
+def one_of(name: object, known: Iterable[str], lead: str = "Use one of") -> str:
+    """Return how to cure a name that is not known: the nearest one that is, upper and lower case alike, and all."""
+    names = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(str(name).lower(), names, n=1)
+    hint = f"Did you mean '{names[close[0]]}'? " if close else ""
+    return f"{hint}{lead} {', '.join(names.values()) or '(none)'}."
 
 
 def new_incident() -> str:

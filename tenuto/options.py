@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.errors import Problem, raise_if_any
+from tenuto.errors import Problem, one_of, raise_if_any
 
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 _WORDS: dict[type, str] = {
@@ -139,10 +139,8 @@ def read_options(owner: str, options: Sequence[Option], raw: Mapping[str, Any]) 
     for name, value in raw.items():
         option = known.get(name)
         if option is None:
-            listing = ", ".join(known) or "(none)"
-            problems.append(
-                Problem(f"--option {name}", value, f"{owner} has no such option", f"Known options: {listing}.")
-            )
+            cure = one_of(name, known, "Known options:")
+            problems.append(Problem(f"--option {name}", value, f"{owner} has no such option", cure))
             continue
         try:
             values[name] = option.read(value)

@@ -3,10 +3,11 @@ laboratory, `tenuto-lab`, whose names are known here: asking for one where it is
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
+
+from tenuto.errors import one_of
 
 POLICIES = "tenuto.policies"
 SCHEDULERS = "tenuto.schedulers"
@@ -37,7 +38,4 @@ def cure_of_unknown(group: str, name: str, known: Iterable[str]) -> str:
     """Return what to do about a name that is not known, as sentences."""
     if name in LABORATORY[group]:
         return f"'{name}' is part of the laboratory. Run: pip install tenuto-lab"
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"Did you mean '{close[0]}'? " if close else ""
-    return f"{hint}Use one of {', '.join(names)}."
+    return one_of(name, known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tenuto.errors import refused
+from tenuto.errors import one_of, refused
 from tenuto.placement.interference.contention import Constants, Contention, shipped_constants
 from tenuto.placement.interference.gpulet_linear import CONSTANTS, V100
 from tenuto.placement.interference.igniter_model import IgniterInterference
@@ -40,8 +40,8 @@ def canonical_name(choice: bool | str) -> str:
         return text
     name = _SYNONYMS.get(text.lower(), text.lower())
     if name not in NAMES:
-        known = ", ".join((*NAMES, FROM_FILE + "FILE"))
-        raise refused("--option interference", choice, "no such interference model", f"Use {known}.")
+        cure = one_of(text, (*NAMES, FROM_FILE + "FILE"))
+        raise refused("--option interference", choice, "no such interference model", cure)
     return name
 
 

@@ -7,7 +7,6 @@ model of one's own is named `package.module:factory`; the factory returns a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from tenuto.documents import parse_yaml
-from tenuto.errors import refused
+from tenuto.errors import one_of, refused
 
 if TYPE_CHECKING:
     import torch
@@ -191,13 +190,12 @@ def lookup(name_or_source: str) -> CatalogueEntry:
     entry = CATALOGUE.get(name)
     if entry is not None and (not separator or entry.source == name_or_source):
         return entry
-    close = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0.6)
-    hint = f"Did you mean '{CATALOGUE[close[0]].source if separator else close[0]}'? " if close else ""
+    known = [entry.source for entry in CATALOGUE.values()] if separator else known_names()
     raise refused(
         "model",
         name_or_source,
         "not in the catalogue",
-        f"{hint}Known: {', '.join(known_names())}. A model of your own is written package.module:factory, "
+        f"{one_of(name_or_source, known, 'Known:')} A model of your own is written package.module:factory, "
         "a local transformers directory by its path, an exported network as FILE.pt2 or FILE.onnx.",
     )
 

@@ -18,30 +18,14 @@ from tenuto import plugins, version
 from tenuto.errors import TenutoError
 
 # Each is a module below tenuto.cli. The order is that of --help.
-VERBS = (
-    "quickstart",
-    "profile",
-    "profiles",
-    "merge",
-    "cluster",
-    "plan",
-    "policies",
-    "simulate",
-    "goodput",
-    "key",
-    "serve",
-    "deploy",
-    "diff",
-    "history",
-    "rollback",
-    "delete",
-    "control",
-    "model",
-    "bench",
-    "report",
-    "status",
-    "doctor",
-)
+GROUPS = {
+    "Start": ("quickstart", "doctor"),
+    "Measure": ("profile", "profiles", "merge", "cluster"),
+    "Plan": ("plan", "policies", "simulate", "goodput"),
+    "Run": ("serve", "deploy", "diff", "history", "rollback", "delete", "control", "model", "status", "logs", "key"),
+    "Judge": ("bench", "report"),
+}
+VERBS = tuple(name for names in GROUPS.values() for name in names)
 MOVED = {"top": "tenuto status --watch", "capacity": "tenuto goodput"}
 
 
@@ -67,6 +51,14 @@ class _Verbs(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         return load_verb(cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        others = tuple(name for name in verb_names() if name not in VERBS)
+        for heading, names in (*GROUPS.items(), ("Of other packages", others)):
+            found = {name: load_verb(name) for name in names}
+            if found:
+                with formatter.section(heading):
+                    formatter.write_dl([(name, verb.get_short_help_str(100)) for name, verb in found.items() if verb])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         try:

@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 
 from tenuto.documents import write_whole
-from tenuto.errors import refused
+from tenuto.errors import one_of, refused
 from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profile, Profiles
@@ -158,6 +158,34 @@ class ProgressLine:
             sys.stderr.write("\r\x1b[2K")
 
 
+def headed(heading: str, *options: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
+    """Return a decorator that adds options to a verb; `GroupedVerb` shows them below a heading of their own."""
+
+    def decorate(function: Verb) -> Verb:
+        before = len(getattr(function, "__click_params__", ()))
+        for option in reversed(options):
+            function = option(function)
+        for added in function.__click_params__[before:]:  # type: ignore[attr-defined]
+            added.heading = heading
+        return function
+
+    return decorate
+
+
+class GroupedVerb(click.Command):
+    """A verb whose help shows its options below their headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write them; those without a heading come last."""
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx):
+            if isinstance(option, click.Option) and (row := option.get_help_record(ctx)) is not None:
+                rows.setdefault(getattr(option, "heading", "Others"), []).append(row)
+        for heading, shown in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(shown)
+
+
 def gathered(kind: type[T], name: str, *options: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
     """Return a decorator that adds options to a verb, whose values come as one `kind` in argument `name`.
 
@@ -246,12 +274,8 @@ def profiles_from(names: Iterable[str], gpu_types: Iterable[str]) -> Profiles:
         elif Path(name).exists():
             loaded.append(Profile.load(name))
         else:
-            raise refused(
-                "--profiles",
-                name,
-                "neither a file nor a shipped profile",
-                f"Shipped profiles: {', '.join(shipped_names())}.",
-            )
+            cure = one_of(name, shipped_names(), "Shipped profiles:")
+            raise refused("--profiles", name, "neither a file nor a shipped profile", cure)
     if not loaded:
         for gpu_type in gpu_types:
             loaded += default_profiles(gpu_type)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import json_option, printed_as_json, tell
+from tenuto.cli.common import GroupedVerb, json_option, printed_as_json, tell
 from tenuto.cli.deploying import (
     ServingArguments,
     address_option,
@@ -15,9 +15,11 @@ from tenuto.cli.deploying import (
 )
 
 
-@click.command("deploy", short_help="Make a plan the one that runs on a Ray cluster, make before break.")
+@click.command(
+    "deploy", cls=GroupedVerb, short_help="Make a plan the one that runs on a Ray cluster, make before break."
+)
 @serving_arguments
-@click.option("--why", default="", show_default=False, metavar="TEXT", help="What for; kept in the history.")
+@click.option("--why", default="", show_default="PLAN", metavar="TEXT", help="What for; kept in the history.")
 @click.option("--replace", is_flag=True, help="Begin anew: end what runs first, foreign Serve applications included.")
 @yes_option
 @address_option
@@ -26,8 +28,9 @@ def command(asked: ServingArguments, why: str, replace: bool, yes: bool, address
     """Deploy PLAN on a running Ray cluster; it stays when this command ends.
 
     Where a plan runs already, new gpu-lets start beside the old ones, as far as there is room, take over, and the old
-    ones end. New ones that do not become ready are taken back. What no option says stays as it is. A plan that serves
-    a model no more is deployed with --yes, or after asking. Exit code 1: the plan before runs again.
+    ones end. New ones that do not become ready are taken back. What no option says stays as it runs; where nothing
+    runs, it is as PLAN says, else the default below. A plan that serves a model no more is deployed with --yes, or
+    after asking. Exit code 1: the plan before runs again.
 
     Example: tenuto deploy plan.yaml --emulate
     """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, tell
+from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, headed, tell
 from tenuto.errors import EnvironmentFaultError, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Plan
@@ -246,76 +246,96 @@ def operations(address: str | None) -> Iterator[Operations]:
         yield found
 
 
-_serving: Any = (
+_PORT = click.IntRange(1, 65535)
+_serving = (
     click.argument("plan_file", metavar="PLAN"),
-    click.option("--name", default="", show_default=False, help="Of the deployment.  [default: PLAN without suffix]"),
-    click.option("--emulate", is_flag=True, help="Emulate every GPU of the plan; answers are labelled so."),
-    click.option(
-        "--executor", type=click.Choice(["auto", "torch", "emulated"]), default=None, help="What runs the models."
+    headed(
+        "What runs",
+        click.option("--name", default="", show_default="PLAN without suffix", help="Of the deployment."),
+        click.option("--emulate", is_flag=True, help="Emulate every GPU of the plan; answers are labelled so."),
+        click.option(
+            "--executor",
+            type=click.Choice(["auto", "torch", "emulated"]),
+            help="What runs the models.  [default: as in PLAN, else auto]",
+        ),
+        click.option("--scheduler", default="deferred", metavar="NAME", help="Batching scheduler of the dispatcher."),
+        click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
+        click.option(
+            "--gateways",
+            default=0,
+            show_default="2 where every process has a core, else 1",
+            type=click.IntRange(0, 64),
+            help="Processes that take HTTP; several feed one dispatcher per sub-cluster.",
+        ),
+        click.option(
+            "--dispatchers",
+            default=2,
+            type=click.IntRange(1, 8),
+            help="Of each sub-cluster, where gateways feed any: one schedules, the others wait to take over.",
+        ),
+        click.option(
+            "--partition",
+            "partition_file",
+            metavar="K|FILE",
+            help="Part the plan into K sub-clusters of even rate and memory, or by a file with that of every model.  "
+            "[default: one for all]",
+        ),
+        click.option(
+            "--hangs-s",
+            default=10.0,
+            type=click.FloatRange(min=0, min_open=True),
+            help="A batch that the device has had for so long, and for 20 times its planned time, never comes back: "
+            "its gpu-let is replaced.",
+        ),
     ),
-    click.option("--host", default="127.0.0.1", help="Address to bind to."),
-    click.option("--port", default=8000, type=click.IntRange(1, 65535), help="Port to listen on."),
-    click.option(
-        "--proxy-port",
-        type=click.IntRange(1, 65535),
-        help="Port of Serve's proxies, a slower way in.  [default: the one after PORT]",
+    headed(
+        "Where it answers",
+        click.option("--host", default="127.0.0.1", help="Address to bind to."),
+        click.option("--port", default=8000, type=_PORT, help="Port to listen on."),
+        click.option(
+            "--proxy-port", type=_PORT, show_default="the one after PORT", help="Of Serve's proxies, a slower way in."
+        ),
+        click.option(
+            "--operator-port",
+            type=click.IntRange(0, 65535),
+            show_default="two after PORT",
+            help="Port of status, metrics and the live page, on 127.0.0.1; 0: none.",
+        ),
     ),
-    click.option(
-        "--operator-port",
-        type=click.IntRange(0, 65535),
-        help="Port of status, metrics and the live page, on 127.0.0.1; 0: none.  [default: two after PORT]",
+    headed(
+        "Who may ask",
+        click.option(
+            "--keys", "key_file", metavar="FILE", help="Clients' keys (`tenuto key`); TENUTO_API_KEYS adds to them."
+        ),
+        click.option("--tls-cert", metavar="FILE", help="Certificate (PEM); with --tls-key the gateway speaks TLS."),
+        click.option("--tls-key", metavar="FILE", help="Its key (PEM)."),
+        click.option(
+            "--host-name",
+            "host_names",
+            multiple=True,
+            metavar="NAME",
+            help="What clients may call this server besides localhost, such as a proxy in front; repeatable.",
+        ),
+        click.option("--insecure", is_flag=True, help="Let --host be reached from elsewhere without keys."),
+        click.option(
+            "--encrypt", is_flag=True, help="Encrypt what goes between nodes; inside a node nothing leaves it."
+        ),
     ),
-    click.option(
-        "--keys", "key_file", metavar="FILE", help="Clients' keys (`tenuto key`); TENUTO_API_KEYS adds to them."
+    headed(
+        "What is seen of it",
+        click.option("--log-json", is_flag=True, help="Write logs as JSON lines."),
+        click.option("--traces", metavar="URL", help="Send spans there by OTLP over HTTP (needs tenuto[tracing])."),
+        click.option(
+            "--trace-ratio",
+            default=0.0,
+            type=click.FloatRange(0, 1),
+            help="Share of the requests without a traceparent that are traced.",
+        ),
     ),
-    click.option("--tls-cert", metavar="FILE", help="Certificate (PEM); with --tls-key the gateway speaks TLS."),
-    click.option("--tls-key", metavar="FILE", help="Its key (PEM)."),
-    click.option("--traces", metavar="URL", help="Send spans there by OTLP over HTTP (needs tenuto[tracing])."),
-    click.option(
-        "--trace-ratio",
-        default=0.0,
-        type=click.FloatRange(0, 1),
-        help="Share of the requests without a traceparent that are traced.",
+    headed(
+        "A controller",
+        click.option("--control", "control_file", metavar="FILE", help="Its settings; without, none runs beside it."),
+        cluster_arguments,
     ),
-    click.option("--log-json", is_flag=True, help="Write logs as JSON lines."),
-    click.option(
-        "--host-name",
-        "host_names",
-        multiple=True,
-        metavar="NAME",
-        help="What clients may call this server besides localhost, such as a proxy in front; repeatable.",
-    ),
-    click.option("--insecure", is_flag=True, help="Let --host be reached from elsewhere without keys."),
-    click.option("--encrypt", is_flag=True, help="Encrypt what goes between nodes; inside a node nothing leaves it."),
-    click.option(
-        "--hangs-s",
-        default=10.0,
-        type=click.FloatRange(min=0, min_open=True),
-        help="A batch that the device has had for so long, and for 20 times its planned time, never comes back: its "
-        "gpu-let is replaced.",
-    ),
-    click.option("--scheduler", default="deferred", help="Batching scheduler of the dispatcher."),
-    click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
-    click.option(
-        "--gateways",
-        default=0,
-        show_default=False,
-        type=click.IntRange(0, 64),
-        help="Processes that take HTTP; several feed one dispatcher per sub-cluster.  [default: 2 where every process "
-        "has a core, else 1]",
-    ),
-    click.option(
-        "--dispatchers",
-        default=2,
-        type=click.IntRange(1, 8),
-        help="Of each sub-cluster, where gateways feed any: one schedules, the others wait to take over.",
-    ),
-    click.option(
-        "--partition",
-        "partition_file",
-        metavar="K|FILE",
-        help="Part the plan into K sub-clusters of even rate and memory, or by a file with that of every model.",
-    ),
-    click.option("--control", "control_file", metavar="FILE", help="Settings of a controller beside it."),
 )
-serving_arguments = gathered(ServingArguments, "asked", *_serving, cluster_arguments)
+serving_arguments = gathered(ServingArguments, "asked", *_serving)

@@ -13,7 +13,7 @@ import click
 
 from tenuto.cli.common import Numbers, command_line, json_option, notice, output_option, printed_as_json, say, tell
 from tenuto.cli.tables import print_table
-from tenuto.errors import Problem, raise_if_any, refused
+from tenuto.errors import Problem, one_of, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.memory_meter import ResidentMemory
@@ -76,7 +76,7 @@ def command(
     sources = _pairs("MODEL", tuple(text if "=" in text else f"{text.rpartition('.')[2]}={text}" for text in models))
     files, prefixes = _pairs("--weights", weights), _pairs("--reseed", reseeded)
     problems = [
-        Problem(option, name, "is no name of a model", f"Use one of {', '.join(sources)}.")
+        Problem(option, name, "is no name of a model", one_of(name, sources))
         for option, given in (("--weights", files), ("--reseed", prefixes))
         for name in given
         if name not in sources

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import tell
+from tenuto.cli.common import GroupedVerb, tell
 from tenuto.cli.deploying import ServingArguments, serving_arguments
 from tenuto.errors import EnvironmentFaultError, TenutoError
 
@@ -22,7 +22,9 @@ _ANSWER_S = 2.0  # limit: for a status
 _LOST_S = 30.0  # limit: a cluster that has not answered for so long is lost
 
 
-@click.command(name="serve", short_help="Start a plan on Ray Serve and wait until it is healthy; Ctrl-C drains.")
+@click.command(
+    "serve", cls=GroupedVerb, short_help="Start a plan on Ray Serve and wait until it is healthy; Ctrl-C drains."
+)
 @serving_arguments
 @click.option("--replace", is_flag=True, help="End first what runs there, foreign Serve applications included.")
 @click.option(
@@ -31,9 +33,10 @@ _LOST_S = 30.0  # limit: a cluster that has not answered for so long is lost
 def command(asked: ServingArguments, replace: bool, address: str | None) -> int:
     """Start a plan on Ray Serve, wait until it is healthy, and serve until Ctrl-C.
 
-    Without a running Ray cluster a local one is started, and stopped at the end. Another terminal can operate it:
-    `tenuto deploy`, `diff`, `history`, `rollback`, `control`. SIGHUP reads the plan file again and goes over to it. A
-    second Ctrl-C ends everything at once. Exit code 3: what it needs of Ray was lost.
+    What no option says is as PLAN says, else the default below. Without a running Ray cluster a local one is started,
+    and stopped at the end. Another terminal can operate it: `tenuto deploy`, `diff`, `history`, `rollback`, `control`.
+    SIGHUP reads the plan file again and goes over to it. A second Ctrl-C ends everything at once. Exit code 3: what it
+    needs of Ray was lost.
 
     Example: tenuto serve plan.yaml --emulate
     """

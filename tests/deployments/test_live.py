@@ -15,6 +15,7 @@ import pytest
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
+from tenuto.deployments.serve.process_logs import LogReader, process_logs
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import lookup
@@ -211,6 +212,15 @@ def test_errors_are_json_and_say_what_to_do(url: str) -> None:
     status, answer = post(f"{url}/v2/nothing", b"")
     assert status == 404
     assert "/docs" in answer["error"]
+
+
+def test_logs_are_those_of_the_processes_and_come_once(url: str) -> None:
+    logs = process_logs()
+    assert {log.application for log in logs} == {"tenuto", "gpulet-n0-0-a", "gpulet-n0-1-a", "gpulet-n0-2-a"}
+    reader = LogReader(last=3)
+    first = list(reader.read(logs))
+    assert any("gpulet-n0-2-a" in line and "mobilenet_v2 is ready" in line for line in first)
+    assert not set(first) & set(reader.read(logs))
 
 
 def test_a_client_that_goes_away_does_not_disturb_others(url: str) -> None:

@@ -10,7 +10,7 @@ import click
 from tenuto.cli.common import ClusterArguments, cluster_arguments, json_option, notice, printed_as_json, say
 from tenuto.cli.tables import number, print_table
 from tenuto.deployments.serve.sub_clusters import imbalance, read_partition
-from tenuto.errors import Problem, raise_if_any, refused
+from tenuto.errors import Problem, one_of, raise_if_any, refused
 from tenuto.placement import Cluster, Workload
 from tenuto.placement.costs import MOST_BATCH, context_mib_of, costs_of
 from tenuto.placement.policies.symphony.partition import Partition, PartitionLimits, PartitionModel, partition
@@ -111,9 +111,9 @@ def _models(
         zip(workload.models, costs_of(workload, cluster, profiles).values(), strict=True)
     ):
         if kind not in by_type:
-            known = ", ".join(sorted(profiles.for_type(kind))) or "none"
+            cure = one_of(spec.profile_row, sorted(profiles.for_type(kind)))
             rule = f"no profile of '{spec.profile_row}' on GPU type '{kind}'"
-            problems.append(Problem(f"models.{index}.profile", spec.profile_row, rule, f"Known: {known}."))
+            problems.append(Problem(f"models.{index}.profile", spec.profile_row, rule, cure))
             continue
         staggered = StaggeredModel(by_type[kind], MOST_BATCH, context_mib)
         if staggered.why_not:

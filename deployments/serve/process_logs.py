@@ -1,0 +1,93 @@
+"""The logs of the processes that run: which there are, and what is new in them, on whatever node they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.deployments.serve.config import is_ours
+from tenuto.deployments.serve.states import serve_client
+
+_MOST_BYTES = 1 << 20  # limit: of a log that are read at once
+_READ_S = 60.0  # limit: a node's first worker imports Ray
+
+
+@dataclass(frozen=True)
+class ProcessLog:
+    """The log of one process of an application; `path` lies in the folder of Ray's logs on its node."""
+
+    application: str
+    node_id: str
+    path: str
+
+
+def process_logs() -> list[ProcessLog]:
+    """Return the logs of all processes of ours that Serve has started."""
+    client = serve_client()
+    details = within(ANSWER_S, client.get_serve_details) if client else {"applications": {}}
+    return [
+        ProcessLog(name, replica["node_id"], replica["log_file_path"])
+        for name, application in details["applications"].items()
+        if is_ours(name)
+        for deployment in application["deployments"].values()
+        for replica in deployment["replicas"]
+        if replica["log_file_path"]
+    ]
+
+
+class LogReader:
+    """Reads logs on; of each it begins with the last lines."""
+
+    def __init__(self, last: int) -> None:
+        """`last`: lines of each log to begin with."""
+        self._last = last
+        self._offsets: dict[ProcessLog, int] = {}
+
+    def read(self, logs: Collection[ProcessLog]) -> Iterator[str]:
+        """Yield the lines that are new, log by log; a node that is lost has none."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ask = ray.remote(num_cpus=0, max_retries=0)(read_lines)
+        for node in dict.fromkeys(log.node_id for log in logs):
+            here = [log for log in logs if log.node_id == node]
+            there = ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            try:
+                found = ray.get(
+                    there.remote([(log.path, self._offsets.get(log)) for log in here], self._last), timeout=_READ_S
+                )
+            except (ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
+                continue
+            for log, (lines, offset) in zip(here, found, strict=True):
+                self._offsets[log] = offset
+                yield from lines
+
+
+def read_lines(
+    files: Sequence[tuple[str, int | None]], last: int, folder: str | None = None
+) -> list[tuple[list[str], int]]:
+    """Return the whole lines of files from an offset on, and the next offset; what is cut between is left for later.
+
+    Args:
+        files: paths below the folder, each with the offset in bytes; None: its last lines.
+        last: how many these are at most.
+        folder: default: where Ray has its logs on this node.
+    """
+    if folder is None:
+        from ray._private.worker import _global_node
+
+        folder = _global_node.get_logs_dir_path()
+    found = []
+    for path, offset in files:
+        with open(folder + path, "rb") as file:
+            size = file.seek(0, 2)
+            if offset is not None and offset > size:  # it was begun anew
+                offset = 0
+            begin = file.seek(max(0, size - _MOST_BYTES) if offset is None else offset)
+            whole, newline, _ = file.read(_MOST_BYTES).rpartition(b"\n")
+        lines = whole.decode("utf-8", "replace").split("\n") if newline else []
+        found.append(
+            (lines if offset is not None else lines[max(0, len(lines) - last) :], begin + len(whole + newline))
+        )
+    return found

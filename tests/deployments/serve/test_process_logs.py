@@ -1,0 +1,32 @@
+"""Logs that are read on while they grow: every whole line comes once, in order."""
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.deployments.serve.process_logs import read_lines
+
+LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n"), max_size=8)
+
+
+@given(lines=st.lists(LINE, max_size=12), cuts=st.lists(st.integers(0, 200), max_size=4), last=st.integers(0, 5))
+def test_whole_lines_come_once_and_in_order(lines: list[str], cuts: list[int], last: int) -> None:
+    text = "".join(f"{line}\n" for line in lines).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "a.log")
+        file.write_bytes(b"old\nolder\n")
+        ((found, offset),) = read_lines([("/a.log", None)], last, folder)
+        assert found == ["old", "older"][max(0, 2 - last) :]
+        came: list[str] = []
+        for end in (*sorted(cuts), len(text)):
+            file.write_bytes(b"old\nolder\n" + text[:end])
+            ((found, offset),) = read_lines([("/a.log", offset)], last, folder)
+            came += found
+    assert came == lines
+
+
+def test_a_log_that_is_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("one\n")
+    assert read_lines([("/a.log", 1000)], 5, str(tmp_path)) == [(["one"], 4)]
