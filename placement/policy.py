@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -82,12 +83,12 @@ def policy_names() -> dict[str, type[Policy]]:
 
 
 def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """Return a policy by entry-point name, or from a file as `path.py:Class`.
+    """Return a policy by entry-point name, or from a module or a file as `package.module:Class` and `path.py:Class`.
 
     Raises:
-        InvalidInputError: unknown name, file, class or option; the message lists the known ones.
+        InvalidInputError: unknown name, module, file, class or option; the message lists the known ones.
     """
-    kind = _from_file(name) if ":" in name else _from_entry_point(name)
+    kind = _from_module(name) if ":" in name else _from_entry_point(name)
     return _configured(kind, name, dict(options or {}))
 
 
@@ -101,27 +102,33 @@ def _from_entry_point(name: str) -> type[Policy]:
     return kind
 
 
-def _from_file(name: str) -> type[Policy]:
+def _from_module(name: str) -> type[Policy]:
     path, _, attribute = name.rpartition(":")
     file = Path(path)
-    if not file.is_file():
-        raise refused("--policy", name, "no such file", "Give it as path/to/file.py:ClassName.")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
+    is_module = not path.endswith(".py") and all(part.isidentifier() for part in path.split("."))
+    if not is_module and not file.is_file():
+        cure = "Give it as path/to/file.py:ClassName, or as package.module:ClassName."
+        raise refused("--policy", name, "no such file", cure)
+    if is_module and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # as `python -m` does, and as for models
+    spec = None if is_module else importlib.util.spec_from_file_location(file.stem, file)
+    if not is_module and (spec is None or spec.loader is None):
         raise refused("--policy", name, "is not a Python file", "Give it as path/to/file.py:ClassName.")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        if spec is None or spec.loader is None:
+            module = importlib.import_module(path)
+        else:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
     except Exception as error:
-        raise refused(
-            "--policy", name, f"importing the file failed: {type(error).__name__}: {error}", "Repair the file."
-        ) from error
+        rule, cure = f"importing it failed: {type(error).__name__}: {error}", "Repair it, or start where it lies."
+        raise refused("--policy", name, rule, cure) from error
     kind: type[Policy] | None = getattr(module, attribute, None)
     if not kind or not (inspect.isclass(kind) and callable(getattr(kind, "place", None))):
         raise refused(
             "--policy",
             name,
-            f"'{attribute}' is not a class with a place() method in {file.name}",
+            f"'{attribute}' is not a class with a place() method in {path}",
             "Derive it from tenuto.placement.Policy.",
         )
     return kind

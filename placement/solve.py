@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 
 from tenuto.errors import InvalidInputError, Problem, one_of, raise_if_any
 from tenuto.placement.cluster import Cluster
@@ -13,6 +14,7 @@ from tenuto.placement.ledger import unknown_memory, with_caps
 from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.policy import Policy
+from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import measured_otherwise, option_problems
 from tenuto.placement.surviving import arranged, losses_of, not_surviving, place_problems
 from tenuto.placement.watch import INTERRUPTED
@@ -22,6 +24,7 @@ from tenuto.profiles import ModelProfile, Profiles
 MOST_ELASTIC_GPUS = 10_000  # limit: a rate that takes more is a slip of the pen; policies would open GPUs for minutes
 # paper: Symphony's goodput, the 99th percentile within the SLO; what a model is named for staying below
 ATTAINED = 0.99
+_SERVED_WITH = frozenset({"torch", "onnxruntime"})  # packages that execute models
 NEARLY = 0.97  # limit: chooses between two sentences; what a promise near the capacity of its gpu-lets is at least
 
 
@@ -64,6 +67,16 @@ def solve(
         }
     )
     return complete(plan, policy, workload, cluster, profiles)
+
+
+def enough_for_all(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+    """Return the plan of a policy on as many GPUs of the cluster's types as it takes; what it does not serve as asked
+    then has another reason than too few GPUs, which the plan gives.
+
+    Raises:
+        InvalidInputError: the policy does not plan on elastic clusters.
+    """
+    return solve(policy, workload, cluster.model_copy(update={"elastic": True}), profiles)
 
 
 def _nothing(cluster: Cluster) -> Plan:
@@ -194,11 +207,43 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
     unknown = unknown_memory(plan)
     if unknown:
         notes.append(f"memory was not measured, so that the ledger cannot tell whether they fit: {', '.join(unknown)}")
+    notes += _measured_otherwise_than_here(plan, profiles)
     notes += _estimated(plan, sharing.costs, getattr(policy, "compute_metric", None))
     plan = plan.model_copy(update={"notes": tuple(notes)})
     plan = _with_expectation(plan, cluster, sharing)
     check_plan(plan, cluster)
     return plan
+
+
+def _measured_otherwise_than_here(plan: Plan, profiles: Profiles) -> list[str]:
+    """Return a line per GPU type whose profiles come from several devices, and per package that is installed here in
+    another version than what the plan rests on was measured with."""
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
+    devices: dict[str, dict[str, None]] = {}
+    versions: dict[tuple[str, str], dict[str, None]] = {}
+    for gpulet in plan.gpulets:
+        for spec in (plan.model(replica.name) for replica in gpulet.models):
+            kind = types[gpulet.gpu]
+            measured = None if spec.latency is not None else profiles.measured(spec.profile_row, kind)
+            if measured is not None:
+                devices.setdefault(kind, {})[measured.hardware] = None
+                for package in measured.versions.keys() & _SERVED_WITH:
+                    versions.setdefault((package, measured.versions[package]), {})[spec.name] = None
+    found = [
+        f"profiles of {kind} come from several devices: {'; '.join(of)}" for kind, of in devices.items() if len(of) > 1
+    ]
+    for (package, version), names in versions.items():
+        here = _installed(package)
+        if here is not None and here.partition("+")[0] != version.partition("+")[0]:
+            found.append(f"measured with {package} {version}, installed here is {here}: {', '.join(names)}")
+    return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]], compute_metric: str | None) -> list[str]:
@@ -236,12 +281,12 @@ def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing) -> Plan:
     update = {"gpus_used": len(used), "cost_per_hour": cost, "assumptions": assumptions}
     reasons = {name: plan.unserved_reasons.get(name, "the policy gave no reason") for name in plan.unserved}
     believed = {n: m.goodput_rps for n, m in plan.believed.models.items()} if plan.believed is not None else {}
-    fastest_ms = _fastest_ms(plan)
+    fastest = _fastest(plan)
     for spec in plan.models:
         if spec.name in expected.models:
             part = expected.models[spec.name].goodput_rps / spec.rate_rps
             if part < ATTAINED:
-                reasons[spec.name] = _why_below(plan, spec, part, believed, fastest_ms.get(spec.name, 0.0))
+                reasons[spec.name] = _why_below(plan, spec, part, believed, fastest.get(spec.name))
     plan = plan.model_copy(update={"expected": expected.model_copy(update=update)})
     losses = losses_of(plan)
     for name, why in not_surviving(plan, losses).items():
@@ -250,30 +295,42 @@ def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing) -> Plan:
     return plan.model_copy(update={"expected": expected, "unserved_reasons": reasons})
 
 
-def _why_below(plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, float], fastest_ms: float) -> str:
+def _why_below(
+    plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, float], fastest: tuple[float, Gpulet] | None
+) -> str:
     """Return the figure of a model that is served in part, and why."""
     why = plan.unserved_reasons.get(spec.name)
-    if fastest_ms > spec.slo_ms:
+    if fastest is not None and fastest[0] > spec.slo_ms:
         why = (
-            f"SLO below batch 1: on its share beside its neighbours a request takes {fastest_ms:.4g} ms, its SLO is "
+            f"SLO below batch 1: {_circumstances(plan, [fastest[1]])}a request takes {fastest[0]:.4g} ms, its SLO is "
             f"{spec.slo_ms:g} ms"
         )
     if why is None:
         why = "no GPU time left on its gpu-lets" if part < NEARLY else "little GPU time left, a few percent may be late"
         if believed.get(spec.name, 0.0) > 1.001 * part * spec.rate_rps:
-            why = "no GPU time left: on its share beside its neighbours it carries less than the policy believed"
+            hosts = _circumstances(plan, plan.hosts_of(spec.name))
+            why = f"no GPU time left: {hosts}it carries less than the policy believed"
     return f"{part * spec.rate_rps:.4g} of {spec.rate_rps:g} rps expected in time ({100 * part:.3g} %); {why}"
 
 
-def _fastest_ms(plan: Plan) -> dict[str, float]:
-    """Return how long a request of each model takes where that is least."""
-    found: dict[str, float] = {}
+def _circumstances(plan: Plan, gpulets: Sequence[Gpulet]) -> str:
+    """Return what makes a request take longer on gpu-lets than alone on a whole GPU, in words before others."""
+    by_gpu = plan.by_gpu()
+    share = "on its share " if any(gpulet.effective_share_pct < 100.0 for gpulet in gpulets) else ""
+    beside = "beside its neighbours " if any(len(by_gpu[gpulet.gpu]) > 1 for gpulet in gpulets) else ""
+    return share + beside
+
+
+def _fastest(plan: Plan) -> dict[str, tuple[float, Gpulet]]:
+    """Return how many ms a request of each model takes where that is least, and where that is."""
+    found: dict[str, tuple[float, Gpulet]] = {}
     for gpulet in plan.gpulets:
         for program in gpulet.programs:
             if program.latency is not None:
                 takes_ms = program.latency.at(1) * program.slowdown
                 for name in program.models:
-                    found[name] = min(takes_ms, found.get(name, takes_ms))
+                    if name not in found or takes_ms < found[name][0]:
+                        found[name] = takes_ms, gpulet
     return found
 
 

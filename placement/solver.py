@@ -1,4 +1,4 @@
-"""Linear and integer programs, solved by HiGHS and kept off stdout, which belongs to what a command prints."""
+"""Linear and integer programs, solved by HiGHS, whose own words reach neither stdout nor stderr."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ class Rows:
 
 
 def integer_program(cost: Any, **program: Any) -> OptimizeResult:
-    """Return what `scipy.optimize.milp` does; whatever its solver prints goes to stderr."""
+    """Return what `scipy.optimize.milp` does, without what its solver prints."""
     # Gateways import what partitions models, and only one of a cluster ever partitions.
     from scipy.optimize import milp
 
-    with _one_at_a_time, _stdout_to_stderr():
+    with _one_at_a_time, _silenced():
         return milp(cost, **program)
 
 
 @contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     """HiGHS (scipy 1.17.1) prints a line for debugging by C's printf, whatever its options say, when it polishes a
     solution; a reader of `tenuto plan --json` would get that line before the document."""
     sys.stdout.flush()
@@ -87,10 +87,12 @@ def _stdout_to_stderr() -> Iterator[None]:
     except OSError:  # closed: nothing to keep clean
         yield
         return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(2, 1)
+        os.dup2(nowhere, 1)
         yield
     finally:
-        ctypes.CDLL(None).fflush(None)  # into stderr still
+        ctypes.CDLL(None).fflush(None)  # into nowhere still
         os.dup2(kept, 1)
         os.close(kept)
+        os.close(nowhere)

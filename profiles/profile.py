@@ -236,6 +236,12 @@ class Profiles:
         """Return the hardware coefficients of a GPU type, empty where none are known."""
         return self._first_of(gpu_type, lambda profile: profile.coefficients)
 
+    def measured(self, row: str, gpu_type: str) -> Measured | None:
+        """Return where and when a row was measured; None where its file does not say, or there is none."""
+        files = (file for file in self._profiles if file.gpu_type == gpu_type and row in file.models)
+        found = next(files, None)
+        return None if found is None else found.measured
+
     def _first_of(self, gpu_type: str, part: Callable[[Profile], Mapping[str, T]]) -> Mapping[str, T]:
         found: dict[str, T] = {}
         for profile in self._profiles:

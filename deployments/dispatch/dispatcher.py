@@ -60,12 +60,14 @@ _NO_ANSWER = "the gpu-let that executed this batch died; send the request again"
 
 @dataclass(slots=True)
 class _Asked:
-    """A model that can be asked: its index and its program's in the core, what is allowed, and what one takes alone."""
+    """A model that can be asked: its index and its program's in the core, what is allowed, what one takes alone, its
+    largest planned batch."""
 
     index: int
     program: int
     slo_ms: float
     alone_ms: float
+    batch_size: int
     counters: ModelCounters
 
 
@@ -159,10 +161,15 @@ class Dispatcher:
         self._scheduler, self._rehearsals = scheduler, rehearsals_of(scheduler)
         alone_ms = _alone_ms(scheduler.system)
         self._asked = {}
+        sizes: dict[str, int] = {}
+        for planned in (program for gpulet in plan.gpulets for program in gpulet.programs):
+            sizes |= {name: max(planned.batch_size, sizes.get(name, 1)) for name in planned.models}
         for index, (spec, program) in enumerate(zip(plan.models, scheduler.system.program_of, strict=True)):
             counters = self.accounts.counters[spec.name]
             counters.follow(spec.slo_ms)
-            self._asked[spec.name] = _Asked(index, program, spec.slo_ms, alone_ms[index], counters)
+            self._asked[spec.name] = _Asked(
+                index, program, spec.slo_ms, alone_ms[index], sizes.get(spec.name, 1), counters
+            )
         self._latency_ratios.restart()
         self._fleet.adopt(plan, standby)
         self.accounts.advice.follow(plan, self._clock())
@@ -230,6 +237,7 @@ class Dispatcher:
         slo_ms: float | None = None,
         client_id: str = "",
         reserve_ms: float = 0.0,
+        yields: bool = False,
     ) -> Request:
         """Ask the core for a request whose tensors are not read yet. `asker.refused` may be called before this returns:
         then whoever sent it need not be read. Else `start` or `cancel` must follow at once.
@@ -241,6 +249,7 @@ class Dispatcher:
             slo_ms: time allowed from then; the model's SLO by default. Zero or less is expired at once.
             client_id: what the client calls it; travels to the gpu-let's log.
             reserve_ms: kept of the deadline for the way back to the client.
+            yields: it only fills batches up: it is turned away where a full one of its model waits for a gpu-let.
 
         Raises:
             KeyError: the plan has no such model.
@@ -249,14 +258,20 @@ class Dispatcher:
         now = self._time.now_ms
         arrived = now if arrived_ms is None else arrived_ms
         deadline = arrived + (asked.slo_ms if slo_ms is None else slo_ms)
-        request = Request(next(self._ids), model, asked.index, arrived, deadline, reserve_ms, client_id, asker)
+        request = Request(
+            next(self._ids), model, asked.index, arrived, deadline, reserve_ms, client_id, asker, yields=yields
+        )
         asked.counters.submitted += 1
         self._open[request.id] = request
         scheduler = self._scheduler
-        if scheduler.queued(asked.program) >= self._max_queued:
-            wait_s = max(0.1, asked.slo_ms / 1000.0)
+        waiting, wait_s = scheduler.queued(asked.program), max(0.1, asked.slo_ms / 1000.0)
+        if waiting >= self._max_queued:
             reason = f"{self._max_queued} requests of '{model}' are waiting; retry in {wait_s:g} s"
             self._refuse(request, Refused(Outcome.REJECTED, reason, wait_s, rule=Rule.FULL))
+            return request
+        if yields and waiting >= asked.batch_size:
+            reason = f"it has a lower priority, and a full batch of '{model}' waits; retry in {wait_s:g} s"
+            self._refuse(request, Refused(Outcome.REJECTED, reason, wait_s, rule=Rule.YIELDED))
             return request
         if deadline - reserve_ms < now + asked.alone_ms:
             self._expire(request, Rule.TOO_LATE)

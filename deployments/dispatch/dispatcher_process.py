@@ -243,6 +243,7 @@ class BundleServer:
             slo_ms=row.deadline_at_ms - row.arrived_at_ms,
             client_id=row.client_id,
             reserve_ms=row.reserve_ms,
+            yields=row.yields,
         )
 
     async def _report(self, protocol: FrameProtocol, asked: AskStatus | AskWaiting | AskEnded) -> None:

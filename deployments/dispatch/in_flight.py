@@ -31,7 +31,8 @@ class Request:
 
     `model` is its index in the present plan. `parts` holds one tensor per input of the model, in signature order, from
     `Dispatcher.start` on; `memory` what they lie in, if others read it too. `client_id` is what its client calls it;
-    `reserve_ms` is kept of its deadline for the way back. `is_waiting`: in no batch.
+    `reserve_ms` is kept of its deadline for the way back. `is_waiting`: in no batch. `yields`: others of its model go
+    first.
 
     It does not know its batch, nor does who asked know it after its end: what refers to itself is left to Python's
     collector, which stops the process for 85 ms where 50,000 objects wait for it.
@@ -49,6 +50,7 @@ class Request:
     memory: Held | None = None
     is_waiting: bool = True
     was_retried: bool = False
+    yields: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -33,6 +33,8 @@ _TIMES = (
     b"x-tenuto-batch-size: %d\r\nx-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
 )
 _SCANNED_BYTES = 1 << 16  # limit: of a body that is searched for the name of a deadline; longer ones are parsed
+_PRIORITY = (b"priority", b"\\u")  # what JSON may write any name with
+_ALL_PARAMETERS = (b"slo_ms", b"timeout", *_PRIORITY)
 
 
 class SharedService(Protocol):
@@ -51,7 +53,9 @@ class SharedService(Protocol):
     def request_id(self, raw: str) -> str:
         """Return what a request is called: what its client calls it, in printable ASCII, else a new name."""
 
-    def admit(self, asker: Asker, exchange: Exchange, model: PlannedModel, slo_ms: float, client_id: str) -> Request:
+    def admit(
+        self, asker: Asker, exchange: Exchange, model: PlannedModel, slo_ms: float, client_id: str, *, yields: bool
+    ) -> Request:
         """Ask the scheduling side for one sample."""
 
     def answer_left(self, request: Request, slo_ms: float, alone_ms: float) -> None:
@@ -64,8 +68,8 @@ class SharedService(Protocol):
 class InferCall:
     """One HTTP request for inference, of one or more samples, from its body to its response.
 
-    The core is asked before the body is parsed, where the body cannot name a deadline of its own: what it turns away
-    costs no more.
+    The core is asked before the body is parsed, where the body can name neither a deadline nor a priority of its own:
+    what it turns away costs no more.
     """
 
     def __init__(self, service: SharedService, exchange: Exchange, route: Route) -> None:
@@ -79,6 +83,7 @@ class InferCall:
         self._parsed: InferRequest | None = None  # None: the response names classes
         self._open: list[Request] = []  # in the order of the samples
         self._rows: dict[int, tuple[Executed, int]] = {}
+        self._yields = False
         self._is_over = False
         traces = service.traces
         self._traced = None if traces is None else traces.begin(route.traceparent)
@@ -91,7 +96,7 @@ class InferCall:
         """
         route, body = self._route, self._exchange.body
         early: Request | None = None
-        if route.slo_ms is not None or not _may_name_slo(body, route.json_length):
+        if not _may_name(body, route.json_length, _PRIORITY if route.slo_ms is not None else _ALL_PARAMETERS):
             early = self._admit(route.client_id)
             if self._is_over:
                 return  # turned away, and responded to
@@ -107,7 +112,7 @@ class InferCall:
     def begin_parsed(self, parsed: InferRequest, early: Request | None = None) -> None:
         """Ask for what `parse` returned; `early`: the scheduling side was asked for its one sample."""
         self._parsed = parsed
-        self._id = parsed.header.id
+        self._id, self._yields = parsed.header.id, parsed.header.yields
         if parsed.header.slo_ms is not None and self._route.slo_ms is None:
             self._slo_ms = parsed.header.slo_ms
         self._start(parsed.parts, early)
@@ -136,7 +141,7 @@ class InferCall:
         return parsed
 
     def _admit(self, client_id: str) -> Request:
-        request = self._service.admit(self, self._exchange, self._model, self._slo_ms, client_id)
+        request = self._service.admit(self, self._exchange, self._model, self._slo_ms, client_id, yields=self._yields)
         if not self._is_over:
             self._open.append(request)
         return request
@@ -301,9 +306,9 @@ def times_of(request: Request, executed: Executed) -> bytes:
     return lines if math.isnan(start_ms) else b"%bx-tenuto-start-ms: %.3f\r\n" % (lines, start_ms)
 
 
-def _may_name_slo(body: Buffer, json_length: int | None) -> bool:
-    """Whether a body could name a deadline of its own, so that it has to be parsed first; long JSON is."""
+def _may_name(body: Buffer, json_length: int | None, names: tuple[bytes, ...]) -> bool:
+    """Whether a body could name one of these parameters, so that it has to be parsed first; long JSON is."""
     if (len(body) if json_length is None else json_length) > _SCANNED_BYTES:
         return True
     text = body if isinstance(body, bytes) and json_length is None else bytes(body[:json_length])
-    return b"slo_ms" in text or b"timeout" in text or b"\\u" in text
+    return any(name in text for name in names)

@@ -227,12 +227,13 @@ class DispatcherClient:
         slo_ms: float | None = None,
         client_id: str = "",
         reserve_ms: float = 0.0,
+        yields: bool = False,
     ) -> Request:
         """Take one request; only the absence of its dispatcher refuses it here. See `Dispatcher.admit`."""
         group = self._group_of[model]
         arrived = time.monotonic() * 1000.0 if arrived_ms is None else arrived_ms
         deadline = arrived + (self._slo_ms[model] if slo_ms is None else slo_ms)
-        request = Request(next(self._numbers), model, 0, arrived, deadline, reserve_ms, client_id, asker)
+        request = Request(next(self._numbers), model, 0, arrived, deadline, reserve_ms, client_id, asker, yields=yields)
         if group.scheduling() is None:
             reason = f"the dispatcher of '{model}' is not there. Retry in a few seconds."
             asker.refused(request, Refused(Outcome.FAILED, reason, 1.0))
@@ -284,6 +285,7 @@ class DispatcherClient:
                 request.reserve_ms,
                 request.client_id,
                 [places.put(part) for part in request.parts],
+                request.yields,
             )
             for request in requests
             if request.id in peer.waiting

@@ -127,6 +127,7 @@ class InferHeader:
     outputs: list[RequestedOutput] | None
     binary_output: bool
     slo_ms: float | None
+    yields: bool = False  # others of its model go first
 
     def fill(self, binary: memoryview, *, arena: str = "", offset: int = 0) -> InferRequest:
         """Return the request with what follows the JSON part; `arena` and `offset` say where that lies.
@@ -298,10 +299,7 @@ class RequestReader:
         count, tensors, binary_bytes = self._tensors(given.inputs)
         header = InferHeader(str(given.id), tensors, binary_bytes, count, None, False, None)
         if parameters:
-            if parameters.get("priority"):
-                raise BadRequestError(
-                    "parameter priority is not honoured: the plan gives priorities to models. Leave it out."
-                )
+            header.yields = yields_from(parameters)
             header.binary_output = bool(parameters.get("binary_data_output", False))
             header.slo_ms = slo_from(parameters)
         if given.outputs is not None:
@@ -387,6 +385,19 @@ def slo_from(parameters: Mapping[str, Any]) -> float | None:
     if "timeout" in parameters:
         return parse_slo(parameters["timeout"], "parameter timeout", 1000.0 * LONGEST_SLO_MS) / 1000.0
     return None
+
+
+def yields_from(parameters: Mapping[str, Any]) -> bool:
+    """Return whether Triton's `priority` ranks a request below the others of its model: 0 (none) and 1 (the highest)
+    are what every request has by the plan, whatever is above 1 is lower.
+
+    Raises:
+        BadRequestError: it is no whole number of at least 0.
+    """
+    given = parameters.get("priority", 0)
+    if type(given) is not int or given < 0:
+        raise BadRequestError("parameter priority must be a whole number: 0 or 1, or above 1 to go behind others.")
+    return given > 1
 
 
 def parse_slo(value: Any, where: str, most: float = LONGEST_SLO_MS) -> float:

@@ -365,7 +365,9 @@ class InferenceService:
             return f"{self._id_prefix}-{next(self._numbers)}"
         return raw[:128] if raw.isascii() and raw.isprintable() else quote(raw, safe=_PRINTABLE)[:128]
 
-    def admit(self, asker: Asker, exchange: Exchange, model: PlannedModel, slo_ms: float, client_id: str) -> Request:
+    def admit(
+        self, asker: Asker, exchange: Exchange, model: PlannedModel, slo_ms: float, client_id: str, *, yields: bool
+    ) -> Request:
         """Ask the scheduling side for one sample."""
         return self.dispatching.admit(
             model.name,
@@ -374,6 +376,7 @@ class InferenceService:
             slo_ms=slo_ms,
             client_id=client_id,
             reserve_ms=self.margin.reserve_ms(slo_ms, model.alone_ms),
+            yields=yields,
         )
 
     def answer_left(self, request: Request, slo_ms: float, alone_ms: float) -> None:

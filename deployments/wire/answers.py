@@ -18,6 +18,7 @@ class Rule(StrEnum):
     CUT = "no batch that meets its deadline"
     BEYOND_PLAN = "beyond the planned rate"
     FULL = "queue full"
+    YIELDED = "lower priority, and a full batch waits"
     NONE = ""  # it failed
 
 

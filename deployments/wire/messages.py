@@ -163,7 +163,8 @@ class TakeCharge(_Message, tag=9):
 
 class RequestRow(NamedTuple):
     """One request. `deadline_at_ms` is the client's, on the sender's clock; `reserve_ms` is kept of it for the way
-    back. `lengths` and dtypes of its inputs stand in `places`, as in `RunBatch`."""
+    back. Where it `yields`, others of its model go first. `lengths` and dtypes of its inputs stand in `places`, as in
+    `RunBatch`."""
 
     number: int
     model: str
@@ -172,6 +173,7 @@ class RequestRow(NamedTuple):
     reserve_ms: float
     client_id: str
     places: list[PartPlace]
+    yields: bool = False
 
 
 class Requests(_Message, tag=10):

@@ -51,11 +51,17 @@ class MeasureRequest:
     known: tuple[tuple[int, float, float], ...] = ()
     tolerance_pct: float = 0.0
     time_limit_s: float | None = None
+    name: str = ""  # of the profile row, where the source does not say it
 
     def left(self) -> int:
         """Return how many points are still to be measured."""
         have = {(batch, share) for batch, share, _ in self.known}
         return sum((batch, share) not in have for batch in self.batch_sizes for share in self.shares)
+
+    @property
+    def row(self) -> str:
+        """The profile row: its own name, else that of the source."""
+        return self.name or row_name(self.source)
 
     def check(self) -> None:
         """Raise `InvalidInputError` with every value that is out of range."""
@@ -188,7 +194,7 @@ def measure_model(
         run=run or None,
         weights_mib=None if weights_mib is None else round(weights_mib, 2),
     )
-    return Measurement(row_name(request.source), profile, machine, context_mib)
+    return Measurement(request.row, profile, machine, context_mib)
 
 
 def _all_events(request: MeasureRequest, shares: Shares | None) -> Iterator[Event]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from tenuto.placement.shown.table import (
     why_below,
     why_unserved,
 )
-from tenuto.placement.solve import check_inputs
+from tenuto.placement.solve import check_inputs, enough_for_all
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
 
@@ -68,7 +69,7 @@ class _Faults:
     "--policy",
     "policy_name",
     default=DEFAULT_POLICY,
-    metavar="NAME|FILE.py:CLASS",
+    metavar="NAME|MODULE:CLASS|FILE.py:CLASS",
     help="Placement policy; see `tenuto policies`.",
 )
 @click.option(
@@ -95,6 +96,12 @@ class _Faults:
 @click.option(
     "--picture", type=click.Path(dir_okay=False), metavar="FILE.svg", help="Draw the GPUs with their gpu-lets."
 )
+@click.option(
+    "--strict",
+    is_flag=True,
+    envvar="TENUTO_STRICT",
+    help="Exit with 1 unless every model is served as asked; TENUTO_STRICT=1 says so for all plans, as in CI.",
+)
 @json_option
 def command(
     workload_file: str,
@@ -106,10 +113,13 @@ def command(
     output: str | None,
     executor: str,
     picture: str | None,
-) -> None:
+    strict: bool,
+) -> int:
     """Find and validate a plan for WORKLOAD on a cluster.
 
-    Long searches say on stderr how far they are; Ctrl-C then ends them with the best plan so far, a second one without.
+    Where the plan does not serve every model as asked, the last line says what would. Exit code 1: nothing is served in
+    time, or with --strict not everything as asked. Long searches say on stderr how far they are; Ctrl-C then ends them
+    with the best plan so far, a second one without.
 
     Example: tenuto plan workload.yaml --policy usher --gpus v100:4 -o plan.yaml
     """
@@ -128,8 +138,7 @@ def command(
     workload, cluster, profiles, policies = _inputs(workload_file, names, where, options, strict_options=not compare)
     if compare:
         orders = [profiles, *_other_orders(profiles, where.profile_names, cluster)]
-        _compare(policies, workload, cluster, orders)
-        return
+        return _compare(policies, workload, cluster, orders, strict=strict)
     extended = Plan.load(extended_file) if extended_file else None
     with planning_watched(policies[policy_name]):
         plan = solve(policies[policy_name], workload, cluster, profiles, extended=extended)
@@ -141,8 +150,38 @@ def command(
         write_file(picture, draw(plan), option="--picture")
     if not printed_as_json(plan.to_data()):
         _print_plan(plan)
-    if workload.models and not plan.gpulets:
-        raise SystemExit(1)  # a plan that serves nothing is no success
+        if plan.unserved_reasons and not cluster.elastic and extended is None:
+            _say_what_is_enough(policies[policy_name], workload, cluster, profiles, is_file=where.gpus is None)
+    return _code([plan], strict=strict)
+
+
+def _code(plans: Iterable[Plan], *, strict: bool) -> int:
+    """Return the exit code: a plan that serves nothing in time is no success, nor with --strict one below what is
+    asked."""
+    return int(
+        any(plan.models and (not plan.expected.goodput_rps or (strict and plan.unserved_reasons)) for plan in plans)
+    )
+
+
+def _say_what_is_enough(
+    policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, is_file: bool
+) -> None:
+    """Say on how many GPUs the same policy serves every model as asked; nothing where it cannot tell."""
+    try:
+        with planning_watched(policy):
+            plan = enough_for_all(policy, workload, cluster, profiles)
+            counts = Counter(gpu.type for gpu in plan.gpus)
+            gpus = "--gpus " + ",".join(f"{kind}:{count}" for kind, count in counts.items())
+            # The same GPUs may be filled otherwise where they are given; of a file they may be special.
+            fixed = None if is_file else solve(policy, workload, Cluster.parse(gpus.split()[1]), profiles)
+    except InvalidInputError:
+        return
+    if plan.unserved_reasons:
+        say(f"no number of these GPUs serves as asked: {', '.join(plan.unserved_reasons)}")
+        return
+    cost = "" if plan.expected.cost_per_hour is None else f", {plan.expected.cost_per_hour:,.2f} $/h"
+    how = "--elastic" if fixed is None or fixed.unserved_reasons else gpus
+    say(f"would serve all as asked: {len(plan.gpus)} GPUs{cost}: {how}")
 
 
 def _inputs(
@@ -177,7 +216,9 @@ def _other_orders(profiles: Profiles, names: tuple[str, ...], cluster: Cluster) 
     return [Profiles([other, *(profile for profile in first if profile is not other)]) for other in others]
 
 
-def _compare(policies: dict[str, Policy], workload: Workload, cluster: Cluster, orders: list[Profiles]) -> None:
+def _compare(
+    policies: dict[str, Policy], workload: Workload, cluster: Cluster, orders: list[Profiles], *, strict: bool
+) -> int:
     """Plan with every policy and print the plans; each uses the first order of profiles that has what it needs.
 
     Raises:
@@ -204,6 +245,7 @@ def _compare(policies: dict[str, Policy], workload: Workload, cluster: Cluster, 
     if failed:
         lines = [f"--compare {name}: {line}" for name, error in failed.items() for line in str(error).splitlines()]
         raise InvalidInputError(lines)
+    return _code(plans.values(), strict=strict)
 
 
 def _policy(name: str, options: dict[str, Any], strict: bool) -> Policy:

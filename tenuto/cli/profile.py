@@ -27,7 +27,7 @@ from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, refused
 from tenuto.mps.gpu_shares import shares_of
 from tenuto.profiles.measuring.book import ProfileBook
-from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, measure_model, row_name
+from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, measure_model
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 
@@ -49,6 +49,13 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 )
 @click.option(
     "--budget-s", type=float, default=20.0, help="Seconds of repeated timing per model, building it excluded."
+)
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="What a MODEL is called in the profile, in order; default: the end of its source.",
 )
 @click.option("--weights", "weights_path", metavar="FILE|DIR", help="Local weights of the model (only with one MODEL).")
 @click.option(
@@ -82,7 +89,7 @@ def command(models: tuple[str, ...], time_limit_s: float | None, resume: bool, o
 
     Example: tenuto profile resnet50 mobilenet_v2 bert --batch-sizes 1,2,4,8 -o cpu.yaml
     """
-    requests = _requests(models, asked)
+    requests = _requests(models, asked.pop("names"), asked)
     if time_limit_s is not None and not time_limit_s > 0:
         raise refused("--time-limit-s", time_limit_s, "must be above 0", "Give seconds.")
     book = ProfileBook(None if output is None else Path(output), command=shlex.join(command_line()), resume=resume)
@@ -103,7 +110,7 @@ def command(models: tuple[str, ...], time_limit_s: float | None, resume: bool, o
     return 130 if fault is not None else 0
 
 
-def _requests(models: tuple[str, ...], asked: Mapping[str, Any]) -> list[MeasureRequest]:
+def _requests(models: tuple[str, ...], names: tuple[str, ...], asked: Mapping[str, Any]) -> list[MeasureRequest]:
     """Turn arguments, called as the fields of a request are, into requests.
 
     Raises:
@@ -115,17 +122,19 @@ def _requests(models: tuple[str, ...], asked: Mapping[str, Any]) -> list[Measure
         problems.append(
             Problem("--weights", asked["weights_path"], "fits one model only", "Name one model with --weights.")
         )
+    if names and len(names) != len(models):
+        problems.append(Problem("--name", " ".join(names), "names another number of MODELs", "Give one for each."))
     requests, rows = [], set()
-    for model in models:
-        request = MeasureRequest(model, **asked)
+    for model, name in zip(models, (*names, *("",) * len(models)), strict=False):
+        request = MeasureRequest(model, **asked, name=name)
         try:
             request.check()
-            row = row_name(model)
+            row = request.row
         except InvalidInputError as error:
             problems += error.problems
             continue
         if row in rows:
-            problems.append(Problem("MODEL", model, "is named twice", "Name each model once."))
+            problems.append(Problem("MODEL", model, f"is the second '{row}'", "Name them apart: --name A --name B."))
         rows.add(row)
         requests.append(request)
     if problems:
@@ -137,21 +146,18 @@ def _measure(
     requests: list[MeasureRequest], book: ProfileBook, until: float | None, shares: Shares | None
 ) -> tuple[int, BaseException | None]:
     """Measure one model after the other; on Ctrl-C or a fault return how many are finished, and the reason."""
-    before = {row_name(request.source): book.before(row_name(request.source), request) for request in requests}
+    before = {request.row: book.before(request.row, request) for request in requests}
     have = {
         name: {(p.batch_size, p.share_pct) for p in known.points} if known else set() for name, known in before.items()
     }
-    left = {
-        row_name(r.source): sum((b, s) not in have[row_name(r.source)] for b in r.batch_sizes for s in r.shares)
-        for r in requests
-    }
+    left = {r.row: sum((b, s) not in have[r.row] for b in r.batch_sizes for s in r.shares) for r in requests}
     console = progress_console()
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     finished = done = 0
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=sum(left.values()))
         for request in requests:
-            name = row_name(request.source)
+            name = request.row
             if left[name] == 0:
                 finished += 1
                 continue

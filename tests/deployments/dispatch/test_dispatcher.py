@@ -1,5 +1,6 @@
 import asyncio
 import math
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
@@ -347,6 +348,23 @@ async def test_a_request_that_is_turned_away_needs_no_tensors(start: Start) -> N
     dispatcher.cancel(request)  # its body could not be read
     assert await dispatcher.waiting() == {"m": 0}
     assert gpulet.sizes == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_a_lower_priority_only_fills_batches_up_and_none_takes_anothers_place(start: Start, seed: int) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    dispatcher = await start(make_plan(("a", ("m",)), batch_size=3, slo_ms=60_000.0), gpulet)
+    ranks, asker, turned_away = random.Random(seed), Noting(), 0
+    for _ in range(30):
+        (waiting,) = (await dispatcher.waiting()).values()
+        yields = ranks.random() < 0.5
+        request = dispatcher.admit("m", asker, yields=yields)
+        turned_away += yields and waiting >= 3
+        assert asker.refusals == [Outcome.REJECTED] * turned_away
+        if ranks.random() < 0.4:
+            dispatcher.cancel(request)
+    assert 0 < turned_away < 30
+    assert {row.rule for row in await dispatcher.ended(None, 30)} == {Rule.YIELDED}
 
 
 async def test_shared_memory_is_held_while_a_batch_may_read_it(start: Start) -> None:

@@ -180,8 +180,10 @@ async def test_what_is_absurd_is_refused_with_the_cure(bench: Bench) -> None:
     for path in ("/v2/models/m/versions/2", "/v2/models/m/versions/2/ready", "/v2/models/m/versions/x/stats"):
         assert (await bench.client.get(path, headers=own)).status_code == 404
     assert (await bench.client.post("/v2/models/m/versions/2/infer", json={}, headers=own)).status_code == 404
-    ordered = await bench.infer(document={"inputs": [TENSOR], "parameters": {"priority": 3}}, X_Api_Key=KEYS["anna"])
-    assert (ordered.status_code, "priorit" in ordered.json()["error"]) == (400, True)
+    for priority in (-1, 1.5, True, "high"):
+        document = {"inputs": [TENSOR], "parameters": {"priority": priority}}
+        ordered = await bench.infer(document=document, X_Api_Key=KEYS["anna"])
+        assert (ordered.status_code, "priority" in ordered.json()["error"]) == (400, True)
     for slo in ("nan", "inf", "1e308", "3600001", "9" * 5000):
         assert (await bench.infer(X_Api_Key=KEYS["anna"], X_SLO_Ms=slo)).status_code == 400, slo
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:

@@ -95,7 +95,7 @@ SENT = {
     "of an unknown name": tensor(name="nobody"),
     "with an unknown output": document(outputs=[{"name": "nobody"}]),
     "with a deadline that is none": post(GOOD, "X-SLO-Ms: soon"),
-    "with a priority": document(parameters={"priority": 1}),
+    "with a priority": document(parameters={"priority": -1}),
     "with shared memory": document(outputs=[{"name": "y", "parameters": {"shared_memory_region": "r"}}]),
     "binary, too short": binary(bytes(7)),
     "binary, announced wrongly": binary(bytes(8), size=9),

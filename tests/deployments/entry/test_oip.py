@@ -16,6 +16,7 @@ from tenuto.deployments.entry.oip import (
     check_outputs,
     encode_response,
     parse_slo,
+    yields_from,
 )
 from tenuto.deployments.wire.tensors import OutputTensor
 
@@ -292,3 +293,8 @@ def test_what_is_refused_was_not_built_before(part: str, where: str, size: int) 
     finally:
         tracemalloc.stop()
     assert peak < (MIB * 5 // 2 if size < MIB else 5 * size), peak
+
+
+@pytest.mark.parametrize(("priority", "yields"), [(None, False), (0, False), (1, False), (2, True), (2**40, True)])
+def test_a_priority_lowers_a_rank_and_never_raises_it(priority: int | None, yields: bool) -> None:
+    assert yields_from({} if priority is None else {"priority": priority}) is yields
