@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 STREAMS = "each gpu-let takes the next batch while one executes, and copies overlap with execution"
 HIDDEN = "`hidden ms` of a full batch's latency are copies"
+_TRIES = 4  # limit: clusters, each a GPU larger, on which a policy is asked whether they are enough
 NOTHING_HIDDEN = "nothing says how long copies take, so that none count as hidden"
 
 
@@ -166,22 +167,29 @@ def _code(plans: Iterable[Plan], *, strict: bool) -> int:
 def _say_what_is_enough(
     policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, is_file: bool
 ) -> None:
-    """Say on how many GPUs the same policy serves every model as asked; nothing where it cannot tell."""
+    """Say on how many GPUs the same policy serves every model as asked, or whom on no number; nothing where it cannot
+    tell. The GPUs of a file may be special: those are only counted."""
     try:
         with planning_watched(policy):
-            plan = enough_for_all(policy, workload, cluster, profiles)
-            counts = Counter(gpu.type for gpu in plan.gpus)
-            gpus = "--gpus " + ",".join(f"{kind}:{count}" for kind, count in counts.items())
-            # The same GPUs may be filled otherwise where they are given; of a file they may be special.
-            fixed = None if is_file else solve(policy, workload, Cluster.parse(gpus.split()[1]), profiles)
+            found = enough_for_all(policy, workload, cluster, profiles)
+            how = "--elastic"
+            if not found.unserved and not is_file:
+                counts = Counter(gpu.type for gpu in found.gpus)
+                for _ in range(_TRIES):
+                    gpus = ",".join(f"{kind}:{count}" for kind, count in counts.items())
+                    given = solve(policy, workload, Cluster.parse(gpus), profiles)
+                    if not given.unserved_reasons:
+                        found, how = given, f"--gpus {gpus}"
+                        break
+                    counts[counts.most_common(1)[0][0]] += 1
     except InvalidInputError:
         return
-    if plan.unserved_reasons:
-        say(f"no number of these GPUs serves as asked: {', '.join(plan.unserved_reasons)}")
-        return
-    cost = "" if plan.expected.cost_per_hour is None else f", {plan.expected.cost_per_hour:,.2f} $/h"
-    how = "--elastic" if fixed is None or fixed.unserved_reasons else gpus
-    say(f"would serve all as asked: {len(plan.gpus)} GPUs{cost}: {how}")
+    if found.unserved:
+        say(f"no number of these GPUs serves: {', '.join(found.unserved)}")
+    elif not found.unserved_reasons:
+        cost = found.expected.cost_per_hour
+        price = "" if cost is None else f", {cost:,.2f} $/h"
+        say(f"would serve all as asked: {found.expected.gpus_used} GPUs{price}: {how}")
 
 
 def _inputs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -342,3 +343,68 @@ def test_two_gpu_types_under_the_same_names_of_networks(tenuto, tmp_path: Path, 
     bought = Plan.from_data(json.loads(ran.out))
     assert bought.expected.cost_per_hour is not None
     assert "a100" in {gpu.type for gpu in bought.gpus}  # of which one carries what two V100 do, for 1.2 times the price
+
+
+@pytest.mark.parametrize(
+    ("entry", "gpus"),
+    [
+        ("{name: bert, rate_rps: 300, slo_ms: 300}", "v100:1"),
+        ("{name: resnet50, rate_rps: 3000, slo_ms: 200}", "v100:2"),
+        ("{name: vgg19, rate_rps: 4000, slo_ms: 100}", "v100:1,a100:1"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["symphony", "usher"])
+def test_what_is_said_to_serve_all_does(tenuto, tmp_path: Path, entry: str, gpus: str, policy: str) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "w.yaml").write_text(f"models:\n  - {entry}\n")
+    ran = tenuto("plan", "w.yaml", "--policy", policy, "--gpus", gpus)
+    assert ran.code in (0, 1)  # usher serves all of a model, or nothing
+    assert tenuto("plan", "w.yaml", "--policy", policy, "--gpus", gpus, "--strict").code == 1
+    last = ran.out.splitlines()[-1]
+    assert last.startswith("would serve all as asked: ")
+    _, figures, how = last.split(": ")
+    asked = how.split() if how != "--elastic" else ["--gpus", gpus, "--elastic"]
+    again = tenuto("plan", "w.yaml", "--policy", policy, *asked, "--strict", "--json")
+    assert again.code == 0
+    expected = Plan.from_data(json.loads(again.out)).expected
+    assert figures == f"{expected.gpus_used} GPUs, {expected.cost_per_hour:,.2f} $/h"
+
+
+def test_where_no_number_of_gpus_would_do_it_is_said(tenuto) -> None:  # type: ignore[no-untyped-def]
+    ran = tenuto("plan", "w.yaml", "--policy", "ffd", "--gpus", "v100:1")
+    assert ran.out.splitlines()[-1] == "no number of these GPUs serves: xlnet"
+
+
+@pytest.mark.parametrize(("environment", "code"), [("", 0), ("1", 1), ("0", 0)])
+def test_ci_may_ask_for_strict_plans_once_for_all(  # type: ignore[no-untyped-def]
+    tenuto, monkeypatch: pytest.MonkeyPatch, environment: str, code: int
+) -> None:
+    monkeypatch.setenv("TENUTO_STRICT", environment)
+    assert tenuto("plan", "w.yaml", "--policy", "ffd", "--gpus", "v100:4", "--json").code == code
+
+
+def test_what_is_measured_otherwise_than_here_is_noted(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "w.yaml").write_text(
+        "models:\n  - {name: a, rate_rps: 5, slo_ms: 300}\n  - {name: b, rate_rps: 5, slo_ms: 300}\n"
+    )
+    here = metadata.version("torch").partition("+")[0]
+    for name, versions in (("a", f"{{torch: '{here}+cu1'}}"), ("b", "{torch: '1.0'}")):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"{{schema: 1, name: {name}, gpu_type: v100, source: s, measured: {{hardware: card {name}, date: d, "
+            f"versions: {versions}}}, models: {{{name}: {{line: {{alpha_ms: 1, beta_ms: 5}}}}}}}}"
+        )
+    given = (
+        "plan",
+        "w.yaml",
+        "--policy",
+        "symphony",
+        "--gpus",
+        "v100:1",
+        "--profiles",
+        "a.yaml",
+        "--profiles",
+        "b.yaml",
+    )
+    notes = [line for line in tenuto(*given).out.splitlines() if line.startswith("note: ")]
+    assert "note: profiles of v100 come from several devices: card a; card b" in notes
+    (torch,) = [note for note in notes if "torch" in note]
+    assert (torch.startswith("note: measured with torch 1.0, installed here is "), torch[-3:]) == (True, ": b")

@@ -9,7 +9,7 @@ from tenuto.cli import profile as verb
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles import Fit, ModelProfile, Profile, ProfilePoint
 from tenuto.profiles.measuring.events import Machine
-from tenuto.profiles.measuring.measure import Measurement, MeasureRequest, row_name
+from tenuto.profiles.measuring.measure import Measurement, MeasureRequest
 
 
 def measured(request: MeasureRequest, on_point: Any = None, **_: Any) -> Measurement:
@@ -23,7 +23,7 @@ def measured(request: MeasureRequest, on_point: Any = None, **_: Any) -> Measure
         on_point(point)
     fit = Fit(alpha_ms=2, beta_ms=5, r_squared=1, max_error_pct=0)
     machine = Machine("cpu", "cpu", "a processor, 2 cores", 16_000.0, {"torch": "2.13.0"})
-    return Measurement(row_name(request.source), ModelProfile(points=points, fit=fit), machine)
+    return Measurement(request.row, ModelProfile(points=points, fit=fit), machine)
 
 
 @pytest.fixture
@@ -68,6 +68,11 @@ def test_json_is_the_profile(run: Any) -> None:
     assert data["models"]["resnet50"]["fit"]["alpha_ms"] == 2
 
 
+def test_factories_of_one_name_are_told_apart(run: Any) -> None:
+    code, _, _ = run("own.mine:factory", "other.mine:factory", "--name", "a", "--name", "b", "-o", "own.yaml")
+    assert (code, set(Profile.load("own.yaml").models)) == (0, {"a", "b"})
+
+
 def test_every_wrong_argument_is_named_at_once(run: Any) -> None:
     code, out, err = run("resnet5O", "bert", "bert", "--batch-sizes", "0", "--shares", "0", "--budget-s", "-1")
     assert code == 2
@@ -76,7 +81,11 @@ def test_every_wrong_argument_is_named_at_once(run: Any) -> None:
         assert part in err
     code, _, err = run("bert", "transformers/bert")
     assert code == 2
-    assert "is named twice" in err
+    assert "is the second 'bert'. Name them apart" in err
+    code, _, err = run("own.mine:factory", "other.mine:factory")
+    assert (code, "is the second 'factory'. Name them apart: --name A --name B." in err) == (2, True)
+    code, _, err = run("own.mine:factory", "other.mine:factory", "--name", "a")
+    assert (code, "--name: 'a': names another number of MODELs" in err) == (2, True)
     code, _, err = run("bert", "--batch-sizes", "1,x")
     assert code == 2
     assert "'--batch-sizes': '1,x': must be whole numbers separated by commas" in err

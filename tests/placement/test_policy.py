@@ -70,9 +70,11 @@ def test_unknown_names_suggest_the_nearest() -> None:
     ("name", "words"),
     [
         ("nowhere.py:X", "no such file"),
-        ("{dir}/bad.py:X", "importing the file failed: ZeroDivisionError"),
+        ("{dir}/bad.py:X", "importing it failed: ZeroDivisionError"),
         ("{dir}/empty.py:X", "not a class with a place"),
         ("{dir}/text.txt:X", "not a Python file"),
+        ("no_such.module:X", "importing it failed: ModuleNotFoundError"),
+        ("tenuto.placement.policy:DEFAULT_POLICY", "not a class with a place"),
     ],
 )
 def test_files_that_hold_no_policy_are_refused(name: str, words: str, tmp_path: Path) -> None:
@@ -81,6 +83,18 @@ def test_files_that_hold_no_policy_are_refused(name: str, words: str, tmp_path: 
     (tmp_path / "text.txt").write_text("hello\n")
     with pytest.raises(InvalidInputError, match=words):
         load_policy(name.format(dir=tmp_path))
+
+
+def test_a_policy_is_found_in_a_module_and_beside_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = load_policy("tenuto.placement.policies.gpulet.gpulet:GpuletPolicy", {"max_batch": "16"})
+    assert (type(found), found.options) == (GpuletPolicy, {"max_batch": 16})
+    source = (
+        "from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy\n\n\nclass Mine(GpuletPolicy):\n    pass\n"
+    )
+    (tmp_path / "beside_the_workload.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    assert type(load_policy("beside_the_workload:Mine")).__name__ == "Mine"
 
 
 def test_options_are_converted_to_the_type_of_the_default() -> None:
