@@ -353,7 +353,7 @@ def test_two_gpu_types_under_the_same_names_of_networks(tenuto, tmp_path: Path, 
         ("{name: vgg19, rate_rps: 4000, slo_ms: 100}", "v100:1,a100:1"),
     ],
 )
-@pytest.mark.parametrize("policy", ["symphony", "usher"])
+@pytest.mark.parametrize("policy", ["symphony", "tenuto"])
 def test_what_is_said_to_serve_all_does(tenuto, tmp_path: Path, entry: str, gpus: str, policy: str) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "w.yaml").write_text(f"models:\n  - {entry}\n")
     ran = tenuto("plan", "w.yaml", "--policy", policy, "--gpus", gpus)
