@@ -17,6 +17,7 @@ from tenuto.deployments.control.foreseen import foresee
 from tenuto.deployments.process.ray_address import KnownDeployment
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
+from tenuto.deployments.serve.user_config import HANGS_S
 from tenuto.deployments.wire.status import SystemStatus
 from tenuto.documents import dump_yaml
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
@@ -57,6 +58,7 @@ def test_what_no_option_asks_for_stays_as_it_is(
         (["--port", "9100"], {"port": 9100}),
         (["--emulate", "--scheduler", "deferred"], {"executor": "emulated", "scheduler": "deferred"}),
         (["--gateways", "1"], {"gateways": 1}),
+        (["--hangs-s", "3"], {"hangs_s": 3.0}),
     ],
 )
 def test_a_plan_file_says_how_it_is_served_and_options_say_otherwise(
@@ -77,7 +79,9 @@ def test_a_plan_file_says_how_it_is_served_and_options_say_otherwise(
     monkeypatch.setattr(ServingArguments, "ground", ground)
     done = CliRunner().invoke(deploy.command, [str(file), *options])
     assert done.exit_code == 0, done.exception
-    assert found == [made.model_copy(update={"name": "plan", **changed})]
+    (asked,) = found
+    assert asked == made.model_copy(update={"name": "plan", **changed})
+    assert [each.user_config.hangs_s for each in asked.config().gpulets] == [changed.get("hangs_s", HANGS_S)]
 
 
 BOTH, ONE = make_plan({"n0/0/a": (50.0, ["m", "n"])}), make_plan({"n0/0/a": (50.0, ["m"])})
