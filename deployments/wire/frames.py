@@ -20,6 +20,7 @@ import struct
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
@@ -43,7 +44,7 @@ _LARGE_BYTES = 16 << 20  # limit: from here on memory is used again, as fresh pa
 # limit: without a word from another machine, not even that bytes have come: it is lost, or the way to it
 _UNHEARD_S = 1
 _COUNT = struct.Struct("i")
-_HEARD_MS = struct.Struct("52x2I")  # of Linux' tcp_info: ms since the last data and since the last acknowledgement
+_ACKNOWLEDGED = struct.Struct("120xQ")  # of Linux' tcp_info: bytes that the other machine has acknowledged
 _TIME = struct.Struct("ll")  # s, us
 _NO_LINGERING = struct.pack("ii", 1, 0)  # a connection that is aborted drops what has not left
 NO_BYTES = memoryview(b"")
@@ -347,6 +348,10 @@ class FrameSocket(_End):
         # A peer that takes nothing for so long is given up.
         limit = _TIME.pack(int(GIVEN_UP_S), int(GIVEN_UP_S % 1 * 1e6))
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        # When something was last sent, when something was that has been acknowledged, and until which byte what was
+        # sent by a moment is to be acknowledged next.
+        self._sent_at = self._known_at = time.monotonic()
+        self._mark = (self._sent_at, 0)
         if plain.family != socket.AF_UNIX:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_loss(plain)
@@ -379,6 +384,7 @@ class FrameSocket(_End):
             finally:
                 self._sending.release()
         self._has_sent = False
+        self._is_known()
         # What lies there unread was said, if nobody knows when: a worker reads between two batches.
         has_heard, self._has_heard = self._has_heard or self._holds_unread(), False
         if self._silence is not None and self._silence.is_over(heard=has_heard):
@@ -393,17 +399,25 @@ class FrameSocket(_End):
 
     def is_lost(self) -> bool:
         """Whether the peer has closed the connection, though what it sent before may lie here unread, or may have given
-        us up by now: its machine has not been heard of for `LEASE_S`. For one thread; does not wait."""
-        if self._has_ended.poll(0):
-            return True
+        us up by now: nothing that was sent within `LEASE_S` is acknowledged. Does not wait."""
+        return bool(self._has_ended.poll(0)) or not self._is_known()
+
+    def _is_known(self) -> bool:
+        """Whether the peer's machine has acknowledged something that was sent within `LEASE_S`. What comes from there
+        does not tell that: it may have been long on its way."""
         if self._plain.family == socket.AF_UNIX:
-            return False
-        try:
-            info = self._plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _HEARD_MS.size)
-        except OSError:
             return True
-        since_data_ms, since_ack_ms = _HEARD_MS.unpack(info)
-        return bool(min(since_data_ms, since_ack_ms) > 1000.0 * LEASE_S)
+        sent_at, (marked_at, marked) = self._sent_at, self._mark
+        try:
+            waiting = _COUNT.unpack(fcntl.ioctl(self._plain, termios.TIOCOUTQ, _COUNT.pack(0)))[0]
+            info = self._plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
+        except OSError:
+            return False
+        acknowledged = _ACKNOWLEDGED.unpack(info)[0]
+        if acknowledged >= marked:
+            self._known_at = marked_at if waiting else sent_at
+            self._mark = sent_at, acknowledged + waiting
+        return time.monotonic() - self._known_at <= LEASE_S
 
     def receive(self) -> tuple[Message, memoryview]:
         """Wait for the next frame and return it.
@@ -460,11 +474,13 @@ class FrameSocket(_End):
 
     def _write(self, parts: Sequence[Buffer]) -> None:
         self._has_sent = True
+        sent_at = time.monotonic()
         try:
             if len(parts) == 1:
                 self._socket.sendall(parts[0])
             else:
                 self._send_parts([memoryview(part).cast("B") for part in parts])
+            self._sent_at = sent_at
         except OSError:  # also when nothing could be sent for `GIVEN_UP_S`: half a frame cannot be taken back
             self._shut_down()
 

@@ -28,10 +28,9 @@ SILENT_TICKS = 4  # derived: as above
 GIVEN_UP_S = BEAT_S * SILENT_TICKS  # derived: the shortest silence after which a peer is given up
 PATIENT_TICKS = 16  # limit: chosen: who gets no processor for 4.8 s serves no better than who hangs, and is not killed
 _IDLE_PART = 0.1  # limit: of a time: who ran for less of it, and is ready to, waits for a processor
-# Derived: what has waited so long with no byte or acknowledgement from the other machine is not begun. Its dispatcher
-# heard of us at most two ticks before the line broke, so it gives us up 0.6 s after that at the earliest; a sixth of
-# that is left for timers.
-LEASE_S = 0.5
+# Derived: a batch is not begun when nothing that was sent within this time is acknowledged. Whoever has heard of us
+# gives us up a second later at the earliest; we send every 0.6 s at least: 0.2 s are left for the way there and back.
+LEASE_S = 0.8
 # derived: between on time and one tick missed; a tick that comes after more than so many intervals says that this
 # process had no processor
 _LATE = 1.5

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,8 +19,8 @@ def why_not() -> str:
     """Return why no namespaces can be made here; "" where they can."""
     if os.geteuid() != 0:
         return "namespaces need root"
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        return "namespaces need `ip` and `tc` of iproute2"
+    if shutil.which("ip") is None:
+        return "namespaces need `ip` of iproute2"
     probe = f"tnt{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
         return "this machine allows no namespaces"
@@ -31,12 +32,18 @@ def _run(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, text=True)
 
 
+def _at_once(*commands: str) -> None:
+    """Run commands of `ip` one after another, with no pause that packets would notice."""
+    subprocess.run(["ip", "-batch", "-"], input="\n".join(commands), check=True, capture_output=True, text=True)
+
+
 class Machine:
     """A namespace with a line to the bridge."""
 
     def __init__(self, name: str, address: str, bridge: str) -> None:
         self.name, self.address = name, address
-        self._namespace, self._line = f"{bridge}-{name}", f"{bridge}{name}"
+        self._namespace, self._line, self._bridge = f"{bridge}-{name}", f"{bridge}{name}", bridge
+        self._carrier: subprocess.Popen[bytes] | None = None  # of what goes over a disturbed line
         _run("ip", "netns", "add", self._namespace)
         _run("ip", "link", "add", self._line, "type", "veth", "peer", "name", "eth0", "netns", self._namespace)
         _run("ip", "link", "set", self._line, "master", bridge, "up")
@@ -62,23 +69,31 @@ class Machine:
             words = ("neigh", "replace", other.address, "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent")
             _run("ip", "-n", self._namespace, *words)
 
-    def disturb(self, delay_ms: int, loss_pct: int) -> None:
-        """Let what leaves here take longer, and some of it be lost.
-
-        Raises:
-            CalledProcessError: the kernel has no netem.
-        """
-        netem = ("netem", "delay", f"{delay_ms}ms", "loss", f"{loss_pct}%")
-        _run(*self.command("tc", "qdisc", "add", "dev", "eth0", "root", *netem))
+    def disturb(self, delay_ms: float, loss_pct: float, seed: int = 0) -> None:
+        """Let what leaves here and what comes here take longer, and some of it be lost; the seed says what."""
+        ends = f"{self._line}i", f"{self._line}o"
+        _run("ip", "link", "add", ends[0], "up", "type", "veth", "peer", "name", ends[1])
+        words = (self._line, ends[0], str(delay_ms), str(loss_pct), str(seed))
+        self._carrier = subprocess.Popen(
+            [sys.executable, "-m", "tests.instruments.far_line", *words], stdout=subprocess.PIPE
+        )
+        assert self._carrier.stdout is not None
+        assert self._carrier.stdout.readline() == b"ready\n"
+        _at_once(f"link set {self._line} nomaster", f"link set {ends[1]} master {self._bridge} up")
 
     def mend(self) -> None:
         """Let everything pass as before."""
         _run("ip", "link", "set", self._line, "up")
         _run("ip", "-n", self._namespace, "neigh", "flush", "dev", "eth0", "nud", "permanent")
-        subprocess.run(self.command("tc", "qdisc", "del", "dev", "eth0", "root"), capture_output=True)
+        if self._carrier is not None:
+            _at_once(f"link set {self._line} master {self._bridge}", f"link del {self._line}i")
+            self._carrier.kill()
+            self._carrier.communicate()
+            self._carrier = None
 
     def remove(self) -> None:
         """Take it away; its processes must have ended."""
+        self.mend()
         subprocess.run(["ip", "netns", "del", self._namespace], capture_output=True)
 
 

@@ -30,7 +30,7 @@ from tenuto.deployments.wire.liveness import (
     processor_of,
 )
 from tenuto.deployments.wire.messages import Beat, Hello
-from tests.instruments.live import PATIENCE_S
+from tests.instruments.live import PATIENCE_S, until
 
 TICK = st.tuples(
     st.sampled_from(["heard", "silent"]),
@@ -286,6 +286,26 @@ def test_what_lies_unread_is_no_silence() -> None:
     second.close()
     assert end.is_lost()  # though the byte is not read
     end.close()
+
+
+def test_a_peer_that_speaks_and_acknowledges_nothing_may_have_given_us_up() -> None:
+    """Its words may be long on their way."""
+    listening = listener(("127.0.0.1", 0))
+    with socket.create_connection(listening.getsockname()) as connected:
+        accepted, _ = listening.accept()
+        end = FrameSocket(accepted)
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)  # the kernel does not judge here
+        with contextlib.suppress(BlockingIOError):
+            while accepted.send(bytes(1 << 20), socket.MSG_DONTWAIT):
+                pass
+
+        def is_lost() -> bool:
+            connected.send(b"x")
+            return end.is_lost()
+
+        until(is_lost)
+        end.close()
+    listening.close()
 
 
 @pytest.mark.parametrize("size", [1 << 10, 1 << 24])
