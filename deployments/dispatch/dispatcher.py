@@ -377,9 +377,14 @@ class Dispatcher:
             return
         batch.take()
         self.accounts.batch_sent(batch)
-        gpulet.connection.send(*pack_batch(batch, shares_memory=gpulet.connection.shares_memory))
+        self._charge.once_obeyed(partial(self._send, gpulet, batch))
         if self._overdue is None:
             self._look_for_overdue()
+
+    def _send(self, gpulet: AttachedGpulet, batch: Batch) -> None:
+        """Send a batch, unless its gpu-let is gone and its requests are asked of others."""
+        if batch.number in gpulet.running:
+            gpulet.connection.send(*pack_batch(batch, shares_memory=gpulet.connection.shares_memory))
 
     def _empty_batch_done(self, gpulet: AttachedGpulet, batch: Batch) -> None:
         if self._fleet.take(gpulet, batch.number) is not None:
@@ -463,6 +468,7 @@ class Dispatcher:
         self._withhold(gpulet, now)
         for batch in lost:
             self._retry_or_fail(batch, now, f"{_NO_ANSWER} ({reason})")
+        self._charge.lost(connection)
         self._carry_out(now)
         self._on_change()
 

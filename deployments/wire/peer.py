@@ -73,6 +73,10 @@ class Connection(Protocol[StateT_co]):
     def shares_memory(self) -> bool:
         """Whether the peer can map our arenas."""
 
+    @property
+    def is_near(self) -> bool:
+        """Whether what is sent can be read there at once, over a Unix socket."""
+
     def start(self) -> None:
         """Begin to connect; returns at once."""
 
@@ -110,6 +114,7 @@ class PeerConnection(Generic[StateT]):
         """
         self.peer = peer
         self.state: StateT | None = None
+        self.is_near = False
         self._kind = kind
         self._is_watched = is_watched
         self._gateway = gateway
@@ -158,6 +163,7 @@ class PeerConnection(Generic[StateT]):
             try:
                 endpoint = await self._find()
                 self._ended.clear()
+                self.is_near = isinstance(endpoint.address, str)
                 hello = Hello(endpoint.token, self._machine, self._is_watched, self._gateway)
                 self._protocol = await connect(
                     endpoint.address, hello, self._on_message, self._on_lost, certificate=endpoint.certificate

@@ -48,7 +48,7 @@ SIGNATURE = ModelSignature(
 class Echo:
     """A gpu-let that answers four bytes per request on the loop's next turn."""
 
-    shares_memory = True
+    shares_memory = is_near = True
 
     def __init__(self, gpulet_id: str, _find: Finder, events: ConnectionEvents[GpuletState]) -> None:
         self.peer = gpulet_id

@@ -45,7 +45,7 @@ class EmulatedConnection:
     A batch may start `ctrl_ms` after it was sent and when the one before has ended; its answer takes no time.
     """
 
-    shares_memory = True
+    shares_memory = is_near = True
 
     def __init__(self, gpulet_id: str, events: ConnectionEvents[GpuletState], plan: Plan, ctrl_ms: float) -> None:
         self.peer = gpulet_id

@@ -22,7 +22,8 @@ class Line:
 
     def __init__(self, dispatcher: Dispatching, gpulet: Gpulet) -> None:
         self.dispatcher, self.gpulet = dispatcher, gpulet
-        self.peer, self.shares_memory, self.is_up = gpulet.name, True, False
+        self.peer, self.is_up = gpulet.name, False
+        self.shares_memory = self.is_near = True
         self.state: GpuletState | None = None
         self.claims: deque[TakeCharge] = deque()
         self.states: deque[GpuletState] = deque()

@@ -61,7 +61,7 @@ class Device:
     Without streaming a batch holds it from its first copy to its last. `noise` scales executions.
     """
 
-    shares_memory = True
+    shares_memory = is_near = True
 
     def __init__(
         self, gpulet_id: str, events: ConnectionEvents[GpuletState], *, streams: bool, noise: random.Random | None

@@ -1,0 +1,214 @@
+"""Two dispatchers and two gpu-lets on a wire whose messages are late, or lost and sent again, by a seeded schedule: a
+gateway gives one dispatcher up that lives on, and asks the other one. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.dispatch.charge import Charge
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.wire.messages import BatchFailed, BatchRan, GpuletState, Message, RunBatch, TakeCharge, Term
+from tenuto.deployments.wire.peer import ConnectionEvents
+from tenuto.deployments.wire.tensors import Buffer, InputPart
+from tests.instruments.fake_gpulet import make_plan, state
+from tests.instruments.virtual_loop import VirtualLoop
+
+GPULETS, DISPATCHERS = "ab", "xy"
+PLAN = make_plan(*((name, ("m",)) for name in GPULETS), batch_size=4)
+LATE_S, AGAIN_S, LOST = 0.05, 0.4, 0.1  # a message takes at most so long; so much longer where it is lost, as 10 % are
+RUN_S = 0.05
+NOTICE_S = 1.5  # within it a dispatcher knows that its gateway has gone
+GAP_S = 0.01
+
+
+class Gpulet:
+    """Runs one batch after the other, and obeys the latest term, as `Channel` does."""
+
+    def __init__(self, name: str, world: World) -> None:
+        self.name, self.wires = name, list[Wire]()
+        self._world = world
+        self._term, self._holder = Term(), None
+        self._waiting: deque[tuple[Wire, RunBatch]] = deque()
+        self._runs = False
+
+    def state(self) -> GpuletState:
+        return msgspec.structs.replace(state(self.name, {"m": 4}, {}), terms={"s": self._term})
+
+    def take(self, wire: Wire, message: Message) -> None:
+        if isinstance(message, TakeCharge):
+            if message.term.number >= self._term.number and (wire, message.term) != (self._holder, self._term):
+                self._holder, self._term = wire, message.term
+                for each in self.wires:
+                    each.answer(self.state())
+        elif isinstance(message, RunBatch):
+            self._waiting.append((wire, message))
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self._runs or not self._waiting:
+            return
+        wire, batch = self._waiting.popleft()
+        if wire is not self._holder:
+            wire.answer(BatchFailed(batch.number, "given up", may_retry=True))
+            self._go_on()
+            return
+        self._runs = True
+        self._world.log += [("begun", number, batch.number, wire) for number in batch.request_ids]
+        asyncio.get_running_loop().call_later(RUN_S, self._ran, wire, batch)
+
+    def _ran(self, wire: Wire, batch: RunBatch) -> None:
+        self._runs = False
+        rows: list[Any] = [(batch.size, [])]
+        wire.answer(BatchRan(batch.number, 0.0, 1000.0 * RUN_S, 0.0, 0.0, 0.0, rows))
+        self._go_on()
+
+
+class Wire:
+    """A dispatcher's connection to a gpu-let: messages arrive in the order in which they were sent."""
+
+    shares_memory = is_near = False
+    is_up = False
+    state: GpuletState | None = None
+
+    def __init__(self, gpulet: Gpulet, world: World, events: ConnectionEvents[GpuletState]) -> None:
+        self.peer = gpulet.name
+        self._gpulet, self._world, self._events = gpulet, world, events
+        self._there, self._back = [0.0], [0.0]  # when the last one arrives
+        gpulet.wires.append(self)
+
+    def start(self) -> None:
+        self.answer(self._gpulet.state())
+
+    async def stop(self) -> None:
+        self.is_up = False
+
+    def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        del buffers
+        if isinstance(message, RunBatch):
+            self._world.log += [("given", number, message.number, self) for number in message.request_ids]
+        self._arrive(self._there, self._gpulet.take, self, message)
+
+    def answer(self, message: Message) -> None:
+        self._arrive(self._back, self._come, message)
+
+    def _arrive(self, last: list[float], act: Callable[..., None], *args: object) -> None:
+        chance, loop = self._world.chance, asyncio.get_running_loop()
+        takes_s = chance.uniform(0.0, LATE_S) + AGAIN_S * (chance.random() < LOST)
+        last[0] = max(last[0] + 1e-6, loop.time() + takes_s)
+        loop.call_at(last[0], act, *args)
+
+    def _come(self, message: Message) -> None:
+        if not isinstance(message, GpuletState):
+            self._events.message_came(self, message, memoryview(b""))
+            return
+        self.state = message
+        was_up, self.is_up = self.is_up, True
+        (self._events.state_changed if was_up else self._events.peer_connected)(self)
+
+
+class World:
+    """A gateway that asks, and everybody behind it."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.log: list[tuple[str, str, int, Wire]] = []  # of a request: given to a gpu-let in a batch, begun there
+        self.ends: Counter[str] = Counter()
+        self._asked: dict[str, dict[str, Request]] = {name: {} for name in DISPATCHERS}
+        self._is_asked = DISPATCHERS[0]
+        gpulets = {name: Gpulet(name, self) for name in GPULETS}
+        self._charges = {name: Charge("s") for name in DISPATCHERS}
+        self._dispatchers = {
+            name: Dispatcher(
+                lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}),
+                lambda _: None,  # type: ignore[arg-type, return-value]
+                clock=asyncio.get_running_loop().time,
+                make_connection=lambda gpulet, _, events: Wire(gpulets[gpulet], self, events),
+                charge=charge,
+            )
+            for name, charge in self._charges.items()
+        }
+        for name, charge in self._charges.items():
+            charge.reached_by("g")
+            self._dispatchers[name].apply(PLAN)
+
+    def ask(self, number: str) -> None:
+        """Ask a request of the dispatcher that schedules."""
+        name = self._is_asked
+        assert self._charges[name].take()
+        request = self._dispatchers[name].admit("m", self, client_id=number)
+        self._asked[name][number] = request
+        self._dispatchers[name].start(request, [InputPart(bytes(8))])
+
+    def executed(self, request: Request, executed: object, row: int) -> None:
+        """An answer; what the gateway has asked of another one since does not wait for it."""
+        del executed, row
+        if self._asked[self._is_asked].get(request.client_id) is request:
+            del self._asked[self._is_asked][request.client_id]
+            self.ends[request.client_id] += 1
+
+    def refused(self, request: Request, refused: object) -> None:
+        """Only what was asked of another one since may be refused."""
+        assert self._asked[self._is_asked].get(request.client_id) is not request, refused
+
+    async def give_up(self) -> None:
+        """Ask the other dispatcher from now on, also what this one has not answered; it lives, and notices later."""
+        left, self._is_asked = self._is_asked, next(name for name in DISPATCHERS if name != self._is_asked)
+        moved = self._asked[left]
+        for number in moved:
+            self.ask(number)
+        await asyncio.sleep(self.chance.uniform(0.0, NOTICE_S))
+        for request in moved.values():
+            self._dispatchers[left].cancel(request)
+        self._charges[left].reached_by("")
+
+    async def close(self) -> None:
+        for dispatcher in self._dispatchers.values():
+            await dispatcher.close()
+
+
+async def play(seed: int) -> World:
+    world = World(seed)
+    await asyncio.sleep(1.0)
+    numbers = map(str, itertools.count())
+    leaves_at = world.chance.randrange(20, 60)
+    leaving = None
+    for turn in range(100):
+        world.ask(next(numbers))
+        await asyncio.sleep(GAP_S)
+        if turn == leaves_at:
+            leaving = asyncio.create_task(world.give_up())
+    assert leaving is not None
+    await leaving
+    await asyncio.sleep(10.0)
+    await world.close()
+    assert world.ends == Counter(dict.fromkeys(map(str, range(100)), 1))
+    return world
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nobody_begins_what_another_gpulet_was_given_since(seed: int) -> None:
+    """A request that had begun when its dispatcher was given up may run a second time, and only in that order."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        world = runner.run(play(seed))
+    given: dict[tuple[str, int, Wire], int] = {}
+    begun: dict[str, list[int]] = {}
+    for what, request, batch, wire in world.log:
+        if what == "given":
+            given[request, batch, wire] = len(given)
+        else:
+            begun.setdefault(request, []).append(given[request, batch, wire])
+    assert len(begun) == 100
+    for request, turns in begun.items():
+        assert turns == sorted(turns), f"{request} began for a dispatcher that had been given up, after another run"
+        assert len(turns) <= 2
