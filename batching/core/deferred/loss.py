@@ -8,13 +8,14 @@ LEAST = 200.0  # derived: requests over which it is taken at least, to be known 
 
 
 class Loss:
-    """An exponentially weighted mean over the requests of one program."""
+    """The share of all requests of one program at first, later an exponentially weighted mean over them."""
 
-    __slots__ = ("share", "step")
+    __slots__ = ("seen", "share", "step")
 
     def __init__(self) -> None:
         self.share = 0.0
         self.step = 0.0  # by which one request changes it
+        self.seen = 0
 
     def follow(self, rps: float) -> None:
         """Take the mean over so many seconds of this rate."""
@@ -22,8 +23,12 @@ class Loss:
 
     def lose(self, count: int) -> None:
         """So many were lost."""
-        self.share = 1.0 - (1.0 - self.share) * (1.0 - self.step) ** count
+        self._approach(1.0, count)
 
     def serve(self, count: int) -> None:
         """So many were served."""
-        self.share *= (1.0 - self.step) ** count
+        self._approach(0.0, count)
+
+    def _approach(self, share: float, count: int) -> None:
+        self.seen += count
+        self.share = share + (self.share - share) * min((1.0 - self.step) ** count, 1.0 - count / self.seen)

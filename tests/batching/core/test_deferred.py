@@ -236,6 +236,15 @@ def test_the_objective_each_gives_models_that_cost_unlike_much_like_parts() -> N
     assert parts.min() >= 0.9 * parts.mean()
 
 
+def test_the_objective_each_knows_from_the_first_seconds_how_a_rare_model_is_served() -> None:
+    """Its first 200 requests, over which losses are taken, come in a minute."""
+    hosts = {0: line(10.0, 40.0, 4), 1: line(0.5, 8.0, 60)}
+    system = System((Model("rare", 200.0), Model("busy", 60.0)), (Gpulet("g/a", "g", hosts),), objective="each")
+    rare, busy = simulate(make_scheduler("deferred", system), *offered([3.0, 2_500.0], 40.0)).attainments()
+    assert busy < 0.7
+    assert rare >= 0.9 * busy
+
+
 def test_gpulets_of_one_program_may_run_batches_of_other_sizes() -> None:
     small, large = {0: line(1.0, 2.0, 4), 1: line(1.0, 2.0, 4)}, {0: line(1.0, 8.0, 40), 1: line(1.0, 8.0, 40)}
     system = System((Model("a", 60.0), Model("b", 60.0)), (Gpulet("g/a", "g", small), Gpulet("h/a", "h", large)))
