@@ -72,10 +72,14 @@ class Node(StrictModel):
 
 
 class Cluster(StrictModel):
-    """Nodes with GPUs; `elastic` lets a policy use as many GPUs of these types as it needs, and cost counts."""
+    """Nodes with GPUs; `elastic` lets a policy use as many GPUs of these types as it needs, and cost counts.
+
+    `left_out` names GPUs, as `node/index`, that plans do not use.
+    """
 
     nodes: tuple[Node, ...] = ()
     elastic: bool = False
+    left_out: tuple[str, ...] | None = None
 
     @model_validator(mode="after")
     def _unique_nodes(self) -> Cluster:
@@ -83,17 +87,20 @@ class Cluster(StrictModel):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise Fault(f"node names used twice: {', '.join(twice)}", "Rename them.")
+        unknown = {*(self.left_out or ())} - {gpu.id for gpu in _gpus_of(self.nodes, None)}
+        if unknown:
+            raise Fault(f"no GPUs to be left out: {', '.join(sorted(unknown))}", "Write NODE/INDEX, such as n0/3.")
         return self
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
         """Every GPU, in file order, with ids `node/index`."""
-        return _gpus_of(self.nodes)
+        return _gpus_of(self.nodes, self.left_out)
 
     @property
     def gpu_types(self) -> tuple[str, ...]:
         """The GPU types present, in file order."""
-        return tuple(dict.fromkeys(group.type for node in self.nodes for group in node.gpus))
+        return tuple(dict.fromkeys(gpu.type for gpu in self.gpus))
 
     @property
     def streams(self) -> bool:
@@ -149,7 +156,7 @@ class Cluster(StrictModel):
 
 
 @lru_cache(maxsize=16)
-def _gpus_of(nodes: tuple[Node, ...]) -> tuple[Gpu, ...]:
+def _gpus_of(nodes: tuple[Node, ...], left_out: tuple[str, ...] | None) -> tuple[Gpu, ...]:
     found = []
     for node in nodes:
         index = 0
@@ -172,4 +179,4 @@ def _gpus_of(nodes: tuple[Node, ...]) -> tuple[Gpu, ...]:
                     )
                 )
                 index += 1
-    return tuple(found)
+    return tuple(gpu for gpu in found if gpu.id not in left_out) if left_out else tuple(found)

@@ -15,7 +15,7 @@ from tenuto.options import options_of_call, options_of_dataclass, read_options
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.watch import PlanningWatch
-from tenuto.placement.workload import Workload
+from tenuto.placement.workload import Objective, Workload
 from tenuto.plugins import POLICIES, cure_of_unknown, entry_point, registered
 from tenuto.profiles import Profiles
 
@@ -34,6 +34,8 @@ class Policy(ABC):
     summary: ClassVar[str]
     source: ClassVar[str]
     readings: ClassVar[str] = ""  # what its source leaves open or has otherwise, in a line for `tenuto policies`
+    objectives: ClassVar[tuple[Objective, ...]] = ("total",)  # of workloads that it follows; a plan names others
+    is_tried: ClassVar[bool] = False  # what it believes was served in trials: where these failed no more is promised
     is_interruptible: ClassVar[bool] = False  # it says how far it is, and stops with the best plan so far when asked to
     watch: PlanningWatch = PlanningWatch()
 

@@ -79,6 +79,33 @@ def enough_for_all(policy: Policy, workload: Workload, cluster: Cluster, profile
     return solve(policy, workload, cluster.model_copy(update={"elastic": True}), profiles)
 
 
+def solve_on_fewest(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+    """Return a plan as `solve` that serves every model as asked on as few GPUs of a fixed cluster as were found.
+
+    GPUs are left out many at a time and then fewer, the dearest type first. Where not even all of them serve every
+    model as asked, the plan is that of `solve`.
+
+    Raises:
+        InvalidInputError: as `solve`.
+    """
+    found = solve(policy, workload, cluster, profiles)
+    prices, step = cluster.prices, len(cluster.gpus) // 2
+    while step and not found.unserved_reasons and not policy.watch.is_stopped():
+        used = [gpu for gpu in cluster.gpus if found.on_gpu(gpu.id)]
+        for kind in sorted(prices, key=lambda kind: (-prices[kind], kind)):
+            of_type = [gpu.id for gpu in used if gpu.type == kind]
+            if step <= len(of_type) and step < len(used):
+                kept = {gpu.id for gpu in used} - {*of_type[-step:]}
+                left_out = tuple(gpu.id for gpu in cluster.gpus if gpu.id not in kept)
+                fewer = solve(policy, workload, cluster.model_copy(update={"left_out": left_out}), profiles)
+                if not fewer.unserved_reasons:
+                    found = fewer
+                    break
+        else:
+            step //= 2
+    return found.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in cluster.gpus)})
+
+
 def _nothing(cluster: Cluster) -> Plan:
     gpus = () if cluster.elastic else cluster.gpus
     planned = tuple(PlannedGpu.of(gpu) for gpu in gpus)
@@ -209,8 +236,11 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
         notes.append(f"memory was not measured, so that the ledger cannot tell whether they fit: {', '.join(unknown)}")
     notes += _measured_otherwise_than_here(plan, profiles)
     notes += _estimated(plan, sharing.costs, getattr(policy, "compute_metric", None))
+    follows = getattr(policy, "objectives", Policy.objectives)
+    if plan.objective not in follows and (plan.objective == "each" or len({spec.weight for spec in plan.models}) > 1):
+        notes.append(f"the policy plans by the objective '{follows[0]}'; '{plan.objective}' is for its scheduler alone")
     plan = plan.model_copy(update={"notes": tuple(notes)})
-    plan = _with_expectation(plan, cluster, sharing)
+    plan = _with_expectation(plan, cluster, sharing, is_tried=getattr(policy, "is_tried", False))
     check_plan(plan, cluster)
     return plan
 
@@ -270,28 +300,37 @@ def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]], comput
     ]
 
 
-def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing) -> Plan:
-    """Return the plan with what it promises, and a reason for every model that is served below `ATTAINED`."""
+def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing, *, is_tried: bool) -> Plan:
+    """Return the plan with what it promises, and a reason for every model that is served below `ATTAINED`.
+
+    A model that missed `ATTAINED` in a trial is promised what it got there.
+    """
     used = {gpulet.gpu for gpulet in plan.gpulets}
     prices = {gpu.type: gpu.price_per_hour for gpu in cluster.gpus}
     costs = [prices.get(gpu.type) for gpu in plan.gpus if gpu.id in used]
     cost = None if None in costs else round(sum(c for c in costs if c is not None), 6)
     expected = expected_of(plan)
     assumptions = (*sharing.assumptions(plan), *expected.assumptions)
-    update = {"gpus_used": len(used), "cost_per_hour": cost, "assumptions": assumptions}
     reasons = {name: plan.unserved_reasons.get(name, "the policy gave no reason") for name in plan.unserved}
     believed = {n: m.goodput_rps for n, m in plan.believed.models.items()} if plan.believed is not None else {}
+    models = dict(expected.models)
+    for spec in plan.models if is_tried else ():
+        if spec.name in models and believed.get(spec.name, spec.rate_rps) < ATTAINED * spec.rate_rps:
+            models[spec.name] = models[spec.name].model_copy(update={"goodput_rps": believed[spec.name]})
+    total_rps = round(sum(model.goodput_rps for model in models.values()), 6)
+    update = {"gpus_used": len(used), "cost_per_hour": cost, "assumptions": assumptions}
+    expected = expected.model_copy(update=update | {"models": models, "goodput_rps": total_rps})
     fastest = _fastest(plan)
     for spec in plan.models:
         if spec.name in expected.models:
             part = expected.models[spec.name].goodput_rps / spec.rate_rps
             if part < ATTAINED:
                 reasons[spec.name] = _why_below(plan, spec, part, believed, fastest.get(spec.name))
-    plan = plan.model_copy(update={"expected": expected.model_copy(update=update)})
+    plan = plan.model_copy(update={"expected": expected})
     losses = losses_of(plan)
     for name, why in not_surviving(plan, losses).items():
         reasons[name] = f"{reasons[name]}; {why}" if name in reasons else why
-    expected = plan.expected.model_copy(update={"losses": losses})
+    expected = expected.model_copy(update={"losses": losses})
     return plan.model_copy(update={"expected": expected, "unserved_reasons": reasons})
 
 

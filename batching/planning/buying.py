@@ -1,121 +1,111 @@
-"""What to buy of an elastic cluster: the cheapest GPUs found on which some plan keeps every model's attainment."""
+"""What to buy of an elastic cluster: the cheapest GPUs found on which a plan stands its trial."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import islice, product
 
 from tenuto.batching.planning.choosing import Candidate, Chooser
 from tenuto.placement import Cluster
 
 MOST_MORE = 8  # limit: GPUs added beyond twice as many as a start has
 WORTH_A_TRIAL = 0.98  # derived: of the rates expected to be served: expectations are wrong by that, against a plan too
+FREE = 1e-6  # limit: the price of a GPU that costs nothing, so that fewer of them are better
+LOOKED_AT = 40  # limit: clusters that are planned for one price
+STEPS, REACH = 8, 4  # limit: types are exchanged in steps of an eighth of all GPUs at first, up to four of them
 
 
-def cheapest(choice: Chooser, cluster: Cluster, attainment: float) -> Candidate | None:
-    """Return the cheapest plan found that keeps every model's attainment, or else one that serves most.
+def cheapest(choice: Chooser, cluster: Cluster) -> Candidate | None:
+    """Return the cheapest plan found that stands its trial, or else one that serves most, with the trial it failed.
 
-    From the cheapest start that is expected to keep it, GPUs are taken away, many at a time and then fewer, or replaced
-    by cheaper ones, as long as some plan of what is left is expected to keep it; where no start is expected to, GPUs
-    are added first. Trials have the last word: a GPU less where a trial is stood, a GPU more where it is not.
+    It begins with the cheapest start that stands its trial; where none does, GPUs are added to the one that serves
+    most. From there on it looks at clusters that cost less, each with as many GPUs as that price allows, those most
+    like the present one first. A cluster that fails rules out all clusters within it.
     """
-    purchase = _Purchase(choice, cluster, attainment)
-    return purchase.cheapest()
+    starts = choice.candidates(cluster)
+    if not starts:
+        return None
+    purchase = _Purchase(choice, cluster)
+    found = purchase.first_safe(sorted(starts, key=lambda each: purchase.price(each.bought)))
+    found = found or purchase.grown(starts[0])
+    return purchase.lowered(found) if found else choice.tried(starts[0])
 
 
 class _Purchase:
-    def __init__(self, choice: Chooser, cluster: Cluster, attainment: float) -> None:
-        self._choice, self._cluster, self._attainment = choice, cluster, attainment
-        self._prices = {gpu.type: gpu.price_per_hour or 0.0 for gpu in cluster.gpus}
-        self._of_type = cluster.one_of_each
+    def __init__(self, choice: Chooser, cluster: Cluster) -> None:
+        self._choice, self._of_type = choice, cluster.one_of_each
+        self._prices = {kind: max(FREE, price) for kind, price in cluster.prices.items()}
 
-    def cheapest(self) -> Candidate | None:
-        starts = self._choice.candidates(self._cluster)
-        if not starts:
-            return None
-        kept = [each for each in starts if self._keeps(each)]
-        found = min(kept, key=lambda each: self._cost(_bought(each))) if kept else self._grown(starts[0])
-        if self._keeps(found):
-            found = self._shrunk(found)
-        return self._confirmed(found)
+    def price(self, counts: Mapping[str, int]) -> float:
+        """Return what so many GPUs of each type cost an hour."""
+        return sum(self._prices[kind] * count for kind, count in counts.items())
 
-    def _keeps(self, each: Candidate) -> bool:
-        return each.foreseen.keeps(self._attainment)
+    def first_safe(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        """Return the first that stands its trial, of those that are expected to serve enough for one."""
+        least = WORTH_A_TRIAL * self._choice.worth.most
+        found = (self._choice.safe(each) for each in candidates if each.foreseen.value >= least)
+        return next((each for each in found if each is not None), None)
 
-    def _cost(self, kinds: Sequence[str]) -> tuple[float, int]:
-        return sum(self._prices[kind] for kind in kinds), len(kinds)
-
-    def _expected(self, kinds: Sequence[str]) -> Candidate | None:
-        return self._choice.expected([self._of_type[kind] for kind in sorted(kinds)])
-
-    def _grown(self, found: Candidate) -> Candidate:
-        """Add GPUs of the type that serves most for its price, one at a time, until every model is kept."""
-        most = 2 * len(_bought(found)) + MOST_MORE
-        while not self._keeps(found) and len(_bought(found)) < most and not self._choice.watch.is_stopped():
-            bigger = [(kind, self._expected([*_bought(found), kind])) for kind in sorted(self._prices)]
-            gains = [
-                ((more.foreseen.value - found.foreseen.value) / (self._prices[kind] or 1.0), place, more)
-                for place, (kind, more) in enumerate(bigger)
-                if more is not None
-            ]
-            gain, _, more = max(gains, default=(0.0, 0, found))
-            if gain <= 0.0:
+    def grown(self, found: Candidate) -> Candidate | None:
+        """Add GPUs of the type that serves most for its price, or leaves most headroom, until a plan stands its trial;
+        None: it took too many."""
+        most = 2 * sum(found.bought.values()) + MOST_MORE
+        while sum(found.bought.values()) < most and not self._choice.watch.is_stopped():
+            before, bigger = found, []
+            for kind in sorted(self._prices):
+                planned = self._planned({**before.bought, kind: before.bought.get(kind, 0) + 1})
+                if (safe := self.first_safe(planned)) is not None:
+                    return safe
+                bigger += [
+                    ((before.foreseen.value - each.foreseen.value) / self._prices[kind], each.rank(1.0), each)
+                    for each in planned[:1]
+                ]
+            found = min(bigger, key=lambda each: each[:2])[2] if bigger else before
+            if sum(found.bought.values()) <= sum(before.bought.values()):
                 break
-            found = more
-        return found
+        return None
 
-    def _shrunk(self, found: Candidate) -> Candidate:
-        """Take GPUs away, or cheaper ones in their place, as long as every model is expected to be kept."""
-        step = max(1, len(_bought(found)) // 2)
+    def lowered(self, found: Candidate) -> Candidate:
+        """Return the cheapest plan found below the price of one that stands its trial.
+
+        Half of what its GPUs idle is asked for first; what fails halves that, down to any lower price.
+        """
+        failed: list[Mapping[str, int]] = []
+        step, in_vain = max(1, sum(found.bought.values()) // STEPS), 0.0
         while step and not self._choice.watch.is_stopped():
-            for kinds in self._cheaper(_bought(found), step):
-                smaller = self._expected(kinds)
-                if smaller is not None and self._keeps(smaller):
-                    found = smaller
+            price = self.price(found.bought)
+            less = (price - max(in_vain, price * float(found.foreseen.busy.mean()))) / 2.0
+            asked = price - (less if less > min(self._prices.values()) else FREE / 2.0)
+            clusters = (each for each in self._below(asked, found.bought, step) if not _is_within(each, failed))
+            for counts in islice(clusters, LOOKED_AT):
+                safe = self.first_safe(self._planned(counts))
+                if safe is not None:
+                    found = safe
                     break
+                failed.append(counts)
             else:
-                step //= 2
+                in_vain = asked
+                step //= 2 if asked > price - FREE else 1
         return found
 
-    def _cheaper(self, kinds: list[str], step: int) -> Iterator[list[str]]:
-        """Return the GPU types to buy instead, the cheapest first: `step` of a type fewer, or replaced."""
-        choices = []
-        for kind in sorted(set(kinds)):
-            rest, taken = [other for other in kinds if other != kind], kinds.count(kind)
-            if taken < step:
-                continue
-            rest += [kind] * (taken - step)
-            choices += [rest] if rest else []
-            choices += [[*rest, *[c] * step] for c in sorted(self._prices) if self._prices[c] < self._prices[kind]]
-        yield from sorted(choices, key=self._cost)
+    def _below(self, price: float, has: Mapping[str, int], step: int) -> list[dict[str, int]]:
+        """Return clusters of at most this price to which no GPU can be added, those with most in common first; of all
+        types but the cheapest up to `REACH` steps more or fewer GPUs."""
+        *dear, last = sorted(self._prices, key=lambda kind: (-self._prices[kind], kind))
+        clusters = []
+        for steps in product(range(-REACH, REACH + 1), repeat=len(dear)):
+            cluster = {kind: max(0, has.get(kind, 0) + n * step) for kind, n in zip(dear, steps, strict=True)}
+            left = price - self.price(cluster)
+            if left >= 0.0:
+                cluster[last] = min(int(left / self._prices[last]), 2 * sum(has.values()) + MOST_MORE)
+                if any(cluster.values()) and cluster not in clusters:
+                    clusters.append(cluster)
+        changed = lambda each: sum(self._prices[kind] * abs(n - has.get(kind, 0)) for kind, n in each.items())  # noqa: E731
+        return sorted(clusters, key=changed)
 
-    def _confirmed(self, found: Candidate) -> Candidate:
-        """Return the cheapest that stands a trial: of fewer GPUs as long as trials allow, else of more of the cheapest
-        type; as it is where none does."""
-        tried = self._choice.safe(found)
-        if tried is None:
-            kind = min(self._prices, key=lambda kind: (self._prices[kind], kind))
-            for more in range(1, len(_bought(found)) + MOST_MORE):
-                if self._choice.watch.is_stopped():
-                    break
-                larger = self._expected([*_bought(found), *[kind] * more])
-                tried = self._choice.safe(larger) if larger is not None else None
-                if tried is not None:
-                    return tried
-            return found
-        while not self._choice.watch.is_stopped():
-            for kinds in self._cheaper(_bought(tried), 1):
-                smaller = self._expected(kinds)
-                is_likely = smaller is not None and smaller.foreseen.value >= WORTH_A_TRIAL * self._choice.worth.most
-                less = self._choice.safe(smaller) if smaller is not None and is_likely else None
-                if less is not None:
-                    tried = less
-                    break
-            else:
-                break
-        return tried
+    def _planned(self, counts: Mapping[str, int]) -> list[Candidate]:
+        return self._choice.on([self._of_type[kind] for kind in sorted(counts) for _ in range(counts[kind])])
 
 
-def _bought(each: Candidate) -> list[str]:
-    """Return the types of the GPUs that a plan uses."""
-    used = {gpulet.gpu for gpulet in each.plan.gpulets}
-    return sorted(gpu.type for gpu in each.plan.gpus if gpu.id in used)
+def _is_within(counts: Mapping[str, int], others: Iterable[Mapping[str, int]]) -> bool:
+    return any(all(count <= other[kind] for kind, count in counts.items()) for other in others)

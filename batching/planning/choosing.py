@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.judging import Judged, Worth, foreseen
@@ -55,6 +55,12 @@ class Candidate:
     plan: Plan
     foreseen: Judged
     trial: Judged | None = None
+
+    @cached_property
+    def bought(self) -> Counter[str]:
+        """How many GPUs of each type the plan uses."""
+        used = {gpulet.gpu for gpulet in self.plan.gpulets}
+        return Counter(gpu.type for gpu in self.plan.gpus if gpu.id in used)
 
     @property
     def judged(self) -> Judged:
@@ -161,9 +167,9 @@ class Chooser:
         if not self.is_large and not cluster.elastic:
             yield Everywhere.name, Everywhere()
 
-    def expected(self, gpus: Sequence[Gpu]) -> Candidate | None:
-        """Return the plan of these GPUs that is expected to serve most."""
-        return next(iter(self.candidates(_as_cluster(gpus), is_one_enough=True)), None)
+    def on(self, gpus: Sequence[Gpu]) -> list[Candidate]:
+        """Return the plans of these GPUs as `candidates`; of many models the first that is enough."""
+        return self.candidates(_as_cluster(gpus), is_one_enough=self.is_large)
 
     def tried(self, each: Candidate, *, floor: float = 0.0, attainment: float = 0.0) -> Candidate | None:
         """Return it with its trial; None where that ended early, because it cannot reach the value `floor` any more or
@@ -173,16 +179,17 @@ class Chooser:
         return None if trial.value < 0.0 else replace(each, trial=trial)
 
     def safe(self, each: Candidate) -> Candidate | None:
-        """Return it with its trial if it may be bought: every model keeps its attainment with half of the misses to
-        spare, or on longer, other arrivals too. Of many models what is expected is believed."""
+        """Return it with its trial if it may be bought: every model keeps its attainment, with half of the misses to
+        spare, or on longer, other arrivals, which also decide where at most half as many more are missed. Of many
+        models what is expected is believed."""
         least = self._options.attainment
         if self.is_large:
             return each if each.foreseen.keeps(least) else None
-        tried = self.tried(each, attainment=least)
+        tried = self.tried(each, attainment=2.0 * least - self.aim)
         if tried is None or tried.judged.keeps(self.aim):
             return tried
-        is_kept = tried.judged.keeps(least) and self._confirming().run(each.plan, attainment=least).keeps(least)
-        return tried if is_kept else None
+        longer = self._confirming().run(each.plan, attainment=least)
+        return replace(each, trial=longer) if longer.value >= 0.0 and longer.keeps(least) else None
 
 
 def _as_cluster(gpus: Sequence[Gpu]) -> Cluster:

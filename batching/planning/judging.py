@@ -39,8 +39,12 @@ class Judged:
 
     def keeps(self, attainment: float) -> bool:
         """Say whether every model has at least this fraction of its requests in time, or misses a single one."""
+        return bool(self.kept(attainment).all())
+
+    def kept(self, attainment: float) -> NDArray[np.bool_]:
+        """Return of each model whether it has."""
         lost_rps, one = self.offered_rps - self.ok_rps, 1.0 / self.window_s
-        return bool((lost_rps <= np.maximum(one, (1.0 - attainment) * self.offered_rps) + 1e-9).all())
+        return lost_rps <= np.maximum(one, (1.0 - attainment) * self.offered_rps) + 1e-9
 
 
 class Worth:

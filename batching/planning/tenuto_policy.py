@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from tenuto.batching.planning.buying import cheapest
 from tenuto.batching.planning.choosing import Candidate, Chooser, ChoosingOptions
 from tenuto.batching.registry import scheduler_class
@@ -27,9 +29,7 @@ class TenutoPolicy(ChoosingOptions, Policy):
     2. Each is judged by the model from which every plan's expectation is made. Those within 10 % of the best serve the
        same arrivals in virtual time; their value is the weighted requests per second in time. Of candidates that are
        expected to serve everything the one with most headroom is tried first, and taken if it does.
-    3. On an elastic cluster the cheapest plan that keeps every model's `attainment` is sought: from the cheapest
-       candidate that is expected to, fewer GPUs or cheaper ones. Trials then decide: more GPUs where the attainment is
-       missed, one less where that is expected to do nearly.
+    3. On an elastic cluster the cheapest plan that keeps every model's `attainment` in its trial is sought (`buying`).
 
     Of more than 40 models or GPUs what is expected decides, without trials.
 
@@ -49,6 +49,8 @@ class TenutoPolicy(ChoosingOptions, Policy):
     summary = "chooses among other policies' plans by expected queueing; trials in virtual time decide"
     source = "this project, docs/own-policy.md"
     readings = "believes the profile; beyond 40 models or GPUs no trials"
+    objectives = ("weighted", "total", "each")
+    is_tried = True
     is_interruptible = True
 
     def __post_init__(self) -> None:
@@ -67,7 +69,7 @@ class TenutoPolicy(ChoosingOptions, Policy):
         if not workload.models:
             return _nothing(cluster, {})
         choice = Chooser(self, workload, cluster, profiles, self.watch)
-        found = cheapest(choice, cluster, self.attainment) if cluster.elastic else choice.best()
+        found = cheapest(choice, cluster) if cluster.elastic else choice.best()
         if found is None:
             why = f"no start can plan: {next(iter(choice.refused.values()), 'there is none')}"
             late = "on none of the GPUs is one request within its SLO"
@@ -85,7 +87,7 @@ class TenutoPolicy(ChoosingOptions, Policy):
                 "policy": PolicyUsed(name=self.name),
                 # What was tried is a scheduler that runs whichever batch is due, not the rounds of gpulet's plan.
                 "gpulets": tuple(gpulet.model_copy(update={"duty_cycle_ms": None}) for gpulet in found.plan.gpulets),
-                "expected": _expected(found, workload, hosted),
+                "expected": _expected(found, workload, hosted, self.attainment),
                 "unserved": tuple(reasons),
                 "unserved_reasons": reasons,
                 "notes": tuple(_notes(choice, found, self.scheduler)),
@@ -103,10 +105,12 @@ def _nothing(cluster: Cluster, reasons: dict[str, str]) -> Plan:
     )
 
 
-def _expected(found: Candidate, workload: Workload, hosted: set[str]) -> Expected:
+def _expected(found: Candidate, workload: Workload, hosted: set[str], attainment: float) -> Expected:
+    judged = found.judged  # of a rare model a single miss is more than it may lose, and kept
+    parts = np.where(judged.kept(attainment), np.maximum(judged.attainment, attainment), judged.attainment)
     models = {
         spec.name: ExpectedModel(goodput_rps=round(spec.rate_rps * float(part), 6))
-        for spec, part in zip(workload.models, found.judged.attainment, strict=True)
+        for spec, part in zip(workload.models, parts, strict=True)
         if spec.name in hosted
     }
     return Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models)

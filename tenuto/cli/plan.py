@@ -34,7 +34,7 @@ from tenuto.placement.shown.table import (
     why_below,
     why_unserved,
 )
-from tenuto.placement.solve import check_inputs, enough_for_all
+from tenuto.placement.solve import check_inputs, enough_for_all, solve_on_fewest
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
 
@@ -85,6 +85,7 @@ class _Faults:
     metavar="PLAN",
     help="Leave what this plan serves where it is and add the models of WORKLOAD that it lacks (igniter).",
 )
+@click.option("--fewest-gpus", is_flag=True, help="Leave GPUs idle that all models are served as asked without.")
 @cluster_arguments
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
 @output_option("Write the plan as a Serve config for `serve deploy`.")
@@ -109,6 +110,7 @@ def command(
     policy_name: str,
     compare: str | None,
     extended_file: str | None,
+    fewest_gpus: bool,
     where: ClusterArguments,
     options: tuple[str, ...],
     output: str | None,
@@ -137,12 +139,16 @@ def command(
             "Choose one policy with --policy for -o and --picture.",
         )
     workload, cluster, profiles, policies = _inputs(workload_file, names, where, options, strict_options=not compare)
+    if fewest_gpus and (extended_file or cluster.elastic):
+        rule = "leaves GPUs of a fixed cluster idle, which no --extend moves a model to and --elastic does not buy"
+        raise refused("--fewest-gpus", None, rule, "Leave the other option away.")
+    extended = Plan.load(extended_file) if extended_file else None
+    solved = solve_on_fewest if fewest_gpus else partial(solve, extended=extended)
     if compare:
         orders = [profiles, *_other_orders(profiles, where.profile_names, cluster)]
-        return _compare(policies, workload, cluster, orders, strict=strict)
-    extended = Plan.load(extended_file) if extended_file else None
+        return _compare(policies, workload, cluster, orders, solved, strict=strict)
     with planning_watched(policies[policy_name]):
-        plan = solve(policies[policy_name], workload, cluster, profiles, extended=extended)
+        plan = solved(policies[policy_name], workload, cluster, profiles)
     if output:
         write_file(output, _document(plan, executor))
     if picture:
@@ -225,7 +231,13 @@ def _other_orders(profiles: Profiles, names: tuple[str, ...], cluster: Cluster) 
 
 
 def _compare(
-    policies: dict[str, Policy], workload: Workload, cluster: Cluster, orders: list[Profiles], *, strict: bool
+    policies: dict[str, Policy],
+    workload: Workload,
+    cluster: Cluster,
+    orders: list[Profiles],
+    solved: Callable[..., Plan],
+    *,
+    strict: bool,
 ) -> int:
     """Plan with every policy and print the plans; each uses the first order of profiles that has what it needs.
 
@@ -239,7 +251,7 @@ def _compare(
         for profiles in orders:
             try:
                 with planning_watched(policy):
-                    plans[name] = solve(policy, workload, cluster, profiles)
+                    plans[name] = solved(policy, workload, cluster, profiles)
             except InvalidInputError as error:
                 refused.setdefault(name, error)
                 continue

@@ -71,6 +71,7 @@ class MilpPolicy(Policy):
         shares: limit each gpu-let to its compute requirement instead.
     """
 
+    objectives = ("weighted",)
     compute_metric: str = "achieved_occupancy_pct"
     memory_metric: str = MEMORY
     max_replicas: int | None = option(None, minimum=1)

@@ -68,6 +68,7 @@ class Usher(Policy):
 
     name = "usher"
     summary = "groups models with complementary compute and memory needs, then packs replicas group by group"
+    objectives = ("weighted",)
     source = "USHER (OSDI 2024), Algorithms 1 and 2; Creq = achieved occupancy as in Elvinger's thesis (ETH 2024)"
     readings = (
         "options for what is left open: pairs, neutral models, order of groups, ties, waiting; ours: contexts "

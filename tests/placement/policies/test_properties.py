@@ -178,6 +178,7 @@ class _Recorder:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.name, self.options = policy, policy.name, policy.options
+        self.objectives, self.is_tried = policy.objectives, policy.is_tried
         self.decision: Plan | None = None
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:

@@ -1,0 +1,169 @@
+"""What policy `tenuto` buys of three GPU types, against its own starts and every small cluster that is cheaper.
+
+Scenes are drawn from a seed: 1 to 8 models of the thesis on a V100 and on scaled A100s and T4s, with half to twice the
+list prices, SLOs that only some types hold, and rates of half a V100 to three in all. Three things are counted, each
+judged on Poisson arrivals of a seed that no planner uses, under `deferred`:
+
+* models below 99 % that the plan does not name (its reason for serving less than in full);
+* plans dearer than the elastic plan of a start that keeps every model;
+* plans dearer than a cluster of up to `--most` GPUs on which some candidate of the policy keeps every model.
+
+Run: python lab/benchmarks/bench_elastic.py [--seeds 40] [--first-seed 1] [--most 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+from contextlib import suppress
+from itertools import product
+
+from bench_promises import Scene
+from placement_scenes import NETWORKS, machine, thesis
+
+from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.planning.choosing import STARTS, Chooser, ChoosingOptions
+from tenuto.batching.planning.trial import Trials
+from tenuto.errors import TenutoError
+from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.profiles import Profile, Profiles
+
+FASTER = {"v100": (1.0, 1.0), "a100": (0.35, 0.7), "t4": (1.8, 3.5)}  # what a batch takes, in terms of a V100's
+PRICES = {"v100": 3.06, "a100": 3.67, "t4": 0.526}
+KEPT = 0.99
+JUDGE_SEED = 7_001
+REQUESTS = 20_000
+
+
+def scene(seed: int) -> Scene:
+    """Return the scene of a seed."""
+    rng = random.Random(f"elastic {seed}")
+    [measured] = thesis()
+    slower = {(kind, row): rng.uniform(*FASTER[kind]) for kind in FASTER for row in NETWORKS}
+    profiles = Profiles(
+        Profile.model_validate(
+            measured.model_copy(
+                update={
+                    "name": f"made-up-{kind}",
+                    "gpu_type": kind,
+                    "models": {row: measured.models[row].scaled(slower[kind, row]) for row in NETWORKS},
+                }
+            )
+        )
+        for kind in FASTER
+    )
+    entries = []
+    wanted, count = rng.uniform(0.5, 3.0), rng.randint(1, 8)
+    weights = [rng.uniform(0.2, 1.8) for _ in range(count)]
+    for index, weight in enumerate(weights):
+        row = rng.choice(NETWORKS)
+        profile = profiles.get(row, "v100")
+        slo = max(rng.choice((50, 100, 150, 200, 300)), 2.5 * profile.latency_ms(1))
+        most = max(
+            profile.throughput_rps(size) for size in profile.batch_sizes() if profile.latency_ms(size) <= slo / 2
+        )
+        rate = round(wanted * weight / sum(weights) * most, 3)
+        entries.append({"name": f"m{index}", "profile": row, "slo_ms": slo, "rate_rps": rate})
+    gpus = [{"type": kind, "price_per_hour": round(PRICES[kind] * rng.uniform(0.5, 2.0), 3)} for kind in FASTER]
+    cluster = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": gpus}], "elastic": True})
+    return Scene(Workload.model_validate({"models": entries}), cluster, profiles)
+
+
+def judge(workload: Workload) -> Trials:
+    """Return the arrivals that judge."""
+    return Trials(workload.models, requests=REQUESTS, seed=JUDGE_SEED, scheduler="deferred", network=NetworkDelay())
+
+
+def small_clusters(cluster: Cluster, most: int) -> list[tuple[float, Cluster]]:
+    """Return every cluster of at most so many GPUs with its price, those with most GPUs first."""
+    [node] = cluster.nodes
+    found = []
+    for counts in product(range(most + 1), repeat=len(node.gpus)):
+        groups = tuple(group.model_copy(update={"count": n}) for n, group in zip(counts, node.gpus, strict=True) if n)
+        if 0 < sum(counts) <= most:
+            price = sum(group.count * (group.price_per_hour or 0.0) for group in groups)
+            found.append((price, Cluster(nodes=(node.model_copy(update={"gpus": groups}),))))
+    return sorted(found, key=lambda each: (-len(each[1].gpus), each[0]))
+
+
+def cheapest_kept(scene: Scene, judged: Trials, price: float, most: int) -> tuple[float, Cluster] | None:
+    """Return the cheapest small cluster below a price on which some candidate keeps every model; None: none does.
+
+    Clusters within one on which nothing is expected to serve nine tenths need not be tried.
+    """
+    best, hopeless = None, list[Cluster]()
+    for cost, cluster in small_clusters(scene.cluster, most):
+        if cost >= price - 1e-6 or any(not Counter(cluster.counts) - Counter(more.counts) for more in hopeless):
+            continue
+        choice = Chooser(ChoosingOptions(), scene.workload, cluster, scene.profiles)
+        found = choice.candidates(cluster)
+        if max((each.foreseen.value for each in found), default=0.0) < 0.9 * choice.worth.most:
+            hopeless.append(cluster)
+        likely = (each for each in found if each.foreseen.value >= 0.97 * choice.worth.most)
+        if any(judged.run(each.plan, attainment=KEPT).keeps(KEPT) for each in likely):
+            best, price = (cost, cluster), cost
+    return best
+
+
+def price_of(plan: Plan) -> float:
+    """Return what an hour of a plan costs."""
+    return plan.expected.cost_per_hour or 0.0
+
+
+def main() -> None:
+    """Print a line per scene, and the counts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=40)
+    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--most", type=int, default=5)
+    given = parser.parse_args()
+    print(machine("numpy", "scipy", "tenuto"))
+    print("| seed | models | bought | $/h | planned in | below 99 %, unsaid | said | cheapest start | cheapest found |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    unsaid = below_a_start = dearer = 0
+    for seed in range(given.first_seed, given.first_seed + given.seeds):
+        drawn = scene(seed)
+        started = time.process_time()
+        plan = solve(load_policy("tenuto"), drawn.workload, drawn.cluster, drawn.profiles)
+        took_s = time.process_time() - started
+        trials, price = judge(drawn.workload), price_of(plan)
+        run = trials.run(plan)
+        below = {
+            f"{spec.name} {100 * part:.1f}"
+            for spec, part in zip(drawn.workload.models, run.attainment, strict=True)
+            if part < KEPT and spec.name not in plan.unserved_reasons
+        }
+        starts = []
+        for name in STARTS:
+            with suppress(TenutoError):
+                start = solve(load_policy(name), drawn.workload, drawn.cluster, drawn.profiles)
+                if start.gpulets and trials.run(start, attainment=KEPT).keeps(KEPT):
+                    starts.append((price_of(start), name))
+        start_price, start_name = min(starts, default=(price, ""))
+        found = cheapest_kept(drawn, trials, price, given.most)
+        unsaid += len(below)
+        below_a_start += start_price < price - 1e-6
+        dearer += found is not None
+        counts = Counter(gpu.type for gpu in plan.gpus)
+        cells = (
+            str(seed),
+            str(len(drawn.workload.models)),
+            ", ".join(f"{kind}:{count}" for kind, count in counts.items()),
+            f"{price:.2f}",
+            f"{took_s:.1f} s",
+            ", ".join(sorted(below)) or "–",
+            str(len(plan.unserved_reasons)),
+            f"{start_price:.2f} {start_name}" if start_name else "none keeps all",
+            "–" if found is None else f"{found[0]:.2f} " + ", ".join(f"{k}:{n}" for k, n in found[1].counts.items()),
+        )
+        print("| " + " | ".join(cells) + " |", flush=True)
+    print(
+        f"{unsaid} models below {KEPT:.0%} unsaid; {below_a_start} plans dearer than a start; {dearer} of "
+        f"{given.seeds} dearer than a cluster of up to {given.most} GPUs"
+    )
+
+
+if __name__ == "__main__":
+    main()
