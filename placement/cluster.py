@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Annotated
 
@@ -128,6 +129,33 @@ class Cluster(StrictModel):
         prices = {kind: gpu.price_per_hour for kind, gpu in self.one_of_each.items()}
         known = {kind: price for kind, price in prices.items() if price is not None}
         return known if len(known) == len(prices) else dict.fromkeys(prices, 1.0)
+
+    @classmethod
+    def of(cls, gpus: Iterable[Gpu]) -> Cluster:
+        """Return the fixed cluster that has such GPUs; their nodes stand before the last `/` of their ids."""
+        nodes: dict[str, list[Gpu]] = {}
+        for gpu in gpus:
+            nodes.setdefault(gpu.id.rpartition("/")[0], []).append(gpu)
+        return cls(
+            nodes=tuple(
+                Node(
+                    name=name,
+                    rack=held[0].rack,
+                    address=held[0].address,
+                    label=held[0].label,
+                    gpus=tuple(
+                        GpuGroup(
+                            type=gpu.type,
+                            uuids=None if gpu.uuid is None else (gpu.uuid,),
+                            memory_mib=gpu.memory_mib,
+                            price_per_hour=gpu.price_per_hour,
+                        )
+                        for gpu in held
+                    ),
+                )
+                for name, held in nodes.items()
+            )
+        )
 
     def dump(self) -> str:
         """Render as YAML; `Cluster.load` of the text gives an equal cluster."""

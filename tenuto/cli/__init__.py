@@ -21,7 +21,7 @@ from tenuto.errors import TenutoError
 GROUPS = {
     "Start": ("quickstart", "doctor"),
     "Measure": ("profile", "profiles", "merge", "cluster"),
-    "Plan": ("plan", "policies", "simulate", "goodput"),
+    "Plan": ("plan", "explain", "policies", "simulate", "goodput"),
     "Run": ("serve", "deploy", "diff", "history", "rollback", "delete", "control", "model", "status", "logs", "key"),
     "Judge": ("bench", "report"),
 }

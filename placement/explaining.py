@@ -1,0 +1,284 @@
+"""Why a plan is as it is and what would change it, each figure tried with the model that plans promise by.
+
+What one GPU more brings is the plan that the same policy makes with it, what a replica is
+for is what the plan promises without it, and what breaks first is found by raising the rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tenuto.errors import TenutoError, first_line
+from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.costs import costs_of
+from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic
+from tenuto.placement.expectation.sharing import Sharing
+from tenuto.placement.plan import Plan
+from tenuto.placement.policy import load_policy
+from tenuto.placement.program import Gpulet
+from tenuto.placement.solve import solve
+from tenuto.profiles import Profiles
+
+NARROW = 1.01  # limit: of a search, highest over lowest
+MOST = 1000.0  # limit: of a search, times the rate or the SLO of the plan
+LESS_PCT = 10.0  # limit: points of share that are taken away to see what they are for
+
+
+@dataclass(frozen=True)
+class ReplicaExplained:
+    """One replica: where it is, the batches that are gathered there at the plan's rates, and what it is for.
+
+    `takes_ms`: of such a batch beside its neighbours; `waits_ms`: what the SLO leaves a request to wait. `busy`: the
+    part of its gpu-let's time that its batches take. `slowdown`: while all neighbours run. `without_rps`: what the plan
+    promises of the model without this replica; `less_share_rps`: with `LESS_PCT` points of share less, None where the
+    gpu-let has no share or none to spare.
+    """
+
+    gpulet: str
+    gpu: str
+    gpu_type: str
+    share_pct: float | None
+    largest_batch: int
+    batch: int
+    takes_ms: float | None
+    waits_ms: float | None
+    carried_rps: float
+    busy: float
+    slowdown: float
+    without_rps: float
+    less_share_rps: float | None
+
+
+@dataclass(frozen=True)
+class ModelExplained:
+    """One model: what it is promised, what it costs, and how far its rate and SLO may go while all models that are
+    promised in full stay so.
+
+    `cost_per_hour`: its part of the price of its GPUs, by share and busy time, idle time in proportion; None without
+    prices. `most_rps`, `least_slo_ms`: None where it is not promised in full as it is; then `enough_rps` and
+    `enough_slo_ms` say with which rate or SLO it would be, None where with none.
+    """
+
+    name: str
+    rate_rps: float
+    slo_ms: float
+    promised_rps: float
+    why_below: str | None
+    cost_per_hour: float | None
+    most_rps: float | None
+    least_slo_ms: float | None
+    enough_rps: float | None
+    enough_slo_ms: float | None
+    replicas: tuple[ReplicaExplained, ...]
+
+    @property
+    def cost_per_million(self) -> float | None:
+        """The price of a million requests in time."""
+        if self.cost_per_hour is None or self.promised_rps <= 0.0:
+            return None
+        return self.cost_per_hour / (3600.0 * self.promised_rps) * 1e6
+
+
+@dataclass(frozen=True)
+class OneMore:
+    """What the same policy promises with one GPU more of a type, or why it cannot tell."""
+
+    gpu_type: str
+    goodput_rps: float
+    cost_per_hour: float | None
+    below: tuple[str, ...]  # models that are still not served as asked
+    why_not: str | None = None
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A plan explained. All rates may grow by `growth` before a model that is promised in full no longer is: `breaks`;
+    None where no model is, or none ever breaks."""
+
+    models: tuple[ModelExplained, ...]
+    growth: float | None
+    breaks: tuple[str, ...]
+    one_more: tuple[OneMore, ...]
+
+
+def explain(plan: Plan, gpus: Sequence[Gpu], profiles: Profiles, names: Sequence[str] = ()) -> Explained:
+    """Return why a plan is as it is and what would change it.
+
+    Args:
+        plan: complete.
+        gpus: of its cluster, with memory and prices.
+        profiles: it was planned with.
+        names: of the models that are explained; default: all.
+    """
+    trying = _Trying(plan, gpus, profiles)
+    models = tuple(trying.model(spec.name) for spec in plan.models if not names or spec.name in names)
+    growth, breaks = trying.growth()
+    one_more = tuple(trying.one_more(kind) for kind in dict.fromkeys(gpu.type for gpu in gpus))
+    return Explained(models, growth, breaks, one_more)
+
+
+class _Trying:
+    """Tries changes of one plan."""
+
+    def __init__(self, plan: Plan, gpus: Sequence[Gpu], profiles: Profiles) -> None:
+        self._plan, self._gpus, self._profiles = plan, gpus, profiles
+        self._outlooks = Outlooks()
+        self._outlook = self._outlooks.of(plan)
+        self._promised = self._parts(plan)
+        self._in_full = {name for name, part in self._promised.items() if part >= IN_FULL - 1e-3}
+        cluster = Cluster.of(gpus)
+        self._sharing = Sharing(costs_of(plan.workload, cluster, profiles), profiles, plan.streaming)
+        self._costs = self._costs_per_hour()
+
+    def _parts(self, plan: Plan, rates_rps: Mapping[str, float] | None = None) -> dict[str, float]:
+        traffic = None if rates_rps is None else Traffic(rates_rps)
+        return self._outlooks.promised(plan, traffic)[0]
+
+    def _broken(self, plan: Plan, rates_rps: Mapping[str, float] | None = None) -> set[str]:
+        """Return the models that are promised in full and would not be."""
+        parts = self._parts(plan, rates_rps)
+        return {name for name in self._in_full if parts.get(name, 0.0) < IN_FULL - 1e-3}
+
+    def growth(self) -> tuple[float | None, tuple[str, ...]]:
+        """Return by which factor all rates may grow, and the models that break beyond."""
+
+        def grown(factor: float) -> set[str]:
+            return self._broken(self._plan, {s.name: factor * s.rate_rps for s in self._plan.models})
+
+        if not self._in_full:
+            return None, ()
+        factor, beyond = _furthest(lambda factor: not grown(factor))
+        return (None, ()) if beyond is None else (factor, tuple(sorted(grown(beyond))))
+
+    def model(self, name: str) -> ModelExplained:
+        """Return one model."""
+        spec = self._plan.model(name)
+        rates = {other.name: other.rate_rps for other in self._plan.models}
+        is_full = name in self._in_full
+
+        def holds(plan: Plan, rates_rps: Mapping[str, float] | None = None) -> bool:
+            parts = self._parts(plan, rates_rps)
+            return parts.get(name, 0.0) >= IN_FULL - 1e-3 and not self._broken(plan, rates_rps)
+
+        def at_rate(factor: float) -> bool:
+            return holds(self._plan, rates | {name: factor * spec.rate_rps})
+
+        def at_slo(factor: float) -> bool:
+            changed = spec.model_copy(update={"slo_ms": factor * spec.slo_ms})
+            models = tuple(changed if other.name == name else other for other in self._plan.models)
+            return holds(self._plan.model_copy(update={"models": models}))
+
+        more = _furthest(at_rate)[0] if is_full else None
+        shorter = _furthest(lambda factor: at_slo(1.0 / factor))[0] if is_full else None
+        less = _nearest(lambda factor: at_rate(1.0 / factor)) if not is_full else None
+        longer = _nearest(at_slo) if not is_full else None
+        return ModelExplained(
+            name,
+            spec.rate_rps,
+            spec.slo_ms,
+            self._promised.get(name, 0.0) * spec.rate_rps,
+            self._plan.unserved_reasons.get(name),
+            None if self._costs is None else self._costs.get(name, 0.0),
+            None if more is None else more * spec.rate_rps,
+            None if shorter is None else spec.slo_ms / shorter,
+            None if less is None else spec.rate_rps / less,
+            None if longer is None else longer * spec.slo_ms,
+            tuple(self._replica(place, name) for place, g in enumerate(self._plan.gpulets) if _hosts(g, name)),
+        )
+
+    def _replica(self, place: int, name: str) -> ReplicaExplained:
+        gpulet, spec = self._plan.gpulets[place], self._plan.model(name)
+        program = next(p for p in gpulet.programs if name in p.models)
+        batch = self._outlook.batches[place].get(program.name, program.batch_size)
+        takes_ms = None if program.latency is None else program.latency.at(batch) * program.slowdown
+        carried = self._outlook.carried[place].get(program.name, 0.0)
+        kept = tuple(replica for replica in gpulet.models if replica.name != name)
+        merge = tuple(group for group in gpulet.merge if name not in group.models)
+        without = self._changed(place, gpulet.model_copy(update={"models": kept, "merge": merge}) if kept else None)
+        less = None
+        if gpulet.share_pct is not None and gpulet.share_pct > LESS_PCT:
+            smaller = gpulet.model_copy(update={"share_pct": gpulet.share_pct - LESS_PCT})
+            less = self._parts(self._sharing.completed(self._changed(place, smaller)))[name] * spec.rate_rps
+        return ReplicaExplained(
+            gpulet.id,
+            gpulet.gpu,
+            next(gpu.type for gpu in self._plan.gpus if gpu.id == gpulet.gpu),
+            gpulet.share_pct,
+            program.batch_size,
+            batch,
+            takes_ms,
+            None if takes_ms is None else spec.slo_ms - takes_ms,
+            carried,
+            self._outlook.busy[place] * sum(self._work(place)[member] for member in program.models),
+            program.slowdown,
+            self._parts(without).get(name, 0.0) * spec.rate_rps,
+            less,
+        )
+
+    def _changed(self, place: int, gpulet: Gpulet | None) -> Plan:
+        """Return the plan with another gpu-let at a place, or with none."""
+        gpulets = [*self._plan.gpulets]
+        gpulets[place : place + 1] = [] if gpulet is None else [gpulet]
+        return self._plan.model_copy(update={"gpulets": tuple(gpulets)})
+
+    def _costs_per_hour(self) -> dict[str, float] | None:
+        """Return the part of each model of the price of the GPUs that are used; together they are that price."""
+        prices = {gpu.id: gpu.price_per_hour for gpu in self._gpus}
+        found = dict.fromkeys((spec.name for spec in self._plan.models), 0.0)
+        places = {gpulet.id: place for place, gpulet in enumerate(self._plan.gpulets)}
+        for gpu_id, gpulets in self._plan.by_gpu().items():
+            price = prices.get(gpu_id)
+            if gpulets and price is None:
+                return None
+            held = sum(gpulet.effective_share_pct for gpulet in gpulets)
+            for gpulet in gpulets:
+                for name, part in self._work(places[gpulet.id]).items():
+                    found[name] += (price or 0.0) * gpulet.effective_share_pct / held * part
+        return found
+
+    def _work(self, place: int) -> dict[str, float]:
+        """Return the part of each model of the work on a gpu-let, adding up to 1; equal parts where there is none."""
+        work: dict[str, float] = {}
+        for program in self._plan.gpulets[place].programs:
+            carried = self._outlook.carried[place].get(program.name, 0.0)
+            batch = self._outlook.batches[place].get(program.name, program.batch_size)
+            each_ms = 0.0 if program.latency is None else program.latency.at(batch) / batch
+            rates = {name: self._plan.model(name).rate_rps for name in program.models}
+            for name, rate in rates.items():
+                work[name] = carried * each_ms * rate / sum(rates.values())
+        total = sum(work.values())
+        return {name: part / total if total > 0.0 else 1.0 / len(work) for name, part in work.items()}
+
+    def one_more(self, kind: str) -> OneMore:
+        """Return what the policy of the plan makes of one GPU more of a type."""
+        known = next(gpu for gpu in self._gpus if gpu.type == kind)
+        cluster = Cluster.of([*self._gpus, known.model_copy(update={"id": "more/0", "uuid": None, "rack": None})])
+        try:
+            policy = load_policy(self._plan.policy.name, self._plan.policy.options)
+            plan = solve(policy, self._plan.workload, cluster, self._profiles)
+        except TenutoError as error:
+            return OneMore(kind, 0.0, None, (), first_line(error))
+        return OneMore(kind, plan.expected.goodput_rps, plan.expected.cost_per_hour, tuple(plan.unserved_reasons))
+
+
+def _hosts(gpulet: Gpulet, name: str) -> bool:
+    return any(replica.name == name for replica in gpulet.models)
+
+
+def _furthest(holds: Callable[[float], bool]) -> tuple[float, float | None]:
+    """Return a factor above 1 that holds, and one at most 1 % above it that does not; `MOST` and None where none fails."""
+    low, high = 1.0, 2.0
+    while holds(high):
+        low, high = high, 2.0 * high
+        if low >= MOST:
+            return MOST, None
+    while high / low > NARROW:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low, high
+
+
+def _nearest(holds: Callable[[float], bool]) -> float | None:
+    """Return a factor above 1 that holds, of which one at most 1 % below does not; None where none up to `MOST` does."""
+    return _furthest(lambda factor: not holds(factor))[1]

@@ -1,0 +1,98 @@
+"""`tenuto explain`: why a plan is as it is, and what would change it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from tenuto.cli.common import ClusterArguments, cluster_arguments, json_option, printed_as_json, say
+from tenuto.cli.tables import print_table
+from tenuto.errors import refused
+from tenuto.placement import Plan
+from tenuto.placement.explaining import LESS_PCT, Explained, ModelExplained, explain
+
+
+@click.command("explain", short_help="Say why a plan is as it is, and what would change it.")
+@click.argument("plan_file", metavar="PLAN")
+@click.argument("models", metavar="[MODEL]…", nargs=-1)
+@cluster_arguments
+@json_option
+def command(plan_file: str, models: tuple[str, ...], where: ClusterArguments) -> None:
+    """Say of each model of PLAN where it runs and why, what it costs, and how far its rate and SLO may go; what breaks
+    first when all rates grow; and what one GPU more would bring. Every figure was tried.
+
+    Example: tenuto explain plan.yaml resnet50
+    """
+    plan = Plan.load(plan_file)
+    known = [spec.name for spec in plan.models]
+    for name in models:
+        if name not in known:
+            raise refused("MODEL", name, "is not in the plan", f"Name one of {', '.join(known)}.")
+    profiles, gpus = where.ground(plan)
+    found = explain(plan, gpus, profiles, models)
+    if not printed_as_json(asdict(found)):
+        _print(found, plan.expected.goodput_rps)
+
+
+def _print(found: Explained, goodput_rps: float) -> None:
+    for model in found.models:
+        _print_model(model)
+    if found.growth is not None:
+        say(f"all rates may grow by {100 * (found.growth - 1):.0f} %; then {', '.join(found.breaks)} is late first")
+    for more in found.one_more:
+        what = f"one {more.gpu_type} more"
+        if more.why_not is not None:
+            say(f"{what}: the policy cannot tell: {more.why_not}")
+            continue
+        cost = "" if more.cost_per_hour is None else f", {more.cost_per_hour:,.2f} $/h for the plan"
+        below = f", still below: {', '.join(more.below)}" if more.below else ", every model as asked"
+        say(f"{what}: {more.goodput_rps - goodput_rps:+,.4g} rps in time{cost}{below}")
+
+
+def _print_model(model: ModelExplained) -> None:
+    cost = "" if model.cost_per_hour is None else f", {model.cost_per_hour:,.3g} $/h"
+    million = model.cost_per_million
+    each = "" if million is None else f", {million:,.3g} $ per million"
+    say(f"{model.name}: {model.promised_rps:,.4g} of {model.rate_rps:,.4g} rps in {model.slo_ms:g} ms{cost}{each}")
+    if model.most_rps is not None and model.least_slo_ms is not None:
+        say(f"  holds up to {model.most_rps:,.4g} rps, or down to an SLO of {model.least_slo_ms:,.4g} ms, by itself")
+    elif model.enough_rps is None and model.enough_slo_ms is None:
+        say(f"  {model.why_below or 'not served'}")
+    else:
+        say(f"  {model.why_below or 'below what is asked'}")
+        ways = [] if model.enough_rps is None else [f"at {model.enough_rps:,.4g} rps"]
+        ways += [] if model.enough_slo_ms is None else [f"with an SLO of {model.enough_slo_ms:,.4g} ms"]
+        say(f"  would be in time {' or '.join(ways)}")
+    print_table(
+        (
+            "  gpu-let",
+            "type",
+            "share",
+            "batch",
+            "takes ms",
+            "may wait ms",
+            "slowed",
+            "busy",
+            "carries rps",
+            "rps without it",
+            f"with {LESS_PCT:g} % less",
+        ),
+        (
+            (
+                f"  {r.gpulet}",
+                r.gpu_type,
+                "all" if r.share_pct is None else f"{r.share_pct:g} %",
+                f"{r.batch} of {r.largest_batch}",
+                "-" if r.takes_ms is None else f"{r.takes_ms:.4g}",
+                "-" if r.waits_ms is None else f"{r.waits_ms:.4g}",
+                f"{100 * (r.slowdown - 1):.0f} %",
+                f"{100 * r.busy:.0f} %",
+                f"{r.carried_rps:,.4g}",
+                f"{r.without_rps:,.4g}",
+                "-" if r.less_share_rps is None else f"{r.less_share_rps:,.4g}",
+            )
+            for r in model.replicas
+        ),
+        left=("  gpu-let", "type"),
+    )
