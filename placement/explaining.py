@@ -6,6 +6,7 @@ for is what the plan promises without it, and what breaks first is found by rais
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.plan import Plan
 from tenuto.placement.policy import load_policy
 from tenuto.placement.program import Gpulet
-from tenuto.placement.solve import solve
+from tenuto.placement.solve import enough_for_all, solve
 from tenuto.profiles import Profiles
 
 NARROW = 1.01  # limit: of a search, highest over lowest
@@ -94,12 +95,15 @@ class OneMore:
 @dataclass(frozen=True)
 class Explained:
     """A plan explained. All rates may grow by `growth` before a model that is promised in full no longer is: `breaks`;
-    None where no model is, or none ever breaks."""
+    None where no model is, or none ever breaks. `enough`: on which GPUs, by type, the same policy serves every model as
+    asked, for `enough_cost` per hour; None where the plan does, or no number of them is known to."""
 
     models: tuple[ModelExplained, ...]
     growth: float | None
     breaks: tuple[str, ...]
     one_more: tuple[OneMore, ...]
+    enough: Mapping[str, int] | None
+    enough_cost: float | None
 
 
 def explain(plan: Plan, gpus: Sequence[Gpu], profiles: Profiles, names: Sequence[str] = ()) -> Explained:
@@ -115,7 +119,7 @@ def explain(plan: Plan, gpus: Sequence[Gpu], profiles: Profiles, names: Sequence
     models = tuple(trying.model(spec.name) for spec in plan.models if not names or spec.name in names)
     growth, breaks = trying.growth()
     one_more = tuple(trying.one_more(kind) for kind in dict.fromkeys(gpu.type for gpu in gpus))
-    return Explained(models, growth, breaks, one_more)
+    return Explained(models, growth, breaks, one_more, *trying.enough())
 
 
 class _Trying:
@@ -261,13 +265,25 @@ class _Trying:
             return OneMore(kind, 0.0, None, (), first_line(error))
         return OneMore(kind, plan.expected.goodput_rps, plan.expected.cost_per_hour, tuple(plan.unserved_reasons))
 
+    def enough(self) -> tuple[Mapping[str, int] | None, float | None]:
+        """Return the GPUs by type on which the policy of the plan serves every model as asked, and their price."""
+        if not self._plan.unserved_reasons:
+            return None, None
+        try:
+            policy = load_policy(self._plan.policy.name, self._plan.policy.options)
+            plan = enough_for_all(policy, self._plan.workload, Cluster.of(self._gpus), self._profiles)
+        except TenutoError:
+            return None, None
+        used = Counter(gpu.type for gpu in plan.gpus if plan.on_gpu(gpu.id))
+        return (None, None) if plan.unserved_reasons else (used, plan.expected.cost_per_hour)
+
 
 def _hosts(gpulet: Gpulet, name: str) -> bool:
     return any(replica.name == name for replica in gpulet.models)
 
 
 def _furthest(holds: Callable[[float], bool]) -> tuple[float, float | None]:
-    """Return a factor above 1 that holds, and one at most 1 % above it that does not; `MOST` and None where none fails."""
+    """Return a factor that holds, and one at most 1 % above it that does not; `MOST` and None where none fails."""
     low, high = 1.0, 2.0
     while holds(high):
         low, high = high, 2.0 * high
@@ -280,5 +296,5 @@ def _furthest(holds: Callable[[float], bool]) -> tuple[float, float | None]:
 
 
 def _nearest(holds: Callable[[float], bool]) -> float | None:
-    """Return a factor above 1 that holds, of which one at most 1 % below does not; None where none up to `MOST` does."""
+    """Return a factor that holds, of which one at most 1 % below does not; None where none up to `MOST` does."""
     return _furthest(lambda factor: not holds(factor))[1]

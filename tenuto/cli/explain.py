@@ -40,6 +40,10 @@ def _print(found: Explained, goodput_rps: float) -> None:
         _print_model(model)
     if found.growth is not None:
         say(f"all rates may grow by {100 * (found.growth - 1):.0f} %; then {', '.join(found.breaks)} is late first")
+    if found.enough is not None:
+        gpus = ",".join(f"{kind}:{count}" for kind, count in found.enough.items())
+        price = "" if found.enough_cost is None else f", {found.enough_cost:,.2f} $/h"
+        say(f"would serve all as asked: {gpus}{price}")
     for more in found.one_more:
         what = f"one {more.gpu_type} more"
         if more.why_not is not None:
