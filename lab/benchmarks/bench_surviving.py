@@ -24,14 +24,19 @@ from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.surviving import domain_of, not_surviving
+from tenuto.profiles import Profiles
+from tenuto.profiles.shipped import load_shipped
 
 POLICIES = ("tenuto", "symphony", "usher", "wao-usher", "ao-milp", "wsm-milp", "gpulet", "igniter")
 HELD = 0.99
 REQUESTS = 20_000  # of one run
 
 
-def scene(seed: int, *, elastic: bool) -> tuple[Workload, Cluster]:
-    """Return a random workload whose models ask to survive, and a cluster of two to four nodes."""
+def scene(seed: int, policy: str, *, elastic: bool) -> tuple[Workload, Cluster, Profiles]:
+    """Return a random workload whose models ask to survive, a cluster of two to four nodes, and the profiles."""
+    profiles, networks = thesis(), NETWORKS
+    if policy == "igniter":  # whose coefficients only its own profile has
+        profiles, networks = Profiles([load_shipped("igniter-v100")]), ("alexnet", "resnet50", "vgg19", "ssd")
     rng = random.Random(seed)
     nodes, each = rng.randint(2, 4), rng.randint(1, 3)
     load = rng.uniform(0.15, 0.5) * nodes * each
@@ -40,8 +45,8 @@ def scene(seed: int, *, elastic: bool) -> tuple[Workload, Cluster]:
     kinds = ("gpu",) if elastic else ("gpu", "node", "rack")
     models = []
     for index, part in enumerate(parts):
-        row = rng.choice(NETWORKS)
-        profile = thesis().get(row, "v100")
+        row = rng.choice(networks)
+        profile = profiles.get(row, "v100")
         slo_ms = max(rng.choice((50, 100, 150, 200, 300)), 2.5 * profile.latency_ms(1, 100.0))
         size = max(b for b in profile.batch_sizes() if b == 1 or profile.latency_ms(b, 100.0) <= slo_ms / 2)
         rate = load * part / sum(parts) * profile.throughput_rps(size)
@@ -53,7 +58,7 @@ def scene(seed: int, *, elastic: bool) -> tuple[Workload, Cluster]:
         {"name": f"n{node}", "rack": f"r{node % 2}", "gpus": [{"type": "v100", "count": each}]} for node in range(nodes)
     ]
     cluster = {"nodes": given[:1] if elastic else given, "elastic": elastic}
-    return Workload.model_validate({"models": models}), Cluster.model_validate(cluster)
+    return Workload.model_validate({"models": models}), Cluster.model_validate(cluster), profiles
 
 
 def after_loss(plan: Plan, gpus: frozenset[str], seed: int) -> dict[str, float]:
@@ -79,10 +84,10 @@ def main() -> None:
     total: Counter[str] = Counter()
     for index in range(asked.seeds):
         seed = asked.first_seed + index
-        policy = POLICIES[index % len(POLICIES)]
-        workload, cluster = scene(seed, elastic=asked.elastic)
+        policy = POLICIES[seed % len(POLICIES)]
+        workload, cluster, profiles = scene(seed, policy, elastic=asked.elastic)
         began = time.perf_counter()
-        plan = solve(load_policy(policy), workload, cluster, thesis())
+        plan = solve(load_policy(policy), workload, cluster, profiles)
         took_s = time.perf_counter() - began
         refused = not_surviving(plan, plan.expected.losses)
         least, broken, promised = 1.0, [], 0

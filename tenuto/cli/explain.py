@@ -19,8 +19,10 @@ from tenuto.placement.explaining import LESS_PCT, Explained, ModelExplained, exp
 @cluster_arguments
 @json_option
 def command(plan_file: str, models: tuple[str, ...], where: ClusterArguments) -> None:
-    """Say of each model of PLAN where it runs and why, what it costs, and how far its rate and SLO may go; what breaks
-    first when all rates grow; and what one GPU more would bring. Every figure was tried.
+    """Say why PLAN is as it is, and what would change it.
+
+    Of each model: where it runs, what for, what it costs, and how far its rate and SLO may go. Of the plan: what breaks
+    first when all rates grow, and what one GPU more would bring. Every figure was tried.
 
     Example: tenuto explain plan.yaml resnet50
     """
