@@ -251,9 +251,10 @@ def _measured_otherwise_than_here(plan: Plan, profiles: Profiles) -> list[str]:
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     devices: dict[str, dict[str, None]] = {}
     versions: dict[tuple[str, str], dict[str, None]] = {}
+    specs = {spec.name: spec for spec in plan.models}
     for gpulet in plan.gpulets:
-        for spec in (plan.model(replica.name) for replica in gpulet.models):
-            kind = types[gpulet.gpu]
+        kind = types.get(gpulet.gpu, "")
+        for spec in (specs[replica.name] for replica in gpulet.models if replica.name in specs):
             measured = None if spec.latency is not None else profiles.measured(spec.profile_row, kind)
             if measured is not None:
                 devices.setdefault(kind, {})[measured.hardware] = None
