@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from tenuto.documents import Fault, StrictModel, dump_yaml, parse_document
 from tenuto.errors import one_of, refused
@@ -81,6 +81,14 @@ class Cluster(StrictModel):
     nodes: tuple[Node, ...] = ()
     elastic: bool = False
     left_out: tuple[str, ...] | None = None
+    _given: tuple[Gpu, ...] = PrivateAttr(())
+
+    @classmethod
+    def of(cls, gpus: Iterable[Gpu]) -> Cluster:
+        """Return the fixed cluster of these very GPUs, as what is left of another one."""
+        found = cls()
+        found._given = tuple(gpus)
+        return found
 
     @model_validator(mode="after")
     def _unique_nodes(self) -> Cluster:
@@ -96,6 +104,8 @@ class Cluster(StrictModel):
     @property
     def gpus(self) -> tuple[Gpu, ...]:
         """Every GPU, in file order, with ids `node/index`."""
+        if self._given:
+            return tuple(gpu for gpu in self._given if gpu.id not in (self.left_out or ()))
         return _gpus_of(self.nodes, self.left_out)
 
     @property
@@ -129,33 +139,6 @@ class Cluster(StrictModel):
         prices = {kind: gpu.price_per_hour for kind, gpu in self.one_of_each.items()}
         known = {kind: price for kind, price in prices.items() if price is not None}
         return known if len(known) == len(prices) else dict.fromkeys(prices, 1.0)
-
-    @classmethod
-    def of(cls, gpus: Iterable[Gpu]) -> Cluster:
-        """Return the fixed cluster that has such GPUs; their nodes stand before the last `/` of their ids."""
-        nodes: dict[str, list[Gpu]] = {}
-        for gpu in gpus:
-            nodes.setdefault(gpu.id.rpartition("/")[0], []).append(gpu)
-        return cls(
-            nodes=tuple(
-                Node(
-                    name=name,
-                    rack=held[0].rack,
-                    address=held[0].address,
-                    label=held[0].label,
-                    gpus=tuple(
-                        GpuGroup(
-                            type=gpu.type,
-                            uuids=None if gpu.uuid is None else (gpu.uuid,),
-                            memory_mib=gpu.memory_mib,
-                            price_per_hour=gpu.price_per_hour,
-                        )
-                        for gpu in held
-                    ),
-                )
-                for name, held in nodes.items()
-            )
-        )
 
     def dump(self) -> str:
         """Render as YAML; `Cluster.load` of the text gives an equal cluster."""

@@ -199,11 +199,21 @@ def _impossible(costs: Mapping[str, Mapping[str, ModelOnGpu]], profiles: Profile
 # --- after: what follows from the decision ----------------------------------------------------------------------
 
 
-def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+def complete(
+    plan: Plan,
+    policy: Policy,
+    workload: Workload,
+    cluster: Cluster,
+    profiles: Profiles,
+    *,
+    parts: Mapping[str, float] | None = None,
+    at_most: int | None = None,
+) -> Plan:
     """Return the plan with everything that follows from the policy's decision, validated.
 
     That is: latency on each share beside the neighbours, memory and caps, merged programs, the expected goodput, cost,
-    and the workload's entries. What the policy states itself is kept as what it believed.
+    and the workload's entries. What the policy states itself is kept as what it believed. With `parts`, what runs stays
+    and at most so many replicas are added until it promises these parts, see `arranged`.
 
     Raises:
         InvalidInputError: the plan breaks a rule; all problems at once.
@@ -227,7 +237,21 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
     )
     sharing = Sharing(costs_of(workload, cluster, profiles), profiles, streaming)
     contexts_mib = {kind: context_mib_of(kind, profiles) for kind in cluster.gpu_types}
-    plan = arranged(sharing.completed(plan), workload, cluster, sharing.costs, contexts_mib, sharing.completed)
+    plan = arranged(
+        sharing.completed(plan),
+        workload,
+        cluster,
+        sharing.costs,
+        contexts_mib,
+        sharing.completed,
+        parts=parts,
+        at_most=at_most,
+    )
+    if parts is not None:
+        held = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
+        without = tuple(spec.name for spec in workload.models if spec.name not in held)
+        reasons = {name: plan.unserved_reasons.get(name, "no room was found for it") for name in without}
+        plan = plan.model_copy(update={"unserved": without, "unserved_reasons": reasons})
     plan = apply_merging(plan, workload, profiles, sharing.completed)
     plan = with_caps(plan, cluster, contexts_mib)
     notes = list(plan.notes)

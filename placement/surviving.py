@@ -8,7 +8,7 @@ are taken away. Replicas are added, one at a time, each where it gives most back
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -38,10 +38,14 @@ def domain_of(gpu: PlannedGpu | Gpu, kind: str) -> str:
     return {"gpu": gpu.id, "node": node, "rack": gpu.rack or node}[kind]
 
 
-def may_lie(spec: ModelSpec, gpu: PlannedGpu) -> bool:
+def is_at(gpu: PlannedGpu | Gpu, places: Collection[str]) -> bool:
+    """Return whether a GPU, its node or its rack is among some names."""
+    return not {gpu.id, node_of(gpu.id), gpu.rack}.isdisjoint(places)
+
+
+def may_lie(spec: ModelSpec, gpu: PlannedGpu | Gpu) -> bool:
     """Return whether a model may be on a GPU, by its `only_on` and `keep_off`."""
-    names = {gpu.id, node_of(gpu.id), gpu.rack}
-    return not names.intersection(spec.keep_off) and (not spec.only_on or bool(names.intersection(spec.only_on)))
+    return not is_at(gpu, spec.keep_off) and (not spec.only_on or is_at(gpu, spec.only_on))
 
 
 def place_problems(workload: Workload, cluster: Cluster) -> Iterator[Problem]:
@@ -67,6 +71,33 @@ def place_problems(workload: Workload, cluster: Cluster) -> Iterator[Problem]:
             if len({domain_of(gpu, kind) for gpu in allowed}) < 2:
                 rule = f"the model may use one {kind} only, and nothing survives its loss"
                 yield Problem(f"{at}.survive", spec.survive, rule, f"Give the cluster a second {kind}.")
+
+
+def asks(spec: ModelSpec) -> bool:
+    """Return whether a model says where its replicas are to lie."""
+    return bool(spec.spread or spec.survive or spec.only_on or spec.keep_off)
+
+
+def bearable(workload: Workload, gpus: Sequence[Gpu]) -> Workload:
+    """Return what of a workload the GPUs that are left can obey: without places that are gone, losses that nothing
+    could survive any more, and models that may lie on none of them."""
+    known = {name for gpu in gpus for name in (gpu.id, node_of(gpu.id), gpu.rack)}
+    models = []
+    for spec in workload.models:
+        allowed = [gpu for gpu in gpus if may_lie(spec, gpu)]
+        here = {key: tuple(name for name in getattr(spec, key) if name in known) for key in ("only_on", "keep_off")}
+        is_alone = len({domain_of(gpu, spec.spread or "gpu") for gpu in allowed}) < 2
+        if allowed:
+            models.append(spec.model_copy(update={**here, "survive": None if is_alone else spec.survive}))
+    return workload.model_copy(update={"models": tuple(models)})
+
+
+def unmet(plan: Plan) -> dict[str, str]:
+    """Return what models ask of where they lie and do not have, by model; `expected` must be of this plan."""
+    specs, gpus = {spec.name: spec for spec in plan.models}, {gpu.id: gpu for gpu in plan.gpus}
+    held = [(replica.name, gpulet.gpu) for gpulet in plan.gpulets for replica in gpulet.models if replica.name in specs]
+    wrong = {name: f"it lies on {gpu}" for name, gpu in held if not may_lie(specs[name], gpus[gpu])}
+    return not_surviving(plan, losses_of(plan)) | wrong
 
 
 def losses_of(plan: Plan) -> tuple[ExpectedLoss, ...]:
@@ -134,6 +165,9 @@ def arranged(
     costs: Mapping[str, Mapping[str, ModelOnGpu]],
     contexts_mib: Mapping[str, float],
     completed: Callable[[Plan], Plan],
+    *,
+    parts: Mapping[str, float] | None = None,
+    at_most: int | None = None,
 ) -> Plan:
     """Return a plan of any policy whose replicas lie as the models ask; the plan itself where none asks.
 
@@ -146,14 +180,35 @@ def arranged(
         costs: what models cost, by name and GPU type.
         contexts_mib: of a process's CUDA context, by GPU type.
         completed: fills in the latencies and slowdowns of a plan with other gpu-lets.
+        parts: what is placed stays, and replicas are added until the plan promises this part of each model's requests;
+            None: the plan is a new one, which serves enough.
+        at_most: replicas that may be added.
     """
-    asked = [s for s in workload.models if s.spread or s.survive or s.only_on or s.keep_off]
-    if not asked or not plan.gpulets:
-        return plan
-    wanted = dict(Outlooks().of(plan.model_copy(update={"models": workload.models})).parts)
+    asked = [spec for spec in workload.models if asks(spec)]
+    if parts is None:
+        if not asked or not plan.gpulets:
+            return plan
+        wanted = Outlooks().of(plan.model_copy(update={"models": workload.models})).parts
+        if not cluster.elastic:
+            plan = _apart(plan, asked)
+        return _Adding(plan, workload, cluster, costs, contexts_mib, completed, wanted).done()
     if not cluster.elastic:
-        plan = _apart(plan, asked)
-    return _Adding(plan, workload, cluster, costs, contexts_mib, completed, wanted).done()
+        plan = plan.model_copy(update={"gpulets": tuple(_allowed(plan.gpulets, plan.gpus, asked))})
+    adding = _Adding(plan, workload, cluster, costs, contexts_mib, completed, parts, at_most, promises=True)
+    return adding.done()
+
+
+def _allowed(gpulets: Iterable[Gpulet], gpus: Sequence[PlannedGpu], asked: Sequence[ModelSpec]) -> Iterator[Gpulet]:
+    """Yield gpu-lets without the replicas that lie where they must not."""
+    there, specs = {gpu.id: gpu for gpu in gpus}, {spec.name: spec for spec in asked}
+    for gpulet in gpulets:
+        models = tuple(r for r in gpulet.models if r.name not in specs or may_lie(specs[r.name], there[gpulet.gpu]))
+        if models == gpulet.models:
+            yield gpulet
+        elif models:
+            held = {replica.name for replica in models}
+            merge = tuple(group for group in gpulet.merge if held.issuperset(group.models))
+            yield gpulet.model_copy(update={"models": models, "merge": merge})
 
 
 # --- what GPUs hold changes places ----------------------------------------------------------------------------------
@@ -198,13 +253,10 @@ def _apart(plan: Plan, asked: Sequence[ModelSpec]) -> Plan:
     gpulets = []
     taken: dict[str, int] = defaultdict(int)
     order = {name: place for place, name in enumerate(gpus)}
-    for gpulet in sorted(plan.gpulets, key=lambda g: order[lies_on[g.gpu]]):
-        gpu = gpus[lies_on[gpulet.gpu]]
-        models = tuple(r for r in gpulet.models if r.name not in specs or may_lie(specs[r.name], gpu))
-        if models:
-            name = gpulet_id(gpu.id, taken[gpu.id])
-            taken[gpu.id] += 1
-            gpulets.append(gpulet.model_copy(update={"id": name, "gpu": gpu.id, "models": models}))
+    there = [gpulet.model_copy(update={"gpu": lies_on[gpulet.gpu]}) for gpulet in plan.gpulets]
+    for gpulet in _allowed(sorted(there, key=lambda g: order[g.gpu]), plan.gpus, asked):
+        gpulets.append(gpulet.model_copy(update={"id": gpulet_id(gpulet.gpu, taken[gpulet.gpu])}))
+        taken[gpulet.gpu] += 1
     return plan.model_copy(update={"gpulets": tuple(gpulets)})
 
 
@@ -223,8 +275,13 @@ class _Adding:
         contexts_mib: Mapping[str, float],
         completed: Callable[[Plan], Plan],
         wanted: Mapping[str, float],
+        at_most: int | None = None,
+        *,
+        promises: bool = False,
     ) -> None:
-        """`wanted`: the part of each model's requests that the plan is to serve while nothing is lost."""
+        """`wanted`: the part of each model's requests that the plan is to serve, or to promise, while nothing is lost;
+        `at_most`: replicas that may be added."""
+        self._left, self._promises = float("inf") if at_most is None else at_most, promises
         self._plan = completed(plan.model_copy(update={"models": workload.models}))
         self._specs = {spec.name: spec for spec in workload.models}
         self._costs, self._contexts_mib, self._completed, self._wanted = costs, contexts_mib, completed, wanted
@@ -242,20 +299,23 @@ class _Adding:
         """Return the plan with all that could be added."""
         hopeless: set[tuple[str, str]] = set()
         before = None
-        while self._plan is not before:  # what is added for one loss may be lost with another
+        while self._plan is not before and self._left > 0:  # what is added for one loss may be lost with another
             before = self._plan
             for domain in self._losses():
-                while short := {
-                    name: missing
-                    for name, missing in self._short(self._plan, domain).items()
-                    if (domain.name, name) not in hopeless
-                }:
+                while self._left > 0 and (
+                    short := {
+                        name: missing
+                        for name, missing in self._short(self._plan, domain).items()
+                        if (domain.name, name) not in hopeless
+                    }
+                ):
                     name = max(short, key=lambda name: (short[name], name))
                     better = self._with_one_more(domain, name)
                     if better is None:
                         hopeless.add((domain.name, name))
                     else:
                         self._plan = better
+                        self._left -= 1
         return self._plan
 
     def _losses(self) -> Iterator[_Domain]:
@@ -266,6 +326,8 @@ class _Adding:
     def _short(self, plan: Plan, domain: _Domain) -> dict[str, float]:
         """Return by how many requests per second models fall short of what they are to keep after a loss."""
         parts = self._outlooks.of(domain.without(plan), is_cautious=bool(domain.gpus)).parts
+        if self._promises and not domain.gpus:
+            parts, _ = self._outlooks.promised(plan)
         found = {}
         for name in domain.models:
             spec = self._specs[name]

@@ -18,15 +18,25 @@ from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import GpuletProcess, PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
+from tenuto.placement.surviving import SLIGHT, losses_of, may_lie
 from tenuto.profiles.gpu_types import GPU_TYPES, memory_mib_of
 
+FORBIDDEN = 1e12  # derived: more than all breaks together: models are never where they must not be
 BREAKS = 1e6  # derived: more than all models that stay loaded are worth: what would have to be away counts first
 
 
 def fitted(
-    plan: Plan, running: Plan | None, gpus: Sequence[Gpu], *, keep_idle: bool, reserved: Collection[str] = ()
+    plan: Plan,
+    running: Plan | None,
+    gpus: Sequence[Gpu],
+    *,
+    keep_idle: bool,
+    reserved: Collection[str] = (),
+    in_place: bool = False,
 ) -> Plan:
     """Return `plan` on these GPUs, with the ids of what it keeps of `running`.
+
+    Models come to lie where they may, and no node or rack takes more of one that is to be spread than in `plan`.
 
     Args:
         plan: of a policy; at most as many GPUs of each type as there are.
@@ -34,6 +44,7 @@ def fitted(
         gpus: those that are there.
         keep_idle: list the GPUs that it does not use, too.
         reserved: ids that no new gpu-let may get.
+        in_place: `plan` is of these very GPUs, and what it has on one stays there.
 
     Raises:
         InvalidInputError: it uses more GPUs of a type than there are.
@@ -43,6 +54,13 @@ def fitted(
 
     def pairs(new: Sequence[Gpulet], gpu: Gpu) -> _Pairs:
         return _pairs(plan.processes_on(PlannedGpu.of(gpu), new), before.get(gpu.id, []), then)
+
+    specs = {spec.name: spec for spec in plan.models}
+
+    def value(name: str, gpu: Gpu) -> float:
+        held = {replica.name for gpulet in wanted[name] for replica in gpulet.models}
+        wrong = (in_place and gpu.id != name) or not all(may_lie(specs[model], gpu) for model in held & specs.keys())
+        return _value(wanted[name], before.get(gpu.id, []), gpu, pairs(wanted[name], gpu)) - FORBIDDEN * wrong
 
     wanted = {gpu: gpulets for gpu, gpulets in plan.by_gpu().items() if gpulets}
     types = {gpu.id: gpu.type for gpu in plan.gpus}
@@ -55,25 +73,34 @@ def fitted(
         if len(new) > len(there):
             rule = f"{len(new)} GPUs of type {gpu_type}, and {len(there)} are there"
             raise refused("gpus", len(new), rule, "Plan on the GPUs that are there.")
-        value = np.array(
-            [
-                [_value(wanted[name], before.get(gpu.id, []), gpu, pairs(wanted[name], gpu)) for gpu in there]
-                for name in new
-            ]
-        )
-        for row, column in zip(*linear_sum_assignment(value, maximize=True), strict=True):
+        values = np.array([[value(name, gpu) for gpu in there] for name in new])
+        for row, column in zip(*linear_sum_assignment(values, maximize=True), strict=True):
             gpu = there[column]
             used[gpu.id] = PlannedGpu.of(gpu)
             gpulets += _named(wanted[new[row]], gpu.id, pairs(wanted[new[row]], gpu), taken)
     if keep_idle:
         used |= {gpu.id: PlannedGpu.of(gpu) for gpu in gpus if gpu.id not in used}
     order = {gpu.id: place for place, gpu in enumerate(gpus)}
-    return plan.model_copy(
+    found = plan.model_copy(
         update={
             "gpus": tuple(sorted(used.values(), key=lambda gpu: order[gpu.id])),
             "gpulets": tuple(sorted(gpulets, key=lambda gpulet: (order[gpulet.gpu], gpulet.id))),
         }
     )
+    if not in_place and any(spec.spread in ("node", "rack") for spec in plan.models):
+        most, less = _left(plan), _left(found)
+        if any(less[name] < part - SLIGHT * specs[name].rate_rps for name, part in most.items()):
+            return fitted(plan, running, gpus, keep_idle=keep_idle, reserved=reserved, in_place=True)
+    return found
+
+
+def _left(plan: Plan) -> dict[str, float]:
+    """Return what the worst loss leaves of each model that is to be spread or to survive, in requests per second."""
+    found: dict[str, float] = {}
+    for loss in losses_of(plan):
+        for name, rate in loss.goodput_rps.items():
+            found[name] = min(rate, found.get(name, rate))
+    return found
 
 
 def renamed(plan: Plan, running: Plan) -> Plan:

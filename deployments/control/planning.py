@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tenuto.deployments.control.batches import raised
@@ -22,14 +22,16 @@ from tenuto.placement import Cluster, Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
-from tenuto.placement.plan import PlannedGpu, PolicyUsed
+from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.hosting import cost_of
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import solve
+from tenuto.placement.solve import complete, solve
+from tenuto.placement.surviving import asks, bearable, may_lie, unmet
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
 SLIGHT = 1e-3  # derived: ten times what a promise near its limit lacks (`expectation.outlook.NOTHING`), of attainment
+ANYWHERE = {"spread": None, "survive": None, "only_on": (), "keep_off": ()}  # what asks nothing of where it lies
 BORROWS = 1.1  # derived from `batching.core.admission.MARGIN`: beyond it a model exceeds its planned rate
 
 
@@ -106,12 +108,16 @@ def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
         slowdowns=request.slowdowns,
         attainment=request.attainment,
     )
+    asking, unmet_before = any(map(asks, request.workload.models)), _unmet(request, request.running)
     for how, unrated in found:
         plan = _made_for(unrated, request.traffic.upper_rps)
-        weighed = scale.weigh(plan)
+        relieved = unmet_before - _unmet(request, plan)
+        weighed = scale.weigh(plan, relieved)
         net = weighed.gained_requests - weighed.lost_requests
         saved = weighed.saved_rent - weighed.spent_rent
-        rank = (float(weighed.pays), round(net), round(weighed.carried_rps), saved, -float(weighed.stages))
+        carried = round(weighed.carried_rps)
+        first = (carried, relieved) if asking else ()
+        rank = (float(weighed.pays), *first, round(net), carried, saved, -float(weighed.stages))
         if best is None or rank > best[0]:
             best = rank, Proposal(plan, how, weighed, wanted)
     if best is None:
@@ -121,6 +127,14 @@ def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
     chosen = best[1]
     assert chosen.plan is not None
     return replace(chosen, plan=_promised(chosen.plan, request.gpus))
+
+
+def _unmet(request: PlanRequest, plan: Plan) -> int:
+    """Return how many models do not lie as they ask and as the GPUs that are there allow."""
+    if not any(map(asks, request.workload.models)):
+        return 0
+    there = _of_workload(plan, bearable(request.workload, request.gpus))
+    return len(unmet(_promised(_made_for(there, request.traffic.upper_rps), request.gpus)))
 
 
 def _made_for(plan: Plan, rates_rps: Mapping[str, float]) -> Plan:
@@ -179,13 +193,13 @@ def _candidates(
         return None, [], ["no GPU is there"]
     anew: Plan | None = None
     try:
-        anew = _anew(request, profiles, _cluster_of(request, dict.fromkeys(types, 1), True))
+        anew = _anew(request, profiles, _cluster_of(request, types))
         wanted = Counter(gpu.type for gpu in anew.gpus if anew.on_gpu(gpu.id))
     except InvalidInputError as error:
         faults.append(str(error))
     try:
         if anew is None or wanted is None or any(count > there[kind] for kind, count in wanted.items()):
-            anew = _anew(request, profiles, _cluster_of(request, there, False)) if there else None
+            anew = _anew(request, profiles, Cluster.of(request.gpus)) if there else None
         if anew is not None:
             found.append(("planned anew", _fitted(anew, request)))
     except InvalidInputError as error:
@@ -209,6 +223,10 @@ def _incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Ite
         yield "extended", _extended(request, profiles, running, short)
     else:
         yield "trimmed", _trimmed(request, running)
+    if any(map(asks, request.workload.models)):
+        kept = running.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in request.gpus)})
+        plan = _planned(request, profiles, request.workload, Cluster.of(request.gpus), kept)
+        yield "arranged", raised(plan, request.workload, profiles, request.gpus)
 
 
 def _missing(request: PlanRequest, plan: Plan) -> dict[str, float]:
@@ -260,7 +278,7 @@ def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_r
     short = request.workload.model_copy(
         update={
             "models": tuple(
-                spec.model_copy(update={"rate_rps": missing_rps[spec.name]})
+                spec.model_copy(update={"rate_rps": missing_rps[spec.name], **ANYWHERE})
                 for spec in request.workload.models
                 if spec.name in missing_rps
             ),
@@ -268,14 +286,22 @@ def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_r
             "merge": "off",
         }
     )
-    there = dict.fromkeys((gpu.type for gpu in request.gpus), 1)
-    more = _planned(request, profiles, short, _cluster_of(request, there, True))
+    there = dict.fromkeys(gpu.type for gpu in request.gpus)
+    specs = {spec.name: spec for spec in request.workload.models}
+    more = _planned(request, profiles, short, _cluster_of(request, there))
     types = {gpu.id: gpu.type for gpu in more.gpus}
     held = {gpu.id: [g for g in running.gpulets if g.gpu == gpu.id] for gpu in request.gpus}
     names = {gpulet.id for gpulet in running.gpulets} | request.standby_ids
     new: list[Gpulet] = []
     for gpulet in sorted(more.gpulets, key=lambda g: (-g.effective_share_pct, g.id)):
-        room = [g for g in request.gpus if g.type == types[gpulet.gpu] and fits([*held[g.id], gpulet], g)]
+        asked = [specs[replica.name] for replica in gpulet.models]
+        room = [
+            gpu
+            for gpu in request.gpus
+            if gpu.type == types[gpulet.gpu]
+            and fits([*held[gpu.id], gpulet], gpu)
+            and all(may_lie(spec, gpu) for spec in asked)
+        ]
         if not room:
             continue
         gpu = max(room, key=lambda g: sum(other.effective_share_pct for other in held[g.id]))
@@ -303,10 +329,12 @@ def _trimmed(request: PlanRequest, running: Plan) -> Plan | None:
         plan = _with_gpulets(running, [gpulet for gpulet in running.gpulets if gpulet.id in left])
         return outlooks.kept(plan, request.traffic, request.attainment)
 
-    before = promised(kept)
+    before, unmet_before = promised(kept), _unmet(request, running)
     for group in [*groups, *([gpulet] for gpulet in singles)]:
         left = kept - {gpulet.id for gpulet in group}
-        if left != kept and all(part > before[name] - SLIGHT for name, part in promised(left).items()):
+        if left == kept or any(part <= before[name] - SLIGHT for name, part in promised(left).items()):
+            continue
+        if _unmet(request, _with_gpulets(running, [g for g in running.gpulets if g.id in left])) <= unmet_before:
             kept = left
     if len(kept) == len(running.gpulets):
         return None
@@ -341,15 +369,37 @@ def _with_gpulets(plan: Plan, gpulets: Sequence[Gpulet]) -> Plan:
     return plan.model_copy(update={"gpulets": tuple(gpulets), "unserved": unserved, "unserved_reasons": reasons})
 
 
-def _planned(request: PlanRequest, profiles: Profiles, workload: Workload, cluster: Cluster) -> Plan:
-    """Return the policy's plan, made from what batches really take, with the latencies of the profiles in it.
+def _planned(
+    request: PlanRequest, profiles: Profiles, workload: Workload, cluster: Cluster, kept: Plan | None = None
+) -> Plan:
+    """Return the policy's plan, or `kept` with replicas added until it serves all and models lie as they ask, made from
+    what batches really take, with the latencies of the profiles in it.
 
     What a batch takes over its profile is a fact of its own, which holds for old and new plans alike; a plan that had
     it in its latencies would have it counted twice.
     """
     slow = {name: factor for name, factor in request.slowdowns.items() if factor != 1.0}
     asked, known = _slowed(workload, profiles, cluster, slow) if slow else (workload, profiles)
-    plan = solve(load_policy(request.policy.name, request.policy.options), asked, cluster, known)
+    policy = load_policy(request.policy.name, request.policy.options)
+    if not cluster.elastic:
+        asked = bearable(asked, cluster.gpus)
+    if kept is None:
+        plan = solve(policy, asked, cluster, known)
+    else:
+        bare = _of_workload(kept, asked).model_copy(update={"expected": Expected(), "notes": ()})
+        plan = complete(
+            bare,
+            policy,
+            asked.model_copy(update={"merge": "off"}),
+            cluster,
+            known,
+            parts={spec.name: 1.0 for spec in asked.models},
+        )
+    lost = tuple(spec.name for spec in workload.models if spec.name not in {other.name for other in asked.models})
+    reasons = plan.unserved_reasons | dict.fromkeys(lost, "no GPU that it may be on is there")
+    plan = plan.model_copy(
+        update={"models": workload.models, "unserved": (*plan.unserved, *lost), "unserved_reasons": reasons}
+    )
     if not slow:
         return plan
     gpulets = []
@@ -392,12 +442,12 @@ def _slowed(
     return workload.model_copy(update={"models": tuple(specs)}), Profiles([*measured_here, *profiles])
 
 
-def _cluster_of(request: PlanRequest, counts: Mapping[str, int], elastic: bool) -> Cluster:
-    """Return a cluster of one node with so many GPUs of each type."""
+def _cluster_of(request: PlanRequest, types: Iterable[str]) -> Cluster:
+    """Return a cluster of as many GPUs of these types as it takes."""
     known = {gpu.type: gpu for gpu in request.gpus}
     groups = []
-    for kind, count in counts.items():
+    for kind in types:
         gpu = known.get(kind)
         memory, price = (gpu.memory_mib, gpu.price_per_hour) if gpu is not None else (None, None)
-        groups.append(GpuGroup(type=kind, count=count, memory_mib=memory, price_per_hour=price))
-    return Cluster(nodes=(Node(name="n", gpus=tuple(groups)),), elastic=elastic)
+        groups.append(GpuGroup(type=kind, memory_mib=memory, price_per_hour=price))
+    return Cluster(nodes=(Node(name="n", gpus=tuple(groups)),), elastic=True)

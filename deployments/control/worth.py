@@ -117,8 +117,8 @@ class Scale:
         self._horizon_s, self._hysteresis = horizon_s, hysteresis
         self._outlooks, self._attainment = Outlooks(slowdowns), attainment
 
-    def weigh(self, target: Plan) -> ChangeWorth:
-        """Weigh going to a plan."""
+    def weigh(self, target: Plan, relieved: int = 0) -> ChangeWorth:
+        """Weigh going to a plan, with which so many models more lie as they ask (`tenuto.placement.surviving`)."""
         weights = {spec.name: spec.weight for spec in (*self._running.models, *target.models)}
 
         def total(rates_rps: Mapping[str, float]) -> float:
@@ -132,7 +132,10 @@ class Scale:
             return ChangeWorth(
                 False, f"it carries {needs_after:.0f} r/s, less than the {needs_before:.0f} r/s of what runs"
             )
-        gains = needs_after > needs_before + slight_rps
+        carries_more = needs_after > needs_before + slight_rps
+        if relieved < 0 and not carries_more:
+            return ChangeWorth(False, "fewer models would survive a loss, or lie where they are to", needs_after)
+        gains = carries_more or relieved > 0
         rent_before, rent_after = self._rent.of(self._running), self._rent.of(target)
         if not gains and rent_after >= rent_before:  # whatever the way to it
             why = f"it carries no more and needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}"
@@ -154,6 +157,8 @@ class Scale:
         if gains:
             if is_free or gained > most * lost:
                 why = f"it carries {needs_after:.0f} of {offered_rps:.0f} r/s, what runs {needs_before:.0f}"
+                if not carries_more:
+                    why = f"{relieved} models more survive a loss, or lie where they are to"
                 return ChangeWorth(True, why, *figures)
             return ChangeWorth(False, f"it would lose {lost:.0f} requests on the way and gain {gained:.0f}", *figures)
         if saved <= most * spent or saved <= 0.0:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 
 from tenuto.placement.cluster import Cluster, Gpu
 
 
 class GpuPool:
     """Hands out GPUs one by one. On an elastic cluster it never runs dry: further GPUs of a type continue the numbering
-    of the first node that has the type, after the node's last GPU.
+    of the first node that has the type.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -20,8 +20,8 @@ class GpuPool:
         self._free: dict[str, deque[Gpu]] = {kind: deque() for kind in self.types}
         for gpu in cluster.gpus:
             self._free[gpu.type].append(gpu)
-        self._named: set[str] = set()
-        self._next_index = {node.name: sum(group.count for group in node.gpus) for node in cluster.nodes}
+        self._named = {*(cluster.left_out or ()), *(gpu.id for gpu in cluster.gpus)}
+        self._next_index: Counter[str] = Counter()
 
     def left(self, gpu_type: str) -> float:
         """Return how many more GPUs of a type can be taken; inf on an elastic cluster."""
