@@ -241,7 +241,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._arrived_ms = self.server.clock.arrived_ms()
         rest = self._rest
         if rest is None:
-            self._take(bytes(self.server.room[:nbytes]))
+            self._take(bytes(self.server.room[:nbytes]), 1)
             return
         self._rest = rest[nbytes:] if nbytes < len(rest) else None
         try:
@@ -262,10 +262,10 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     # --- receiving ----------------------------------------------------------------------------------------------
 
-    def _take(self, data: bytes) -> None:
-        """Take bytes that begin with a request, or go on with one."""
+    def _take(self, data: bytes, most: int) -> None:
+        """Take bytes that begin with a request, or go on with one; what follows so many waits for its turn."""
         try:
-            for _ in range(_MOST_PIPELINED):
+            for _ in range(most):
                 data = self._take_one(data)
                 if not data or self._closes:
                     return
@@ -277,13 +277,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._ahead = data
         self._update_reading()
 
-    def _take_ahead(self) -> None:
+    def take_ahead(self) -> None:
+        """Look at what was received before others had their turn."""
         self._looks_ahead = False
         if len(self._open) > _MOST_PIPELINED or self._is_paused:
             return  # not yet
         data, self._ahead = self._ahead, b""
         if data and not self._closes:
-            self._take(data)
+            self._take(data, _MOST_PIPELINED)
             self._update_reading()
             self._end_if_over()
 
@@ -484,7 +485,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             transport.resume_reading()
         if self._ahead and not waits and not self._looks_ahead:
             self._looks_ahead = True
-            asyncio.get_running_loop().call_soon(self._take_ahead)
+            self.server.look_ahead(self)
 
     def end(self) -> None:
         """Close the connection after what was written has left, and the client has closed its half of it (9.6).
@@ -543,6 +544,7 @@ class HttpServer:
         self.is_draining = False
         self.date_line = b""
         self.places: OpenConnections[HttpConnection] = OpenConnections(limits, self.turned_away)
+        self._ahead: deque[HttpConnection] = deque()  # that have received more than they have had turns for
         self._servers: dict[tuple[str, int], tuple[asyncio.Server, bool]] = {}  # and whether it is shared
         self._ticker: asyncio.TimerHandle | None = None
 
@@ -587,6 +589,19 @@ class HttpServer:
         for connection in self.places.taken():
             connection.check_time(now_s)
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
+
+    def look_ahead(self, connection: HttpConnection) -> None:
+        """Let a connection go on with what it has received, after those that wait for that already. One has its turn
+        between two polls: whoever sends one request at a time waits for no more than that."""
+        self._ahead.append(connection)
+        if len(self._ahead) == 1:
+            asyncio.get_running_loop().call_soon(self._look_ahead)
+
+    def _look_ahead(self) -> None:
+        connection = self._ahead.popleft()
+        if self._ahead:
+            asyncio.get_running_loop().call_soon(self._look_ahead)
+        connection.take_ahead()
 
     async def drain(self, limit_s: float) -> None:
         """Take no more connections, answer what is under way with `connection: close`, then close the rest."""

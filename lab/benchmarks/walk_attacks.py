@@ -274,6 +274,45 @@ def sent(port: int, first: bytes, block: bytes, mib: int) -> str:
     return f"{status or 'closed'} after {time.monotonic() - began_at:.1f} s"
 
 
+def piled(port: int, count: int, what: bytes, many: int, seconds: float) -> str:
+    """Send as many requests at once on each of so many connections, and read no answer."""
+    rest = {}
+    for number in range(count):
+        connection = socket.socket()
+        connection.bind((f"127.0.0.{2 + number % 200}", 0))
+        connection.connect(("127.0.0.1", port))
+        connection.setblocking(False)
+        rest[connection] = memoryview(what * many)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for connection, data in rest.items():
+            with contextlib.suppress(OSError):
+                rest[connection] = data[connection.send(data) :]
+        time.sleep(0.05)
+    for connection in rest:
+        connection.close()
+    return f"{sum(map(len, rest.values())) / len(what) / count:.0f} of {many:,} requests of each were not taken"
+
+
+def pipelined(port: int, many: int) -> str:
+    """Ask with a key so often at once on one connection, and count the answers by status."""
+    began_at, statuses = time.monotonic(), Counter[int]()
+    with socket.create_connection(("127.0.0.1", port), _LONGEST_S) as connection:
+        sending = threading.Thread(target=connection.sendall, args=(request() * many,))
+        sending.start()
+        answers = connection.makefile("rb")
+        for _ in range(many):
+            statuses[int(answers.readline()[9:12])] += 1
+            length = 0
+            while (line := answers.readline().lower()) != b"\r\n":
+                if line.startswith(b"content-length:"):
+                    length = int(line.partition(b":")[2])
+            answers.read(length)
+        sending.join()
+    told = ", ".join(f"{number:,} × {status}" for status, number in sorted(statuses.items()))
+    return f"{told} in {time.monotonic() - began_at:.1f} s"
+
+
 def idle(port: int, count: int) -> str:
     """Hold connections without a key, and ask with one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -407,6 +446,14 @@ def attacks(gateway: Served, command: str, folder: Path) -> Iterator[tuple[str, 
     yield "1,000 MiB of chunk extensions", lambda: sent(port, chunked + b"1", b";a=b", 1000)
     yield "100 MiB of headers", lambda: sent(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"a: b\r\n", 100)
     yield "4 MiB of requests at once", lambda: sent(port, b"", request(path="/v2/models/other/infer"), 4)
+    live = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    yield (
+        "2,000 requests at once on each of 300 connections, no answer read",
+        lambda: piled(port, 300, live, 2000, 10.0),
+    )
+    yield "the same at once with a key, for inference", lambda: piled(port, 300, request(), 2000, 10.0)
+    for many in (2000, 10_000):
+        yield f"{many:,} requests for inference at once with a key", functools.partial(pipelined, port, many)
     yield "4,096 idle connections without a key", lambda: idle(port, 4096)
     yield "keys tried for 20 s", lambda: guessed(port, 20.0)
     yield "a file of root in shared memory", lambda: mapped(port)

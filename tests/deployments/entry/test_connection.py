@@ -183,6 +183,23 @@ async def test_no_more_is_read_from_a_client_that_sends_ahead_without_end(bench:
         assert (await client.hear())[0] == 200
 
 
+async def test_who_asks_once_is_served_before_all_who_sent_ahead_have_had_a_turn(bench: Bench) -> None:
+    bench.limits.connections = 100
+    honest, *greedy = [await bench.client() for _ in range(41)]
+    for client in greedy:
+        client.say(request() * 400)
+    a_turn_of_each = len(greedy) * connection_module._MOST_PIPELINED
+    served = bench.service.in_slot
+    await until(lambda: len(served) >= a_turn_of_each)
+    before = len(served)
+    honest.say(request(b"mine"))
+    assert (await honest.hear())[1] == b"mine"
+    assert len(served) - before < a_turn_of_each
+    for client in greedy:
+        for _ in range(400):
+            assert (await client.hear())[0] == 200
+
+
 async def test_refused_requests_cost_no_memory_and_the_next_one_is_read(bench: Bench) -> None:
     client = await bench.client()
     client.say(request(bytes(LARGE), url=b"/no"))
