@@ -109,8 +109,8 @@ def worker_server() -> Iterator[Callable[[str], list[str]]]:
 @pytest.fixture
 def quick_workers(worker_server: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the profiler and the laboratory's co-runs start their processes from the server."""
-    monkeypatch.setattr(f"{MEASURING}.measure._WORKER", worker_server("tenuto.profiles.measuring.profile_worker"))
-    monkeypatch.setattr(f"{CO_RUN}._WORKER", worker_server(f"{CO_RUN}_worker"))
+    monkeypatch.setattr(f"{MEASURING}.measure.WORKER", worker_server("tenuto.profiles.measuring.profile_worker"))
+    monkeypatch.setattr(f"{CO_RUN}.WORKER", worker_server(f"{CO_RUN}_worker"))
 
 
 @pytest.fixture(scope="session")

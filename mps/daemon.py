@@ -62,7 +62,7 @@ class PrivateDaemon:
         self.control = Control(pipes, self._folder / "log", gpu_uuid, runner if runner is not None else Subprocesses())
         self.processes = processes if processes is not None else Processes()
         self._clock, self._sleep = clock, sleep
-        self._start_reaper = start_reaper if start_reaper is not None else _start_reaper
+        self._start_reaper = start_reaper if start_reaper is not None else detach_reaper
         self._faults = FaultLog(self._folder / "faults.json", wall_clock)
         self._presence: int | None = None
         self._server: int | None = None  # whom `look` found last
@@ -387,7 +387,7 @@ class PrivateDaemon:
             self._sleep(0.05)
 
 
-def _start_reaper(gpu_uuid: str) -> None:
+def detach_reaper(gpu_uuid: str) -> None:
     """Start the reaper as nobody's child, as Ray kills the children of a replica that ends."""
     command = [sys.executable, "-m", "tenuto.mps.reaper", gpu_uuid]
     detach = '"$@" </dev/null >/dev/null 2>&1 &'

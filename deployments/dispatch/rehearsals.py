@@ -23,7 +23,7 @@ _ENDS_S = 60.0  # limit: after a kill
 _LENGTH = struct.Struct("<Q")
 # Runs only when nobody else wants the core: at the lowest niceness it would still keep it until the end of its time
 # slice, some 3 ms. Before anything is imported, which takes 0.8 s just when the first requests come.
-_LAST_IN_LINE = """
+LAST_IN_LINE = """
 import os
 try:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -47,9 +47,10 @@ Compute = Callable[[Replay], Awaitable[Computed]]
 class RehearsalProcess:
     """A process of the lowest priority that runs one replay after the other; started with the first."""
 
-    def __init__(self, longest_s: float = _LONGEST_S) -> None:
-        """`longest_s`: what takes longer is given up."""
+    def __init__(self, longest_s: float = _LONGEST_S, first: str = LAST_IN_LINE) -> None:
+        """`longest_s`: what takes longer is given up; `first`: what the process runs before anything else."""
         self._longest_s = longest_s
+        self._program = first + _PROGRAM
         self._process: subprocess.Popen[bytes] | None = None
 
     async def run(self, job: Replay) -> Computed:
@@ -71,7 +72,7 @@ class RehearsalProcess:
         process = self._process
         if process is None:
             process = self._process = subprocess.Popen(
-                [sys.executable, "-c", _LAST_IN_LINE + _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-c", self._program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         assert process.stdin is not None
         assert process.stdout is not None

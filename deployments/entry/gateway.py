@@ -49,7 +49,7 @@ from tenuto.errors import EnvironmentFaultError, refused
 
 _DRAIN_S = 8.0  # limit: for what is under way; Serve gives the process 10 s
 _MOST_OPERATORS = 64  # limit: connections
-_TAKEN_S = 10.0  # limit: how long a gateway waits for a port that another still has
+_TAKEN_S = 10.0  # limit: for a port that another gateway still has
 
 
 class Entry:
@@ -62,6 +62,7 @@ class Entry:
         ask_beside: AskBeside = nothing,
         *,
         unfinished_mib: int = 512,
+        taken_s: float = _TAKEN_S,
     ) -> None:
         """Prepare without a plan; must be called on the loop.
 
@@ -70,7 +71,9 @@ class Entry:
             find_dispatcher: likewise for the dispatcher of a sub-cluster.
             ask_beside: returns what Serve runs beside the gateways.
             unfinished_mib: of the bodies of requests that are not answered.
+            taken_s: how long it waits for a port that another gateway still has.
         """
+        self._taken_s = taken_s
         self._find_gpulet = find_gpulet
         self._find_dispatcher = find_dispatcher
         self._dispatching: Dispatching | None = None  # either of the next two
@@ -80,10 +83,10 @@ class Entry:
         self.dispatchers = 1
         self._arena = Arena(unfinished_mib << 20)
         self.service = InferenceService(self._cold)
-        self._server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
-        self._watched = WatchedGateway(self.service, self._server, ask_beside)
+        self.server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
+        self.watched = WatchedGateway(self.service, self.server, ask_beside)
         few = Limits(body_bytes=1 << 16, connections=_MOST_OPERATORS)
-        operator_app = make_operator_app(self._watched, lambda: self._operators_are_local)
+        operator_app = make_operator_app(self.watched, lambda: self._operators_are_local)
         self._operators = HttpServer(_Cold(self, operator_app), self._arena, few)
         self._app: App | None = None  # of the latest settings
         self._traces: TracesConfig | None = None
@@ -103,16 +106,16 @@ class Entry:
         """
         service = self.service
         service.margin.configure(config.attainment, config.response_ms)
-        service.max_body_bytes = self._server.limits.body_bytes = config.max_body_mib << 20
-        self._server.limits.connections = config.max_connections
+        service.max_body_bytes = self.server.limits.body_bytes = config.max_body_mib << 20
+        self.server.limits.connections = config.max_connections
         self._encrypts = config.encrypt
         self._operators_are_local = config.operators is None or config.operators.is_loopback
         service.callers.follow(config.keys)
-        self._server.places.has_keys = bool(config.keys)
+        self.server.places.has_keys = bool(config.keys)
         service.host_names = None if config.is_shared_with_clients else frozenset(map(str.lower, config.host_names))
         self._follow_traces(config.traces)
         is_shared = config.is_shared_with_clients
-        self._app = make_app(service, None if is_shared else self._watched)
+        self._app = make_app(service, None if is_shared else self.watched)
         self.sub_clusters, self.dispatchers = dict(config.sub_clusters), config.dispatchers
         old = self._dispatching
         if config.sub_clusters:
@@ -128,7 +131,7 @@ class Entry:
         self._look_again()
         if old is not None and old is not self._dispatching:
             await old.close()
-        await self._listen(self._server, config.listen, config)
+        await self._listen(self.server, config.listen, config)
         await self._listen(self._operators, config.operators, config)
 
     def _follow_traces(self, wanted: TracesConfig | None) -> None:
@@ -158,7 +161,7 @@ class Entry:
         if wanted is None:
             return
         tls = _tls_context(wanted.tls_cert, wanted.tls_key) if wanted.tls_cert and wanted.tls_key else None
-        until = time.monotonic() + _TAKEN_S
+        until = time.monotonic() + self._taken_s
         while True:
             try:
                 await server.listen(wanted.host, wanted.port, is_shared=bool(config.sub_clusters), tls=tls)
@@ -172,7 +175,7 @@ class Entry:
                 await asyncio.sleep(0.5)
 
     def _tick(self) -> None:
-        self._keep(asyncio.create_task(self._watched.meet(), name="meet the other gateways"))
+        self._keep(asyncio.create_task(self.watched.meet(), name="meet the other gateways"))
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
     # --- requests that do not carry load ------------------------------------------------------------------------
@@ -228,15 +231,15 @@ class Entry:
     async def close(self) -> None:
         """Answer what is under way, fail what waits, disconnect."""
         self._ticker.cancel()
-        self._watched.close()
+        self.watched.close()
         await self._operators.drain(0.0)
-        await self._server.drain(_DRAIN_S)
+        await self.server.drain(_DRAIN_S)
         if self.bundles is not None:
             await self.bundles.close(0.0)
         elif self._dispatching is not None:
             await self._dispatching.close()
         await asyncio.sleep(0)  # the last answers leave
-        self._server.close()
+        self.server.close()
         self._operators.close()
         self.service.close()
         self._arena.close()

@@ -174,10 +174,10 @@ class LocalReplica:
     def _leave(self) -> None:
         if self._shared is not None:
             self._shared.leave()
-        self._exit(1)
+        self.end_process(1)
 
     # Nothing but a new process helps a lost CUDA context, and it may hang whoever tears it down.
-    _exit: Callable[[int], None] = staticmethod(os._exit)
+    end_process: Callable[[int], None] = staticmethod(os._exit)
 
     async def records(self) -> list[dict[str, Any]]:
         """Return the last batches, oldest first: requests by their clients' ids, start and end on this node's monotonic

@@ -36,7 +36,7 @@ logger = logging.getLogger("ray.serve")
 
 _PREFIX = struct.Struct("<IQ")  # bytes of the message, bytes of the body
 _FIRST_FRAME_BYTES = 4096  # limit: of what a stranger may send
-_FIRST_FRAME_S = 5.0  # limit: for a stranger to say who it is
+FIRST_FRAME_S = 5.0  # limit: for a stranger to say who it is
 _MOST_MESSAGE_BYTES = 1 << 24  # limit: of a message, without its tensors
 _ROOM_BYTES = 1 << 16  # limit: of one read from a socket
 _JOINED_BYTES = 1 << 15  # derived: below this, one write of a joined copy costs less than a vectored one
@@ -167,7 +167,7 @@ class FrameReader:
         self._start, self._end = 0, len(held)
 
 
-def _framed(message: Message, buffers: Sequence[Buffer]) -> list[Buffer]:
+def framed(message: Message, buffers: Sequence[Buffer]) -> list[Buffer]:
     """Return the bytes of a frame, joined where that is cheaper."""
     encoded = encode(message)
     size = sum([memoryview(buffer).nbytes for buffer in buffers])
@@ -239,7 +239,7 @@ class FrameProtocol(_End, asyncio.BufferedProtocol):
         _notice_loss(connection)
         self._pid = process_behind(connection)
         if self._expect_token is not None:
-            self._deadline = asyncio.get_running_loop().call_later(_FIRST_FRAME_S, self._refuse, "it said nothing")
+            self._deadline = asyncio.get_running_loop().call_later(FIRST_FRAME_S, self._refuse, "it said nothing")
         else:
             self._begin_to_beat()
 
@@ -316,7 +316,7 @@ class FrameProtocol(_End, asyncio.BufferedProtocol):
         if self._transport is None:
             return
         self._has_sent = True
-        parts = _framed(message, buffers)
+        parts = framed(message, buffers)
         if len(parts) == 1:
             self._transport.write(parts[0])
         else:
@@ -360,7 +360,7 @@ class FrameSocket(_End):
         """Receive the first frame and return it if it presents the token; None for anybody else."""
         reader = self._reader
         reader.most_message_bytes = _FIRST_FRAME_BYTES
-        self._plain.settimeout(_FIRST_FRAME_S)
+        self._plain.settimeout(FIRST_FRAME_S)
         try:
             while (frame := reader.next_frame()) is None:
                 self._receive()
@@ -380,7 +380,7 @@ class FrameSocket(_End):
         if not self._has_sent and self._sending.acquire(blocking=False):
             try:
                 if self._takes.poll(0) == [(self._plain.fileno(), select.POLLOUT)]:
-                    self._write(_framed(Beat(), ()))
+                    self._write(framed(Beat(), ()))
             finally:
                 self._sending.release()
         self._has_sent = False
@@ -468,7 +468,7 @@ class FrameSocket(_End):
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send one frame; silent when the connection is gone, and closes it where the peer takes nothing."""
-        parts = _framed(message, buffers)
+        parts = framed(message, buffers)
         with self._sending:
             self._write(parts)
 

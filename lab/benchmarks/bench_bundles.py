@@ -24,12 +24,13 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
+from tenuto.deployments.entry import dispatcher_client
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching, ask
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.arena import machine_id
-from tenuto.deployments.wire.messages import BatchRan, GpuletState, Message, RunBatch
-from tenuto.deployments.wire.peer import ConnectionEvents, Endpoint, Finder
+from tenuto.deployments.wire.messages import BatchRan, GpuletState, Message, Requests, RunBatch
+from tenuto.deployments.wire.peer import ConnectionEvents, Endpoint, Finder, PeerConnection
 from tenuto.deployments.wire.status import GpuletMode
 from tenuto.deployments.wire.tensors import Buffer, InputPart, RowOutput
 from tenuto.outcome import Outcome
@@ -174,14 +175,14 @@ async def direct(cases: Sequence[tuple[float, int]], seconds: float) -> list[tup
     return rows
 
 
-class Counting(DispatcherClient):
+class Counting(PeerConnection[Any]):
     """Counts the bundles that leave."""
 
     bundles = 0
 
-    def _send(self, peer: Any, items: list[Any]) -> None:
-        self.bundles += 1
-        super()._send(peer, items)
+    def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        Counting.bundles += isinstance(message, Requests)
+        super().send(message, buffers)
 
 
 async def bundled(
@@ -197,7 +198,8 @@ async def bundled(
     async def find() -> Endpoint:
         return endpoint
 
-    front = Counting(lambda _name: find)
+    dispatcher_client.PeerConnection = Counting  # type: ignore[misc]
+    front = DispatcherClient(lambda _name: find)
     await front.apply(PLAN, {"0": ["synthetic"]})
     while not front.is_ready():
         await asyncio.sleep(0.01)
@@ -205,11 +207,11 @@ async def bundled(
     for rate_rps, size in cases:
         await load(front, rate_rps, 0.5, size)
         begun, begun_there = time.process_time(), _used(pipe)
-        front.bundles = 0
+        Counting.bundles = 0
         latencies = await load(front, rate_rps, seconds, size)
         there = _used(pipe) - begun_there
         rows.append(_row(latencies, time.process_time() - begun + there))
-        sizes.append(len(latencies) / front.bundles)
+        sizes.append(len(latencies) / Counting.bundles)
         dispatching_us.append(1e6 * there / len(latencies))
     await front.close()
     pipe.send(False)

@@ -51,20 +51,20 @@ class Host:
 
     def __init__(self, name: str) -> None:
         self.address = HOSTS[name]
-        self._namespace, self._line = f"tenuto-{name}", f"tnt-{name}"
-        ip("netns", "add", self._namespace)
-        ip("link", "add", self._line, "type", "veth", "peer", "name", "eth0", "netns", self._namespace)
+        self.namespace, self._line = f"tenuto-{name}", f"tnt-{name}"
+        ip("netns", "add", self.namespace)
+        ip("link", "add", self._line, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
         ip("link", "set", self._line, "master", BRIDGE, "up")
         for words in (
             ("addr", "add", f"{self.address}/24", "dev", "eth0"),
             ("link", "set", "eth0", "up"),
             ("link", "set", "lo", "up"),
         ):
-            ip("-n", self._namespace, *words)
+            ip("-n", self.namespace, *words)
 
     def run(self, *command: str, check: bool = True) -> str:
         """Run a command here and return what it said."""
-        words = ["ip", "netns", "exec", self._namespace, *command]
+        words = ["ip", "netns", "exec", self.namespace, *command]
         done = subprocess.run(words, capture_output=True, text=True, timeout=240)
         if check and done.returncode:
             raise SystemExit(f"{' '.join(command)}: {done.stderr}{done.stdout}")
@@ -82,7 +82,7 @@ class Host:
     def restart_head(self) -> None:
         """Start Ray's head here again, where it does not see the processes of the other hosts: it would take a cluster
         that they belong to for one that runs here."""
-        alone = ["ip", "netns", "exec", self._namespace, "unshare", "--pid", "--fork", "--mount-proc"]
+        alone = ["ip", "netns", "exec", self.namespace, "unshare", "--pid", "--fork", "--mount-proc"]
         subprocess.Popen([*alone, *self._ray(*HEAD_OPTIONS), "--block"], stdout=subprocess.DEVNULL)
         until(lambda: socket.socket().connect_ex((self.address, RAY_PORT)) == 0, 60.0)
 
@@ -94,12 +94,12 @@ class Host:
         """Let nothing pass between here and another host: what is sent there goes to an address that nobody has."""
         for one, far in ((self, other), (other, self)):
             words = ("neigh", "replace", far.address, "lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
-            ip("-n", one._namespace, *words)
+            ip("-n", one.namespace, *words)
 
     def mend(self) -> None:
         """Let everything pass again."""
         ip("link", "set", self._line, "up")
-        ip("-n", self._namespace, "neigh", "flush", "dev", "eth0", "nud", "permanent")
+        ip("-n", self.namespace, "neigh", "flush", "dev", "eth0", "nud", "permanent")
 
     def kill(self) -> None:
         """End all processes here."""
@@ -112,7 +112,7 @@ class Host:
     def _pids_of(self, title: str) -> list[str]:
         found = []
         for pid in subprocess.run(
-            ["ip", "netns", "pids", self._namespace], capture_output=True, text=True
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True
         ).stdout.split():
             with suppress(OSError):  # it has ended
                 if title in Path(f"/proc/{pid}/cmdline").read_text(errors="replace"):
@@ -129,7 +129,7 @@ class Host:
     def remove(self) -> None:
         """End all processes here, and the namespace."""
         self.kill()
-        subprocess.run(["ip", "netns", "del", self._namespace], capture_output=True)
+        subprocess.run(["ip", "netns", "del", self.namespace], capture_output=True)
 
 
 @contextmanager

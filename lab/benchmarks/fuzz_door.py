@@ -452,8 +452,8 @@ def serve(port: int) -> None:
             **{name: round(value, 1) for name, value in longest.items()},
             "memory_mib": round(int(said["RssAnon"].split()[0]) / 1024, 1),
             "shared_mib": round(int(said["RssShmem"].split()[0]) / 1024, 1),  # slots for bodies, which are kept
-            "unfinished_bytes": entry._arena.used_bytes,
-            "connections": entry._server.status().connections,
+            "unfinished_bytes": entry.server.status().unfinished_bytes,
+            "connections": entry.server.status().connections,
         }
         print(json.dumps(found), flush=True)
 

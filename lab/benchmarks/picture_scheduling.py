@@ -15,7 +15,7 @@ from scenes import poisson
 
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler, deferring
 from tenuto.batching.core.deferred.lineup import line_up
-from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
+from tenuto.batching.core.deferred.waiting import WaitingQueue
 from tenuto.batching.core.scheduler import Decision, Dispatch, Drop
 from tenuto.batching.core.system import Gpulet, Host, Model, System
 from tenuto.batching.rehearsal.observer import Rehearsals
@@ -48,12 +48,12 @@ class Plans:
         self.scheduler = DeferredScheduler(system, DeferredOptions(hold=1.0, rehearse=False))
         self.kept: tuple[list[float], list[Planned]] | None = None
 
-    def line_up(self, waiting: list[WaitingQueue], now: float) -> list[float]:
+    def line_up(self, waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
         ends = [0.0] * len(self.scheduler.system.gpulets)
-        for pool in self.scheduler._gpulets.pools:
+        for pool in {pool.index: pool for queue in waiting for pool in queue.pools}.values():
             for end, gpulet in pool.busy:
                 ends[gpulet] = end - now
-        slacks = line_up(waiting, now)
+        is_tight, passing_ms = line_up(waiting, now)
         free, found = list(ends), []
         for queue in waiting:
             batch = queue.batch
@@ -73,10 +73,12 @@ class Plans:
             if gpulet >= 0:
                 free[gpulet] = start + batch.run_ms
         used = {batch.gpulet for batch in found}
-        is_telling = len(found) >= 4 and used == set(range(len(ends))) and max(ends) > 8.0 and slacks[0] > 2.0
+        is_telling = (
+            len(found) >= 4 and used == set(range(len(ends))) and max(ends) > 8.0 and not is_tight and passing_ms > 2.0
+        )
         if self.kept is None and is_telling:
             self.kept = ends, found
-        return slacks
+        return is_tight, passing_ms
 
 
 def plan() -> str:
@@ -145,6 +147,18 @@ class Keeping(Rehearsals):
             self.adopted = self.told().hold
 
 
+class Noted(list[Decision]):
+    """Decisions that are kept when they are cleared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[Decision] = []
+
+    def append(self, decision: Decision) -> None:
+        self.all.append(decision)
+        super().append(decision)
+
+
 class Playing(DeferredScheduler):
     """Keeps what replays decide."""
 
@@ -152,15 +166,8 @@ class Playing(DeferredScheduler):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        self.played.append([])
-
-    def _send(self, queue: WaitingQueue, pool: Place, skip: int, size: int, now: float) -> None:
-        super()._send(queue, pool, skip, size, now)
-        self.played[-1].append(self.decisions[-1])
-
-    def _drop(self, queue: WaitingQueue, count: int, now: float) -> None:
-        super()._drop(queue, count, now)
-        self.played[-1].append(self.decisions[-1])
+        self.decisions = noted = Noted()
+        self.played.append(noted.all)
 
 
 def rehearsal() -> str:

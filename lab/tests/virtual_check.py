@@ -140,7 +140,7 @@ def step_main() -> None:
         if hasattr(module, "read_inventory"):
             module.read_inventory = lambda: (device,)  # type: ignore[attr-defined]
     for name, place in (("worker", "tenuto.profiles.measuring.measure"), ("corun", "tenuto_lab.interference.co_run")):
-        importlib.import_module(place)._WORKER = relays[name]  # type: ignore[attr-defined]
+        importlib.import_module(place).WORKER = relays[name]  # type: ignore[attr-defined]
     if how == "-c":
         exec(program, {})
         return

@@ -26,7 +26,7 @@ from tenuto.profiles.measuring.worker_process import LostWorkerError, WorkerProc
 from tenuto.profiles.networks.catalogue import is_exported, is_factory, lookup
 from tenuto.profiles.profile import Measured, ModelProfile, Profile, ProfilePoint
 
-_WORKER = ["-m", "tenuto.profiles.measuring.profile_worker"]
+WORKER = ["-m", "tenuto.profiles.measuring.profile_worker"]
 
 STOPPED = "stopped before every point was measured; run it again with --resume"
 
@@ -262,7 +262,7 @@ def _device_of(request: MeasureRequest) -> str:
 def _events(request: MeasureRequest, shares: Shares | None) -> Iterator[Event]:
     """Run one worker process and yield what it reports."""
     environment = {} if shares is None or request.device == "cpu" else shares.environment(request.shares[0])
-    worker = WorkerProcess(_WORKER, environment, request.source)
+    worker = WorkerProcess(WORKER, environment, request.source)
     try:
         worker.tell(REQUESTS.dump_json(request).decode())
         while (event := worker.next_event()) is not None:

@@ -150,8 +150,9 @@ class WorkerProcess(LineProcess):
         lines = text.strip().splitlines()
         return lines[-1] if lines else "no message"
 
-    def end(self, patience_s: float = 0.0) -> None:
-        """Let the process leave by itself; after `patience_s` ask it to, and only a deaf one is stopped.
+    def end(self, patience_s: float = 0.0, settle_s: float = _SETTLE_S) -> None:
+        """Let the process leave by itself; after `patience_s` ask it to, and only one that is deaf for
+        `settle_s` is stopped.
 
         A CUDA MPS client that is stopped with kernels in flight takes its neighbours with it, so it is interrupted
         first: that lets the batch end.
@@ -161,7 +162,7 @@ class WorkerProcess(LineProcess):
                 self._process.stdin.close()
         steps: tuple[tuple[Callable[[], None], float], ...] = (
             (lambda: None, patience_s),
-            (lambda: self._process.send_signal(signal.SIGINT), _SETTLE_S),
+            (lambda: self._process.send_signal(signal.SIGINT), settle_s),
             (self._process.terminate, 5.0),
             (self._process.kill, 60.0),
         )

@@ -72,7 +72,7 @@ class _Verbs(click.Group):
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(version(), prog_name="tenuto")
-def _tenuto() -> None:
+def root() -> None:
     """Serve many models on few GPUs, each within its latency SLO.
 
     Example: tenuto quickstart
@@ -81,7 +81,7 @@ def _tenuto() -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit with its code; no traceback reaches a user unless TENUTO_DEBUG is set."""
-    sys.exit(exit_code(lambda: _tenuto.main(args=args, prog_name="tenuto", standalone_mode=False)))
+    sys.exit(exit_code(lambda: root.main(args=args, prog_name="tenuto", standalone_mode=False)))
 
 
 def exit_code(run: Callable[[], Any]) -> int:

@@ -39,7 +39,7 @@ def verb(
     gpu = SimpleNamespace(uuid=f"GPU-{UUID}", sm_count=SMS)
     monkeypatch.setattr("tenuto.mps.gpu_shares.read_inventory", lambda: (gpu,))
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    monkeypatch.setattr(f"{MEASURING}.measure._WORKER", worker_server("tests.instruments.virtual_gpu:worker_main"))
+    monkeypatch.setattr(f"{MEASURING}.measure.WORKER", worker_server("tests.instruments.virtual_gpu:worker_main"))
 
     def call(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as caught:

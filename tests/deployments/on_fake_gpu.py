@@ -5,12 +5,14 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet.mps_sharing import SharedGpu
 from tenuto.deployments.gpulet.replica import GpuletReplica
+from tenuto.deployments.serve.user_config import GpuletSpec
 from tenuto.mps.folders import mps_root, pipe_directory
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.sm_count import VisibleDevice
@@ -49,37 +51,46 @@ def read_journal(root: Path) -> list[tuple[float, str, int, str]]:
 class Journaled(SharedGpu):
     """A shared GPU that tells when its turn to start begins and ends."""
 
+    def __init__(self, spec: GpuletSpec, **options: Any) -> None:
+        super().__init__(spec, **options)
+        self.gpulet = spec.gpulet
+
     def join(self) -> None:
         super().join()
-        journal(self._id, "begins")
+        journal(self.gpulet, "begins")
 
     def prove(self) -> None:
         time.sleep(0.3)  # the models' load: long enough for another to come between
-        journal(self._id, "ends")
+        journal(self.gpulet, "ends")
         super().prove()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         with super().turn():
-            journal(self._id, "begins")
+            journal(self.gpulet, "begins")
             time.sleep(0.3)
             yield
-            journal(self._id, "ends")
+            journal(self.gpulet, "ends")
+
+
+def join(spec: GpuletSpec, has_driver: bool) -> SharedGpu:
+    """Join the daemon of the GPU that the plan names."""
+    shared = Journaled(
+        spec,
+        devices=devices,
+        visible=cuda(str(spec.gpu.uuid), spec.share_pct),
+        others=lambda daemon: (),
+        free_mib=lambda: 0.0,
+        watch_xids=lambda uuid: None,
+    )
+    shared.join()
+    return shared
 
 
 class OnFakeGpu(GpuletReplica):
-    def _share_gpu(self) -> SharedGpu | None:
-        uuid, share_pct = str(self._spec.gpu.uuid), self._spec.share_pct
-        shared = Journaled(
-            self._spec,
-            devices=devices,
-            visible=cuda(uuid, share_pct),
-            others=lambda daemon: (),
-            free_mib=lambda: 0.0,
-            watch_xids=lambda uuid: None,
-        )
-        shared.join()
-        return shared
+    async def __init__(self, spec: Mapping[str, Any]) -> None:  # type: ignore[misc]  # as its base has it
+        replica_module.join_shared_gpu = join
+        await super().__init__(spec)  # type: ignore[misc]
 
 
 def build(args: dict[str, Any]) -> Any:

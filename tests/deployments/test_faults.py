@@ -312,7 +312,7 @@ def test_a_gpulet_that_hears_its_dispatcher_late_runs_nothing_that_others_were_g
 
 def _kill(machine: Machine) -> None:
     found: Any = subprocess.run(
-        ["ip", "netns", "pids", machine._namespace], capture_output=True, text=True, check=True
+        ["ip", "netns", "pids", machine.namespace], capture_output=True, text=True, check=True
     ).stdout
     for pid in found.split():
         os.kill(int(pid), signal.SIGKILL)

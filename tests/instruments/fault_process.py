@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
-from tenuto.deployments.wire.peer import Endpoint, Finder
+from tenuto.deployments.wire.messages import DispatcherState
+from tenuto.deployments.wire.peer import Connection, Endpoint, Finder
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.placement import Plan
 from tenuto.profiles.networks.inputs import Arrays, Blocks
@@ -115,7 +116,8 @@ async def gpulet(name: str, folder: Path, host: str) -> None:
     gpulets = Deployment(plan=make_plan(), executor="emulated").config().gpulets
     (application,) = (each for each in gpulets if each.spec is not None and each.spec.gpulet == name)
     replica = await LocalReplica.start(application.spec, application.user_config)
-    announce(folder, name, replica._channel.listen(host))
+    replica_module.own_address_for = lambda _node_id: host
+    announce(folder, name, await replica.endpoint())
     await asyncio.Event().wait()
 
 
@@ -136,10 +138,30 @@ async def dispatcher(name: str, folder: Path, host: str) -> None:
     await asyncio.Event().wait()
 
 
+DispatcherConnection = Connection[DispatcherState]
+
+
+class Seeing(DispatcherClient):
+    """Says who schedules."""
+
+    def __init__(self, find_dispatcher: Callable[[str], Finder]) -> None:
+        super().__init__(find_dispatcher)
+        self._seen: dict[int, DispatcherConnection] = {}
+
+    def state_changed(self, connection: DispatcherConnection) -> None:
+        self._seen[id(connection)] = connection
+        super().state_changed(connection)
+
+    def scheduling_pid(self) -> int:
+        """Return the process of the most senior dispatcher that is there; 0 for none."""
+        there = [each.state for each in self._seen.values() if each.is_up and each.state is not None]
+        return min(there, key=DispatcherState.seniority).pid if there else 0
+
+
 async def gateway(name: str, folder: Path, first: str) -> None:
     """Ask on and on, whatever comes of it; when the input ends wait for the last answers."""
     lines = Lines(folder / f"asked-{name}-{os.getpid()}")
-    client = DispatcherClient(lambda _name: finder(folder, *DISPATCHERS))
+    client = Seeing(lambda _name: finder(folder, *DISPATCHERS))
     await client.apply(make_plan(), {"0": [MODEL]}, dispatchers=len(DISPATCHERS))
     numbers = itertools.count(int(first))
     ended = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -155,9 +177,7 @@ async def gateway(name: str, folder: Path, first: str) -> None:
             lines.add("ended", number, done.result().outcome.word)
 
         future.add_done_callback(answered)
-        scheduling = client._groups["0"].scheduling()
-        state = None if scheduling is None else scheduling.connection.state
-        lines.add("sees", client.connected()["0"], sum(each.up for each in client.gpulets()), state.pid if state else 0)
+        lines.add("sees", client.connected()["0"], sum(each.up for each in client.gpulets()), client.scheduling_pid())
         await asyncio.sleep(GAP_S)
     await asyncio.gather(*waiting)
     await client.close()

@@ -42,21 +42,21 @@ class Machine:
 
     def __init__(self, name: str, address: str, bridge: str) -> None:
         self.name, self.address = name, address
-        self._namespace, self._line, self._bridge = f"{bridge}-{name}", f"{bridge}{name}", bridge
+        self.namespace, self._line, self._bridge = f"{bridge}-{name}", f"{bridge}{name}", bridge
         self._carrier: subprocess.Popen[bytes] | None = None  # of what goes over a disturbed line
-        _run("ip", "netns", "add", self._namespace)
-        _run("ip", "link", "add", self._line, "type", "veth", "peer", "name", "eth0", "netns", self._namespace)
+        _run("ip", "netns", "add", self.namespace)
+        _run("ip", "link", "add", self._line, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
         _run("ip", "link", "set", self._line, "master", bridge, "up")
         for words in (
             ("addr", "add", f"{address}/24", "dev", "eth0"),
             ("link", "set", "eth0", "up"),
             ("link", "set", "lo", "up"),
         ):
-            _run("ip", "-n", self._namespace, *words)
+            _run("ip", "-n", self.namespace, *words)
 
     def command(self, *words: str) -> list[str]:
         """Return the command that runs something here."""
-        return ["ip", "netns", "exec", self._namespace, *words]
+        return ["ip", "netns", "exec", self.namespace, *words]
 
     def cut(self) -> None:
         """Let nothing pass from here or to here."""
@@ -67,7 +67,7 @@ class Machine:
         for other in others:
             # What is sent there goes to an address that nobody has.
             words = ("neigh", "replace", other.address, "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent")
-            _run("ip", "-n", self._namespace, *words)
+            _run("ip", "-n", self.namespace, *words)
 
     def disturb(self, delay_ms: float, loss_pct: float, seed: int = 0) -> None:
         """Let what leaves here and what comes here take longer, and some of it be lost; the seed says what."""
@@ -84,7 +84,7 @@ class Machine:
     def mend(self) -> None:
         """Let everything pass as before."""
         _run("ip", "link", "set", self._line, "up")
-        _run("ip", "-n", self._namespace, "neigh", "flush", "dev", "eth0", "nud", "permanent")
+        _run("ip", "-n", self.namespace, "neigh", "flush", "dev", "eth0", "nud", "permanent")
         if self._carrier is not None:
             _at_once(f"link set {self._line} master {self._bridge}", f"link del {self._line}i")
             self._carrier.kill()
@@ -94,7 +94,7 @@ class Machine:
     def remove(self) -> None:
         """Take it away; its processes must have ended."""
         self.mend()
-        subprocess.run(["ip", "netns", "del", self._namespace], capture_output=True)
+        subprocess.run(["ip", "netns", "del", self.namespace], capture_output=True)
 
 
 @contextmanager

@@ -42,12 +42,21 @@ _LONGEST_WAIT_S = 30.0
 class EmulatedConnection:
     """A gpu-let without process or socket: runs batches one after the other on the loop's timers.
 
-    A batch may start `ctrl_ms` after it was sent and when the one before has ended; its answer takes no time.
+    A batch may start `ctrl_ms` after it was sent and when the one before has ended; its answer takes no time. With
+    `late_s` it ends so much later, and is measured.
     """
 
     shares_memory = is_near = True
 
-    def __init__(self, gpulet_id: str, events: ConnectionEvents[GpuletState], plan: Plan, ctrl_ms: float) -> None:
+    def __init__(
+        self,
+        gpulet_id: str,
+        events: ConnectionEvents[GpuletState],
+        plan: Plan,
+        ctrl_ms: float,
+        late_s: Callable[[], float] | None = None,
+    ) -> None:
+        self._late_s = late_s
         self.peer = gpulet_id
         gpulet = next(gpulet for gpulet in plan.gpulets if gpulet.id == gpulet_id)
         self.state = state(gpulet_id, {program.name: program.batch_size for program in gpulet.programs}, {})
@@ -103,9 +112,12 @@ class EmulatedConnection:
             0.0,
             [(rows, []) for _, rows in message.members],
         )
-        self._timer = loop.call_at(start_at + execution_ms / 1000.0, self._end, ran)
+        late_s = 0.0 if self._late_s is None else self._late_s()
+        self._timer = loop.call_at(start_at + execution_ms / 1000.0 + late_s, self._end, ran)
 
     def _end(self, ran: BatchRan) -> None:
+        if self._late_s is not None:
+            ran.execution_ms = asyncio.get_running_loop().time() * 1000.0 - ran.started_at_ms
         self._waiting.popleft()
         self._begin()
         self._events.message_came(self, ran, memoryview(b""))

@@ -23,7 +23,7 @@ from tenuto.profiles.measuring.timing import Timing
 from tenuto.profiles.measuring.worker_process import WorkerProcess
 from tenuto.profiles.profile import CoRun, CoRunPart
 
-_WORKER = ["-m", "tenuto_lab.interference.co_run_worker"]
+WORKER = ["-m", "tenuto_lab.interference.co_run_worker"]
 _PATIENCE_S = 10.0  # a busy CUDA MPS client leaves by itself
 
 
@@ -101,7 +101,7 @@ def measure_co_run(
         residents = []
         for part in parts:
             environment = shares.environment(part.share_pct) if shares else {}
-            resident = WorkerProcess(_WORKER, environment, part.source, CO_RUN_EVENTS)
+            resident = WorkerProcess(WORKER, environment, part.source, CO_RUN_EVENTS)
             stack.callback(resident.end, _PATIENCE_S)
             resident.tell(CO_RUN_REQUESTS.dump_json(part).decode())
             residents.append(resident)

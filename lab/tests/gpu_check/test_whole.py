@@ -108,7 +108,7 @@ def test_a_server_that_stays_in_fault_is_renewed(tmp_path: Path, monkeypatch: py
     install(folder)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setenv("TENUTO_MPS_ROOT", str(folder))
-    monkeypatch.setattr(daemon_module, "_start_reaper", lambda uuid: None)
+    monkeypatch.setattr(daemon_module, "detach_reaper", lambda uuid: None)
     pipes = folder / gpu().uuid[4:] / "pipe"
 
     def broken(mode: str, environment: Mapping[str, str]) -> ProbeProcess:

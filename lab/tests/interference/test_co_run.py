@@ -27,7 +27,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
         script = tmp_path / "fake.py"
         made = FAKE.replace("{device}", device).replace("{times}", times).replace("{sms}", str(sms))
         script.write_text(text or made)
-        monkeypatch.setattr("tenuto_lab.interference.co_run._WORKER", [str(script)])
+        monkeypatch.setattr("tenuto_lab.interference.co_run.WORKER", [str(script)])
 
     return use
 

@@ -15,7 +15,7 @@ def test_co_runs_are_measured_under_their_shares_and_fitted(
     run: Run, verb: Run, monkeypatch: pytest.MonkeyPatch, worker_server: Callable[[str], list[str]]
 ) -> None:
     monkeypatch.setattr(
-        "tenuto_lab.interference.co_run._WORKER", worker_server("lab.tests.interference.virtual_co_run:main")
+        "tenuto_lab.interference.co_run.WORKER", worker_server("lab.tests.interference.virtual_co_run:main")
     )
     code, _, err = run(*GRID)
     assert code == 0, err

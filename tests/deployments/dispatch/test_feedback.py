@@ -19,7 +19,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.fleet import GpuletConnection
-from tenuto.deployments.wire.messages import BatchRan, GpuletState
+from tenuto.deployments.wire.messages import GpuletState
 from tenuto.deployments.wire.peer import ConnectionEvents, Finder
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -48,24 +48,6 @@ class BusyLoop(VirtualLoop):
 
     def stand_still(self, seconds: float) -> None:
         self._jump.now_s += seconds
-
-
-class MeasuredConnection(EmulatedConnection):
-    """Says what its batches took by the clock of a processor that others keep busy."""
-
-    rng = random.Random(0)
-
-    def _begin(self) -> None:
-        super()._begin()
-        if self._timer is not None and self._waiting:
-            loop, (ran,) = asyncio.get_running_loop(), self._timer._args
-            self._timer.cancel()
-            late_s = self.rng.expovariate(1000.0 / NOISE_MS)
-            self._timer = loop.call_at(self._timer.when() + late_s, self._end, ran)
-
-    def _end(self, ran: BatchRan) -> None:
-        ran.execution_ms = asyncio.get_running_loop().time() * 1000.0 - ran.started_at_ms
-        super()._end(ran)
 
 
 @dataclass
@@ -100,10 +82,10 @@ def zoo(rng: random.Random, models: int, gpulets: int, rate_rps: float, seconds:
 
 def serve(scenario: Scenario, seconds: float, *, still_at_s: float, still_s: float) -> Served:
     """Serve a scenario, with one standstill of the processor."""
-    plan = scenario.plan()
+    plan, noise = scenario.plan(), random.Random(0)
 
     def connect(gpulet_id: str, _find: Finder, events: ConnectionEvents[GpuletState]) -> GpuletConnection:
-        return MeasuredConnection(gpulet_id, events, plan, 0.1)
+        return EmulatedConnection(gpulet_id, events, plan, 0.1, late_s=lambda: noise.expovariate(1000.0 / NOISE_MS))
 
     def build(plan: Plan, network: NetworkDelay) -> Scheduler:
         return make_scheduler("deferred", from_plan(plan, network), {"rehearse": "false"})

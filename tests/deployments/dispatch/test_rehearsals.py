@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.dispatch import rehearsals
-from tenuto.deployments.dispatch.rehearsals import Computed, RehearsalProcess, RehearsalRunner
+from tenuto.deployments.dispatch.rehearsals import LAST_IN_LINE, Computed, RehearsalProcess, RehearsalRunner
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S
 
@@ -28,9 +27,8 @@ class Where:
         return self.number, os.getpid()
 
 
-async def test_rehearsals_share_a_process_and_survive_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsals, "_LAST_IN_LINE", "")  # beside busy programs it would wait for minutes
-    process = RehearsalProcess(PATIENCE_S)
+async def test_rehearsals_share_a_process_and_survive_its_end() -> None:
+    process = RehearsalProcess(PATIENCE_S, first="")  # last in line it would wait for minutes beside busy programs
     (one, first), (two, second) = [(await process.run(Where(n))).result for n in (1, 2)]
     with pytest.raises(EOFError):
         await process.run(Where(3, ends=True))
@@ -45,7 +43,7 @@ async def test_rehearsals_share_a_process_and_survive_its_end(monkeypatch: pytes
 
 def test_what_rehearses_runs_only_when_nobody_else_wants_the_core() -> None:
     said = "print(os.sched_getscheduler(0) == os.SCHED_IDLE or os.nice(0))"
-    ran = subprocess.run([sys.executable, "-c", rehearsals._LAST_IN_LINE + said], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", LAST_IN_LINE + said], capture_output=True, text=True)
     assert ran.stdout.strip() in ("True", "19")
 
 

@@ -1,6 +1,9 @@
 """Gateways and a dispatcher in other processes, here on one loop: same outcomes as with the dispatcher beside them."""
 
+from __future__ import annotations
+
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,7 +25,7 @@ from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.sub_clusters import cut_plan
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Arena
-from tenuto.deployments.wire.peer import Endpoint, PeerConnection
+from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
@@ -38,6 +41,35 @@ def _deferred(plan: Plan, network: NetworkDelay) -> Scheduler:
 
 def _eager(plan: Plan, network: NetworkDelay) -> Scheduler:
     return make_scheduler("eager", from_plan(plan, network), {})
+
+
+class Line:
+    """Passes bytes on to a dispatcher and back, for as long as it is not cut."""
+
+    def __init__(self, far: Endpoint) -> None:
+        self._far = far
+        self.near = Endpoint(f"\0tenuto-test-line-{far.token}", far.token)
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def lay(self) -> asyncio.Server:
+        return await asyncio.start_unix_server(self._join, self.near.address)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_unix_connection(self._far.address)
+        self._writers += [writer, far_writer]
+        await asyncio.gather(self._pass_on(reader, far_writer), self._pass_on(far_reader, writer))
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+        writer.close()
+
+    def cut(self) -> None:
+        """End every connection; who connects again is heard."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
 
 
 class Cluster:
@@ -81,9 +113,12 @@ class Cluster:
         found = list(self.servers.values())[self.not_found :]
         return found[self.asked % len(found)]
 
-    async def gateway(self, dispatchers: int = 1, *, reaches: BundleServer | None = None) -> DispatcherClient:
+    async def gateway(
+        self, dispatchers: int = 1, *, reaches: BundleServer | None = None, line: Line | None = None
+    ) -> DispatcherClient:
         async def find() -> Endpoint:
-            return await self._find() if reaches is None else self.servers[reaches]
+            found = await self._find() if reaches is None else self.servers[reaches]
+            return line.near if line is not None and found.token == line.near.token else found
 
         gateway = DispatcherClient(lambda _name: find)
         self.gateways.append(gateway)
@@ -100,12 +135,8 @@ class Cluster:
         server = self.server
         assert server is not None
         del self.servers[server]
-        for listener in server._servers.values():
-            listener.close()
-        for gateway in list(server._gateways.values()):
-            gateway.protocol._transport.abort()  # type: ignore[union-attr]
-        await asyncio.sleep(0.01)
-        await server.dispatcher.close()
+        server.step_back()
+        await server.close(0.0)
 
 
 Start = Callable[..., "asyncio.Future[Cluster]"]
@@ -270,7 +301,7 @@ async def test_what_a_dead_dispatcher_held_is_asked_of_the_one_that_waits(start:
     await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     for _ in range(2):
         await cluster.start()
-        await until(lambda: all(len(server._gateways) == 2 for server in cluster.servers))
+        await until(lambda: all(each.connected() == {"0": len(cluster.servers)} for each in (first, second)))
         await cluster.kill()
     assert (await answer(waiting)).outcome is Outcome.FAILED
     gpulet.hold = False
@@ -284,19 +315,16 @@ async def test_a_gateway_that_hears_a_dispatcher_no_more_takes_all_others_with_i
     gpulets = [FakeGpulet(name, ("m",), hold=True) for name in ("a", "b")]
     cluster = await start(make_plan(("a", ("m",)), ("b", ("m",)), slo_ms=60_000.0), *gpulets, scheduler=_eager)
     spare = await cluster.start()
-    deaf, other = await cluster.gateway(2), await cluster.gateway(2)
     first = cluster.server
     assert first is not None
+    line = Line(cluster.servers[first])
+    laid = await line.lay()
+    deaf, other = await cluster.gateway(2, line=line), await cluster.gateway(2)
     held = [submit(gateway, "m", [np.array([n, 0], np.float32).tobytes()]) for n, gateway in enumerate([deaf, other])]
     waiting = [submit(gateway, "m", X) for gateway in (deaf, other) * 3]
     await until(lambda: first.dispatcher.accounts.counters["m"].submitted == 8)
     await until(lambda: [len(gpulet.sizes) for gpulet in gpulets] == [1, 1])
-    for peer in deaf._groups["0"].peers:
-        connection = peer.connection
-        assert isinstance(connection, PeerConnection)
-        if connection.state is not None and connection.state.started_at_s == first.started_at_s:
-            assert connection._protocol is not None
-            connection._protocol.abort()
+    line.cut()
     await until(lambda: spare.dispatcher.accounts.counters["m"].submitted == 8)
     await until(lambda: [len(gpulet.sizes) for gpulet in gpulets] == [2, 2])  # the second time for the spare one
     for gpulet in gpulets:
@@ -311,6 +339,8 @@ async def test_a_gateway_that_hears_a_dispatcher_no_more_takes_all_others_with_i
         8,
         10,
     )
+    line.cut()
+    laid.close()
 
 
 async def test_two_gateways_that_reach_one_dispatcher_each_are_not_served_in_turns(start: Start) -> None:
@@ -347,7 +377,8 @@ async def test_gateways_follow_how_many_dispatchers_there_are_to_be(start: Start
     await until(lambda: gateway.connected() == {"0": 1})
     await cluster.start()
     assert (await answer(submit(gateway, "m", X))).outcome is Outcome.OK
-    assert [len(server._gateways) for server in cluster.servers] == [1, 0]
+    assert gateway.connected() == {"0": 1}
+    assert [server.dispatcher.accounts.counters["m"].submitted for server in cluster.servers] == [1, 0]
 
 
 async def test_a_closing_dispatcher_answers_what_it_holds_first(start: Start) -> None:

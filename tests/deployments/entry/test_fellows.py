@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.entry.decisions import LatestBeside
 from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint
@@ -27,7 +29,7 @@ from tenuto.placement import Plan
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
-KEY = {"name": "anna", "sha256": hashlib.sha256(b"key").hexdigest(), "rate_rps": 30.0}
+KEY: dict[str, Any] = {"name": "anna", "sha256": hashlib.sha256(b"key").hexdigest(), "rate_rps": 30.0}
 PLAN = make_plan(("a", ("m",)), slo_ms=60_000.0)
 CONTROLLER = ControllerStatus(
     mode="act", paused=True, decisions={"changed": 2}, log=[Event(1.0, "changed", "more load")]
@@ -116,18 +118,28 @@ async def test_operators_see_all_gateways_at_any(gateways: list[tuple[Entry, htt
     assert "tenuto_controller_paused 1" in metrics
 
 
+def rate_of(caller: Caller) -> float:
+    """Return how many requests a second it may ask for here: once its bucket is empty, one in every wait."""
+    now_s = time.monotonic() + 1000.0
+    for _ in range(2):
+        while not (wait_s := caller.wait_s(now_s)):
+            pass
+        now_s += wait_s + 1e-9
+    return 1.0 / wait_s
+
+
 async def test_a_keys_rate_goes_where_its_client_asks(gateways: list[tuple[Entry, httpx.AsyncClient]]) -> None:
     (first, client), (second, _) = gateways
     assert [await _asked(client) for _ in range(20)] == [200] * 20
     parts = []
     for _ in range(2):
         for entry in (first, second):
-            await entry._watched.meet()
+            await entry.watched.meet()
     for entry in (first, second):
         assert entry.service is not None
         caller = entry.service.callers.find(b"key")
         assert caller is not None
-        parts.append(caller._part)
+        parts.append(rate_of(caller) / KEY["rate_rps"])
     assert parts[0] > 10 * parts[1]
     assert sum(parts) == pytest.approx(1.0, abs=0.2)
 

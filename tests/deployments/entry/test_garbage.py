@@ -147,7 +147,7 @@ class Door(Bench):
     async def until_alone(self) -> None:
         """Wait until nobody is connected any more."""
         async with asyncio.timeout(PATIENCE_S):
-            while self.entry._server.status().connections:
+            while self.entry.server.status().connections:
                 await asyncio.sleep(0.005)
 
     async def until_ready(self) -> None:

@@ -28,11 +28,11 @@ TENSOR = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}
 class Bench:
     """A gateway over two gpu-lets, and a client."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.gpulets = {"a": FakeGpulet("a", ("m",)), "b": FakeGpulet("b", ("n",))}
         self.port = unused_port()
         self.is_closed = False
-        self.entry = Entry(finder(self.gpulets))
+        self.entry = Entry(finder(self.gpulets), **options)
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S)
 
     async def follow(self, plan: Plan, *, port: int | None = None, scheduler: str = "eager", **options: Any) -> None:
@@ -205,13 +205,14 @@ async def test_a_new_plan_is_followed_by_connections_that_are_open(bench: Bench)
             await client.get("/v2/health/live")
 
 
-async def test_a_port_of_somebody_else_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenuto.deployments.entry.gateway._TAKEN_S", 0.0)
+async def test_a_port_of_somebody_else_is_named() -> None:
+    bench = Bench(taken_s=0.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(EnvironmentFaultError, match="cannot be listened on"):
             await bench.follow(PLAN, port=other.getsockname()[1])
+    await bench.close()
 
 
 async def test_what_comes_through_serves_proxies_gets_the_same_answer(bench: Bench) -> None:
@@ -277,7 +278,7 @@ async def test_what_nobody_expected_is_told_by_a_name_that_the_log_has(
     def fail(*_arguments: object) -> None:
         raise RuntimeError("secret of the model")
 
-    monkeypatch.setattr("tenuto.deployments.entry.call.InferCall._respond", fail)
+    monkeypatch.setattr("tenuto.deployments.entry.call.encode_response", fail)
     answer = await bench.infer()
     assert answer.status_code == 500
     assert "secret" not in answer.text
@@ -314,7 +315,7 @@ async def test_what_is_under_way_is_answered_before_the_gateway_ends(bench: Benc
     await asyncio.wait_for(bench.gpulets["a"].arrived.wait(), PATIENCE_S)
     bench.is_closed = True
     closing = asyncio.create_task(bench.entry.close())
-    await until(lambda: bench.entry._server is not None and bench.entry._server.is_draining)
+    await until(lambda: bench.entry.server.is_draining)
     bench.gpulets["a"].release()
     assert (await last).status_code == 200
     await closing

@@ -50,7 +50,7 @@ async def test_a_process_whose_batch_never_comes_back_ends(monkeypatch: pytest.M
     monkeypatch.setattr(Hanging, "made", [], raising=False)
     monkeypatch.setattr(replica_module, "make_executor", lambda spec: Hanging())
     monkeypatch.setattr(replica_module, "HANGS_TIMES", 1.0)
-    monkeypatch.setattr(LocalReplica, "_exit", staticmethod(exits.append))
+    monkeypatch.setattr(LocalReplica, "end_process", staticmethod(exits.append))
     gpulets = {}
     for application in Deployment(plan=PLAN, executor="torch").config().gpulets:
         gpulets[application.spec.gpulet] = await LocalReplica.start(application.spec, application.user_config)

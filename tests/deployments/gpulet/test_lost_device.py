@@ -68,7 +68,7 @@ async def test_batches_of_a_lost_device_run_elsewhere_and_its_process_ends(
     monkeypatch.setattr(Device, "made", [], raising=False)
     monkeypatch.setattr(replica_module, "make_executor", lambda spec: Device())
     monkeypatch.setattr(worker_module, "loses_device", lambda error: is_sticky and STICKY in str(error))
-    monkeypatch.setattr(LocalReplica, "_exit", staticmethod(exits.append))
+    monkeypatch.setattr(LocalReplica, "end_process", staticmethod(exits.append))
     gpulets = {}
     for application in Deployment(plan=PLAN, executor="torch").config().gpulets:
         gpulets[application.spec.gpulet] = await LocalReplica.start(application.spec, application.user_config)

@@ -1,5 +1,6 @@
 """Gpu-lets of a shared GPU, with driver and daemon in memory: joined, proved, hit by faults, gone."""
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import diff
 from tenuto.deployments.serve.user_config import GpuletSpec
+from tenuto.deployments.wire.frames import connect
+from tenuto.deployments.wire.messages import GpuletState, Hello
 from tenuto.deployments.wire.status import MpsStatus
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
@@ -20,6 +23,7 @@ from tenuto.mps.others import OtherProcess
 from tenuto.mps.share import client_environment
 from tenuto.mps.sm_count import VisibleDevice
 from tenuto.placement import Plan
+from tests.instruments.live import PATIENCE_S
 from tests.mps.conftest import bench as bench  # the fixture
 from tests.mps.fake_nvml import FakeGpu, FakeNvml
 from tests.mps.fakes import OTHER, UUID, Bench
@@ -369,8 +373,8 @@ class Recorder:
         if self.failure is not None:
             raise self.failure
 
-    def status(self) -> dict[str, Any]:
-        return {"sm_count": 32}
+    def status(self) -> MpsStatus:
+        return MpsStatus(uuid=UUID, sm_count=32)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -402,6 +406,19 @@ async def replica() -> LocalReplica:
     return made
 
 
+async def said_by(made: LocalReplica) -> GpuletState:
+    """Return what it tells a dispatcher that connects."""
+    endpoint = await made.endpoint()
+    said: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    connection = await connect(
+        endpoint.address, Hello(endpoint.token), lambda _, message, _body: said.set_result(message), lambda *_: None
+    )
+    state = await asyncio.wait_for(said, PATIENCE_S)
+    assert isinstance(state, GpuletState)
+    connection.close()
+    return state
+
+
 async def test_a_replica_proves_itself_once_after_the_warm_up_and_leaves_last(recorder: Recorder) -> None:
     made = await replica()
     assert recorder.calls == []
@@ -410,7 +427,7 @@ async def test_a_replica_proves_itself_once_after_the_warm_up_and_leaves_last(re
     await made.check_health()
     assert recorder.calls == ["prove"]
     assert recorder.proved_by == "gpulet n0/0/a"
-    assert made._state().cuda_mps == {"sm_count": 32}
+    assert (await said_by(made)).cuda_mps == MpsStatus(uuid=UUID, sm_count=32)
     await made.close()
     assert recorder.calls == ["prove", "leave"]
 

@@ -15,7 +15,7 @@ import grpc
 import pytest
 import ray
 
-from tenuto.cli import VERBS, _tenuto, main
+from tenuto.cli import VERBS, main, root
 from tenuto.deployments.process.ray_address import KnownDeployment, announce, make_session_folder, running_ray
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.documents import dump_yaml
@@ -74,7 +74,7 @@ def joining() -> Iterator[list[str]]:
     """Every command that has an option for a Ray cluster, and the one that looks for Ray without."""
     yield ["doctor"]
     for verb in VERBS:
-        command = _tenuto.get_command(click.Context(_tenuto), verb)
+        command = root.get_command(click.Context(root), verb)
         assert command is not None
         found = dict(command.commands) if isinstance(command, click.Group) else {"": command}
         for name, each in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,17 +15,14 @@ from tests.instruments.plans import make_plan
 CONFIG = Deployment(plan=make_plan({"n0/0/a": (50.0, ["a"])})).config()
 
 
-def missing(*_arguments: Any) -> list[bytes]:
-    raise ImportError("no build_app here")
-
-
 @pytest.mark.filterwarnings("ignore")  # of what Ray Serve imports
-@pytest.mark.parametrize("build", [missing, lambda *_arguments: []])
-def test_a_serve_of_another_make_builds_by_itself(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
+@pytest.mark.parametrize("absent", ["ray.serve._private.build_app", "deploy_applications"])
+def test_a_serve_of_another_make_builds_by_itself(monkeypatch: pytest.MonkeyPatch, absent: str) -> None:
     given: list[Any] = []
     client = SimpleNamespace(list_serve_statuses=list, deploy_apps=given.append, _controller=SimpleNamespace())
     monkeypatch.setattr("ray.serve.context._get_global_client", lambda **_options: client)
-    monkeypatch.setattr(building, "_built", build)
+    if "." in absent:
+        monkeypatch.setitem(sys.modules, absent, None)
     building.deploy_applications(CONFIG)
     (schema,) = given
     assert [app.name for app in schema.applications] == [app.name for app in CONFIG.applications]

@@ -58,23 +58,20 @@ class Inbox:
         return await asyncio.wait_for(self.frames.get(), PATIENCE_S)
 
 
-async def test_a_machine_that_is_gone_without_a_word_is_noticed_within_seconds() -> None:
+async def test_a_machine_that_is_gone_without_a_word_is_noticed_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the kernel is told: no test may cut a line."""
     option = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     found = []
 
-    def accepted() -> FrameProtocol:
-        return FrameProtocol(lambda *_: None, lambda *_: None, expect_token="", on_hello=note)
+    class Seen(FrameProtocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            found.append(transport.get_extra_info("socket").getsockopt(*option))
 
-    def note(protocol: FrameProtocol, _hello: Hello) -> None:
-        assert protocol._transport is not None
-        found.append(protocol._transport.get_extra_info("socket").getsockopt(*option))
-
-    server = await listen(("127.0.0.1", 0), accepted)
+    monkeypatch.setattr(frames, "FrameProtocol", Seen)
+    server = await listen(("127.0.0.1", 0), lambda: Seen(lambda *_: None, lambda *_: None, expect_token=""))
     target = server.sockets[0].getsockname()
     connection = await connect(target, Hello("", ""), lambda *_: None, lambda *_: None)
-    assert connection._transport is not None
-    found.append(connection._transport.get_extra_info("socket").getsockopt(*option))
     with socket.create_connection(target) as made:
         FrameSocket(made)
         found.append(made.getsockopt(*option))
@@ -118,7 +115,7 @@ async def test_frames_arrive_whole_and_in_order(address: Any, identity: Identity
     cuts=st.lists(st.integers(1, 4000), min_size=1, max_size=40),
 )
 def test_frames_survive_any_cutting_of_the_stream(sent: list[tuple[str, bytes]], cuts: list[int]) -> None:
-    stream = b"".join(b"".join(frames._framed(BatchFailed(1, reason), [body])) for reason, body in sent)
+    stream = b"".join(b"".join(frames.framed(BatchFailed(1, reason), [body])) for reason, body in sent)
     reader = FrameReader(MUCH)
     found: list[tuple[str, bytes]] = []
     at = 0
@@ -221,7 +218,7 @@ async def test_nobody_else_can_pose_as_an_encrypted_peer() -> None:
 
 
 async def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "_FIRST_FRAME_S", 0.01)
+    monkeypatch.setattr(frames, "FIRST_FRAME_S", 0.01)
     server = await listen("\0tenuto-test-silent", accept())
     reader, writer = await asyncio.open_unix_connection("\0tenuto-test-silent")
     assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""

@@ -31,7 +31,7 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     def use(text: str) -> None:
         script = tmp_path / "fake.py"
         script.write_text("import json, os, sys\ndef say(**event): print(json.dumps(event), flush=True)\n" + text)
-        monkeypatch.setattr("tenuto.profiles.measuring.measure._WORKER", [str(script)])
+        monkeypatch.setattr("tenuto.profiles.measuring.measure.WORKER", [str(script)])
 
     return use
 
@@ -43,7 +43,7 @@ def measured(worker_server: Callable[[str], list[str]]) -> tuple[Measurement, li
     request = MeasureRequest(OWN, device="cpu", batch_sizes=(1, 2, 4), budget_s=0.05, options={"width": 8})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "tenuto.profiles.measuring.measure._WORKER", worker_server("tenuto.profiles.measuring.profile_worker")
+            "tenuto.profiles.measuring.measure.WORKER", worker_server("tenuto.profiles.measuring.profile_worker")
         )
         return measure_model(request, on_point=points.append), points
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.profiles.measuring import worker_process
 from tenuto.profiles.measuring.events import Doubt
 from tenuto.profiles.measuring.worker_process import LostWorkerError, WorkerProcess
 
@@ -34,13 +33,10 @@ def start(tmp_path: Path, text: str) -> tuple[WorkerProcess, Path]:
 
 
 @pytest.mark.parametrize(("leaves_at", "signals"), [("SIGINT", ["SIGINT"]), ("SIGTERM", ["SIGINT", "SIGTERM"])])
-def test_a_busy_worker_is_interrupted_before_it_is_stopped(
-    leaves_at: str, signals: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_process, "_SETTLE_S", 10.0 if leaves_at == "SIGINT" else 0.2)
+def test_a_busy_worker_is_interrupted_before_it_is_stopped(leaves_at: str, signals: list[str], tmp_path: Path) -> None:
     worker, journal = start(tmp_path, BUSY.replace("{leaves_at}", leaves_at).replace("\\\\n", "\\n"))
     assert worker.next_event(20.0) == Doubt("busy")
-    worker.end()
+    worker.end(settle_s=10.0 if leaves_at == "SIGINT" else 0.2)
     assert journal.read_text().split() == signals
 
 

@@ -1,10 +1,10 @@
+import importlib
 import subprocess
 import sys
 
 import pytest
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.profiles.networks import torchvision_import
 from tenuto.profiles.networks.torchvision_import import imagenet_categories, import_torchvision
 
 
@@ -39,18 +39,18 @@ def test_category_names_are_those_of_the_weights_and_need_no_torch() -> None:
 
 
 def test_other_failures_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(_name: str) -> None:
         raise RuntimeError("Detected that PyTorch and torchvision were compiled with different CUDA major versions.")
 
-    monkeypatch.setattr(torchvision_import, "_import", fail)
+    monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(EnvironmentFaultError, match="different CUDA major versions"):
         import_torchvision()
 
 
 def test_absent_torchvision_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(_name: str) -> None:
         raise ModuleNotFoundError("No module named 'torchvision'")
 
-    monkeypatch.setattr(torchvision_import, "_import", fail)
+    monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(EnvironmentFaultError, match="Install the torchvision"):
         import_torchvision()

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.gpulet.executors import choose
+from tenuto.deployments.gpulet.executors import choose, torch_executor
 from tenuto.deployments.gpulet.executors.choose import has_nvidia_devices, make_executor
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.serve.user_config import GpuletSpec
@@ -58,7 +58,7 @@ def test_required_sharing_is_never_dropped(monkeypatch: pytest.MonkeyPatch, pres
 def test_a_share_that_cuda_mps_enforces_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(monkeypatch, True)
     made: list[str] = []
-    monkeypatch.setattr(choose, "_torch", lambda device, _spec: made.append(device))
+    monkeypatch.setattr(torch_executor, "TorchExecutor", lambda device, **_options: made.append(device))
     make_executor(spec(share_pct=40, uuid="GPU-1", mps="auto", cuda_mps=True))
     assert made == ["cuda"]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
@@ -102,10 +105,21 @@ def test_facts_say_what_is_held_once(three: tuple[ProgramRunner, dict[str, Loade
     assert facts["worst_error"] <= 1e-5
 
 
-def test_the_originals_are_let_go(three: tuple[ProgramRunner, dict[str, LoadedModel]]) -> None:
-    network = three[0].network
-    assert isinstance(network, MergedNetwork)
-    assert all(not model.weights for model in network._merged._plan.models.values())
+def test_originals_are_let_go_and_what_they_have_in_common_is_held_once() -> None:
+    models = {"a": base(), "b": head(), "c": second_and_head()}
+    weights = [(key, weight) for loaded in models.values() for key, weight in loaded.module.state_dict().items()]
+    copies = [(key, weight.clone(), StorageWeakRef(weight.untyped_storage())) for key, weight in weights]
+
+    def held_twice() -> list[str]:
+        gc.collect()
+        held = [(key, copy) for key, copy, storage in copies if not storage.expired()]
+        return [key for (key, one), (same, other) in combinations(held, 2) if key == same and torch.equal(one, other)]
+
+    network = MergedNetwork.of(models)
+    del models, weights
+    assert held_twice()
+    network.settle(torch.device("cpu"))
+    assert not held_twice()
 
 
 def test_read_only_inputs_in_pieces_are_taken(three: tuple[ProgramRunner, dict[str, LoadedModel]]) -> None:
