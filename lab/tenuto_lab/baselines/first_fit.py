@@ -30,6 +30,8 @@ class FirstFitPlus(Igniter):
     summary = "first-fit decreasing with iGniter's lower bounds of the shares, without regard to interference"
     source = "the baseline FFD+ of iGniter (arXiv 2211.01713), section 5"
     readings = "as igniter; the latencies it believes in include interference, its shares do not"
-    _attempt = staticmethod(lower_bounds)
     _first = True
     _notes = ("shares are lower bounds; the latencies the policy believes in include interference",)
+
+    def _attempt(self, gpu: OpenGpu, demand: ShareDemand) -> Shares | None:
+        return lower_bounds(gpu, demand)

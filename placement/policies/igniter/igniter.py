@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.igniter.packing import OpenGpu, extend, igniter_plan, pack_cluster
@@ -11,11 +14,17 @@ from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
 
-def beside(gpu: OpenGpu, demand: ShareDemand) -> Shares | None:
-    """Return the shares of a GPU with one more resident, its neighbours' shares raised as needed (Algorithm 2)."""
+def raised(gpu: OpenGpu, demand: ShareDemand) -> Shares | None:
+    """Return the shares of a GPU with one more resident, all shares raised as needed (Algorithm 2)."""
     return allocate([*gpu.demands, demand], [*gpu.shares, demand.lower_units or demand.most_units])
 
 
+def beside(gpu: OpenGpu, demand: ShareDemand) -> Shares | None:
+    """Return the same, but on a new GPU the lower bound (Algorithm 1, line 14)."""
+    return raised(gpu, demand) if gpu.demands else (demand.lower_units or demand.most_units,)
+
+
+@dataclass(kw_only=True, eq=False)
 class Igniter(Policy):
     """Places models, largest lower bound of the share first, where they raise the shares of all least.
 
@@ -27,15 +36,23 @@ class Igniter(Policy):
 
     Newcomers (`extend`, section 4.2): what is placed stays; each newcomer goes where it raises shares least, and shares
     of residents are raised on that GPU only.
+
+    Options:
+        raise_alone: Algorithm 2 also for a model alone on a new GPU. In the paper it gets its lower bound there, which
+            ignores that a batch can slow the GPU's clock down by itself: it may take slightly longer than half its SLO.
     """
 
     name = "igniter"
     summary = "smallest shares that meet half the SLO under an analytic interference model; least interference first"
     source = "iGniter (arXiv 2211.01713), Theorem 1, Algorithms 1 and 2; several GPUs per model as in the authors' code"
     readings = "ours: memory is checked, and GPU types are compared by price; the paper has one type and no memory"
-    _attempt = staticmethod(beside)
-    _first = False
-    _notes: tuple[str, ...] = ()
+    _first: ClassVar[bool] = False
+    _notes: ClassVar[tuple[str, ...]] = ()
+
+    raise_alone: bool = False
+
+    def _attempt(self, gpu: OpenGpu, demand: ShareDemand) -> Shares | None:
+        return (raised if self.raise_alone else beside)(gpu, demand)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan.

@@ -7,8 +7,10 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.policies.igniter.igniter import Igniter
+from tenuto.placement.policies.igniter.packing import demands_of
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.baselines.first_fit import FirstFitPlusPlus
 from tests.placement.policies.igniter.cases import FACTS, placed, profiles, three, together, twelve
 from tests.placement.published import decided, thesis, v100s
 
@@ -44,6 +46,19 @@ def test_every_batch_takes_at_most_half_its_slo() -> None:
         replica = gpulet.models[0]
         assert replica.latency_ms is not None
         assert replica.latency_ms <= workload[replica.name].slo_ms / 2
+
+
+@pytest.mark.parametrize("policy", [Igniter(), FirstFitPlusPlus()])
+def test_a_model_alone_on_a_new_gpu_gets_its_lower_bound_unless_asked_otherwise(policy: Policy) -> None:
+    workload = Workload.model_validate({"models": [{"name": "vgg19", "rate_rps": 510, "slo_ms": 40}]})
+    [demand], _ = demands_of(workload.models[0], "v100", profiles())
+    assert demand.lower_units is not None
+    unit_pct = demand.hardware.share_unit_pct
+    assert placed(solved(policy, workload))["vgg19"][0] == demand.lower_units * unit_pct
+    raising = type(policy)(raise_alone=True)
+    [gpulet] = solved(raising, workload).gpulets
+    assert (gpulet.share_pct or 0) > demand.lower_units * unit_pct
+    assert (gpulet.models[0].latency_ms or 99) <= 20
 
 
 def test_a_fixed_cluster_names_what_it_cannot_serve() -> None:
