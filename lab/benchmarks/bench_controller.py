@@ -50,6 +50,7 @@ from tenuto.profiles.shipped import load_shipped
 IGNITER = Profiles([load_shipped("igniter-v100")])
 # The grid has four networks; the fifth model of gpulet's scenarios is a second client of ResNet-50.
 FIVE = {"alexnet": "alexnet", "resnet50": "resnet50", "resnet50-b": "resnet50", "ssd": "ssd", "vgg19": "vgg19"}
+MERGING = {"merge_without_free": True}  # turns also on a full cluster
 PERIOD_S = 20.0
 SIGMAS = NormalDist().inv_cdf(0.99)
 
@@ -153,12 +154,12 @@ def waves(args: argparse.Namespace) -> None:
     """Run gpulet's test."""
     duration_s = 1800.0
     rate_rps = 480.0 * args.rate_scale
-    cluster, policy = Cluster.parse("v100:4"), load_policy("gpulet", {})
+    cluster, policy = Cluster.parse("v100:4"), load_policy("gpulet", MERGING)
     factors = [wave(PERIOD_S * (place + 0.5)) for place in range(round(duration_s / PERIOD_S))]
     schedule = make_schedule(stepped(five_models(rate_rps), dict.fromkeys(FIVE, factors)), duration_s, args.seed)
     load = ControlledLoad(schedule.names, schedule.times_ms, schedule.model_index, duration_s)
     declared = five_models(rate_rps * factors[0] * 1.3)
-    settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": "gpulet"}})
+    settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": "gpulet", "options": MERGING}})
     since = time.process_time()
     run = ControlledCluster(
         load,
@@ -348,7 +349,7 @@ def _counts(
 
 def incidents(args: argparse.Namespace) -> None:
     """Let single things happen to a cluster with room, and say after how many seconds every model is in time again."""
-    cluster, policy = Cluster.parse("v100:4"), load_policy("gpulet", {})
+    cluster, policy = Cluster.parse("v100:4"), load_policy("gpulet", MERGING)
     workload = five_models(120.0)
     plan = solve(policy, workload, cluster, IGNITER)
     lost = plan.gpulets[0].gpu
@@ -359,7 +360,7 @@ def incidents(args: argparse.Namespace) -> None:
     }
     for (what, (factors, happens)), standby_gpus in product(cases.items(), (0, 1)):
         settings = ControlSettings.model_validate(
-            {"mode": "act", "policy": {"name": "gpulet"}, "standby_gpus": standby_gpus}
+            {"mode": "act", "policy": {"name": "gpulet", "options": MERGING}, "standby_gpus": standby_gpus}
         )
         schedule = make_schedule(stepped(workload, factors), 600.0, args.seed)
         load = ControlledLoad(schedule.names, schedule.times_ms, schedule.model_index, 600.0)

@@ -27,6 +27,7 @@ class Rules:
     knee: Callable[[Sequence[tuple[float, float]]], float]
     smaller: bool
     turns: bool  # whether models may share a gpu-let in time
+    merge_without_free: bool  # also where no free gpu-let is as large as wanted
     disturbances: Mapping[str, Disturbance]  # by GPU type
     reserve: Reserve | None = None  # None: gpu-lets are filled as if no neighbour came
 
@@ -122,7 +123,7 @@ class ElasticPartitioning:
                 rate = self._occupy(one, index, size, own, left)
                 if rate:
                     return rate
-        for kind, own in costs.items():
+        for kind, own in costs.items() if self._rules.merge_without_free else ():
             rate = min(left, self._capacity_rps(kind, own, wanted[kind]))
             if self._merge(costs, rate):
                 return rate

@@ -52,6 +52,8 @@ class GpuletPolicy(Policy):
         knee: `curvature` (largest curvature, the paper) or `chord` (furthest above the chord).
         smaller: use free gpu-lets below the wanted size when nothing else is left.
         turns: models may share a gpu-let in time; without it every gpu-let has one model.
+        merge_without_free: a turn is also sought where no free gpu-let is as large as wanted; the paper seeks one only
+            after it chose a free gpu-let. On a full cluster this serves more.
         max_batch: largest batch considered; 32 in the paper.
     """
 
@@ -70,6 +72,7 @@ class GpuletPolicy(Policy):
     knee: str = option("curvature", choices=tuple(KNEES))
     smaller: bool = True
     turns: bool = True
+    merge_without_free: bool = False
     max_batch: int = option(32, minimum=1)
 
     def __post_init__(self) -> None:
@@ -86,6 +89,7 @@ class GpuletPolicy(Policy):
             knee=KNEES[self.knee],
             smaller=self.smaller,
             turns=self.turns,
+            merge_without_free=self.merge_without_free,
             disturbances={kind: Disturbance(model) for kind, model in models.items()},
         )
         plain = self._search(workload, cluster, costs, rules, reasons)

@@ -26,9 +26,12 @@ POLICIES: dict[str, Policy] = {
     "gpulet": GpuletPolicy(),
     "gpulet+int": GpuletPolicy(interference=True),
     "gpulet, 3 parts": GpuletPolicy(max_partitions=3),
+    "gpulet, merging": GpuletPolicy(merge_without_free=True),
     "sbp": SquishyBinPacking(),
     "sbp, halves": SquishyBinPacking(halves=True),
 }
+
+MERGING = GpuletPolicy(max_partitions=1, merge_without_free=True)
 
 
 def test_the_knee_is_where_more_compute_pays_less() -> None:
@@ -60,6 +63,14 @@ def test_small_models_take_turns_and_large_ones_split_a_gpu() -> None:
     assert any(len(gpulet.models) > 1 for gpulet in plan.gpulets)
     assert any(gpulet.effective_share_pct < 100 for gpulet in plan.gpulets)
     assert all(len(plan.on_gpu(gpu.id)) <= 2 for gpu in plan.gpus)
+
+
+def test_models_take_turns_on_a_full_cluster_only_where_asked() -> None:
+    workload, cluster = five_models(vgg19=260, resnet50=100), Cluster.parse("v100:1")
+    hosts = [
+        decided(policy, workload, cluster, IGNITER).gpulets for policy in (GpuletPolicy(max_partitions=1), MERGING)
+    ]
+    assert [[len(gpulet.models) for gpulet in gpulets] for gpulets in hosts] == [[1], [2]]
 
 
 def test_interference_slows_neighbours_down_and_keeps_their_slo() -> None:
