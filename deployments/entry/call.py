@@ -24,7 +24,7 @@ from tenuto.deployments.entry.oip import (
 from tenuto.deployments.entry.planned_model import PlannedModel
 from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
-from tenuto.deployments.wire.tensors import Buffer, InputPart
+from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
 from tenuto.outcome import Outcome
 
 _BINARY = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
@@ -32,6 +32,7 @@ _TIMES = (
     b"x-tenuto-queue-ms: %.3f\r\nx-tenuto-batching-ms: %.3f\r\nx-tenuto-execution-ms: %.3f\r\n"
     b"x-tenuto-batch-size: %d\r\nx-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
 )
+_PARAMETERS = b'{"queue_ms":%.3f,"batching_ms":%.3f,"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated":%b}'
 _SCANNED_BYTES = 1 << 16  # limit: of a body that is searched for the name of a deadline; longer ones are parsed
 _PRIORITY = (b"priority", b"\\u")  # what JSON may write any name with
 _ALL_PARAMETERS = (b"slo_ms", b"timeout", *_PRIORITY)
@@ -82,7 +83,7 @@ class InferCall:
         self._id = ""  # the protocol's
         self._parsed: InferRequest | None = None  # None: the response names classes
         self._open: list[Request] = []  # in the order of the samples
-        self._rows: dict[int, tuple[Executed, int]] = {}
+        self._outputs: dict[int, list[OutputTensor]] = {}  # of the samples that were executed, by request
         self._yields = False
         self._is_over = False
         traces = service.traces
@@ -127,17 +128,16 @@ class InferCall:
         Raises:
             BadRequestError: it is malformed, or does not fit the model.
         """
-        exchange = self._exchange
-        slot = exchange.slot if is_received else None
-        interface = self._model.interface
-        assert interface is not None
-        parsed = self._model.reader.read(
-            body,
-            self._route.json_length,
-            arena="" if slot is None else slot.arena,
-            offset=0 if slot is None else slot.offset,
-        )
-        check_outputs(parsed.header.outputs, interface.outputs)
+        slot = self._exchange.slot if is_received else None
+        reader, json_length = self._model.reader, self._route.json_length
+        if slot is None:
+            parsed = reader.read(body, json_length)
+        else:
+            parsed = reader.read(body, json_length, arena=slot.arena, offset=slot.offset)
+        if parsed.header.outputs:
+            interface = self._model.interface
+            assert interface is not None
+            check_outputs(parsed.header.outputs, interface.outputs)
         return parsed
 
     def _admit(self, client_id: str) -> Request:
@@ -164,7 +164,7 @@ class InferCall:
         self._is_over = True
         opened, self._open = self._open, []
         for request in opened:
-            if request.id not in self._rows:
+            if request.id not in self._outputs:
                 self._service.dispatching.cancel(request)
 
     # --- the end (Asker) ----------------------------------------------------------------------------------------
@@ -190,16 +190,16 @@ class InferCall:
         """A sample was executed; the last one makes the response."""
         if self._is_over:
             return
-        self._rows[request.id] = (executed, row)
-        parsed = self._parsed
-        if parsed is not None and len(self._rows) < len(parsed.parts):
+        outputs, parsed = self._outputs, self._parsed
+        outputs[request.id] = executed.tensors(row)
+        if parsed is not None and len(outputs) < len(parsed.parts):
             return
         self._is_over = True
         try:
             if parsed is None:
-                self._respond_with_classes(request, executed, row)
+                self._respond_with_classes(request, executed)
             else:
-                self._respond(parsed)
+                self._respond(parsed, request, executed)
             self._service.answer_left(request, self._slo_ms, self._model.alone_ms)
             if self._traced is not None:
                 self._trace_executed(request, executed)
@@ -244,66 +244,45 @@ class InferCall:
             named = {"model": self._model.name, "outcome": outcome, "request_id": request.client_id, **about}
             traces.end(traced, arrived_ms=request.arrived_ms, stages=stages, about=named)
 
-    def _respond(self, parsed: InferRequest) -> None:
-        """Send what was asked for, of every sample; the times are those of the slowest."""
-        rows = [self._rows[request.id] for request in self._open]
-        executed, slowest = max(
-            ((executed, request) for (executed, _), request in zip(rows, self._open, strict=True)),
-            key=lambda pair: pair[0].sent_ms + pair[0].gpulet_queue_ms + pair[0].execution_ms - pair[1].arrived_ms,
-        )
+    def _respond(self, parsed: InferRequest, request: Request, executed: Executed) -> None:
+        """Send what was asked for, of every sample; the times are those of the last."""
         interface = self._model.interface
+        lines, parameters = told_of(request, executed)
         text, binary = encode_response(
             self._model.name,
             parsed.header,
-            [each.tensors(row) for each, row in rows],
-            parameters_of(slowest, executed),
+            [self._outputs[each.id] for each in self._open],
+            parameters,
             interface.signature.labels if interface is not None else (),
         )
-        lines = times_of(slowest, executed)
         if binary:
             self._reply(200, lines + _BINARY % len(text), [text, *binary])
         else:
             self._reply(200, lines + JSON, [text])
 
-    def _respond_with_classes(self, request: Request, executed: Executed, row: int) -> None:
+    def _respond_with_classes(self, request: Request, executed: Executed) -> None:
         interface = self._model.interface
         assert interface is not None
-        tensors = executed.tensors(row)
+        tensors = self._outputs[request.id]
         check_finite(tensors)
+        lines, parameters = told_of(request, executed)
         document = {
             "model_name": self._model.name,
             "predictions": interface.postprocess(tensors),
-            "parameters": orjson.Fragment(parameters_of(request, executed)),
+            "parameters": orjson.Fragment(parameters),
         }
-        self._reply(200, times_of(request, executed) + JSON, [orjson.dumps(document)])
+        self._reply(200, lines + JSON, [orjson.dumps(document)])
 
 
-def parameters_of(request: Request, executed: Executed) -> bytes:
-    """Return the parameters of a response as JSON."""
+def told_of(request: Request, executed: Executed) -> tuple[bytes, bytes]:
+    """Return what a response says of its execution: raw header lines, and the parameters of its JSON."""
     batching_ms = executed.sent_ms - request.arrived_ms
-    return b'{"queue_ms":%.3f,"batching_ms":%.3f,"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated":%b}' % (
-        batching_ms + executed.gpulet_queue_ms,
-        batching_ms,
-        executed.execution_ms,
-        executed.batch_size,
-        orjson.dumps(executed.gpulet),
-        b"true" if executed.emulated else b"false",
-    )
-
-
-def times_of(request: Request, executed: Executed) -> bytes:
-    """Return the times of an executed request as raw header lines."""
-    batching_ms = executed.sent_ms - request.arrived_ms
-    lines = _TIMES % (
-        batching_ms + executed.gpulet_queue_ms,
-        batching_ms,
-        executed.execution_ms,
-        executed.batch_size,
-        executed.gpulet.encode(),
-        request.client_id.encode(),
-    )
     start_ms = executed.started_ms - request.arrived_ms
-    return lines if math.isnan(start_ms) else b"%bx-tenuto-start-ms: %.3f\r\n" % (lines, start_ms)
+    times = batching_ms + executed.gpulet_queue_ms, batching_ms, executed.execution_ms, executed.batch_size
+    lines = _TIMES % (*times, executed.gpulet.encode(), request.client_id.encode())
+    if not math.isnan(start_ms):
+        lines += b"x-tenuto-start-ms: %.3f\r\n" % start_ms
+    return lines, _PARAMETERS % (*times, orjson.dumps(executed.gpulet), b"true" if executed.emulated else b"false")
 
 
 def _may_name(body: Buffer, json_length: int | None, names: tuple[bytes, ...]) -> bool:

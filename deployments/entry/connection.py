@@ -128,7 +128,8 @@ class HttpExchange:
             return
         self.is_answered = True
         self.on_left = None
-        self._let_go()
+        if self.slot is not None:
+            self._let_go()
         connection = self._connection
         if connection is None:
             return
@@ -457,7 +458,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.end()
         elif was_full:
             self._update_reading()
-        self._end_if_over()
+        if self._has_ended:
+            self._end_if_over()
 
     def _end_if_over(self) -> None:
         """End the connection of a client that sends nothing more, once it has its answers."""

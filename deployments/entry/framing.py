@@ -61,7 +61,8 @@ class Framing:
         self.left = 0  # bytes of the body that are still to come
         self.chunks: bytearray | None = None  # of a body without a length, what has come; then nothing follows it
         self._known = known
-        self._began = bytearray()  # of a head that is not complete
+        self.is_amid_head = False  # one has begun and is not complete
+        self._began = bytearray()  # what has come of that one
         self._is_headed = self._is_over = False  # by llhttp, of the request under way
         self._framing_bytes = 0
         # None once the connection is gone: the parser and this hold each other, and only a collection would find them.
@@ -70,11 +71,6 @@ class Framing:
     def close(self) -> None:
         """The connection is gone; nothing is read any more."""
         self._parser = None
-
-    @property
-    def is_amid_head(self) -> bool:
-        """Whether a head has begun and is not complete."""
-        return bool(self._began)
 
     def head(self, data: bytes) -> tuple[Head, int] | None:
         """Take bytes of a head; return what it says and where in `data` it ends, or None where it goes on.
@@ -93,15 +89,19 @@ class Framing:
         if (end if is_whole else held + len(data)) > _MOST_HEADER_BYTES:
             raise HttpError(431, f"the headers exceed {_MOST_HEADER_BYTES >> 10} KiB. Send fewer.")
         self._is_headed = self._is_over = False
-        is_upgrade = self._feed(data[: end - held] if is_whole else data)
+        raw = data[: end - held] if is_whole else data
+        is_upgrade = self._feed(raw)
         if not is_whole:
             if not held:
                 began += data
+                self.is_amid_head = True
             if self._is_headed:
                 raise malformed("the head does not end with an empty line")
             return None
-        raw = bytes(began[:end]) if held else data[:end]
-        began.clear()
+        if held:
+            raw = bytes(began[:end])
+            began.clear()
+            self.is_amid_head = False
         head = self._known.find(raw)
         if is_upgrade:  # nobody is upgraded here, and then it is a field like others (RFC 9110, 7.8)
             raw = _UPGRADE.sub(b"\r\nx-upgrade:", raw)

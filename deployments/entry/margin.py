@@ -10,6 +10,8 @@ One of the three loops of docs/scheduling.md. Signal: answers that leave late. F
 
 from __future__ import annotations
 
+import functools
+
 from tenuto.deployments.wire.status import MarginStatus
 
 # Options: an operator who knows the way to the clients gives `allowance_ms` instead.
@@ -54,12 +56,6 @@ class Margin:
         self._allowance_ms = allowance_ms
         self._accepted = (1.0 - attainment) / 3.0  # the share of late answers that costs nobody his attainment
 
-    def allowance_ms(self, slo_ms: float) -> float:
-        """Return what is kept for what happens beyond the socket."""
-        if self._allowance_ms is not None:
-            return self._allowance_ms
-        return min(_MOST_ALLOWANCE_MS, max(0.0, slo_ms) * _ALLOWANCE_PART)
-
     def reserve_ms(self, slo_ms: float, alone_ms: float) -> float:
         """Return what is kept of a deadline.
 
@@ -67,19 +63,12 @@ class Margin:
             slo_ms: time allowed from arrival to answer.
             alone_ms: what a batch of this one request takes.
         """
-        allowance_ms, most_ms = self._most(slo_ms, alone_ms)
+        allowance_ms, most_ms = _bounds(slo_ms, alone_ms, self._allowance_ms)
         return min(allowance_ms + self.margin_ms, most_ms)
 
-    def allowance_part_ms(self, slo_ms: float, alone_ms: float) -> float:
-        """Return what is kept of such a deadline for what happens beyond the socket: the allowance, where there is
-        room for it."""
-        return self._most(slo_ms, alone_ms)[0]
-
-    def _most(self, slo_ms: float, alone_ms: float) -> tuple[float, float]:
-        """Return the allowance of such a deadline, and the most that both may be of it."""
-        half_ms = max(0.0, (slo_ms - alone_ms) / 2.0)
-        allowance_ms = min(self.allowance_ms(slo_ms), half_ms)
-        return allowance_ms, min(half_ms, allowance_ms + _MOST_MS)
+    def allowance_ms(self, slo_ms: float, alone_ms: float) -> float:
+        """Return what is kept of such a deadline for what happens beyond the socket."""
+        return _bounds(slo_ms, alone_ms, self._allowance_ms)[0]
 
     def answered(self, left_ms: float, slo_ms: float, alone_ms: float, reserve_ms: float) -> None:
         """Take an executed request whose answer has just left.
@@ -93,7 +82,7 @@ class Margin:
         if reserve_ms <= 0.0:
             return
         self._refused_share -= _MEMORY * self._refused_share
-        allowance_ms, most_ms = self._most(slo_ms, alone_ms)
+        allowance_ms, most_ms = _bounds(slo_ms, alone_ms, self._allowance_ms)
         late_ms = allowance_ms - left_ms
         is_late = late_ms > 0.0
         self.late_share += _MEMORY * (is_late - self.late_share)
@@ -111,3 +100,18 @@ class Margin:
     def status(self) -> MarginStatus:
         """Return what it is, and what it costs."""
         return MarginStatus(self.margin_ms, self.late_share, self.refused)
+
+
+@functools.lru_cache
+def _bounds(slo_ms: float, alone_ms: float, given_ms: float | None) -> tuple[float, float]:
+    """Return the allowance of such a deadline, and the most that both may be of it; most deadlines are of few kinds.
+
+    Args:
+        slo_ms: time allowed from arrival to answer.
+        alone_ms: what a batch of this one request takes.
+        given_ms: what the operator says of the allowance.
+    """
+    half_ms = max(0.0, (slo_ms - alone_ms) / 2.0)
+    usual_ms = min(_MOST_ALLOWANCE_MS, max(0.0, slo_ms) * _ALLOWANCE_PART)
+    allowance_ms = min(usual_ms if given_ms is None else given_ms, half_ms)
+    return allowance_ms, min(half_ms, allowance_ms + _MOST_MS)

@@ -5,6 +5,7 @@ Pure functions of bytes; nothing here knows HTTP, Ray or the dispatcher.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ DATATYPES = {
     "FP64": "float64",
 }
 _PROTOCOL_NAMES = {numpy_name: name for name, numpy_name in DATATYPES.items()}
-_ITEM_BYTES = {numpy_name: np.dtype(numpy_name).itemsize for numpy_name in DATATYPES.values()}
+_DTYPES = {numpy_name: np.dtype(numpy_name) for numpy_name in DATATYPES.values()}
 MAX_SAMPLES = 1024  # limit: of one request
 # limit: a picture of 3 x 224 x 224 floats takes 1.5 to 3 MiB; binary tensors have no such limit
 MOST_JSON_BYTES = 4 << 20
@@ -88,7 +89,7 @@ class TensorSpec(TensorSignature):
 
     def sample_bytes(self, dtype: str) -> int:
         """Bytes of one sample in one of the dtypes."""
-        return self.elements * _ITEM_BYTES[dtype]
+        return self.elements * _DTYPES[dtype].itemsize
 
     def dtype_of(self, datatype: Any) -> str:
         """Return the numpy dtype of a protocol datatype that this input takes.
@@ -569,43 +570,46 @@ def encode_response(
     Raises:
         NotFiniteError: an output that is wanted as JSON holds NaN or infinite values.
     """
-    wanted = header.outputs
-    if wanted is None:
-        wanted = [RequestedOutput(tensor.name, header.binary_output) for tensor in samples[0]]
-    described: list[dict[str, Any]] = []
-    shown: list[OutputTensor] = []  # as numbers
     binary: list[Buffer] = []
-    for output in wanted:
+    described = []
+    if header.outputs is None:
+        into = binary if header.binary_output else None
+        described = [_described(tensors, into) for tensors in zip(*samples, strict=True)]
+    for output in header.outputs or ():
         tensors = [next(t for t in sample if t.name == output.name) for sample in samples]
         if output.classification:
-            described.append(_classified(output, tensors, labels, binary))
-            continue
-        first = tensors[0]
-        entry: dict[str, Any] = {
-            "name": output.name,
-            "datatype": _PROTOCOL_NAMES[first.dtype],
-            "shape": [len(tensors), *first.shape],
-        }
-        if output.binary:
-            entry["parameters"] = {"binary_data_size": sum(t.data.nbytes for t in tensors)}
-            binary += [t.data for t in tensors]
+            described.append(orjson.dumps(_classified(output, tensors, labels, binary)))
         else:
-            shown += tensors
-            arrays = [np.frombuffer(t.data, dtype=t.dtype) for t in tensors]
-            entry["data"] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        described.append(entry)
-    document: dict[str, Any] = {
-        "model_name": model,
-        "model_version": "1",
-        "outputs": described,
-        "parameters": orjson.Fragment(parameters),
-    }
-    if header.id:
-        document["id"] = header.id
-    text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
-    if b"null" in text:  # which is what is written for a number that is not finite
-        check_finite(shown)
+            described.append(_described(tensors, binary if output.binary else None))
+    text = b'{"model_name":%b,"model_version":"1","outputs":[%b],"parameters":%b%b}' % (
+        orjson.dumps(model),
+        b",".join(described),
+        parameters,
+        b',"id":%b' % orjson.dumps(header.id) if header.id else b"",
+    )
     return text, binary
+
+
+def _described(tensors: Sequence[OutputTensor], binary: list[Buffer] | None) -> bytes:
+    """Return one output as JSON; its values go into `binary`, where that is there."""
+    first = tensors[0]
+    begin = _begin_output(first.name, first.dtype, (len(tensors), *first.shape))
+    if binary is not None:
+        binary += [t.data for t in tensors]
+        return b'%b"parameters":{"binary_data_size":%d}}' % (begin, first.data.nbytes * len(tensors))
+    values = np.frombuffer(
+        first.data if len(tensors) == 1 else b"".join([t.data for t in tensors]), _DTYPES[first.dtype]
+    )
+    numbers = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
+    if b"null" in numbers:  # which is what is written for a number that is not finite
+        raise NotFiniteError(first.name)
+    return b'%b"data":%b}' % (begin, numbers)
+
+
+@functools.lru_cache
+def _begin_output(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the JSON of what all values of an output share, up to them."""
+    return orjson.dumps({"name": name, "datatype": _PROTOCOL_NAMES[dtype], "shape": shape})[:-1] + b","
 
 
 def check_finite(tensors: Sequence[OutputTensor]) -> None:

@@ -386,7 +386,7 @@ class InferenceService:
 
     def gave_up(self, request: Request, alone_ms: float) -> None:
         """A request expired: note where only the margin was in its way."""
-        allowance_ms = self.margin.allowance_part_ms(request.deadline_ms - request.arrived_ms, alone_ms)
+        allowance_ms = self.margin.allowance_ms(request.deadline_ms - request.arrived_ms, alone_ms)
         if self._clock() * 1000.0 + alone_ms <= request.deadline_ms - allowance_ms:
             self.margin.refused_for_it()
 

@@ -41,7 +41,7 @@ def test_the_share_that_is_late_settles_at_a_third_of_what_the_attainment_leaves
     margin = Margin(attainment)
     late = 0
     count = 100_000
-    allowance_ms = margin.allowance_ms(SLO_MS)
+    allowance_ms = margin.allowance_ms(SLO_MS, 0.0)
     for number in range(2 * count):
         reserve_ms = margin.reserve_ms(SLO_MS, 0.0)
         delay_ms = delays.expovariate(1.0 / scale_ms)
@@ -75,11 +75,11 @@ def test_lateness_that_margins_only_move_does_not_hold_it_at_its_ceiling() -> No
     highest = []
     for _ in range(20_000):
         late_ms = chance.uniform(1.0, 8.0) if chance.random() < 0.1 else -1.0
-        allowance_ms = margin.allowance_part_ms(25.0, 6.0)
+        allowance_ms = margin.allowance_ms(25.0, 6.0)
         margin.answered(allowance_ms - late_ms, 25.0, 6.0, margin.reserve_ms(25.0, 6.0))
         highest.append(margin.margin_ms)
     margin.margin_ms = math.inf
-    most_ms = margin.reserve_ms(25.0, 6.0) - margin.allowance_part_ms(25.0, 6.0)
+    most_ms = margin.reserve_ms(25.0, 6.0) - margin.allowance_ms(25.0, 6.0)
     assert max(highest[10_000:]) < most_ms - 0.5
 
 
