@@ -13,9 +13,6 @@ import tenuto
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("profiles", "mps", "placement", "batching", "deployments", "loadgen", "tenuto")
-# Names that still mean several things; the lists may only get shorter.
-CLASSES_MEANT_TWICE = frozenset({"Gpulet", "Program"})
-FILES_MEANT_TWICE: frozenset[str] = frozenset()
 
 
 def _product() -> Iterator[Path]:
@@ -33,8 +30,7 @@ def test_a_public_class_name_means_one_thing() -> None:
         for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].add(str(file))
-    twice = {name: files for name, files in places.items() if len(files) > 1 and name not in CLASSES_MEANT_TWICE}
-    assert twice == {}
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def test_a_file_name_means_one_thing() -> None:
@@ -43,8 +39,7 @@ def test_a_file_name_means_one_thing() -> None:
     for file in _product():
         if file.name != "__init__.py" and file.parts[:2] != ("tenuto", "cli"):
             places[file.name].add(str(file))
-    twice = {name: files for name, files in places.items() if len(files) > 1 and name not in FILES_MEANT_TWICE}
-    assert twice == {}
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def test_every_public_name_is_there_and_in_order() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, Program, System
+from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, ScheduledProgram, System
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, profile_of
 from tenuto.placement.copy_times import hidden_copies_ms, longest_copies_ms
@@ -51,7 +51,7 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
                     rule = "copies of a request (ms) must be at least 0 and leave some of a batch's time to execute"
                     problems.append(Problem(where, hidden_ms, rule, "Correct `copy_in_ms` and `copy_out_ms`."))
                 hosts[index[program.name]] = Host(executed, program.slowdown)
-        gpulets.append(Gpulet(gpulet.id, gpulet.gpu, shared.setdefault(tuple(hosts.items()), hosts)))
+        gpulets.append(ScheduledGpulet(gpulet.id, gpulet.gpu, shared.setdefault(tuple(hosts.items()), hosts)))
     if problems:
         raise InvalidInputError(problems)
     if plan.streaming:
@@ -66,14 +66,14 @@ def _models(specs: Sequence[ModelSpec]) -> tuple[Model, ...]:
     )
 
 
-def _programs(plan: Plan) -> tuple[Program, ...]:
+def _programs(plan: Plan) -> tuple[ScheduledProgram, ...]:
     """Return the programs of a plan, in the order of their first models; a model that no gpu-let holds is one alone."""
     position = {spec.name: place for place, spec in enumerate(plan.models)}
     merged = {group.name: group.models for gpulet in plan.gpulets for group in gpulet.merge}
     found = {name: models for name, models in merged.items() if position.keys() >= set(models)}
     taken = {name for models in found.values() for name in models}
     found |= {name: (name,) for name in position if name not in taken}
-    programs = (Program(name, tuple(position[model] for model in models)) for name, models in found.items())
+    programs = (ScheduledProgram(name, tuple(position[model] for model in models)) for name, models in found.items())
     return tuple(sorted(programs, key=lambda program: min(program.members)))
 
 
@@ -103,7 +103,7 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
             position: Host(latency_steps(profile_of(spec, gpu_type, profiles).latency(), spec.slo_ms))
             for position, spec in enumerate(workload.models)
         }
-    gpulets = tuple(Gpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
+    gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
     return _checked(System(_models(workload.models), gpulets, network, objective=workload.objective))
 
 

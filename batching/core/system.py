@@ -64,8 +64,8 @@ class Model(ByFields):
 
 
 @dataclass(frozen=True, slots=True)
-class Program(ByFields):
-    """One or more models that run as one; `members` are indices of models. A lone model is a program of one."""
+class ScheduledProgram(ByFields):
+    """A program as a scheduler sees it: the models that run as one, by index. A lone model is a program of one."""
 
     name: str
     members: tuple[int, ...]
@@ -106,8 +106,8 @@ class Host(ByFields):
 
 
 @dataclass(frozen=True, slots=True)
-class Gpulet(ByFields):
-    """A gpu-let: its id, the GPU it is on, and the programs it hosts by program index.
+class ScheduledGpulet(ByFields):
+    """A gpu-let as a scheduler sees it: its id, the GPU it is on, and the programs it hosts by program index.
 
     Identical gpu-lets should share one `hosts` object; schedulers group gpu-lets by it.
     """
@@ -139,15 +139,15 @@ class System(ByFields):
     """
 
     models: tuple[Model, ...]
-    gpulets: tuple[Gpulet, ...]
+    gpulets: tuple[ScheduledGpulet, ...]
     network: NetworkDelay = NetworkDelay()
-    programs: tuple[Program, ...] = ()
+    programs: tuple[ScheduledProgram, ...] = ()
     objective: Objective = "weighted"
 
     def __post_init__(self) -> None:
         """Make every model a program of its own where none are given."""
         if not self.programs:
-            alone = tuple(Program(model.name, (index,)) for index, model in enumerate(self.models))
+            alone = tuple(ScheduledProgram(model.name, (index,)) for index, model in enumerate(self.models))
             object.__setattr__(self, "programs", alone)
 
     @cached_property

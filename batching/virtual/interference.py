@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tenuto.batching.core.system import Gpulet
+from tenuto.batching.core.system import ScheduledGpulet
 
 
 class Interference:
@@ -16,13 +16,13 @@ class Interference:
 
     def __init__(self) -> None:
         self.shared: set[int] = set()
-        self._gpulets: list[Gpulet] = []
+        self._gpulets: list[ScheduledGpulet] = []
         self._others: dict[int, list[int]] = {}
         self._left_ms: dict[int, float] = {}  # work left of the running batch, in ms alone on the GPU
         self._slowdown: dict[int, float] = {}
         self._at: dict[int, float] = {}  # when left_ms was brought up to date
 
-    def add(self, gpulets: Sequence[Gpulet]) -> None:
+    def add(self, gpulets: Sequence[ScheduledGpulet]) -> None:
         """Add the gpu-lets of a system behind those there are; they slow each other, and not those of before."""
         by_gpu: dict[str, list[int]] = {}
         for place, gpulet in enumerate(gpulets, len(self._gpulets)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from scenes import arguments, poisson, print_machine
 
-from tenuto.batching.core.system import Gpulet, Host, Model, System
+from tenuto.batching.core.system import Host, Model, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 
@@ -31,7 +31,7 @@ def main() -> None:
             steps = (0.0, *(alpha * size + beta for size in range(1, int((slo_ms - beta) / alpha) + 1)))
             hosts = dict.fromkeys((0, 1), Host(steps))
             models = (Model("gold", slo_ms, gold * gpulets, weight=10.0), Model("bronze", slo_ms, bronze * gpulets))
-            system = System(models, tuple(Gpulet(f"g{n}/a", f"g{n}", hosts) for n in range(gpulets)))
+            system = System(models, tuple(ScheduledGpulet(f"g{n}/a", f"g{n}", hosts) for n in range(gpulets)))
             for times_plan in (1, 8):
                 rates = [gold * gpulets, bronze * gpulets * times_plan]
                 arrivals = poisson(rates, seconds, 5)

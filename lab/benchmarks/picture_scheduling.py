@@ -17,7 +17,7 @@ from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler, de
 from tenuto.batching.core.deferred.lineup import line_up
 from tenuto.batching.core.deferred.waiting import WaitingQueue
 from tenuto.batching.core.scheduler import Decision, Dispatch, Drop
-from tenuto.batching.core.system import Gpulet, Host, Model, System
+from tenuto.batching.core.system import Host, Model, ScheduledGpulet, System
 from tenuto.batching.rehearsal.observer import Rehearsals
 from tenuto.batching.rehearsal.replay import Replay, Replayed
 from tenuto.batching.virtual import engine
@@ -89,7 +89,7 @@ def plan() -> str:
         for number, (alpha, beta, slo) in enumerate(lines)
     }
     models = tuple(Model("ABCDE"[number], slo, 90.0) for number, (_, _, slo) in enumerate(lines))
-    system = System(models, tuple(Gpulet(f"g{number}", f"g{number}", hosts) for number in range(2)))
+    system = System(models, tuple(ScheduledGpulet(f"g{number}", f"g{number}", hosts) for number in range(2)))
     plans = Plans(system)
     with patch.object(deferring, "line_up", plans.line_up):
         simulate(plans.scheduler, *poisson([90.0] * 5, 60.0, 1), duration_s=60.0)
@@ -173,7 +173,7 @@ class Playing(DeferredScheduler):
 def rehearsal() -> str:
     """Return a picture of the first rehearsal of two models that take turns on one gpu-let."""
     hosts = dict.fromkeys((0, 1), Host((0.0, *(0.1 * size + 18.0 for size in range(1, 9)))))
-    system = System((Model("A", 40.0, 15.0), Model("B", 40.0, 15.0)), (Gpulet("g0", "g0", hosts),))
+    system = System((Model("A", 40.0, 15.0), Model("B", 40.0, 15.0)), (ScheduledGpulet("g0", "g0", hosts),))
     scheduler = DeferredScheduler(system, DeferredOptions(hold=1.0))
     kept = Keeping(scheduler)
     with patch.object(engine, "rehearsals_of", lambda _scheduler: kept):

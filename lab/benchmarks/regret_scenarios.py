@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, Program, System
+from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, ScheduledProgram, System
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
@@ -277,10 +277,10 @@ def _assemble(
                 for p, (steps, slowdown) in hosts.items()
             }
     models = tuple(Model(names[m], float(slo[m]), float(rates[m])) for m in range(count))
-    programs = tuple(Program("+".join(names[m] for m in members), tuple(members)) for members in groups)
+    programs = tuple(ScheduledProgram("+".join(names[m] for m in members), tuple(members)) for members in groups)
     system = System(
         models,
-        tuple(Gpulet(f"l{n}", gpu, hosted[id(hosts)]) for n, (gpu, hosts) in enumerate(gpulets)),
+        tuple(ScheduledGpulet(f"l{n}", gpu, hosted[id(hosts)]) for n, (gpu, hosts) in enumerate(gpulets)),
         network,
         programs,
         "total",

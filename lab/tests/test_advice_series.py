@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from tenuto.batching.core.autoscale import AutoscaleOptions
-from tenuto.batching.core.system import Gpulet, Host, Model, System
+from tenuto.batching.core.system import Host, Model, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
@@ -42,7 +42,7 @@ def test_idle_gpus_are_offered_and_missing_ones_asked_for() -> None:
 
 def test_gpulets_of_one_gpu_count_once() -> None:
     host = {0: Host((0.0, 10.0))}
-    system = System((Model("a", 12.0),), (Gpulet("g/a", "g", host), Gpulet("g/b", "g", host)))
+    system = System((Model("a", 12.0),), (ScheduledGpulet("g/a", "g", host), ScheduledGpulet("g/b", "g", host)))
     result = simulate(make_scheduler("eager", system), *steady(5.0, 4.0), duration_s=4.0)
     assert {advice.gpus for advice in advice_over_time(result, AutoscaleOptions(window_s=1.0))} == {1}
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from tenuto.batching.core.build import NO_DELAY
-from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
+from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tenuto.errors import raise_if_any
 
 
@@ -23,7 +23,7 @@ def everywhere_linear(
     for position, (_, alpha_ms, beta_ms, slo_ms, _) in enumerate(models):
         largest = max(1, math.floor((slo_ms - beta_ms) / alpha_ms + 1e-9))
         hosts[position] = Host((0.0, *(alpha_ms * size + beta_ms for size in range(1, largest + 1))))
-    gpulets = tuple(Gpulet(f"g{number}/a", f"g{number}", hosts) for number in range(n_gpus))
+    gpulets = tuple(ScheduledGpulet(f"g{number}/a", f"g{number}", hosts) for number in range(n_gpus))
     system = System(tuple(Model(name, slo, rate) for name, _, _, slo, rate in models), gpulets, network)
     raise_if_any(system.problems() or system.unserveable())
     return system

@@ -17,7 +17,7 @@ import orjson
 import uvloop
 
 from tenuto.batching.core.scheduler import Dispatch, Drop, Reject
-from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
+from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -49,7 +49,7 @@ hosts = {
 }
 setup = System(
     tuple(Model(model["name"], model["slo_ms"], model["rate_rps"]) for model in models),
-    tuple(Gpulet(f"g{number}/a", f"g{number}", hosts) for number in range(given.gpus)),
+    tuple(ScheduledGpulet(f"g{number}/a", f"g{number}", hosts) for number in range(given.gpus)),
     NetworkDelay(ctrl_ms=given.ctrl_ms, response_ms=given.response_ms),
 )
 by_path = {f"/v2/models/{model['name']}/infer".encode(): index for index, model in enumerate(models)}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tenuto.batching.core.scheduler import Dispatch, Drop
-from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
+from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.unit
 def router(*sizes: int, network: NetworkDelay | None = None, **options: object) -> ThesisRouterScheduler:
     """Return a router over one gpu-let per size, all with one model of 1 ms a request."""
     gpulets = tuple(
-        Gpulet(f"g{n}", f"g{n}", {0: Host(tuple(float(b) for b in range(size + 1)))}) for n, size in enumerate(sizes)
+        ScheduledGpulet(f"g{n}", f"g{n}", {0: Host(tuple(float(b) for b in range(size + 1)))})
+        for n, size in enumerate(sizes)
     )
     system = System((Model("m", 1000.0),), gpulets, network or NetworkDelay())
     made = make_scheduler("thesis-router", system, options)

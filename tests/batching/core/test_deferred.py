@@ -7,7 +7,7 @@ import pytest
 
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.scheduler import Dispatch
-from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
+from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
@@ -40,7 +40,7 @@ def test_two_models_on_one_gpulet_are_served_no_worse_than_eagerly(slo_ms: float
     """A batch held until frontrun would meet the other model's: published Symphony keeps 5 % of this load."""
     steps = (0.0, 87.4, 87.5, 101.0, 114.5, 130.8, 147.1, 163.4, 179.7)
     models = tuple(Model(name, slo_ms, 5.0) for name in "ab")
-    system = System(models, (Gpulet("g/a", "g", {0: Host(steps), 1: Host(steps)}),))
+    system = System(models, (ScheduledGpulet("g/a", "g", {0: Host(steps), 1: Host(steps)}),))
     generator = np.random.default_rng(1)
     times = np.sort(generator.uniform(0.0, 400_000.0, 4_000))
     owner = generator.integers(0, 2, len(times)).astype(np.int32)
@@ -53,7 +53,9 @@ def test_two_models_on_one_gpulet_are_served_no_worse_than_eagerly(slo_ms: float
 def test_batches_that_could_not_both_wait_start_before_they_are_due() -> None:
     """Two batches whose frontruns are closer than their length, one gpu-let: the first goes as early as the second
     needs."""
-    system = System((Model("a", 30.0), Model("b", 30.0)), (Gpulet("g/a", "g", dict.fromkeys((0, 1), line(1, 9, 6))),))
+    system = System(
+        (Model("a", 30.0), Model("b", 30.0)), (ScheduledGpulet("g/a", "g", dict.fromkeys((0, 1), line(1, 9, 6))),)
+    )
     scheduler = DeferredScheduler(system, STILL)
     for request in range(6):
         scheduler.add_request(0.0, request % 2, request, 30.0)
@@ -73,7 +75,7 @@ def test_of_two_batches_that_cannot_both_be_met_the_dense_one_is_kept_or_that_of
     priority: int, first: int
 ) -> None:
     models = (Model("dear", 20.0, priority=priority), Model("cheap", 20.0))
-    system = System(models, (Gpulet("g/a", "g", {0: line(10, 5, 1), 1: line(1, 9, 6)}),))
+    system = System(models, (ScheduledGpulet("g/a", "g", {0: line(10, 5, 1), 1: line(1, 9, 6)}),))
     scheduler = DeferredScheduler(system, STILL)
     scheduler.add_request(0.0, 0, 0, 20.0)
     for request in range(1, 5):
@@ -87,7 +89,7 @@ def test_batches_that_no_gpulet_can_meet_any_more_are_pushed_out_one_after_the_o
     """The second was lined up with the first, which was out already; the plan gave back a gpu-let nobody had."""
     models = tuple(Model(name, 40.0) for name in "abc")
     one, other = {0: line(1, 20, 15), 1: line(1, 21, 15)}, {2: line(1, 9, 20)}
-    system = System(models, (Gpulet("g/a", "g", one), Gpulet("h/a", "h", other)))
+    system = System(models, (ScheduledGpulet("g/a", "g", one), ScheduledGpulet("h/a", "h", other)))
     events = [Event(0.0, "add", 0, 0, 21.0)]
     events += [Event(1.0, "add", index, 1 + index, 25.0) for index in (0, 1, 2)]
     out = CheckedRun(DeferredScheduler(system, STILL)).run(events)
@@ -109,7 +111,7 @@ def test_a_model_within_its_plan_does_not_pay_for_one_that_sends_eight_times_its
     hosts = dict.fromkeys((0, 1), line(1.053, 5.072, 42))
     system = System(
         (Model("gold", 50.0, 10.0 * gpulets, weight=10.0), Model("bronze", 50.0, 100.0 * gpulets)),
-        tuple(Gpulet(f"g{number}/a", f"g{number}", hosts) for number in range(gpulets)),
+        tuple(ScheduledGpulet(f"g{number}/a", f"g{number}", hosts) for number in range(gpulets)),
     )
     times, owner = offered([10.0 * gpulets, 800.0 * gpulets], 20.0)
     kept = {
@@ -124,7 +126,7 @@ def test_a_model_within_its_plan_does_not_pay_for_one_that_sends_eight_times_its
 def test_two_seconds_after_a_model_tripled_its_rate_the_others_lose_next_to_nothing() -> None:
     hosts = {0: line(1.053, 5.072, 42), 1: line(1.053, 5.072, 42), 2: line(3.0, 10.0, 30)}
     models = (Model("tripled", 50.0, 100.0), Model("a", 50.0, 100.0), Model("b", 100.0, 40.0))
-    system = System(models, (Gpulet("g/a", "g", hosts),))
+    system = System(models, (ScheduledGpulet("g/a", "g", hosts),))
     kept = []
     for seed in range(2):
         before, which = offered([100.0, 100.0, 40.0], 20.0, seed)
@@ -139,7 +141,7 @@ def test_beyond_the_plan_requests_are_turned_away_only_while_another_model_loses
     def rejected(gold_rps: float) -> int:
         models = (Model("gold", 50.0, gold_rps), Model("bronze", 50.0, 100.0))
         hosts = dict.fromkeys((0, 1), line(1.053, 5.072, 42))
-        system = System(models, (Gpulet("g/a", "g", hosts),))
+        system = System(models, (ScheduledGpulet("g/a", "g", hosts),))
         result = simulate(make_scheduler("deferred", system), *offered([gold_rps, 700.0], 20.0), warmup_s=0.0)
         return int(result.counts()[1, Outcome.REJECTED])
 
@@ -148,7 +150,7 @@ def test_beyond_the_plan_requests_are_turned_away_only_while_another_model_loses
 
 def test_a_longest_hold_bounds_how_long_a_request_waits_beside_an_idle_gpulet() -> None:
     hosts = {0: line(1.0, 5.0, 40)}
-    system = System((Model("a", 100.0, 20.0, longest_hold_ms=7.0),), (Gpulet("g/a", "g", hosts),))
+    system = System((Model("a", 100.0, 20.0, longest_hold_ms=7.0),), (ScheduledGpulet("g/a", "g", hosts),))
     times = 50.0 * np.arange(400)
     scheduler = make_scheduler("deferred", system, {"save_above": 0.0})
     result = simulate(scheduler, times, np.zeros(400, dtype=np.int32))
@@ -164,7 +166,7 @@ def test_an_idle_system_answers_at_once_whatever_was_planned(
     hosts = dict.fromkeys(range(models), line(1.0, 5.0, 40))
     system = System(
         tuple(Model(f"m{index}", 100.0, planned_rps) for index in range(models)),
-        tuple(Gpulet(f"g{index}/a", f"g{index}", hosts) for index in range(gpulets)),
+        tuple(ScheduledGpulet(f"g{index}/a", f"g{index}", hosts) for index in range(gpulets)),
     )
     scheduler = DeferredScheduler(system, DeferredOptions(hold=1.0))
     for number, at_ms in enumerate((0.0, 40.0, 5_000.0, 60_000.0)):
@@ -177,7 +179,7 @@ def test_an_idle_system_answers_at_once_whatever_was_planned(
 
 
 def test_gpu_time_may_be_saved_however_little_there_is_to_do() -> None:
-    system = System((Model("a", 100.0, 20.0),), (Gpulet("g/a", "g", {0: line(1.0, 5.0, 40)}),))
+    system = System((Model("a", 100.0, 20.0),), (ScheduledGpulet("g/a", "g", {0: line(1.0, 5.0, 40)}),))
     for deadline_ms in (100.0, 20_000.0):  # one that says itself how much time it has, too: never beyond the SLO
         scheduler = DeferredScheduler(system, DeferredOptions(hold=1.0, save_above=0.0))
         scheduler.add_request(0.0, 0, 0, deadline_ms)
@@ -189,7 +191,7 @@ def test_gpu_time_may_be_saved_however_little_there_is_to_do() -> None:
 
 def test_requests_are_held_in_full_where_a_rehearsal_found_that_fewer_are_lost() -> None:
     """Bursts at a low rate: a request sent alone at once would keep the gpu-let from the rest of its burst."""
-    system = System((Model("a", 35.0, 20.0),), (Gpulet("g/a", "g", {0: line(0.1, 20.0, 150)}),))
+    system = System((Model("a", 35.0, 20.0),), (ScheduledGpulet("g/a", "g", {0: line(0.1, 20.0, 150)}),))
     times = np.repeat(500.0 * np.arange(400), 10) + np.tile(np.arange(10) * 1.5, 400)
     kept = [
         simulate(make_scheduler(name, system), times, np.zeros(len(times), dtype=np.int32), warmup_s=60.0).attainments()
@@ -200,7 +202,9 @@ def test_requests_are_held_in_full_where_a_rehearsal_found_that_fewer_are_lost()
 
 def test_a_second_after_an_overload_lone_requests_are_answered_at_once() -> None:
     """Under overload rehearsals find that held batches lose fewer; that says nothing of the light load after it."""
-    system = System((Model("a", 25.0, 500.0),), tuple(Gpulet(f"{g}/a", g, {0: line(1.053, 5.072, 18)}) for g in "gh"))
+    system = System(
+        (Model("a", 25.0, 500.0),), tuple(ScheduledGpulet(f"{g}/a", g, {0: line(1.053, 5.072, 18)}) for g in "gh")
+    )
     parts = [offered([rps], 8.0, seed)[0] + 8000.0 * seed for seed, rps in enumerate((1500.0, 100.0) * 3)]
     times = np.concatenate(parts)
     result = simulate(make_scheduler("deferred", system), times, np.zeros(len(times), dtype=np.int32))
@@ -211,7 +215,7 @@ def test_a_second_after_an_overload_lone_requests_are_answered_at_once() -> None
 
 def test_under_overload_the_model_of_higher_priority_keeps_its_requests() -> None:
     hosts = dict.fromkeys((0, 1), line(2.0, 4.0, 30))
-    system = System((Model("first", 60.0, priority=1), Model("second", 60.0)), (Gpulet("g/a", "g", hosts),))
+    system = System((Model("first", 60.0, priority=1), Model("second", 60.0)), (ScheduledGpulet("g/a", "g", hosts),))
     times, owner = offered([200.0, 600.0], 30.0)
     first, second = simulate(make_scheduler("deferred", system), times, owner).attainments()
     assert first >= 0.98 > 0.6 > second
@@ -221,7 +225,9 @@ def test_the_objective_each_lifts_the_model_that_is_served_worst() -> None:
     hosts = {0: line(8.0, 20.0, 8), 1: line(1.0, 8.0, 40)}
     worst = {}
     for objective in ("total", "each"):
-        system = System((Model("dear", 90.0), Model("cheap", 60.0)), (Gpulet("g/a", "g", hosts),), objective=objective)  # type: ignore[arg-type]
+        system = System(
+            (Model("dear", 90.0), Model("cheap", 60.0)), (ScheduledGpulet("g/a", "g", hosts),), objective=objective
+        )  # type: ignore[arg-type]
         result = simulate(make_scheduler("deferred", system), *offered([60.0, 400.0], 40.0))
         worst[objective] = result.attainments().min()
     assert worst["each"] > worst["total"] + 0.05
@@ -231,7 +237,7 @@ def test_the_objective_each_gives_models_that_cost_unlike_much_like_parts() -> N
     """A batch of the cheap model is 90 requests, of the dear one eight: neither may look worse served than it is."""
     hosts = {0: line(8.0, 20.0, 8), 1: line(3.0, 10.0, 16), 2: line(0.5, 8.0, 90)}
     models = tuple(Model(name, 120.0) for name in ("dear", "middling", "cheap"))
-    system = System(models, (Gpulet("g/a", "g", hosts),), objective="each")
+    system = System(models, (ScheduledGpulet("g/a", "g", hosts),), objective="each")
     parts = simulate(make_scheduler("deferred", system), *offered([150.0, 300.0, 900.0], 40.0)).attainments()
     assert parts.min() >= 0.9 * parts.mean()
 
@@ -239,7 +245,9 @@ def test_the_objective_each_gives_models_that_cost_unlike_much_like_parts() -> N
 def test_the_objective_each_knows_from_the_first_seconds_how_a_rare_model_is_served() -> None:
     """Its first 200 requests, over which losses are taken, come in a minute."""
     hosts = {0: line(10.0, 40.0, 4), 1: line(0.5, 8.0, 60)}
-    system = System((Model("rare", 200.0), Model("busy", 60.0)), (Gpulet("g/a", "g", hosts),), objective="each")
+    system = System(
+        (Model("rare", 200.0), Model("busy", 60.0)), (ScheduledGpulet("g/a", "g", hosts),), objective="each"
+    )
     rare, busy = simulate(make_scheduler("deferred", system), *offered([3.0, 2_500.0], 40.0)).attainments()
     assert busy < 0.7
     assert rare >= 0.9 * busy
@@ -247,7 +255,9 @@ def test_the_objective_each_knows_from_the_first_seconds_how_a_rare_model_is_ser
 
 def test_gpulets_of_one_program_may_run_batches_of_other_sizes() -> None:
     small, large = {0: line(1.0, 2.0, 4), 1: line(1.0, 2.0, 4)}, {0: line(1.0, 8.0, 40), 1: line(1.0, 8.0, 40)}
-    system = System((Model("a", 60.0), Model("b", 60.0)), (Gpulet("g/a", "g", small), Gpulet("h/a", "h", large)))
+    system = System(
+        (Model("a", 60.0), Model("b", 60.0)), (ScheduledGpulet("g/a", "g", small), ScheduledGpulet("h/a", "h", large))
+    )
     result = simulate(make_scheduler("deferred", system), *offered([900.0, 900.0], 5.0))
     assert result.attainments().min() > 0.4
 
@@ -256,7 +266,7 @@ def test_a_batch_is_sent_ahead_to_the_most_urgent_and_not_to_the_one_with_the_lo
     hosts = {0: line(1.0, 99.0, 60), 1: line(1.0, 19.0, 60)}
     models = (Model("loose", 1000.0), Model("tight", 130.0))
     network = NetworkDelay(ctrl_ms=1.0, data_ms_per_request=1.0)
-    system = System(models, (Gpulet("g/a", "g", hosts),), network=network)
+    system = System(models, (ScheduledGpulet("g/a", "g", hosts),), network=network)
     scheduler = DeferredScheduler(system, DeferredOptions(hold=0.0, rehearse=False))
     scheduler.add_request(0.0, 0, 0, 1000.0)
     scheduler.wake(0.0)
@@ -270,7 +280,10 @@ def test_a_batch_is_sent_ahead_to_the_most_urgent_and_not_to_the_one_with_the_lo
 
 
 def test_a_gpulet_holds_its_batches_whatever_another_that_shares_nothing_with_it_is_short_of() -> None:
-    gpulets = (Gpulet("g/a", "g", {0: line(1.0, 9.0, 20)}), Gpulet("h/a", "h", {1: line(1.0, 59.0, 20)}))
+    gpulets = (
+        ScheduledGpulet("g/a", "g", {0: line(1.0, 9.0, 20)}),
+        ScheduledGpulet("h/a", "h", {1: line(1.0, 59.0, 20)}),
+    )
     scheduler = DeferredScheduler(System((Model("calm", 40.0), Model("pressed", 130.0)), gpulets), STILL)
     scheduler.add_request(0.0, 1, 0, 130.0)
     scheduler.wake(69.0)  # its frontrun
@@ -303,12 +316,12 @@ def test_what_shares_no_gpulet_is_decided_as_if_alone_and_costs_no_more() -> Non
     hosts = [{2 * k: line(1.0, 6.0 + k, 20), 2 * k + 1: line(2.0, 9.0 - k, 20)} for k in range(4)]
     models = tuple(Model(f"m{m}", 60.0 + 5.0 * m) for m in range(8))
     times, owner = offered([90.0 + 10.0 * m for m in range(8)], 6.0)
-    system = System(models, tuple(Gpulet(f"g{k}/a", f"g{k}", hosts[k]) for k in range(4)))
+    system = System(models, tuple(ScheduledGpulet(f"g{k}/a", f"g{k}", hosts[k]) for k in range(4)))
     together = DeferredScheduler(system, STILL)
     found = simulate(together, times, owner, duration_s=6.0).counts()
     looked = 0
     for k in range(4):
-        gpulet = Gpulet("g/a", "g", {0: hosts[k][2 * k], 1: hosts[k][2 * k + 1]})
+        gpulet = ScheduledGpulet("g/a", "g", {0: hosts[k][2 * k], 1: hosts[k][2 * k + 1]})
         alone = DeferredScheduler(System(models[2 * k : 2 * k + 2], (gpulet,)), STILL)
         mine = owner // 2 == k
         counts = simulate(alone, times[mine], owner[mine] - 2 * k, duration_s=6.0).counts()
@@ -323,7 +336,7 @@ def test_a_model_beyond_its_plan_keeps_what_was_planned_where_its_batches_cannot
     and on both gpu-lets they would leave gold nothing."""
     hosts = {0: line(1.0, 5.0, 35), 1: line(5.0, 60.0, 88)}
     models = (Model("gold", 40.0, 40.0), Model("bronze", 500.0, 80.0))
-    system = System(models, tuple(Gpulet(f"g{number}/a", f"g{number}", hosts) for number in range(2)))
+    system = System(models, tuple(ScheduledGpulet(f"g{number}/a", f"g{number}", hosts) for number in range(2)))
     scheduler = make_scheduler("deferred", system, {"rehearse": "false"})
     gold, bronze = simulate(scheduler, *offered([40.0, 640.0], 15.0)).attainments()
     assert 8.0 * bronze > 1.0
@@ -332,7 +345,9 @@ def test_a_model_beyond_its_plan_keeps_what_was_planned_where_its_batches_cannot
 
 def test_a_request_that_comes_after_a_correction_of_latency_is_given_up_in_time() -> None:
     hosts = {0: line(1.0, 1.0, 4), 1: line(1.0, 1.0, 4)}
-    scheduler = DeferredScheduler(System((Model("a", 9.0), Model("b", 9.0)), (Gpulet("g/a", "g", hosts),)), STILL)
+    scheduler = DeferredScheduler(
+        System((Model("a", 9.0), Model("b", 9.0)), (ScheduledGpulet("g/a", "g", hosts),)), STILL
+    )
     scheduler.gpulet_lost(0.0, 0)
     scheduler.update_latency(0, 0, 0.5)
     scheduler.wake(0.0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
+from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
@@ -43,7 +43,7 @@ def systems(draw: Any, delays: bool = True) -> System:
             )
         pools.append(hosts)
     gpulets = [
-        Gpulet(f"g{number}", f"g{number}", pools[draw(st.integers(0, len(pools) - 1))])
+        ScheduledGpulet(f"g{number}", f"g{number}", pools[draw(st.integers(0, len(pools) - 1))])
         for number in range(draw(st.integers(1, 5)))
     ]
     network = (
@@ -186,7 +186,7 @@ def test_a_scheduler_asks_to_be_woken_no_more_often_than_something_happens(seed:
     rng = random.Random(seed)
     models = tuple(Model(f"m{m}", float(rng.choice((20, 30, 60))), rng.choice((None, 80.0))) for m in range(4))
     hosts = {m: Host((0.0, *(rng.randint(3, 6) + 1.0 * size for size in range(1, 20)))) for m in range(4)}
-    system = System(models, tuple(Gpulet(f"g{g}", f"g{g}", hosts) for g in range(2)))
+    system = System(models, tuple(ScheduledGpulet(f"g{g}", f"g{g}", hosts) for g in range(2)))
     scheduler = make_scheduler(name, system, {"rehearse": "false"} if name == "deferred" else {})
     woken, wake = 0, scheduler.wake
 

@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.batching.core.scheduler import Dispatch, Drop
 from tenuto.batching.core.symphony import SymphonyOptions, SymphonyScheduler
-from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
+from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tests.instruments.systems import everywhere_linear
 
 
@@ -211,7 +211,9 @@ def test_a_measured_network_delay_moves_frontrun(one_gpu: System) -> None:
 
 def test_gpulets_serve_only_the_models_they_hold() -> None:
     models = (Model("a", 20.0), Model("b", 20.0))
-    system = System(models, (Gpulet("g0/a", "g0", {0: host(1, 5, 8)}), Gpulet("g1/a", "g1", {1: host(1, 5, 8)})))
+    system = System(
+        models, (ScheduledGpulet("g0/a", "g0", {0: host(1, 5, 8)}), ScheduledGpulet("g1/a", "g1", {1: host(1, 5, 8)}))
+    )
     core = SymphonyScheduler(system)
     core.add_request(0.0, 1, 0, 6.0)
     core.add_request(0.0, 1, 1, 13.0)
@@ -223,7 +225,8 @@ def test_gpulets_serve_only_the_models_they_hold() -> None:
 
 def test_a_request_only_the_fast_gpulet_can_meet_is_left_to_it() -> None:
     system = System(
-        (Model("a", 30.0),), (Gpulet("g0/slow", "g0", {0: host(2, 10, 8)}), Gpulet("g1/fast", "g1", {0: host(1, 5, 8)}))
+        (Model("a", 30.0),),
+        (ScheduledGpulet("g0/slow", "g0", {0: host(2, 10, 8)}), ScheduledGpulet("g1/fast", "g1", {0: host(1, 5, 8)})),
     )
     core = SymphonyScheduler(system)
     core.add_request(0.0, 0, 0, 6.0)  # only the fast one can
@@ -237,7 +240,7 @@ def test_a_request_only_the_fast_gpulet_can_meet_is_left_to_it() -> None:
 
 
 def test_no_batch_exceeds_what_the_gpulet_may_run() -> None:
-    system = System((Model("a", 100.0),), (Gpulet("g", "g", {0: host(1, 5, 3)}),))
+    system = System((Model("a", 100.0),), (ScheduledGpulet("g", "g", {0: host(1, 5, 3)}),))
     core = SymphonyScheduler(system, SymphonyOptions())
     for request in range(10):
         core.add_request(0.0, 0, request, 100.0)
@@ -248,7 +251,7 @@ def test_no_batch_exceeds_what_the_gpulet_may_run() -> None:
 
 
 def test_a_model_without_host_is_dropped() -> None:
-    system = System((Model("a", 20.0), Model("b", 20.0)), (Gpulet("g", "g", {0: host(1, 5, 8)}),))
+    system = System((Model("a", 20.0), Model("b", 20.0)), (ScheduledGpulet("g", "g", {0: host(1, 5, 8)}),))
     core = SymphonyScheduler(system)
     core.add_request(0.0, 1, 4, 20.0)
     core.wake(0.0)
@@ -279,7 +282,7 @@ def test_the_target_may_release_a_batch_before_frontrun(one_gpu: System) -> None
 def test_what_no_gpulet_can_meet_in_time_sets_no_timer_for_this_instant() -> None:
     """With a delay and gpu-lets of two speeds the GPU timer once fired at one moment for ever."""
     hosts = ({0: host(1, 5, 8)}, {0: host(3, 15, 8)})
-    gpulets = tuple(Gpulet(f"g{i}", f"g{i}", held) for i, held in enumerate(hosts))
+    gpulets = tuple(ScheduledGpulet(f"g{i}", f"g{i}", held) for i, held in enumerate(hosts))
     core = SymphonyScheduler(System((Model("a", 12.0),), gpulets, NetworkDelay(ctrl_ms=0.5)))
     now = 0.0
     for request in range(8):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from tenuto.batching.core.scheduler import Dispatch, Scheduler
-from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
+from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler
 from tests.instruments.counted_work import counted
 
@@ -39,7 +39,9 @@ def build(name: str, gpulets: int, models: int, *, alike: bool) -> Scheduler:
     everything = {m: host(m) for m in range(models)}
     placed = tuple(
         # Apart, each gpu-let hosts its own choice of models, and few of them, as plans do.
-        Gpulet(f"g{g}", f"g{g}", everything if alike else {m: host(m) for m in {g % models, (7 * g + 1) % models}})
+        ScheduledGpulet(
+            f"g{g}", f"g{g}", everything if alike else {m: host(m) for m in {g % models, (7 * g + 1) % models}}
+        )
         for g in range(gpulets)
     )
     return make_scheduler(name, System(specs, placed), {"rehearse": "false"} if name == "deferred" else {})

@@ -11,7 +11,7 @@ import pytest
 
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.scheduler import Scheduler
-from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
+from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.rehearsal.budget import Budget
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
@@ -30,7 +30,7 @@ def crowd(seed: int, rate_rps: float, count: int) -> list[Event]:
 
 def two_on_one() -> System:
     hosts = dict.fromkeys((0, 1), Host((0.0, *(0.1 * size + 18.0 for size in range(1, 9)))))
-    return System((Model("a", 40.0), Model("b", 40.0)), (Gpulet("g/a", "g", hosts),))
+    return System((Model("a", 40.0), Model("b", 40.0)), (ScheduledGpulet("g/a", "g", hosts),))
 
 
 def shown(scheduler: Scheduler, events: list[Event], take: Callable[[Rehearsals, float, Replay], None]) -> Rehearsals:
@@ -81,7 +81,7 @@ def test_without_an_answer_to_a_replay_serving_goes_on() -> None:
 def test_a_replay_begins_with_what_was_learned() -> None:
     """On a gpu-let that takes twice as long as planned, over a way that takes 3 ms, beside one that is lost."""
     hosts = {0: Host((0.0, *(size + 5.0 for size in range(1, 9))))}
-    system = System((Model("a", 40.0),), tuple(Gpulet(f"{name}/a", name, hosts) for name in "gh"))
+    system = System((Model("a", 40.0),), tuple(ScheduledGpulet(f"{name}/a", name, hosts) for name in "gh"))
     scheduler = DeferredScheduler(system)
     scheduler.update_latency(0, 0, 2.0)
     scheduler.update_network(NetworkDelay(3.0))

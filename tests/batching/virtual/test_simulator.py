@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.symphony import SymphonyScheduler
-from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
+from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler, scheduler_class
 from tenuto.batching.virtual.goodput import Goal, Trial, try_arrivals
 from tenuto.batching.virtual.highest_rate import HighestRate, SearchLimits, find_highest_rate
@@ -100,14 +100,17 @@ def test_network_delays_count_in_the_latency() -> None:
 
 
 def test_a_model_without_host_is_rejected() -> None:
-    system = System((Model("a", 20.0), Model("b", 20.0)), (Gpulet("g", "g", {0: line(1, 5, 8)}),))
+    system = System((Model("a", 20.0), Model("b", 20.0)), (ScheduledGpulet("g", "g", {0: line(1, 5, 8)}),))
     result = simulate(DeferredScheduler(system), np.array([0.0, 1.0]), np.array([0, 1], dtype=np.int32), warmup_s=0.0)
     assert result.outcome.tolist() == [Outcome.OK, Outcome.REJECTED]
 
 
 def test_neighbours_slow_each_other_only_while_both_run() -> None:
     models = (Model("a", 50.0), Model("b", 50.0))
-    system = System(models, (Gpulet("g/a", "g", {0: line(1, 9, 1, 1.5)}), Gpulet("g/b", "g", {1: line(1, 9, 1, 2.0)})))
+    system = System(
+        models,
+        (ScheduledGpulet("g/a", "g", {0: line(1, 9, 1, 1.5)}), ScheduledGpulet("g/b", "g", {1: line(1, 9, 1, 2.0)})),
+    )
     alone = simulate(DeferredScheduler(system), np.array([0.0]), np.array([0], dtype=np.int32), warmup_s=0.0)
     assert alone.finish_ms[0] == pytest.approx(10.0)
     both = simulate(DeferredScheduler(system), np.array([0.0, 5.0]), np.array([0, 1], dtype=np.int32), warmup_s=0.0)
@@ -119,7 +122,9 @@ def test_neighbours_slow_each_other_only_while_both_run() -> None:
 
 def test_the_gpu_is_busy_once_where_two_gpulets_overlap() -> None:
     models = (Model("a", 50.0), Model("b", 50.0))
-    system = System(models, (Gpulet("g/a", "g", {0: line(1, 9, 1)}), Gpulet("g/b", "g", {1: line(1, 9, 1)})))
+    system = System(
+        models, (ScheduledGpulet("g/a", "g", {0: line(1, 9, 1)}), ScheduledGpulet("g/b", "g", {1: line(1, 9, 1)}))
+    )
     result = simulate(
         DeferredScheduler(system), np.array([0.0, 5.0]), np.array([0, 1], dtype=np.int32), duration_s=0.1, warmup_s=0.0
     )
@@ -166,7 +171,7 @@ def test_nothing_is_late_and_overload_stays_flat() -> None:
     ],
 )
 def test_numbers_that_are_not_positive_are_problems(model: Model, latency_ms: tuple[float, ...]) -> None:
-    assert len(System((model,), (Gpulet("g0/a", "g0", {0: Host(latency_ms)}),)).problems()) == 1
+    assert len(System((model,), (ScheduledGpulet("g0/a", "g0", {0: Host(latency_ms)}),)).problems()) == 1
 
 
 def test_an_slo_no_batch_can_meet_is_unserveable() -> None:
