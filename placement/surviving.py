@@ -14,6 +14,7 @@ from itertools import product
 
 from tenuto.errors import Problem
 from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.components import connected_components
 from tenuto.placement.costs import ModelOnGpu
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks
 from tenuto.placement.plan import ExpectedLoss, Plan, PlannedGpu
@@ -106,10 +107,18 @@ def losses_of(plan: Plan) -> tuple[ExpectedLoss, ...]:
     asked = [spec for spec in plan.models if spec.spread is not None or spec.survive is not None]
     outlooks, found = Outlooks(), []
     for domain in _domains(plan, asked):
-        parts, _ = outlooks.promised(domain.without(plan))
+        left = domain.without(plan)
+        parts = _whoever_loses(left, outlooks.promised(left)[0])
         rates = {s.name: round(parts.get(s.name, 0.0) * s.rate_rps, 6) for s in asked if s.name in domain.models}
         found.append(ExpectedLoss(domain=domain.name, goodput_rps=rates))
     return tuple(found)
+
+
+def _whoever_loses(plan: Plan, parts: Mapping[str, float]) -> dict[str, float]:
+    """Return of each model the least part that is left to any model with which it shares gpu-lets, directly or through
+    others: which of them an overload falls on is the scheduler's affair, and no promise."""
+    together = connected_components([replica.name for replica in gpulet.models] for gpulet in plan.gpulets)
+    return {name: min(parts.get(other, 0.0) for other in names) for names in together for name in names}
 
 
 def not_surviving(plan: Plan, losses: Iterable[ExpectedLoss]) -> dict[str, str]:
@@ -325,7 +334,10 @@ class _Adding:
 
     def _short(self, plan: Plan, domain: _Domain) -> dict[str, float]:
         """Return by how many requests per second models fall short of what they are to keep after a loss."""
-        parts = self._outlooks.of(domain.without(plan), is_cautious=bool(domain.gpus)).parts
+        left = domain.without(plan)
+        parts = self._outlooks.of(left, is_cautious=bool(domain.gpus)).parts
+        if domain.gpus:
+            parts = _whoever_loses(left, parts)
         if self._promises and not domain.gpus:
             parts, _ = self._outlooks.promised(plan)
         found = {}
@@ -341,17 +353,15 @@ class _Adding:
     def _with_one_more(self, domain: _Domain, name: str) -> Plan | None:
         """Return the plan with one more replica of a model outside a domain, where that gives most back after its loss:
         the cheapest that makes up for it, else the one that does most; None where none does anything."""
-
-        def short(plan: Plan) -> dict[str, float]:
-            return self._short(plan, domain) | self._short(plan, self._nothing)
-
-        before = sum(short(self._plan).values())
+        before = sum(self._short(self._plan, domain).values())
+        lacking = sum(self._short(self._plan, self._nothing).values())
         best: tuple[tuple[float, ...], _Place, Plan] | None = None
         busy = dict(zip((g.id for g in self._plan.gpulets), self._outlooks.of(self._plan).busy, strict=True))
-        places = sorted(self._places(domain, name), key=lambda place: (place.price, busy.get(place.gpulet.id, 0.0)))
-        for place in [*places[:TRIED], *(place for place in places[TRIED:] if place.price)]:
+        for place in (place for model in self._to_add(domain, name) for place in self._least_busy(domain, model, busy)):
             plan = self._with(place)
-            left = short(plan)
+            if sum(self._short(plan, self._nothing).values()) > lacking + SLIGHT:
+                continue  # what is safe after a loss is no gain where it costs every day
+            left = self._short(plan, domain)
             after = sum(left.values())
             rank = (1.0, after, *place.cost) if name in left else (0.0, *place.cost, after)
             if after < before - SLIGHT and (best is None or rank < best[0]):
@@ -363,6 +373,20 @@ class _Adding:
         if bought is not None:
             self._buyable[place.gpu.type] = bought
         return plan
+
+    def _to_add(self, domain: _Domain, name: str) -> Iterator[str]:
+        """Yield the models whose replicas may help one: itself, and whichever loses most of those it shares with."""
+        yield name
+        left = domain.without(self._plan)
+        parts = self._outlooks.of(left, is_cautious=bool(domain.gpus)).parts
+        for names in connected_components([replica.name for replica in g.models] for g in left.gpulets):
+            loser = min(sorted(names), key=lambda other: parts.get(other, 1.0))
+            if name in names and loser != name:
+                yield loser
+
+    def _least_busy(self, domain: _Domain, name: str, busy: Mapping[str, float]) -> list[_Place]:
+        places = sorted(self._places(domain, name), key=lambda place: (place.price, busy.get(place.gpulet.id, 0.0)))
+        return [*places[:TRIED], *(place for place in places[TRIED:] if place.price)]
 
     def _places(self, domain: _Domain, name: str) -> Iterator[_Place]:
         """Yield where one more replica of a model could be: with others on a gpu-let, on what is left of a GPU's share,

@@ -29,7 +29,7 @@ from tenuto.profiles.shipped import load_shipped
 
 POLICIES = ("tenuto", "symphony", "usher", "wao-usher", "ao-milp", "wsm-milp", "gpulet", "igniter")
 HELD = 0.99
-REQUESTS = 20_000  # of one run
+REQUESTS = 10_000  # of one run
 
 
 def scene(seed: int, policy: str, *, elastic: bool) -> tuple[Workload, Cluster, Profiles]:
