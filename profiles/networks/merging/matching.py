@@ -14,7 +14,7 @@ from tenuto.profiles.networks.merging.capture import CapturedModel
 from tenuto.profiles.networks.merging.similarity import Submatrix, match_operators, shared_submatrix
 
 # USHER's published values (OSDI 2024, §3.4 and §4).
-OMEGA = 0.4  # least part of an operator's weights that two operators must have in common
+OMEGA = 0.4  # least similarity of operators: what they have in common over the mean of their weights
 EQUAL_ABS_DIFF = 1e-7  # paper: §4; weights that differ by no more count as equal
 
 aten = torch.ops.aten
@@ -54,6 +54,11 @@ class SharedOperator:
     part: Submatrix
     similarity: float
     is_whole: bool  # weights and biases of all members are equal
+
+    def places(self, model: str) -> tuple[list[int], list[int]]:
+        """Return the rows and columns of the submatrix in a member's weight."""
+        down, right = self.part.shifts[list(self.members).index(model)]
+        return [row + down for row in self.part.rows], [column + right for column in self.part.columns]
 
 
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
@@ -119,7 +124,7 @@ def _outline(operator: WeightedOperator) -> tuple[Any, ...]:
 def match_models(models: Sequence[CapturedModel]) -> list[SharedOperator]:
     """Return the shared operators of a cluster: every model's are matched with those of the first.
 
-    A model joins a group as long as the submatrix all members share stays at least `OMEGA` of the larger operator.
+    A model joins a group as long as the submatrix all members share stays at least `OMEGA` of their mean weights.
     """
     found = []
     tables = {model.name: _table(model) for model in models}
@@ -165,7 +170,7 @@ def _group(
         largest = max(weight.numel() for weight in weights)
         whole = all(w.shape == weights[0].shape for w in weights) and trial.parameters == largest
         biases = [None if m.bias is None else models[m.model].weights[m.bias] for m in (*members, other)]
-        if trial.parameters < OMEGA * largest or (
+        if trial.parameters * len(weights) < OMEGA * sum(w.numel() for w in weights) or (
             anchor.is_grouped and not (whole and all(_same(bias, biases[0]) for bias in biases))
         ):
             continue

@@ -79,11 +79,12 @@ class MergePlan:
                 weights = self.models[member.model].weights
                 weights[member.weight] = self.models[first.model].weights[first.weight]
             return
-        rows, columns = list(group.part.rows), list(group.part.columns)
+        rows, columns = group.places(first.model)
         weight = matrix(self.models[first.model], first)
         self.store.put(name, weight[rows][:, columns].contiguous())
         for member in group.members.values():
             own = matrix(self.models[member.model], member)
+            rows, columns = group.places(member.model)
             other_rows, other_columns = _others(rows, own.shape[0]), _others(columns, own.shape[1])
             if other_columns:
                 self.store.put(f"{name}_columns_{self.tags[member.model]}", own[rows][:, other_columns].contiguous())
@@ -352,19 +353,21 @@ class _Builder:
         features = 1 if first.is_convolution else first.node.meta["val"].dim() - 1
         own = {m: self.get(self.plan.keys[group.members[m].input], (m,), group.members[m].input) for m in members}
         count = {m: matrix_shape(group.members[m]) for m in members}
-        rows, columns = list(group.part.rows), list(group.part.columns)
+        places = {m: group.places(m) for m in members}
+        columns = places[members[0]][1]
         joint = self.inputs(group, members) if len(members) > 1 else own[members[0]]
         if len({count[m][1] for m in members}) == 1 and len(columns) == count[members[0]][1]:
             seen = joint
         else:
-            narrow = {m: self.take(own[m], columns, features) for m in members}
-            same = len({count[m][1] for m in members}) == 1
+            narrow = {m: self.take(own[m], places[m][1], features) for m in members}
+            same = len({(count[m][1], *places[m][1]) for m in members}) == 1
             seen = self.take(joint, columns, features) if same else self.join(list(narrow.values()), batch)
         top = self.apply(first, seen, name, None)
         results = []
         tops = self.split(top, members, *(batch or (0, 1))) if len(members) > 1 else [top]
         for member, upper in zip(members, tops, strict=True):
             item = group.members[member]
+            rows, columns = places[member]
             left = _others(columns, count[member][1])
             bias = f"{name}_bias_{self.plan.tags[member]}" if item.bias is not None else None
             if left:

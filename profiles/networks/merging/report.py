@@ -10,9 +10,9 @@ from typing import Any
 class MergedOperator:
     """Operators of several models that run their common weights once.
 
-    `names`: the weight's name in every model. `similarity`: equal weights over those of the larger operator, the least
-    among the members. `shared_pct`: the submatrix really run once, in percent of the larger operator. `rows` and
-    `columns`: its output and input features.
+    `names`: the weight's name in every model. `similarity`: their common submatrix twice over the sum of their weights,
+    the least among the members. `shared_pct`: the submatrix really run once, in percent of the larger operator. `rows`
+    and `columns`: its output and input features.
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """How much two operators' weights have in common, which operators to match, and the submatrix they share (USHER §3.4).
 
 A weight is a matrix of output features (rows) by input features (columns); a convolution's entry is its whole kernel.
-Features are compared in place, row i with row i: models fine-tuned from one base keep their order. Imports torch.
+The common part may lie further down or right in one weight than in another. Imports torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from scipy.optimize import linear_sum_assignment
 
 @dataclass(frozen=True)
 class Submatrix:
-    """Rows and columns, ascending, in which all members' weights are equal; `entry_size` weights lie in each entry."""
+    """Rows and columns of the first weight, ascending, in which all weights are equal; `entry_size` weights lie in each
+    entry. `shifts`: how many rows and columns further they lie in each weight, the first among them."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     entry_size: int
+    shifts: tuple[tuple[int, int], ...]
 
     @property
     def parameters(self) -> int:
@@ -28,17 +30,46 @@ class Submatrix:
         return len(self.rows) * len(self.columns) * self.entry_size
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor, within: float) -> torch.Tensor:
-    """Return where two weights agree, on the features both have."""
-    rows, columns = min(a.shape[0], b.shape[0]), min(a.shape[1], b.shape[1])
-    return (a[:rows, :columns].float() - b[:rows, :columns].float()).abs() <= within
+def _equal(a: torch.Tensor, b: torch.Tensor, shift: tuple[int, int], within: float) -> np.ndarray:
+    """Return which entries of `a` are equal to those of `b` that lie so many rows and columns further."""
+    equal = torch.zeros(a.shape[:2], dtype=torch.bool, device=a.device)
+    (top, bottom), (left, right) = ((max(0, -d), min(a.shape[k], b.shape[k] - d)) for k, d in enumerate(shift))
+    if top < bottom and left < right:
+        moved = b[top + shift[0] : bottom + shift[0], left + shift[1] : right + shift[1]]
+        near = (a[top:bottom, left:right].float() - moved.float()).abs() <= within
+        equal[top:bottom, left:right] = near.reshape(*near.shape[:2], -1).all(dim=2)
+    return equal.cpu().numpy()
+
+
+def _shift(a: torch.Tensor, b: torch.Tensor, within: float) -> tuple[int, int]:
+    """Return how many rows and columns further in `b` the larger common part lies: in place, or where most values lie
+    that occur once in each."""
+    in_place = _equal(a, b, (0, 0), within)
+    (known, at), (others, places) = _once(a), _once(b)
+    _, mine, theirs = np.intersect1d(known, others, assume_unique=True, return_indices=True)
+    if in_place.all() or not len(mine):
+        return 0, 0
+    down = places[theirs] // b.shape[1] - at[mine] // a.shape[1]
+    right = places[theirs] % b.shape[1] - at[mine] % a.shape[1] + a.shape[1]
+    width = a.shape[1] + b.shape[1]
+    shifts, votes = np.unique(down * width + right, return_counts=True)
+    most = int(shifts[votes.argmax()])
+    shift = most // width, most % width - a.shape[1]
+    return shift if _area(_largest(_equal(a, b, shift, within))) > _area(_largest(in_place)) else (0, 0)
+
+
+def _once(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the entries (of kernels the first weight) whose value occurs once, and their places."""
+    entries = weight.detach().reshape(weight.shape[0] * weight.shape[1], -1)[:, 0].float().cpu().numpy()
+    values, places, counts = np.unique(entries, return_index=True, return_counts=True)
+    return values[counts == 1], places[counts == 1]
 
 
 def similarity(a: torch.Tensor, b: torch.Tensor, within: float) -> float:
-    """Return equal weights over the weights of the larger operator, in [0, 1]; 0 for kernels of different sizes."""
+    """Return 2 * |common submatrix| / (|a| + |b|) (USHER, section 2.4); 0 for kernels of different sizes."""
     if a.dim() != b.dim() or a.shape[2:] != b.shape[2:]:
         return 0.0
-    return float(_equal(a, b, within).sum()) / max(a.numel(), b.numel())
+    return 2.0 * shared_submatrix((a, b), within).parameters / (a.numel() + b.numel())
 
 
 def match_operators(
@@ -70,20 +101,24 @@ def shared_submatrix(weights: Sequence[torch.Tensor], within: float, *, whole_ro
     """
     first = weights[0]
     entry = int(np.prod(first.shape[2:], initial=1))
-    columns = min(w.shape[1] for w in weights)
-    rows = min(w.shape[0] for w in weights)
-    mask = torch.ones((rows, columns), dtype=torch.bool, device=first.device)
-    for other in weights[1:]:
-        mask &= _equal(first, other, within)[:rows, :columns].reshape(rows, columns, -1).all(dim=2)
-    equal = mask.cpu().numpy()
-    if whole_rows or any(w.shape[1] != columns for w in weights):
+    shifts = ((0, 0), *((0, 0) if whole_rows else _shift(first, other, within) for other in weights[1:]))
+    equal = np.ones(first.shape[:2], dtype=bool)
+    for other, shift in zip(weights, shifts, strict=True):
+        equal &= _equal(first, other, shift, within)
+    if whole_rows:
         full = np.flatnonzero(equal.all(axis=1))
-        if whole_rows:
-            return Submatrix(tuple(full.tolist()), tuple(range(columns)) if len(full) else (), entry)
-    by_row = _grown(equal)
-    by_column = _grown(equal.T)[::-1]
-    best = max((by_row, by_column), key=lambda found: len(found[0]) * len(found[1]))
-    return Submatrix(tuple(sorted(best[0].tolist())), tuple(sorted(best[1].tolist())), entry)
+        return Submatrix(tuple(full.tolist()), tuple(range(first.shape[1])) if len(full) else (), entry, shifts)
+    rows, columns = _largest(equal)
+    return Submatrix(tuple(sorted(rows.tolist())), tuple(sorted(columns.tolist())), entry, shifts)
+
+
+def _largest(equal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    by_row, by_column = _grown(equal), _grown(equal.T)[::-1]
+    return max((by_row, by_column), key=_area)
+
+
+def _area(found: tuple[np.ndarray, np.ndarray]) -> int:
+    return len(found[0]) * len(found[1])
 
 
 def _grown(equal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -137,3 +137,17 @@ def test_one_model_is_nothing_to_merge() -> None:
 
 def test_the_originals_are_left_as_they_are(tuned: Tuned) -> None:
     assert all(torch.equal(tensor, tuned.before[name]) for name, tensor in tuned.modules["b"].state_dict().items())
+
+
+def test_a_part_that_lies_elsewhere_in_the_other_weight_is_shared_too() -> None:
+    a, b = pair(Convolutional)
+    weight = cast(Any, a).second.weight.detach()
+    moved = torch.randn_like(weight)
+    moved[1:, 2:] = weight[:-1, :-2]
+    cast(Any, b).second.weight.data = moved
+    (merged,), report = merge(IMAGE, a=a, b=b)
+
+    second = next(op for op in report.clusters[0].operators if op.names["a"] == "second.weight")
+    assert (second.rows, second.columns) == (7, 6)
+    for sizes in ({"a": 2, "b": 2}, {"a": 1, "b": 5}, {"b": 4}):
+        assert_same(merged, (3, 8, 8), {"a": a, "b": b}, **sizes)
