@@ -113,6 +113,7 @@ class Plan(StrictModel):
     policy: PolicyUsed
     gpus: tuple[PlannedGpu, ...] = ()
     gpulets: tuple[Gpulet, ...] = ()
+    drained: tuple[str, ...] = ()  # nodes, racks or GPUs that hold nothing, and get nothing until they are undrained
     expected: Expected = Expected()
     believed: Believed | None = None  # by the policy; None: it states nothing of its own
     unserved: tuple[str, ...] = ()
@@ -195,7 +196,7 @@ class Plan(StrictModel):
                 _drop(replica, rate_rps=None, latency_ms=None, slowdown=1.0, memory_mib=None, weights_mib=None)
                 _drop(replica, latency=None, latency_rule="measured")
                 _drop(replica, copy_in_ms=None, copy_out_ms=None)
-        _drop(data, streaming=False, objective="weighted", overcommits=False, believed=None)
+        _drop(data, drained=[], streaming=False, objective="weighted", overcommits=False, believed=None)
         _drop(data["expected"], assumptions=[], losses=[])
         data["models"] = [m.model_dump(mode="json", exclude_defaults=True, exclude_none=True) for m in self.models]
         return data

@@ -58,16 +58,6 @@ class Policy(ABC):
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan. A model that fits nowhere goes to `unserved` with its reason, it is never dropped."""
 
-    def extend(self, plan: Plan, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
-        """Return a plan with the workload's models that it does not serve yet added, what it serves left in its place.
-
-        Raises:
-            InvalidInputError: the policy plans everything anew, which is what this one does.
-        """
-        del plan, workload, cluster, profiles
-        cure = "Use igniter, or leave --extend away."
-        raise refused("--extend", self.name, "plans every model anew", cure)
-
     @property
     def options(self) -> dict[str, Any]:
         """The options this instance was made with, for the plan's record."""

@@ -28,9 +28,7 @@ _SERVED_WITH = frozenset({"torch", "onnxruntime"})  # packages that execute mode
 NEARLY = 0.97  # limit: chooses between two sentences; what a promise near the capacity of its gpu-lets is at least
 
 
-def solve(
-    policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, extended: Plan | None = None
-) -> Plan:
+def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
     """Return the completed, validated plan of a policy.
 
     A model that no GPU of the cluster can serve does not keep the others from being planned: it is left unserved, with
@@ -38,24 +36,19 @@ def solve(
 
     Args:
         policy: that decides.
-        workload: all models, those of the plan to be extended too.
+        workload: all models.
         cluster: its GPUs.
         profiles: what the models cost.
-        extended: a plan whose models stay where they are while the policy adds those it lacks; None: a new plan.
 
     Raises:
-        InvalidInputError: the inputs contradict each other, the policy cannot extend plans, or its plan breaks a rule;
-            all problems at once.
+        InvalidInputError: the inputs contradict each other, or the plan breaks a rule; all problems at once.
     """
     impossible = _impossible(check_inputs(workload, cluster, profiles), profiles)
     possible = tuple(spec for spec in workload.models if spec.name not in impossible)
     plan = _nothing(cluster)
     if possible:
         asked = workload.model_copy(update={"models": possible})
-        if extended is None:
-            plan = policy.place(asked, cluster, profiles)
-        else:
-            plan = policy.extend(extended, asked, cluster, profiles)
+        plan = policy.place(asked, cluster, profiles)
     unserved = {*plan.unserved, *impossible}
     watch = getattr(policy, "watch", None)
     notes = (INTERRUPTED,) if watch is not None and watch.is_stopped() else ()
@@ -96,7 +89,7 @@ def solve_on_fewest(policy: Policy, workload: Workload, cluster: Cluster, profil
             of_type = [gpu.id for gpu in used if gpu.type == kind]
             if step <= len(of_type) and step < len(used):
                 kept = {gpu.id for gpu in used} - {*of_type[-step:]}
-                left_out = tuple(gpu.id for gpu in cluster.gpus if gpu.id not in kept)
+                left_out = tuple(gpu.id for gpu in cluster.gpus if gpu.id not in kept) + (cluster.left_out or ())
                 fewer = solve(policy, workload, cluster.model_copy(update={"left_out": left_out}), profiles)
                 if not fewer.unserved_reasons:
                     found = fewer

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import product
 
-from tenuto.errors import Problem
+from tenuto.errors import Problem, refused
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import ModelOnGpu
@@ -42,6 +42,29 @@ def domain_of(gpu: PlannedGpu | Gpu, kind: str) -> str:
 def is_at(gpu: PlannedGpu | Gpu, places: Collection[str]) -> bool:
     """Return whether a GPU, its node or its rack is among some names."""
     return not {gpu.id, node_of(gpu.id), gpu.rack}.isdisjoint(places)
+
+
+def without(cluster: Cluster, places: Sequence[str]) -> Cluster:
+    """Return what is left of a cluster without some nodes, racks or GPUs.
+
+    Raises:
+        InvalidInputError: it has no such place, or nothing is left.
+    """
+    known = sorted({name for gpu in cluster.gpus for name in (gpu.id, node_of(gpu.id), gpu.rack) if name is not None})
+    for name in places:
+        if name not in known:
+            raise refused("node", name, "no such place in the cluster", f"Name one of {', '.join(known[:12])}.")
+    gone = tuple(gpu.id for gpu in cluster.gpus if is_at(gpu, places))
+    if len(gone) == len(cluster.gpus):
+        raise refused("node", ", ".join(places), "no GPU would be left", "Leave one, or add a node first.")
+    return cluster.model_copy(update={"left_out": (*(cluster.left_out or ()), *gone)}) if gone else cluster
+
+
+def drained(plan: Plan, cluster: Cluster, places: Sequence[str]) -> Plan:
+    """Return a plan made without some places of a cluster, which says so and lists their GPUs."""
+    known = {gpu.id for gpu in plan.gpus}
+    aside = tuple(PlannedGpu.of(gpu) for gpu in cluster.gpus if is_at(gpu, places) and gpu.id not in known)
+    return plan.model_copy(update={"gpus": (*plan.gpus, *aside), "drained": tuple(places)})
 
 
 def may_lie(spec: ModelSpec, gpu: PlannedGpu | Gpu) -> bool:
@@ -422,7 +445,8 @@ class _Adding:
         size = on.largest_batch(on.slo_ms / 2.0, gpulet.effective_share_pct) or 1
         size = on.batches_in_memory(self._room_mib(gpu, gpulet), size)
         if size and on.steps(gpulet.effective_share_pct)[1] <= on.slo_ms:
-            models = (*gpulet.models, Replica(name=name, batch_size=size, rate_rps=0.0))
+            rate_rps = None if self._promises else 0.0  # a spare one, while nothing is lost
+            models = (*gpulet.models, Replica(name=name, batch_size=size, rate_rps=rate_rps))
             # Rounds of a fixed length have no place for one more: whichever batch is due runs.
             grown = gpulet.model_copy(update={"models": models, "duty_cycle_ms": None, "memory_mib": None})
             yield _Place(gpu, grown, price, (price, opens, 0.0 if gpulet.models else 1.0))

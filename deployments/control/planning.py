@@ -26,7 +26,7 @@ from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.hosting import cost_of
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import complete, solve
-from tenuto.placement.surviving import asks, bearable, may_lie, unmet
+from tenuto.placement.surviving import asks, bearable, drained, is_at, may_lie, unmet
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
@@ -83,8 +83,12 @@ class Proposal:
 def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
     """Return the candidate that pays best, or else the one that would come nearest to it; and the standby processes of
     what runs then."""
+    aside = [gpu for gpu in request.gpus if is_at(gpu, request.running.drained)]
+    request = replace(request, gpus=tuple(gpu for gpu in request.gpus if gpu not in aside))
     only = Proposal(None, "", ChangeWorth(False, "only standby processes were asked for"))
     found = only if request.only_standby else _proposed(request, profiles)
+    if found.plan is not None:
+        found = replace(found, plan=drained(found.plan, Cluster.of(aside), request.running.drained))
     plan = found.plan if found.plan is not None and found.worth.pays else request.running
     waiting = twins(plan, request.standby_gpus, request.gpus, request.running)
     if request.standby_pct is not None:
@@ -133,7 +137,7 @@ def _unmet(request: PlanRequest, plan: Plan) -> int:
     """Return how many models do not lie as they ask and as the GPUs that are there allow."""
     if not any(map(asks, request.workload.models)):
         return 0
-    there = _of_workload(plan, bearable(request.workload, request.gpus))
+    there = of_workload(plan, bearable(request.workload, request.gpus))
     return len(unmet(_promised(_made_for(there, request.traffic.upper_rps), request.gpus)))
 
 
@@ -163,7 +167,7 @@ def _kept(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | 
     more = [spec.name for spec in running.models if upper.get(spec.name, 0.0) > BORROWS * spec.rate_rps]
     if more and not why and before.keys() == asked.keys() and not _missing(request, running):
         why = [f"it carries more than was planned of {', '.join(more)}"]
-    plan = _of_workload(running, request.workload)
+    plan = of_workload(running, request.workload)
     if not why or not plan.gpulets:
         return None
     return Proposal(_promised(_made_for(plan, upper), request.gpus), "kept", ChangeWorth(True, "; ".join(why)), wanted)
@@ -206,23 +210,24 @@ def _candidates(
         faults.append(str(error))
     if request.running.gpulets:
         try:
-            running = raised(_of_workload(request.running, request.workload), request.workload, profiles, request.gpus)
+            running = raised(of_workload(request.running, request.workload), request.workload, profiles, request.gpus)
             if running.to_data() != request.running.to_data():
                 found.append(("kept", running))
-            found += [(how, plan) for how, plan in _incremental(request, profiles, running) if plan is not None]
+            found += [(how, plan) for how, plan in incremental(request, profiles, running) if plan is not None]
         except InvalidInputError as error:
             faults.append(str(error))
     return wanted, found, faults
 
 
-def _incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Iterator[tuple[str, Plan | None]]:
+def incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Iterator[tuple[str, Plan | None]]:
+    """Yield the plans that leave what runs where it is, with how they came about; None where there is none such."""
     missing = _missing(request, running)
     if missing:
         upper = request.traffic.upper_rps
         short = {name: part * upper[name] for name, part in missing.items()}
         yield "extended", _extended(request, profiles, running, short)
     else:
-        yield "trimmed", _trimmed(request, running)
+        yield "trimmed", trimmed(request, running)
     if any(map(asks, request.workload.models)):
         kept = running.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in request.gpus)})
         plan = _planned(request, profiles, request.workload, Cluster.of(request.gpus), kept)
@@ -316,7 +321,7 @@ def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_r
     return raised(plan, request.workload, profiles, request.gpus)
 
 
-def _trimmed(request: PlanRequest, running: Plan) -> Plan | None:
+def trimmed(request: PlanRequest, running: Plan) -> Plan | None:
     """Return what runs without what is not needed: whole GPUs first, then single gpu-lets, the largest share first."""
     by_gpu = running.by_gpu()
     groups = [gpulets for gpulets in by_gpu.values() if gpulets]
@@ -341,7 +346,7 @@ def _trimmed(request: PlanRequest, running: Plan) -> Plan | None:
     return _with_gpulets(running, [gpulet for gpulet in running.gpulets if gpulet.id in kept])
 
 
-def _of_workload(running: Plan, workload: Workload) -> Plan:
+def of_workload(running: Plan, workload: Workload) -> Plan:
     """Return what runs with the workload's entries in place of its own; models that left are gone from its gpu-lets."""
     wanted = {spec.name for spec in workload.models}
     left = []
@@ -359,7 +364,7 @@ def without_others(plan: Plan, workload: Workload) -> Plan:
     models = tuple(spec for spec in plan.models if spec.name in asked)
     if len(models) == len(plan.models):
         return plan
-    return _of_workload(plan, plan.workload.model_copy(update={"models": models}))
+    return of_workload(plan, plan.workload.model_copy(update={"models": models}))
 
 
 def _with_gpulets(plan: Plan, gpulets: Sequence[Gpulet]) -> Plan:
@@ -386,7 +391,7 @@ def _planned(
     if kept is None:
         plan = solve(policy, asked, cluster, known)
     else:
-        bare = _of_workload(kept, asked).model_copy(update={"expected": Expected(), "notes": ()})
+        bare = of_workload(kept, asked).model_copy(update={"expected": Expected(), "notes": ()})
         plan = complete(
             bare,
             policy,

@@ -23,6 +23,7 @@ from tenuto.cli.watching import planning_watched
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
+from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.policy import DEFAULT_POLICY
 from tenuto.placement.shown.table import (
     PlanRow,
@@ -35,6 +36,8 @@ from tenuto.placement.shown.table import (
     why_unserved,
 )
 from tenuto.placement.solve import check_inputs, enough_for_all, solve_on_fewest
+from tenuto.placement.surviving import drained, is_at
+from tenuto.placement.surviving import without as cluster_without
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
 
@@ -79,12 +82,16 @@ class _Faults:
     help="Plan with several policies and print them side by side, each with the first profile that has what it needs.",
 )
 @click.option(
-    "--extend",
-    "extended_file",
+    "--from",
+    "from_file",
     type=click.Path(dir_okay=False),
     metavar="PLAN",
-    help="Leave what this plan serves where it is and add the models of WORKLOAD that it lacks (igniter).",
+    help="Leave what this plan serves where it is, as far as every model is served as well as by a plan made anew.",
 )
+@click.option(
+    "--at-most", type=click.IntRange(0), metavar="N", help="Gpu-lets that may start or load a model, with --from."
+)
+@click.option("--without", multiple=True, metavar="NODE", help="Use nothing of a node, rack or GPU; repeatable.")
 @click.option("--fewest-gpus", is_flag=True, help="Leave GPUs idle that all models are served as asked without.")
 @cluster_arguments
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
@@ -109,7 +116,9 @@ def command(
     workload_file: str,
     policy_name: str,
     compare: str | None,
-    extended_file: str | None,
+    from_file: str | None,
+    at_most: int | None,
+    without: tuple[str, ...],
     fewest_gpus: bool,
     where: ClusterArguments,
     options: tuple[str, ...],
@@ -129,8 +138,10 @@ def command(
     names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [policy_name]
     if compare and not names:
         raise refused("--compare", compare, "names no policy", "Write for example usher,wsm-milp.")
-    if compare and extended_file:
-        raise refused("--compare", compare, "extends no plan", "Choose one policy with --policy for --extend.")
+    if compare and from_file:
+        raise refused("--compare", compare, "is for plans made anew", "Choose one policy with --policy for --from.")
+    if at_most is not None and from_file is None:
+        raise refused("--at-most", at_most, "counts changes of a plan", "Name it with --from.")
     if compare and (output or picture):
         raise refused(
             "--compare",
@@ -139,16 +150,24 @@ def command(
             "Choose one policy with --policy for -o and --picture.",
         )
     workload, cluster, profiles, policies = _inputs(workload_file, names, where, options, strict_options=not compare)
-    if fewest_gpus and (extended_file or cluster.elastic):
-        rule = "leaves GPUs of a fixed cluster idle, which no --extend moves a model to and --elastic does not buy"
+    if fewest_gpus and (from_file or cluster.elastic):
+        rule = "leaves GPUs of a fixed cluster idle, to which --from moves nothing and --elastic does not buy"
         raise refused("--fewest-gpus", None, rule, "Leave the other option away.")
-    extended = Plan.load(extended_file) if extended_file else None
-    solved = solve_on_fewest if fewest_gpus else partial(solve, extended=extended)
+    old = Plan.load(from_file) if from_file else None
+    without = tuple(dict.fromkeys((*(old.drained if old is not None else ()), *without)))
+    whole, cluster = cluster, cluster_without(cluster, without)
+    solved = solve_on_fewest if fewest_gpus else solve
     if compare:
         orders = [profiles, *_other_orders(profiles, where.profile_names, cluster)]
         return _compare(policies, workload, cluster, orders, solved, strict=strict)
     with planning_watched(policies[policy_name]):
         plan = solved(policies[policy_name], workload, cluster, profiles)
+    if old is not None:
+        from tenuto.deployments.control.near import planned_near
+
+        used = PolicyUsed(name=policy_name, options=split_pairs(options))
+        plan = planned_near(old, plan, policies[policy_name], used, workload, cluster, profiles, at_most=at_most)
+    plan = drained(plan, whole, without)
     if output:
         write_file(output, _document(plan, executor))
     if picture:
@@ -157,7 +176,7 @@ def command(
         write_file(picture, draw(plan), option="--picture")
     if not printed_as_json(plan.to_data()):
         _print_plan(plan)
-        if plan.unserved_reasons and not cluster.elastic and extended is None:
+        if plan.unserved_reasons and not cluster.elastic and old is None:
             _say_what_is_enough(policies[policy_name], workload, cluster, profiles, is_file=where.gpus is None)
     return _code([plan], strict=strict)
 
@@ -314,7 +333,9 @@ def _print_plan(plan: Plan) -> None:
             _cells(rows, with_hidden=plan.streaming),
             left=("type", "gpu-let", "share", "model"),
         )
-    idle = [gpu for gpu, gpulets in plan.by_gpu().items() if not gpulets]
+    if plan.drained:
+        say(f"drained: {', '.join(plan.drained)}")
+    idle = [gpu.id for gpu in plan.gpus if not plan.on_gpu(gpu.id) and not is_at(gpu, plan.drained)]
     if idle:
         say(f"idle: {_shortened(idle)}")
     for name, reason in why_unserved(plan):

@@ -312,7 +312,7 @@ def test_a_plan_is_extended_by_newcomers_and_what_is_placed_stays(tenuto, tmp_pa
     where = ("--gpus", "v100:2", "--profiles", "igniter-v100", "--policy", "igniter")
     assert tenuto("plan", "first.yaml", *where, "-o", "first.plan.yaml").code == 0
     before = Plan.load(tmp_path / "first.plan.yaml")
-    ran = tenuto("plan", "both.yaml", *where, "--extend", "first.plan.yaml", "--json")
+    ran = tenuto("plan", "both.yaml", *where, "--from", "first.plan.yaml", "--json")
     assert ran.code == 0
     after = Plan.from_data(json.loads(ran.out))
     (old,) = before.gpulets
@@ -320,9 +320,10 @@ def test_a_plan_is_extended_by_newcomers_and_what_is_placed_stays(tenuto, tmp_pa
     assert (kept.gpu, kept.models[0].batch_size) == (old.gpu, old.models[0].batch_size)
     assert kept.effective_share_pct >= old.effective_share_pct
     assert after.hosts_of("vgg19")
-    ran = tenuto("plan", "both.yaml", "--gpus", "v100:2", "--policy", "usher", "--extend", "first.plan.yaml")
-    assert ran.code == 2
-    assert "--extend: 'usher': plans every model anew. Use igniter" in ran.err
+    assert "near what runs: " in after.notes[-1]
+    assert tenuto("plan", "both.yaml", *where, "--at-most", "1").code == 2
+    ran = tenuto("plan", "both.yaml", *where, "--from", "first.plan.yaml", "--at-most", "0", "--json")
+    assert Plan.from_data(json.loads(ran.out)).unserved == ("vgg19",)
 
 
 @pytest.mark.parametrize("policy", ["ffd", "usher", "wao-usher", "ao-milp", "wsm-milp", "symphony"])

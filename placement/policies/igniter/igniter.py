@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.igniter.packing import OpenGpu, extend, igniter_plan, pack_cluster
+from tenuto.placement.policies.igniter.packing import OpenGpu, igniter_plan, pack_cluster
 from tenuto.placement.policies.igniter.shares import ShareDemand, Shares, allocate
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
@@ -34,8 +34,7 @@ class Igniter(Policy):
     is within half its SLO; the other half is for filling it. As in the paper, arrivals count as evenly spaced: bursts
     need headroom, that is a workload of higher rates (lab/journal/benchmarks-placement.md has figures).
 
-    Newcomers (`extend`, section 4.2): what is placed stays; each newcomer goes where it raises shares least, and shares
-    of residents are raised on that GPU only.
+    Newcomers (section 4.2) are for `tenuto plan --from`, as under every policy.
 
     Options:
         raise_alone: Algorithm 2 also for a model alone on a new GPU. In the paper it gets its lower bound there, which
@@ -61,13 +60,4 @@ class Igniter(Policy):
             InvalidInputError: a model has iGniter's coefficients on no GPU type of the cluster.
         """
         packed = pack_cluster(workload, cluster, profiles, self._attempt, first=self._first)
-        return igniter_plan(self.name, workload, cluster, packed, self._notes)
-
-    def extend(self, plan: Plan, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
-        """Return the plan with the workload's models that it does not serve yet added.
-
-        Raises:
-            InvalidInputError: as `place`, or the plan holds several models on one gpu-let.
-        """
-        packed = extend(plan, workload, cluster, profiles, self._attempt, first=self._first)
         return igniter_plan(self.name, workload, cluster, packed, self._notes)

@@ -110,7 +110,7 @@ def pack_cluster(workload: Workload, cluster: Cluster, profiles: Profiles, attem
     best: tuple[float, float, Packed] | None = None
     for start in prices:
         kinds = [start, *(kind for kind in by_price if kind != start)]
-        packed, lost_rps = _pack_types(workload.models, kinds, GpuPool(cluster), profiles, attempt, [], first=first)
+        packed, lost_rps = _pack_types(workload.models, kinds, GpuPool(cluster), profiles, attempt, first=first)
         cost = sum(prices[gpu.gpu.type] for gpu in packed.gpus)
         if best is None or (round(lost_rps, 6), cost) < best[:2]:
             best = (round(lost_rps, 6), cost, packed)
@@ -120,24 +120,16 @@ def pack_cluster(workload: Workload, cluster: Cluster, profiles: Profiles, attem
 
 
 def _pack_types(
-    specs: Sequence[ModelSpec],
-    kinds: Sequence[str],
-    pool: GpuPool,
-    profiles: Profiles,
-    attempt: Try,
-    opened: Sequence[OpenGpu],
-    *,
-    first: bool,
+    specs: Sequence[ModelSpec], kinds: Sequence[str], pool: GpuPool, profiles: Profiles, attempt: Try, *, first: bool
 ) -> tuple[Packed, float]:
     """Place models on one GPU type after the other; return the packing and the rate that no replica carries."""
     left = {spec.name: spec for spec in specs}
-    gpus = list(opened)
+    gpus: list[OpenGpu] = []
     reasons: dict[str, str] = {}
     for kind in kinds:
         if left:
-            own = [gpu for gpu in gpus if gpu.gpu.type == kind]
-            packed = pack(list(left.values()), pool, profiles, kind, attempt, own, first=first)
-            gpus = [gpu for gpu in gpus if gpu.gpu.type != kind] + packed.gpus
+            packed = pack(list(left.values()), pool, profiles, kind, attempt, first=first)
+            gpus += packed.gpus
             reasons |= {name: reason for name, reason in packed.refused.items() if name not in reasons}
             left = _left(left, packed)
     return Packed(gpus, {name: reasons[name] for name in left}), sum(spec.rate_rps for spec in left.values())
@@ -170,14 +162,7 @@ def _check_coefficients(specs: Sequence[ModelSpec], cluster: Cluster, profiles: 
 
 
 def pack(
-    specs: Sequence[ModelSpec],
-    pool: GpuPool,
-    profiles: Profiles,
-    gpu_type: str,
-    attempt: Try,
-    opened: Sequence[OpenGpu] = (),
-    *,
-    first: bool,
+    specs: Sequence[ModelSpec], pool: GpuPool, profiles: Profiles, gpu_type: str, attempt: Try, *, first: bool
 ) -> Packed:
     """Place every replica, largest lower bound first, on GPUs of one type (Algorithm 1).
 
@@ -187,7 +172,6 @@ def pack(
         profiles: of the models.
         gpu_type: of the GPUs.
         attempt: returns the shares of a GPU with one more resident, the new one last, or None when it does not fit.
-        opened: GPUs with residents, which stay (section 4.2: newly arrived workloads).
         first: take the first GPU it fits; otherwise the one where the shares of all grow least beyond the lower bound.
     """
     refused: dict[str, str] = {}
@@ -202,7 +186,7 @@ def pack(
         if reason is not None:
             refused[spec.name] = reason
     queue.sort(key=lambda demand: -(demand.lower_units or 0))
-    gpus = list(opened)
+    gpus: list[OpenGpu] = []
     for demand in queue:
         lower = demand.lower_units or 0
         best: tuple[int, OpenGpu, Shares] | None = None
@@ -230,60 +214,6 @@ def pack(
         chosen.shares = shares
         chosen.demands.append(demand)
     return Packed(gpus, refused)
-
-
-def extend(
-    plan: Plan, workload: Workload, cluster: Cluster, profiles: Profiles, attempt: Try, *, first: bool
-) -> Packed:
-    """Place the models of a workload that a plan does not serve yet beside those it serves, which stay where they are.
-
-    Raises:
-        InvalidInputError: a newcomer has no coefficients of iGniter's model, or the plan is not one of single models on
-            shares.
-    """
-    served = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
-    newcomers = [spec for spec in workload.models if spec.name not in served]
-    _check_coefficients(workload.models, cluster, profiles)
-    pool = GpuPool(cluster)
-    opened = _opened_by(plan, workload, pool, profiles)
-    kinds = sorted(cluster.prices, key=cluster.prices.__getitem__)
-    return _pack_types(newcomers, kinds, pool, profiles, attempt, opened, first=first)[0]
-
-
-def _opened_by(plan: Plan, workload: Workload, pool: GpuPool, profiles: Profiles) -> list[OpenGpu]:
-    """Return the GPUs that a plan uses with their residents; they are taken out of the pool."""
-    problems = []
-    used: dict[str, OpenGpu] = {}
-    wanted = {gpulet.gpu for gpulet in plan.gpulets}
-    for gpu in plan.gpus:
-        if gpu.id in wanted:
-            taken = pool.take_named(gpu.id, gpu.type)
-            if taken is None:
-                cure = "Give the cluster the plan was made for."
-                problems.append(Problem(f"gpus.{gpu.id}", gpu.type, "the cluster has no such GPU", cure))
-            else:
-                used[gpu.id] = OpenGpu(taken)
-    for gpulet in plan.gpulets:
-        if len(gpulet.models) != 1:
-            rule = "holds several models, which iGniter's plans do not"
-            cure = "Extend a plan of igniter."
-            problems.append(Problem(f"gpulets.{gpulet.id}", len(gpulet.models), rule, cure))
-        elif gpulet.gpu in used:
-            opened, replica = used[gpulet.gpu], gpulet.models[0]
-            profile = profile_of(workload[replica.name], opened.gpu.type, profiles)
-            demand = ShareDemand(
-                workload[replica.name],
-                replica.rate_rps or workload[replica.name].rate_rps,
-                ModelConstants.of(profile.coefficients, replica.name),
-                Hardware.of(profiles.hardware(opened.gpu.type), opened.gpu.type),
-            )
-            demand.batch_size = replica.batch_size
-            context_mib = context_mib_of(opened.gpu.type, profiles)
-            demand.memory_mib = (memory_of(profile, replica.batch_size) or 0.0) + context_mib
-            opened.demands.append(demand)
-            opened.shares = (*opened.shares, round(gpulet.effective_share_pct / demand.hardware.share_unit_pct))
-    raise_if_any(problems)
-    return list(used.values())
 
 
 def igniter_plan(

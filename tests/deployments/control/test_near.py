@@ -1,0 +1,118 @@
+"""Plans near one that is there, on random scenes: what need not move stays, changes are counted, drained nodes hold
+nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.deployments.control.near import changes_of, planned_near
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.surviving import drained, node_of, without
+from tenuto.profiles import Profiles
+
+NOTHING = Profiles([])
+OPTIONS: dict[str, dict[str, Any]] = {"symphony": {"time_limit_s": "0"}, "gpulet": {}}
+
+
+def cluster(nodes: int = 3, *, elastic: bool = False) -> Cluster:
+    given = [{"name": f"n{i}", "gpus": [{"type": "v100", "count": 2}]} for i in range(nodes)]
+    return Cluster.model_validate({"nodes": given, "elastic": elastic})
+
+
+def workload(entries: dict[str, tuple[float, float]]) -> Workload:
+    latency = {"alpha_ms": 0.5, "beta_ms": 3.0}
+    named = [
+        {"name": name, "rate_rps": rate, "slo_ms": slo, "latency": latency} for name, (rate, slo) in entries.items()
+    ]
+    return Workload.model_validate({"models": named})
+
+
+def planned(policy: str, asked: Workload, on: Cluster) -> Plan:
+    return solve(load_policy(policy, OPTIONS[policy]), asked, on, NOTHING)
+
+
+def near(policy: str, old: Plan, asked: Workload, on: Cluster, at_most: int | None = None) -> tuple[Plan, Plan]:
+    anew, used = planned(policy, asked, on), PolicyUsed(name=policy, options=OPTIONS[policy])
+    loaded = load_policy(policy, OPTIONS[policy])
+    return anew, planned_near(old, anew, loaded, used, asked, on, NOTHING, at_most=at_most)
+
+
+def served(plan: Plan) -> dict[str, float]:
+    return {name: model.goodput_rps for name, model in plan.expected.models.items()}
+
+
+entries = st.dictionaries(
+    st.sampled_from("abcd"),
+    st.tuples(st.sampled_from([20.0, 200.0, 700.0, 1500.0]), st.sampled_from([30.0, 80.0])),
+    min_size=1,
+)
+policies = st.sampled_from(sorted(OPTIONS))
+
+
+@settings(max_examples=20)
+@given(entries, policies, st.booleans())
+def test_what_serves_all_as_it_is_stays(asked: dict[str, tuple[float, float]], policy: str, elastic: bool) -> None:
+    workload_, on = workload(asked), cluster(1 if elastic else 3, elastic=elastic)
+    old = planned(policy, workload_, on)
+    _, plan = near(policy, old, workload_, on)
+    assert changes_of(old, plan) == 0
+    assert plan.expected.gpus_used <= old.expected.gpus_used
+
+
+@settings(max_examples=20)
+@given(entries, entries, policies, st.booleans())
+def test_every_model_is_served_as_well_as_anew_with_no_more_changes(
+    before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]], policy: str, elastic: bool
+) -> None:
+    on = cluster(1 if elastic else 3, elastic=elastic)
+    old = planned(policy, workload(before), on)
+    anew, plan = near(policy, old, workload(after), on)
+    for name, rate in served(anew).items():
+        assert served(plan).get(name, 0.0) >= min(rate, 0.99 * after[name][0]) - 1e-3 * after[name][0]
+    wholly_new = {name for name in after if name not in before}
+    assert changes_of(old, plan) >= (1 if wholly_new and not plan.unserved else 0)
+    near_, anew_ = plan.notes[-1].split("; made anew: ")
+    assert int(near_.rpartition(": ")[2]) == changes_of(old, plan) <= int(anew_.rpartition(": ")[2])
+
+
+@settings(max_examples=20)
+@given(entries, entries, policies, st.integers(0, 4))
+def test_never_more_changes_than_allowed_and_more_of_them_serve_no_less(
+    before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]], policy: str, most: int
+) -> None:
+    old = planned(policy, workload(before), cluster())
+    totals = []
+    for at_most in (most, most + 1):
+        _, plan = near(policy, old, workload(after), cluster(), at_most)
+        assert changes_of(old, plan) <= at_most
+        totals.append(sum(min(rate, 0.99 * after[name][0]) for name, rate in served(plan).items()))
+    assert totals[1] >= totals[0] - 1e-2 * sum(rate for rate, _ in after.values())
+
+
+@settings(max_examples=20)
+@given(entries, policies, st.sampled_from(["n0", "n1", "n2", "n1/0"]))
+def test_a_drained_place_holds_nothing_and_what_lay_elsewhere_stays(
+    asked: dict[str, tuple[float, float]], policy: str, place: str
+) -> None:
+    whole = cluster()
+    old = planned(policy, workload(asked), whole)
+    _, plan = near(policy, old, workload(asked), without(whole, [place]))
+    plan = drained(plan, whole, [place])
+    assert {gpu.id for gpu in plan.gpus} == {gpu.id for gpu in whole.gpus}
+    assert not [g for g in plan.gpulets if place in (g.gpu, node_of(g.gpu))]
+    hit = [g for g in old.gpulets if place in (g.gpu, node_of(g.gpu))]
+    if not hit:
+        assert changes_of(old, plan) == 0
+    assert Plan.from_data(plan.to_data()) == plan
+
+
+def test_a_place_that_is_not_there_or_the_last_is_no_place_to_be_without() -> None:
+    for places, words in ((["n9"], "no such place"), (["n0", "n1", "n2"], "no GPU would be left")):
+        with pytest.raises(InvalidInputError, match=words):
+            without(cluster(), places)
