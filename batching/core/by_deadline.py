@@ -35,18 +35,19 @@ class Queue(Generic[P]):
         self.least_factor = 1.0
         self.expire_at = INF
 
-    def insert(self, deadline: float, request_id: int, now: float) -> None:
-        """Take a request."""
+    def insert(self, deadline: float, request_id: int, now: float) -> bool:
+        """Take a request; returns whether it is the first now."""
         deadlines = self.deadlines
         if not deadlines or deadline >= deadlines[-1]:
             deadlines.append(deadline)
             self.ids.append(request_id)
             self.arrived.append(now)
-        else:
-            place = bisect_right(deadlines, deadline)
-            deadlines.insert(place, deadline)
-            self.ids.insert(place, request_id)
-            self.arrived.insert(place, now)
+            return len(deadlines) == 1
+        place = bisect_right(deadlines, deadline)
+        deadlines.insert(place, deadline)
+        self.ids.insert(place, request_id)
+        self.arrived.insert(place, now)
+        return not place
 
     def take(self, begin: int, end: int) -> list[int]:
         """Take requests out; returns their ids."""

@@ -118,8 +118,8 @@ class Engine:
             if model < 0:
                 self.lose(at, Outcome.REJECTED, (request,))
                 continue
-            if rehearsals is not None:
-                self._show(rehearsals, at, model, deadline)
+            if rehearsals is not None and (replay := rehearsals.arrived(at, model, deadline)) is not None:
+                self._rehearse(rehearsals, replay, at)
             add(at, model, request, deadline)
             if scheduler.decisions:
                 self.carry_out(at)
@@ -171,16 +171,15 @@ class Engine:
             self.lose(now, unserved, (request,))
         else:
             deadline = float(self.deadlines_ms[request])
-            if self._rehearsals is not None:
-                self._show(self._rehearsals, now, model, deadline)
+            rehearsals = self._rehearsals
+            if rehearsals is not None and (replay := rehearsals.arrived(now, model, deadline)) is not None:
+                self._rehearse(rehearsals, replay, now)
             self.scheduler.add_request(now, model, request, deadline)
 
-    def _show(self, rehearsals: Rehearsals, now: float, model: int, deadline: float) -> None:
-        """Let the observer see an arrival, and keep the replay it wants until the result is due."""
-        replay = rehearsals.arrived(now, model, deadline)
-        if replay is not None:
-            self._replay = replay
-            heappush(self.gpulets.events, (rehearsals.due_ms(now, replay), _REHEARSAL, self.gpulets.first))
+    def _rehearse(self, rehearsals: Rehearsals, replay: Replay, now: float) -> None:
+        """Keep a replay that the observer wants until its result is due."""
+        self._replay = replay
+        heappush(self.gpulets.events, (rehearsals.due_ms(now, replay), _REHEARSAL, self.gpulets.first))
 
     def lose_gpulets(self, now: float, places: Iterable[int]) -> None:
         """Gpu-lets are gone. Requests that they held are tried once more, as the dispatcher does."""

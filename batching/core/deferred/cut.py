@@ -39,14 +39,8 @@ class Cutter:
         run = pool.run[program]
         factor = batch.factor = gpulets.factor(program, gpulet)
         ctrl_ms, data_ms = gpulets.ctrl_ms, gpulets.data_ms
-        size, head = len(deadlines), deadlines[0]
-        most = min(queue.costs.longest, len(run) - 1)
-        if size < most:
-            sent_ms = ctrl_ms + data_ms * (size + 1) + factor * run[size + 1]
-            batch.due = self._holding.due_ms(queue, size, sent_ms, now)
-        else:
-            batch.due = now
-            size = most
+        size, head = min(len(deadlines), queue.costs.longest, len(run) - 1), deadlines[0]
+        batch.due = self._holding.due_ms(queue, run, size, now)
         batch.cut_until = head - (ctrl_ms + data_ms * size + factor * run[size])
         if batch.cut_until < now:
             arrives_at = now + ctrl_ms

@@ -36,7 +36,7 @@ from tenuto.batching.core.gathering import longest_within, window
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.scheduler import Reject, SchedulerOptions
 from tenuto.batching.core.staggered import ArrivalRate
-from tenuto.batching.core.system import EXPIRY_MARGIN_MS, INF, TIME_TOLERANCE_MS, NetworkDelay, System
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
 from tenuto.batching.core.told import SchedulerStatus
 
 LATELY_MS = 10_000.0  # derived: for which a lost request counts: twice the window of the offered rate
@@ -158,6 +158,8 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                 self._load(other)
             heapreplace(silent, (other.rate.silent_at(now), other.program))
         self._adopt_costs(queue)
+        if queue.ids:
+            self._expire_later(queue)
         self._load(queue)
         self._holding.set_patience(queue)
         if self.is_light != (not self._heavy):
@@ -192,8 +194,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         if not queue.ids:
             queue.oldest = now_ms
             self._waiting.wait(queue)
-        queue.insert(deadline_ms - self._response_ms, request_id, now_ms)
-        if queue.deadlines[0] - queue.costs.quickest_ms + EXPIRY_MARGIN_MS < queue.expire_at:
+        if queue.insert(deadline_ms - self._response_ms, request_id, now_ms):
             self._expire_later(queue)
         if queue.pools:
             at = look_at(queue, self._gpulets, self._holding, now_ms)
@@ -253,7 +254,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         if not part:
             return False
         self.looked += EVERY_LOOK + len(part)
-        ahead = self._gpulets.ahead
+        ahead, factor = self._gpulets.ahead, self._gpulets.factor
         reach = now + TIME_TOLERANCE_MS
         waiting: list[WaitingQueue] = []
         can_go: list[WaitingQueue] = []
@@ -272,9 +273,11 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                     pool, gpulet, open_at = self._opening(queue, now, way_ms)
                 batch = queue.batch
                 batch.is_open = open_at <= reach
-                is_as_cut = batch.cut_until >= now and batch.pool is pool and not queue.hold.is_light
-                if not is_as_cut or batch.factor != self._gpulets.factor(queue.program, gpulet):
+                is_as_cut = batch.cut_until >= now and batch.pool is pool
+                if not is_as_cut or batch.factor != factor(queue.program, gpulet):
                     self._cutter.cut(queue, pool, gpulet, now)
+                elif queue.hold.is_light:  # it is due as soon as many gpu-lets are idle
+                    batch.due = self._holding.due_ms(queue, pool.run[queue.program], batch.size, now)
                 if not batch.size:
                     continue
                 waiting.append(queue)
@@ -305,7 +308,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                     ]
                 if len(can_go) > 1:
                     can_go.sort(key=rank)
-            losing = self._losing(now)
+            losing = self._losing(now) if can_go else []
             for queue in can_go:
                 to = queue.batch.pool
                 if to is None:

@@ -28,18 +28,35 @@ class Holding:
         self.in_full_until = -INF  # requests were lost lately, and are fewer where all are held in full
         self._gpulets = gpulets
 
-    def due_ms(self, queue: WaitingQueue, size: int, sent_ms: float, now: float) -> float:
-        """Return when a batch of so many is due.
+    def due_ms(self, queue: WaitingQueue, run: list[float], size: int, now: float) -> float:
+        """Return when a batch of so many is due: now, if none can be longer.
 
         Args:
             queue: whose batch it is.
+            run: l(b) where it would run, by plan.
             size: its requests.
-            sent_ms: what one request more would take from its dispatch to its end.
             now: the present time.
         """
-        hold, head, until = self.hold, queue.deadlines[0], queue.oldest + queue.costs.held_ms
-        due = (head if head < until else until) - (1.0 - hold) * queue.costs.budget_ms - hold * sent_ms
-        return min(due, self.bound_ms(queue, size, now)) if queue.hold.is_bounded else due
+        costs, more = queue.costs, size + 1
+        if size >= costs.longest or more >= len(run):
+            return now
+        bounds = queue.hold
+        if bounds.is_light and now >= self.in_full_until and self._is_light(queue, now):
+            return queue.oldest
+        gpulets, hold, head, until = self._gpulets, self.hold, queue.deadlines[0], queue.oldest + costs.held_ms
+        sent_ms = gpulets.ctrl_ms + gpulets.data_ms * more + queue.batch.factor * run[more]
+        due = (head if head < until else until) - (1.0 - hold) * costs.budget_ms - hold * sent_ms
+        if bounds.is_bounded:
+            longest_ms = INF if now < self.in_full_until else bounds.patience * queue.batch.factor * costs.run[size]
+            due = min(due, queue.oldest + min(bounds.most_ms, longest_ms))
+        return due
+
+    def _is_light(self, queue: WaitingQueue, now: float) -> bool:
+        """Whether as many gpu-lets are ready as under light load: the load may have risen since its rate was taken."""
+        ready = 0
+        for pool in queue.pools:
+            ready += self._gpulets.ready(pool, now)
+        return ready >= (1.0 - self.save_above) * queue.costs.gpulets
 
     def set_patience(self, queue: WaitingQueue) -> None:
         """Find for how many times their own length batches of a queue are held at most.
@@ -56,18 +73,6 @@ class Holding:
         if rps is not None and rps / 1000.0 * hold.patience * costs.run[costs.staggered] >= costs.staggered:
             hold.patience = INF
         hold.is_bounded = hold.is_light or hold.patience < INF or hold.most_ms < INF
-
-    def bound_ms(self, queue: WaitingQueue, size: int, now: float) -> float:
-        """Return until when a batch of so many is held at most."""
-        hold, bound = queue.hold, queue.hold.most_ms
-        if now >= self.in_full_until:
-            # The load may have risen since its rate was taken: then gpu-lets are busy.
-            is_light = hold.is_light and (
-                sum([self._gpulets.ready(pool, now) for pool in queue.pools])
-                >= (1.0 - self.save_above) * queue.costs.gpulets
-            )
-            bound = min(bound, 0.0 if is_light else hold.patience * queue.batch.factor * queue.costs.run[size])
-        return queue.oldest + bound
 
     def set_staggered(self, queue: WaitingQueue) -> None:
         gpulets, costs = self._gpulets, queue.costs

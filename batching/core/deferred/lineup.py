@@ -129,7 +129,10 @@ def _soonest(queue: WaitingQueue) -> tuple[Place, float]:
 
 def is_short(queue: WaitingQueue) -> bool:
     """Whether the plan has no slack where the batch of a queue can run."""
-    return any(pool.slack <= TIME_TOLERANCE_MS for pool in queue.pools)
+    for pool in queue.pools:  # noqa: SIM110 (a generator costs twice as much)
+        if pool.slack <= TIME_TOLERANCE_MS:
+            return True
+    return False
 
 
 def rank(queue: WaitingQueue) -> tuple[bool, float, float]:

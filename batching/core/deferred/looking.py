@@ -11,31 +11,25 @@ from tenuto.batching.core.system import INF
 
 def look_at(queue: WaitingQueue, gpulets: Gpulets[Place], holding: Holding, now: float) -> float:
     """Return when to look at a queue with one request more; INF where an event that is looked at anyway comes first."""
-    pools, costs, size = queue.pools, queue.costs, len(queue.ids)
+    pools, watch, size = queue.pools, queue.watch, len(queue.ids)
     found = pools[0]  # with an idle gpu-let
-    idle = len(found.idle)
+    idle, most = len(found.idle), len(found.waiting)
     if found.is_enclosed:
         if not idle and not gpulets.ahead:
             return INF
-        most = len(found.waiting)
-    else:
-        most = 0
+    elif len(pools) > 1:
         idle = sum([len(pool.idle) for pool in pools])
-        for pool in reversed(pools):
-            most = max(most, len(pool.waiting))
-            if pool.idle:
-                found = pool
-    run = found.run[queue.program]
-    if size >= costs.longest or (queue.watch.is_tight and size >= costs.ripe) or size + 1 >= len(run):
+        most = max([len(pool.waiting) for pool in pools])
+        found = next((pool for pool in pools if pool.idle), found)
+    if watch.is_tight and size >= queue.costs.ripe:
         look = now
     else:
-        sent_ms = gpulets.ctrl_ms + gpulets.data_ms * (size + 1) + queue.batch.factor * run[size + 1]
-        look = holding.due_ms(queue, size, sent_ms, now)
+        look = holding.due_ms(queue, found.run[queue.program], size, now)
         if most > idle:
             # The request makes its batch longer, and so at most by that much others start later in the plan.
             run = pools[-1].run[queue.program]
-            look = min(look, queue.watch.at - (run[size] - run[size - 1]) if 1 < size < len(run) else now)
+            look = min(look, watch.at - (run[size] - run[size - 1]) if 1 < size < len(run) else now)
     if not idle and gpulets.ahead:
-        way_ms = gpulets.way_ms(min(size, costs.longest))
+        way_ms = gpulets.way_ms(min(size, queue.costs.longest))
         look = max(look, min([gpulets.open_at(pool, now)[0] for pool in pools]) - way_ms)
     return look
