@@ -23,11 +23,14 @@ class ChangeStep:
 
 @dataclass(frozen=True)
 class ForeseenChange:
-    """What happens to every gpu-let, in which steps, and which models are served now and by the new plan no more."""
+    """What happens to every gpu-let, in which steps, and which models are served now and by the new plan no more.
+    `drained`: places that are to hold nothing, `undrained`: those that may hold something again."""
 
     changes: tuple[GpuletChange, ...]
     steps: tuple[ChangeStep, ...]
     lost: tuple[str, ...]
+    drained: tuple[str, ...] = ()
+    undrained: tuple[str, ...] = ()
 
 
 def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> ForeseenChange:
@@ -46,4 +49,6 @@ def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> Forese
     kept = {replica.name for gpulet in wanted.gpulets for replica in gpulet.models}
     ended = tuple(GpuletChange(name, "stop", ("it runs, and no plan has it",)) for name in strays)
     changes = (*ended, *diff(running, target).changes)
-    return ForeseenChange(changes, tuple(steps), tuple(name for name in served if name not in kept))
+    lost = tuple(name for name in served if name not in kept)
+    undrained = tuple(name for name in running.drained if name not in wanted.drained)
+    return ForeseenChange(changes, tuple(steps), lost, wanted.drained, undrained)

@@ -4,9 +4,9 @@ serve every model as well as the policy's plan made anew, the one counts that st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from tenuto.deployments.control.fit import fitted, renamed
+from tenuto.deployments.control.fit import fitted, gpus_of, renamed
 from tenuto.deployments.control.planning import PlanRequest, incremental, of_workload, trimmed
 from tenuto.deployments.control.steps import not_ready
 from tenuto.deployments.control.worth import Durations
@@ -16,8 +16,9 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import IN_FULL, Traffic
 from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
-from tenuto.placement.solve import complete
-from tenuto.placement.surviving import SLIGHT, unmet
+from tenuto.placement.policy import load_policy
+from tenuto.placement.solve import complete, solve
+from tenuto.placement.surviving import SLIGHT, bearable, drained, unmet, without
 from tenuto.profiles import Profiles
 
 
@@ -111,6 +112,23 @@ def planned_near(
     if smaller is not None:
         best = min(best, whole(smaller), key=rank)
     return best.model_copy(update={"notes": (*best.notes, _told(old, best, made_anew))})
+
+
+def planned_without(running: Plan, places: Sequence[str], profiles: Profiles, gpus: Sequence[Gpu]) -> Plan:
+    """Return the plan near the one that runs which has nothing on some nodes, racks or GPUs.
+
+    Raises:
+        InvalidInputError: there is no such place, or no GPU would be left.
+    """
+    whole = Cluster.of({gpu.id: gpu for gpu in (*gpus_of(running), *gpus)}.values())
+    left, asked = without(whole, places), running.workload
+    policy = load_policy(running.policy.name, running.policy.options)
+    anew = solve(policy, bearable(asked, left.gpus), left, profiles)
+    plan = planned_near(running, anew, policy, running.policy, bearable(asked, left.gpus), left, profiles)
+    nowhere = tuple(spec.name for spec in asked.models if spec.name not in {other.name for other in plan.models})
+    reasons = plan.unserved_reasons | dict.fromkeys(nowhere, "it may be on no other GPU")
+    missing = {"models": asked.models, "unserved": (*plan.unserved, *nowhere), "unserved_reasons": reasons}
+    return drained(plan.model_copy(update=missing), whole, places)
 
 
 def _gpus(old: Plan, anew: Plan, cluster: Cluster) -> tuple[Gpu, ...]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.deployments.control.change import change_deployment, nothing_of
-from tenuto.deployments.control.controller_process import keep_ground
+from tenuto.deployments.control.controller_process import keep_ground, read_ground
 from tenuto.deployments.control.foreseen import ForeseenChange, foresee
 from tenuto.deployments.control.interface import AdvisedPlan
 from tenuto.deployments.control.live import ControlMemory
@@ -116,6 +116,10 @@ class Operations:
         if ENTRY_APPLICATION in self.states():
             self.running()
         return self._history
+
+    def ground(self) -> Ground:
+        """Return what the controller plans with; nothing where none was deployed."""
+        return read_ground(self._store)
 
     def foresee(self, wanted: Plan) -> ForeseenChange:
         """Return what going over to a plan does to what runs."""

@@ -39,23 +39,32 @@ class ModelHistory(msgspec.Struct, frozen=True):
 
 
 class LiveStatus(WatchedStatus, frozen=True, kw_only=True):
-    """The document at `GET /live`: the status without its distributions, of its plan the GPUs, with the figures of the
-    last ten seconds, or as many as somebody looks for, and the history of two minutes."""
+    """The document at `GET /live`: the status without its distributions, of its plan the GPUs and which of them are
+    drained, with the figures of the last ten seconds, or as many as somebody looks for, and the history of two minutes.
+    """
 
     models: dict[str, ModelCounts]
     gpus: list[str]
+    drained: list[str]
     window: WindowFigures
     history: RateHistory
 
 
 class _PlannedGpu(msgspec.Struct):
     id: str
+    rack: str | None = None
 
 
 class _PlannedGpus(msgspec.Struct):
     """What is read of a plan."""
 
     gpus: list[_PlannedGpu] = []
+    drained: list[str] = []
+
+    def aside(self) -> list[str]:
+        """Return the GPUs that are to hold nothing, by themselves or with their node or rack."""
+        places = set(self.drained)
+        return [g.id for g in self.gpus if places & {g.id, g.id.rpartition("/")[0], g.rack}]
 
 
 class LiveView:
@@ -101,6 +110,7 @@ class LiveView:
             **{name: getattr(status, name) for name in WatchedStatus.__struct_fields__},
             models={name: model.counts() for name, model in status.models.items()},
             gpus=[gpu.id for gpu in planned.gpus],
+            drained=planned.aside(),
             window=between(before, status, now_s - before_s),
             history=self._history(),
         )

@@ -189,6 +189,10 @@ class Deployment(StrictModel):
             partition = parted(plan, partition)
         return self.model_copy(update={"plan": plan, "partition": partition})
 
+    def near(self, plan: Plan) -> Deployment:
+        """Return the same deployment of another plan for the same: what was declared stays so."""
+        return self.with_plan(plan).model_copy(update={"workload": self.workload or self.plan.workload})
+
     def config(
         self, plan: Plan | None = None, *, also: Mapping[str, int] | None = None, standby: Sequence[Gpulet] = ()
     ) -> ServeConfig:

@@ -385,3 +385,14 @@ class SystemStatus(WatchedStatus, frozen=True, kw_only=True):
     plan: dict[str, Any] | None = None
     models: dict[str, ModelStatus]
     cluster: str = ""
+
+    @property
+    def drained(self) -> list[str]:
+        """The nodes, racks and GPUs that are to hold nothing."""
+        return msgspec.convert(self.plan or {}, _Drained).drained
+
+
+class _Drained(msgspec.Struct):
+    """What is read of a plan."""
+
+    drained: list[str] = []

@@ -22,7 +22,21 @@ GROUPS = {
     "Start": ("quickstart", "doctor"),
     "Measure": ("profile", "profiles", "merge", "cluster"),
     "Plan": ("plan", "explain", "policies", "simulate", "goodput"),
-    "Run": ("serve", "deploy", "diff", "history", "rollback", "delete", "control", "model", "status", "logs", "key"),
+    "Run": (
+        "serve",
+        "deploy",
+        "diff",
+        "history",
+        "rollback",
+        "drain",
+        "undrain",
+        "delete",
+        "control",
+        "model",
+        "status",
+        "logs",
+        "key",
+    ),
     "Judge": ("bench", "report"),
 }
 VERBS = tuple(name for names in GROUPS.values() for name in names)

@@ -102,9 +102,7 @@ def apply(plan_file: str | None, yes: bool, address: str | None) -> int:
             running.controller.advice() if advised is None else AdvisedPlan(advised, f"advised before: {plan_file}")
         )
         found = running.running()
-        declared = {"workload": found.workload or found.plan.workload}
-        wanted = found.with_plan(advice.plan).model_copy(update=declared)
-        reached = running.deploy(wanted, advice.text, by="apply", agrees=agrees_to_losses(yes=yes))
+        reached = running.deploy(found.near(advice.plan), advice.text, by="apply", agrees=agrees_to_losses(yes=yes))
     return 0 if reached else 1
 
 

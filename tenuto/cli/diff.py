@@ -39,6 +39,10 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
         starting = ", ".join(step.starting) or "nothing"
         loss = f"; unserved meanwhile: {', '.join(step.unserved)}" if step.unserved else ""
         say(f"step {number} of {len(found.steps)}: {starting} starts or loads{loss}")
+    if found.drained:
+        say(f"drained: {', '.join(found.drained)}")
+    if found.undrained:
+        say(f"drained no more: {', '.join(found.undrained)}; `tenuto deploy` asks for --yes")
     if found.lost:
         say(f"no longer served: {', '.join(found.lost)}; `tenuto deploy` asks for --yes")
     if not found.steps and all(change.kind == "route-only" for change in found.changes):

@@ -118,12 +118,13 @@ def _gpulets(live: LiveStatus, shown: int) -> Table:
 
 
 def _notes(live: LiveStatus) -> list[Text]:
-    """Return the idle GPUs, what the schedulers chose, the last decision and the last two events."""
+    """Return the idle and the drained GPUs, what the schedulers chose, the last decision and the last two events."""
     decided = [] if live.controller is None else live.controller.log[:1]
     used = {gpulet.gpu for gpulet in live.gpulets}
     used |= {gpu for gpu in live.gpus for stray in live.strays if stray.startswith(f"{application_name(gpu)}-")}
-    idle = [gpu for gpu in live.gpus if gpu not in used]
+    idle = [gpu for gpu in live.gpus if gpu not in used and gpu not in live.drained]
     lines = [f"idle GPUs: {', '.join(idle)}"] if idle else []
+    lines += [f"drained GPUs: {', '.join(live.drained)}"] if live.drained else []
     lines += [f"in no plan: {', '.join(live.strays)}; `tenuto deploy` ends what holds GPUs so"] if live.strays else []
     lines += [f"scheduler: {line}" for line in describe_schedulers(live.schedulers)]
     lines += [_happened("controller", event) for event in decided]

@@ -91,6 +91,8 @@ def _print(status: SystemStatus) -> None:
     )
     for note in sharing_notes(status.gpulets):
         say(f"note: {note}")
+    for place in status.drained:
+        say(f"note: {place} is drained; `tenuto undrain {place}` lets it be used again")
     for stray in status.strays:
         say(f"note: {stray} holds a GPU and is in no plan; `tenuto deploy` ends it")
     print_table(
