@@ -4,6 +4,7 @@ mypyc makes it, from the same sources. Without that, and in an editable install,
 """
 
 import os
+import sys
 
 from setuptools import Extension, setup
 
@@ -25,4 +26,6 @@ def machine_code() -> list[Extension]:
     return mypycify(["--config-file", "pyproject.toml", *files], opt_level="3", debug_level="0", group_name="tenuto")
 
 
-setup(ext_modules=machine_code() if os.environ.get("TENUTO_COMPILE") else [])
+# Setuptools runs this file for the names and versions in the wheel too, which machine code changes nothing of.
+is_built = bool(os.environ.get("TENUTO_COMPILE")) and "bdist_wheel" in sys.argv
+setup(ext_modules=machine_code() if is_built else [])
