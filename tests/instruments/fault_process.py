@@ -3,8 +3,8 @@ gateway that asks. They find each other through a folder, where each writes its 
 
     python -m tests.instruments.fault_process KIND NAME FOLDER HOST
 
-HOST: an address to listen on, or "" for this machine alone; of a gateway the number of its first request. Every batch
-that begins and every request that is asked or answered is a line in a file of the folder.
+HOST: an address to listen on, or "" for this machine alone; of a gateway the number of its first request. Every request
+that is asked, given to a gpu-let, begun there or answered is a line in a file of the folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
-from tenuto.deployments.wire.messages import DispatcherState
-from tenuto.deployments.wire.peer import Connection, Endpoint, Finder
-from tenuto.deployments.wire.tensors import InputPart
+from tenuto.deployments.wire.messages import DispatcherState, GpuletState, Message, RunBatch
+from tenuto.deployments.wire.peer import Connection, Endpoint, Finder, PeerConnection
+from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.placement import Plan
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 
@@ -79,16 +79,27 @@ class Lines:
 class Counting(EmulatedExecutor):
     """Notes the requests of every batch that begins, by the number that each carries as its input."""
 
-    def __init__(self, begun: Lines) -> None:
+    def __init__(self, begun: Lines, name: str) -> None:
         super().__init__("v100")
-        self._begun = begun
+        self._begun, self._name = begun, name
 
     def run(
         self, program: str, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
     ) -> tuple[dict[str, Arrays], float]:
         for number in np.concatenate(inputs[MODEL]["INPUT0"]).ravel():
-            self._begun.add(int(number), os.getpid())
+            self._begun.add(int(number), self._name)
         return super().run(program, inputs, rows)
+
+
+class Giving(PeerConnection[GpuletState]):
+    """A dispatcher's connection to a gpu-let, which notes the requests of every batch that is sent."""
+
+    given: Lines
+
+    def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        for buffer in buffers if isinstance(message, RunBatch) else ():
+            self.given.add(int(np.frombuffer(buffer, np.float32)[0]), self.peer)
+        super().send(message, buffers)
 
 
 def announce(folder: Path, name: str, endpoint: Endpoint) -> None:
@@ -112,7 +123,7 @@ def finder(folder: Path, *names: str) -> Finder:
 async def gpulet(name: str, folder: Path, host: str) -> None:
     """Run batches until the end of the process."""
     begun = Lines(folder / "begun")
-    replica_module.make_executor = lambda _spec: Counting(begun)  # type: ignore[assignment]
+    replica_module.make_executor = lambda _spec: Counting(begun, name)  # type: ignore[assignment]
     gpulets = Deployment(plan=make_plan(), executor="emulated").config().gpulets
     (application,) = (each for each in gpulets if each.spec is not None and each.spec.gpulet == name)
     replica = await LocalReplica.start(application.spec, application.user_config)
@@ -127,9 +138,14 @@ async def dispatcher(name: str, folder: Path, host: str) -> None:
     def eager(plan: Plan, network: NetworkDelay) -> Scheduler:
         return make_scheduler("eager", from_plan(plan, network), {})
 
+    Giving.given = Lines(folder / "given")
     charge = Charge("0", lambda: server.step_back())
     made = Dispatcher(
-        eager, lambda gpulet_id: finder(folder, gpulet_id), on_change=lambda: server.announce(), charge=charge
+        eager,
+        lambda gpulet_id: finder(folder, gpulet_id),
+        on_change=lambda: server.announce(),
+        charge=charge,
+        make_connection=lambda gpulet_id, find, events: Giving(GpuletState, gpulet_id, find, events),
     )
     server = BundleServer(made, charge)
     endpoint = await server.listen(host)
