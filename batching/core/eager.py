@@ -54,7 +54,8 @@ class EagerScheduler(DeadlineScheduler[Pool, Queue[Pool]]):
             return
         queue.insert(due, request_id, now_ms)
         self._waiting[queue.program] = queue
-        self._expire_later(queue)
+        if queue.ids[0] == request_id:
+            self._expire_later(queue)
         if _has_idle(queue):
             self.next_wake_ms = now_ms
 

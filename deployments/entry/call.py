@@ -34,8 +34,6 @@ _TIMES = (
 )
 _PARAMETERS = b'{"queue_ms":%.3f,"batching_ms":%.3f,"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated":%b}'
 _SCANNED_BYTES = 1 << 16  # limit: of a body that is searched for the name of a deadline; longer ones are parsed
-_PRIORITY = (b"priority", b"\\u")  # what JSON may write any name with
-_ALL_PARAMETERS = (b"slo_ms", b"timeout", *_PRIORITY)
 
 
 class SharedService(Protocol):
@@ -97,7 +95,7 @@ class InferCall:
         """
         route, body = self._route, self._exchange.body
         early: Request | None = None
-        if not _may_name(body, route.json_length, _PRIORITY if route.slo_ms is not None else _ALL_PARAMETERS):
+        if not _may_name(body, route.json_length, slo=route.slo_ms is None):
             early = self._admit(route.client_id)
             if self._is_over:
                 return  # turned away, and responded to
@@ -285,9 +283,10 @@ def told_of(request: Request, executed: Executed) -> tuple[bytes, bytes]:
     return lines, _PARAMETERS % (*times, orjson.dumps(executed.gpulet), b"true" if executed.emulated else b"false")
 
 
-def _may_name(body: Buffer, json_length: int | None, names: tuple[bytes, ...]) -> bool:
-    """Whether a body could name one of these parameters, so that it has to be parsed first; long JSON is."""
+def _may_name(body: Buffer, json_length: int | None, *, slo: bool) -> bool:
+    """Whether a body could name a priority, or with `slo` a deadline, so that it has to be parsed first; long JSON is.
+    JSON may write any name with `\\u`."""
     if (len(body) if json_length is None else json_length) > _SCANNED_BYTES:
         return True
     text = body if isinstance(body, bytes) and json_length is None else bytes(body[:json_length])
-    return any(name in text for name in names)
+    return b"priority" in text or b"\\u" in text or (slo and (b"slo_ms" in text or b"timeout" in text))

@@ -230,7 +230,7 @@ class RequestReader:
         self._decode = _DECODERS[kinds.pop()] if len(kinds) == 1 else _decode_as_text
         # How each tensor of a plain request is named and packed; none where values have to be looked at.
         self._plain = [
-            (spec.name, spec.datatype, [1, *spec.shape], struct.Struct(f"<{spec.elements}{_CODES[spec.dtype]}").pack)
+            ((spec.name, spec.datatype, [1, *spec.shape]), struct.Struct(f"<{spec.elements}{_CODES[spec.dtype]}").pack)
             for spec in inputs
             if all(each.below is None for each in inputs)
         ]
@@ -281,10 +281,12 @@ class RequestReader:
         if given.id or given.parameters or given.outputs is not None or len(given.inputs) != len(self._plain):
             return None
         parts = []
-        for tensor, (name, datatype, shape, pack) in zip(given.inputs, self._plain, strict=True):
-            if tensor.name != name or tensor.datatype != datatype or tensor.shape != shape or tensor.parameters:
-                return None
-            if type(tensor.data) is not list:
+        for tensor, (said, pack) in zip(given.inputs, self._plain, strict=True):
+            if (
+                (tensor.name, tensor.datatype, tensor.shape) != said
+                or tensor.parameters
+                or type(tensor.data) is not list
+            ):
                 return None
             try:
                 parts.append(InputPart(pack(*tensor.data)))
