@@ -175,10 +175,14 @@ class Workload(StrictModel):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read and validate a workload file; raises `InvalidInputError` with every problem found."""
-        data = load_document(path)
+        return cls.of_document(load_document(path), str(path))
+
+    @classmethod
+    def of_document(cls, data: Any, origin: str) -> Self:
+        """Validate what was read from a file of that name, as `load`."""
         if isinstance(data, dict) and data.keys() & {"gpulets", "http_options"}:
-            raise refused(str(path), None, "is a plan and no workload", "Give the workload that it was made from.")
-        return parse_document(cls, data, origin=str(path))
+            raise refused(origin, None, "is a plan and no workload", "Give the workload that it was made from.")
+        return parse_document(cls, data, origin=origin)
 
     def __getitem__(self, name: str) -> ModelSpec:
         """Return the model of that name; KeyError if there is none."""

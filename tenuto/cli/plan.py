@@ -35,6 +35,7 @@ from tenuto.placement.shown.table import (
     why_below,
     why_unserved,
 )
+from tenuto.placement.slo_rules import load_workload
 from tenuto.placement.solve import check_inputs, enough_for_all, solve_on_fewest
 from tenuto.placement.surviving import drained, is_at
 from tenuto.placement.surviving import without as cluster_without
@@ -222,7 +223,6 @@ def _inputs(
 ) -> tuple[Workload, Cluster, Profiles, dict[str, Policy]]:
     """Read all inputs and raise one `InvalidInputError` with the problems of all of them."""
     faults = _Faults()
-    workload = faults.attempt(lambda: Workload.load(workload_file))
     cluster = faults.attempt(where.cluster)
     values = faults.attempt(lambda: split_pairs(options)) or {}
     policies = {name: faults.attempt(partial(_policy, name, values, strict_options)) for name in names}
@@ -233,6 +233,7 @@ def _inputs(
             faults.found.append(Problem(f"--option {key}", values[key], "no compared policy has this option", cure))
     types = cluster.gpu_types if cluster else ()
     profiles = faults.attempt(lambda: where.profiles(types))
+    workload = faults.attempt(lambda: load_workload(workload_file, cluster, profiles))
     if workload and cluster and profiles is not None:
         faults.attempt(lambda: check_inputs(workload, cluster, profiles))
     faults.raise_if_any()

@@ -18,9 +18,10 @@ from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.loadgen.simulated import Simulation
 from tenuto.options import split_pairs
-from tenuto.placement import Plan, Workload
+from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.slo_rules import load_workload
 from tenuto.placement.surviving import domain_of
 
 if TYPE_CHECKING:
@@ -67,13 +68,13 @@ class VirtualArguments:
                 for late in found.always_late():
                     tell(str(late))
             return found
-        workload = Workload.load(self.source)
+        cluster = self.where.cluster()
+        profiles, folder = self.where.profiles(cluster.gpu_types), Path(self.source).parent
+        workload = load_workload(self.source, cluster, profiles)
         if not workload.models:
             raise refused(f"{self.source}: models", [], "the workload has no models", "Add at least one.")
-        cluster = self.where.cluster()
         if workload.merge != "off":
             tell("`merge` is for plans: here every model runs by itself. Plan first, and simulate the plan")
-        profiles, folder = self.where.profiles(cluster.gpu_types), Path(self.source).parent
         how["losses"] = self._losses(cluster.gpus)
         return Simulation.of_workload(workload, cluster, profiles, network, slo_scale, folder=folder, **how)
 
@@ -91,11 +92,11 @@ class VirtualArguments:
         document = load_document(self.source)
         how |= {"network": network, "folder": Path(self.source).parent}
         if not _is_plan(document):
-            workload, cluster = Workload.load(self.source), self.where.cluster()
+            cluster = self.where.cluster()
+            profiles = self.where.profiles(cluster.gpu_types)
+            workload = load_workload(self.source, cluster, profiles)
             how["losses"] = self._losses(cluster.gpus)
-            return ControlledSimulation.of_workload(
-                workload, cluster, self.where.profiles(cluster.gpu_types), settings, **how
-            )
+            return ControlledSimulation.of_workload(workload, cluster, profiles, settings, **how)
         plan = Plan.from_data(document, origin=self.source)
         profiles, gpus = self.where.ground(plan)
         lacking = sorted({gpu.id for gpu in plan.gpus} - {gpu.id for gpu in gpus})
