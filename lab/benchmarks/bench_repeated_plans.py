@@ -86,7 +86,7 @@ def main() -> None:
                 found.append(f"no plan within {given.limit_s:g} s")
                 break
         same = len(found) == 2 and found[0].split(" | ")[0] == found[1].split(" | ")[0]
-        print(f"{name} | {'yes' if same else 'NO'} | {found[0]}", flush=True)
+        print(f"{name} | {'yes' if same else f'NO: {found[-1]}'} | {found[0]}", flush=True)
 
 
 if __name__ == "__main__":
