@@ -28,7 +28,7 @@ from tenuto.deployments.wire.tensors import Buffer
 _READ_BYTES = 1 << 16  # limit: of one read from a socket
 _SLOT_BYTES = 1 << 14  # derived: bodies from here on are received into shared memory; below, one more copy costs less
 _JOINED_BYTES = 1 << 15  # derived: below it, one write of a joined copy costs less than a vectored one
-_MOST_PIPELINED = 16  # limit: unanswered ones of a connection; and read of one before the others have their turn
+MOST_PIPELINED = 16  # limit: unanswered ones of a connection; and read of one before the others have their turn
 _HEAD_S = 10.0  # limit: from the first byte of a request to the end of its headers
 _BODY_S = 60.0  # limit: from there to the end of its body; and for answers to be taken
 _IDLE_S = 300.0  # limit: between two requests
@@ -270,7 +270,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 data = self._take_one(data)
                 if not data or self._closes:
                     return
-                if len(self._open) > _MOST_PIPELINED:
+                if len(self._open) > MOST_PIPELINED:
                     break
         except HttpError as error:
             self._malformed(error)
@@ -281,11 +281,11 @@ class HttpConnection(asyncio.BufferedProtocol):
     def take_ahead(self) -> None:
         """Look at what was received before others had their turn."""
         self._looks_ahead = False
-        if len(self._open) > _MOST_PIPELINED or self._is_paused:
+        if len(self._open) > MOST_PIPELINED or self._is_paused:
             return  # not yet
         data, self._ahead = self._ahead, b""
         if data and not self._closes:
-            self._take(data, _MOST_PIPELINED)
+            self._take(data, MOST_PIPELINED)
             self._update_reading()
             self._end_if_over()
 
@@ -311,7 +311,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _begin(self, head: Head) -> HttpExchange:
         exchange = HttpExchange(self, head, self._arrived_ms, head.keep_alive)
         self._open.append(exchange)
-        if len(self._open) > _MOST_PIPELINED:
+        if len(self._open) > MOST_PIPELINED:
             self._update_reading()
         return exchange
 
@@ -446,7 +446,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         waiting = self._open
         if not waiting or waiting[0] is not exchange:
             return
-        was_full = len(waiting) > _MOST_PIPELINED
+        was_full = len(waiting) > MOST_PIPELINED
         ends = False
         while waiting and waiting[0].is_answered and not ends:
             first = waiting.popleft()
@@ -480,7 +480,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        waits = self._is_paused or len(self._open) > _MOST_PIPELINED
+        waits = self._is_paused or len(self._open) > MOST_PIPELINED
         if waits or self._ahead:
             transport.pause_reading()
         else:

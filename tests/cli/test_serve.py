@@ -146,7 +146,8 @@ def test_the_death_of_rays_agent_is_said_and_ends_it_with_3(tmp_path: Path) -> N
     finally:
         process.kill()
     assert process.returncode == 3, err
-    assert "dashboard agent died: Ray's raylet ends with it\n" in err
+    # The agent's end is said, unless the command still asked what serves, which has ended by then.
+    assert "dashboard agent died: Ray's raylet ends with it\n" in err or "does not answer" in err
     # The raylet's end is said too, unless what serves noticed it first and has ended by that.
     assert "raylet died: nothing can serve without it: ending all\n" in err or "no answer" in err, err
     assert with_mark(mark) == []
@@ -212,7 +213,7 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(
 def test_an_address_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     for options in ((), ("--watch",)):
         code, err = refused(capsys, "status", *options, "--url", "nonsense")
-        assert (code, "is neither the URL of a deployment nor host:port of its Ray. Write for" in err) == (2, True)
+        assert (code, "Give a URL, or host:port of its Ray." in err) == (2, True)
 
 
 def test_a_verb_that_went_says_where(capsys: pytest.CaptureFixture[str]) -> None:

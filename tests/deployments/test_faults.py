@@ -128,7 +128,8 @@ class System:
             ends = [line for line in ended() if int(line[1]) in asked]
             assert max(Counter(line[1] for line in ends).values(), default=0) <= 1
             answered |= {int(line[1]): float(line[-1]) for line in ends if line[2] == "ok"}
-        given, begun = self._by_request("given"), self._by_request("begun")
+        begun = self._by_request("begun")
+        given = self._by_request("given")  # read later: what has begun by then was given before
         for number_, at_s in answered.items():
             assert max(begun[number_])[0] < at_s, f"{number_} began after it was answered"
         for number_, times in begun.items():

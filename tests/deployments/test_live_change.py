@@ -92,7 +92,7 @@ def test_what_serve_deploy_brought_is_what_runs_and_what_it_left_is_ended(operat
 
     before = operator.running()
     left = sorted(application.name for application in before.config().gpulets)
-    theirs = of(OTHER, gateways=before.gateways, nodes=before.nodes)
+    theirs = of(OTHER, gateways=max(1, before.gateways), nodes=before.nodes)
     _get_global_client().deploy_apps(ServeDeploySchema.model_validate(theirs.config().to_data()), _blocking=True)
     until(lambda: set(pids(operator.base_url)) == {"n0/0/z", "n0/1/z"})
     assert operator.running() == theirs

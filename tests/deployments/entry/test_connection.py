@@ -188,7 +188,7 @@ async def test_who_asks_once_is_served_before_all_who_sent_ahead_have_had_a_turn
     honest, *greedy = [await bench.client() for _ in range(41)]
     for client in greedy:
         client.say(request() * 400)
-    a_turn_of_each = len(greedy) * connection_module._MOST_PIPELINED
+    a_turn_of_each = len(greedy) * connection_module.MOST_PIPELINED
     served = bench.service.in_slot
     await until(lambda: len(served) >= a_turn_of_each)
     before = len(served)

@@ -92,6 +92,8 @@ ARGUMENTS = {
     "model add": ["{name: resnet50, rate_rps: 1, slo_ms: 50}"],
     "model update": ["{name: resnet50, rate_rps: 1, slo_ms: 50}"],
     "model remove": ["resnet50"],
+    "drain": ["n1"],
+    "undrain": ["n1"],
 }
 
 
