@@ -44,13 +44,18 @@ def is_at(gpu: PlannedGpu | Gpu, places: Collection[str]) -> bool:
     return not {gpu.id, node_of(gpu.id), gpu.rack}.isdisjoint(places)
 
 
+def _places(gpus: Iterable[PlannedGpu | Gpu]) -> set[str]:
+    """Return the names by which GPUs can be meant: their ids, their nodes and their racks."""
+    return {name for gpu in gpus for name in (gpu.id, node_of(gpu.id), gpu.rack) if name is not None}
+
+
 def without(cluster: Cluster, places: Sequence[str]) -> Cluster:
     """Return what is left of a cluster without some nodes, racks or GPUs.
 
     Raises:
         InvalidInputError: it has no such place, or nothing is left.
     """
-    known = sorted({name for gpu in cluster.gpus for name in (gpu.id, node_of(gpu.id), gpu.rack) if name is not None})
+    known = sorted(_places(cluster.gpus))
     for name in places:
         if name not in known:
             raise refused("node", name, "no such place in the cluster", f"Name one of {', '.join(known[:12])}.")
@@ -74,8 +79,7 @@ def may_lie(spec: ModelSpec, gpu: PlannedGpu | Gpu) -> bool:
 
 def place_problems(workload: Workload, cluster: Cluster) -> Iterator[Problem]:
     """Yield what no plan can obey: unknown places, models that may lie nowhere, and losses that nothing can survive."""
-    gpus = [PlannedGpu.of(gpu) for gpu in cluster.gpus]
-    known = {name for gpu in gpus for name in (gpu.id, node_of(gpu.id), gpu.rack) if name is not None}
+    gpus, known = cluster.gpus, _places(cluster.gpus)
     for index, spec in enumerate(workload.models):
         at = f"models.{index}"
         for key in ("only_on", "keep_off"):
@@ -105,7 +109,7 @@ def asks(spec: ModelSpec) -> bool:
 def bearable(workload: Workload, gpus: Sequence[Gpu]) -> Workload:
     """Return what of a workload the GPUs that are left can obey: without places that are gone, losses that nothing
     could survive any more, and models that may lie on none of them."""
-    known = {name for gpu in gpus for name in (gpu.id, node_of(gpu.id), gpu.rack)}
+    known = _places(gpus)
     models = []
     for spec in workload.models:
         allowed = [gpu for gpu in gpus if may_lie(spec, gpu)]
@@ -357,12 +361,11 @@ class _Adding:
 
     def _short(self, plan: Plan, domain: _Domain) -> dict[str, float]:
         """Return by how many requests per second models fall short of what they are to keep after a loss."""
-        left = domain.without(plan)
-        parts = self._outlooks.of(left, is_cautious=bool(domain.gpus)).parts
         if domain.gpus:
-            parts = _whoever_loses(left, parts)
-        if self._promises and not domain.gpus:
-            parts, _ = self._outlooks.promised(plan)
+            left = domain.without(plan)
+            parts = _whoever_loses(left, self._outlooks.of(left, is_cautious=True).parts)
+        else:
+            parts = self._outlooks.promised(plan)[0] if self._promises else dict(self._outlooks.of(plan).parts)
         found = {}
         for name in domain.models:
             spec = self._specs[name]
