@@ -17,6 +17,11 @@ from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # format: of a node or a rack
 
 
+def node_of(gpu_id: str) -> str:
+    """Return the node of a GPU, which stands before the last `/` of its id."""
+    return gpu_id.rpartition("/")[0]
+
+
 class Gpu(StrictModel):
     """One GPU of the cluster. `uuid` is None for a logical GPU that is not bound to hardware; `address` is the IP of
     its node in the Ray cluster, `label` a label that only this node has, where one of them is known; `rack` where its

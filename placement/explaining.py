@@ -131,7 +131,7 @@ class _Trying:
         self._outlook = self._outlooks.of(plan)
         self._promised = self._parts(plan)
         self._in_full = {name for name, part in self._promised.items() if part >= IN_FULL - 1e-3}
-        cluster = Cluster.of(gpus)
+        self._cluster = cluster = Cluster.of(gpus)
         self._sharing = Sharing(costs_of(plan.workload, cluster, profiles), profiles, plan.streaming)
         self._costs = self._costs_per_hour()
 
@@ -271,7 +271,7 @@ class _Trying:
             return None, None
         try:
             policy = load_policy(self._plan.policy.name, self._plan.policy.options)
-            plan = enough_for_all(policy, self._plan.workload, Cluster.of(self._gpus), self._profiles)
+            plan = enough_for_all(policy, self._plan.workload, self._cluster, self._profiles)
         except TenutoError:
             return None, None
         used = Counter(gpu.type for gpu in plan.gpus if plan.on_gpu(gpu.id))

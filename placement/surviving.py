@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from tenuto.errors import Problem, refused
-from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.cluster import Cluster, Gpu, node_of
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import ModelOnGpu
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks
@@ -26,11 +26,6 @@ from tenuto.profiles.share_latency import EVERY_RULE
 
 TRIED = 8  # limit: places for one more replica that are judged, those with the least busy gpu-lets
 SLIGHT = 1e-4  # limit: a part of a rate this small is below what the expectation can tell
-
-
-def node_of(gpu_id: str) -> str:
-    """Return the node of a GPU, which stands before the last `/` of its id."""
-    return gpu_id.rpartition("/")[0]
 
 
 def domain_of(gpu: PlannedGpu | Gpu, kind: str) -> str:

@@ -25,7 +25,7 @@ from tenuto.deployments.wire.status import LogLine
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan, Workload
-from tenuto.placement.cluster import Gpu
+from tenuto.placement.cluster import Gpu, node_of
 from tenuto.profiles import Profiles
 
 
@@ -325,4 +325,4 @@ class ControlledCluster:
 
 def _named(names: Sequence[str], gpus: Mapping[str, Gpu]) -> list[str]:
     """Return the GPUs that are named, by themselves or by their node."""
-    return [gpu for gpu in gpus if gpu in names or gpu.rsplit("/", 1)[0] in names]
+    return [gpu for gpu in gpus if gpu in names or node_of(gpu) in names]

@@ -13,6 +13,7 @@ import msgspec
 
 from tenuto.deployments.operator.window import WindowFigures, between
 from tenuto.deployments.wire.status import ModelCounts, SystemStatus, WatchedStatus
+from tenuto.placement.cluster import node_of
 
 logger = logging.getLogger("ray.serve")
 
@@ -64,7 +65,7 @@ class _PlannedGpus(msgspec.Struct):
     def aside(self) -> list[str]:
         """Return the GPUs that are to hold nothing, by themselves or with their node or rack."""
         places = set(self.drained)
-        return [g.id for g in self.gpus if places & {g.id, g.id.rpartition("/")[0], g.rack}]
+        return [g.id for g in self.gpus if places & {g.id, node_of(g.id), g.rack}]
 
 
 class LiveView:

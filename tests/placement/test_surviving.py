@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.placement.surviving import domain_of, losses_of, may_lie, node_of
+from tenuto.placement.cluster import node_of
+from tenuto.placement.surviving import domain_of, losses_of, may_lie
 from tenuto.profiles import Profiles
 
 FAST, SLOW = {"alpha_ms": 0.5, "beta_ms": 3.0}, {"alpha_ms": 2.0, "beta_ms": 10.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 
-from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.cluster import Cluster, Gpu, node_of
 
 
 class GpuPool:
@@ -50,7 +50,7 @@ class GpuPool:
 
     def _bought(self, gpu_type: str) -> Gpu:
         model = self.types[gpu_type]
-        node = model.id.rsplit("/", 1)[0]
+        node = node_of(model.id)
         while True:
             index = self._next_index[node]
             self._next_index[node] = index + 1

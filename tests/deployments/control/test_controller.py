@@ -20,6 +20,20 @@ TWO = make_plan({"n0/0/a": (100.0, ["a", "b"]), "n0/1/a": (100.0, ["a", "b"])})
 MOVED = make_plan({"n0/1/a": (100.0, ["a", "b"])})
 
 
+def befall(desk: Desk, happens: str) -> None:
+    """Let something happen that is a reason to plan again."""
+    if happens == "losses":
+        desk.lost["a"] = 0.2
+    elif happens == "slow":
+        desk.ratios["n0/0/a"] = {"a": 1.5}
+    elif happens == "lost":
+        desk.gpus = desk.gpus[1:]
+    elif happens == "came":
+        desk.gpus = (*desk.gpus, gpu("n9/0"))
+    elif happens == "moved":
+        desk.rates["a"] = 100.0
+
+
 def test_what_goes_well_gives_no_reason() -> None:
     desk = Desk(ONE, GPUS, {"when": {"underused": None}})
     desk.look(100)
@@ -49,21 +63,12 @@ def test_each_reason_is_named(happens: str, kind: str, words: str) -> None:
     desk.entries.clear()
     if happens == "rates":
         desk.rates["a"] = 700.0
-    elif happens == "losses":
-        desk.lost["a"] = 0.2
-    elif happens == "slow":
-        desk.ratios["n0/0/a"] = {"a": 1.5}
-    elif happens == "lost":
-        desk.gpus = desk.gpus[1:]
-    elif happens == "came":
-        desk.gpus = (*desk.gpus, gpu("n9/0"))
     elif happens == "workload":
         more = make_plan({"n0/0/a": (100.0, ["a", "b", "c"])})
         desk.controller.set_workload(Workload(models=more.models))
     elif happens == "idle":
         desk.rates = {"a": 10.0, "b": 10.0}
-    elif happens == "moved":
-        desk.rates["a"] = 100.0
+    befall(desk, happens)
     desk.look(45)
     assert desk.questions
     assert words in " ".join(entry.text for entry in desk.entries)
@@ -180,18 +185,9 @@ def test_a_reason_that_is_none_any_more_is_not_written(happens: str) -> None:
     desk.look(40)
     desk.questions.clear()
     desk.entries.clear()
-    if happens == "losses":
-        desk.lost["a"] = 0.2
-    elif happens == "slow":
-        desk.ratios["n0/0/a"] = {"a": 1.5}
-    elif happens == "lost":
-        desk.gpus = desk.gpus[1:]
-    elif happens == "came":
-        desk.gpus = (*desk.gpus, gpu("n9/0"))
-    elif happens == "idle":
+    befall(desk, happens)
+    if happens == "idle":
         desk.rates = {"a": 1.0, "b": 1.0}
-    elif happens == "moved":
-        desk.rates["a"] = 100.0
     desk.look(10 if happens == "losses" else 45)
     desk.rates, desk.gpus, desk.lost["a"] = rates, gpus, 0.0
     desk.ratios["n0/0/a"] = {"a": 1.0}

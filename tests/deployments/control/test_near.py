@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tenuto.deployments.control.near import changes_of, planned_near
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement.cluster import node_of
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.surviving import drained, node_of, without
+from tenuto.placement.surviving import drained, without
 from tenuto.profiles import Profiles
 
 NOTHING = Profiles([])

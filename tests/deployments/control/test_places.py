@@ -14,8 +14,9 @@ from tenuto.deployments.control.worth import Durations
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.controlled import ControlledSimulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement.cluster import node_of
 from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.surviving import bearable, may_lie, node_of, unmet
+from tenuto.placement.surviving import bearable, may_lie, unmet
 from tenuto.profiles import Profiles
 
 NOTHING = Profiles([])
