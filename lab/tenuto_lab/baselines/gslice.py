@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
 from tenuto.options import option
@@ -75,54 +75,99 @@ class Gslice(Policy):
         Raises:
             InvalidInputError: a model has iGniter's coefficients on no GPU type of the cluster.
         """
+        packed = self.untuned(workload, cluster, profiles)
+        settings = [self._settled(tuning) for tuning in self.tunings(packed, workload, profiles)]
+        return self.tuned(packed, settings, workload, cluster, profiles)
+
+    def untuned(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Packed:
+        """Return which models share which GPU, before any share or batch is tuned.
+
+        Raises:
+            InvalidInputError: a model has iGniter's coefficients on no GPU type of the cluster.
+        """
         attempt = beside if self.placement == "igniter" else lower_bounds
-        packed = pack_cluster(workload, cluster, profiles, attempt, first=self.placement != "igniter")
-        refused = dict(packed.refused)
-        late: list[str] = []
-        tuned = [self._tuned(opened, workload, profiles, refused, late) for opened in packed.gpus]
+        return pack_cluster(workload, cluster, profiles, attempt, first=self.placement != "igniter")
+
+    def tunings(self, packed: Packed, workload: Workload, profiles: Profiles) -> list[Tuning]:
+        """Return the loops of every GPU."""
+        return [
+            Tuning(self, opened.demands, _Memory(self, opened, workload, profiles).largest_batch)
+            for opened in packed.gpus
+        ]
+
+    def tuned(
+        self,
+        packed: Packed,
+        settings: Sequence[Sequence[Setting]],
+        workload: Workload,
+        cluster: Cluster,
+        profiles: Profiles,
+    ) -> Plan:
+        """Return the plan with these settings of the residents of every GPU."""
+        refused, late = dict(packed.refused), list[str]()
+        gpus = [
+            _with_settings(opened, chosen, _Memory(self, opened, workload, profiles), refused, late)
+            for opened, chosen in zip(packed.gpus, settings, strict=True)
+        ]
         notes = []
-        overcommits = any(sum(gpu.shares) > gpu.demands[0].most_units for gpu in tuned)
+        overcommits = any(sum(gpu.shares) > gpu.demands[0].most_units for gpu in gpus)
         if overcommits:
             notes.append("over-commits shares: each model's share is tuned by itself")
         if late:
             notes.append("expected to miss half their SLO or their rate beside their neighbours: " + ", ".join(late))
-        return igniter_plan(self.name, workload, cluster, Packed(tuned, refused), notes, overcommits=overcommits)
+        return igniter_plan(self.name, workload, cluster, Packed(gpus, refused), notes, overcommits=overcommits)
 
-    def _tuned(
-        self, opened: OpenGpu, workload: Workload, profiles: Profiles, refused: dict[str, str], late: list[str]
-    ) -> OpenGpu:
-        """Return the GPU with tuned batches and shares, each resident with the rate it then carries."""
-        costs = [profile_of(workload[d.spec.name], opened.gpu.type, profiles) for d in opened.demands]
+    def _settled(self, tuning: Tuning) -> list[Setting]:
+        """Return what the loops end with where iGniter's model stands in for measurements."""
+        loop = tuning.loop()
+        try:
+            settings = next(loop)
+            while True:
+                settings = loop.send(_observed(tuning.demands, settings))
+        except StopIteration as end:
+            found: list[Setting] = end.value
+            return found
 
-        context_mib = context_mib_of(opened.gpu.type, profiles)
 
-        def need(index: int, size: int) -> float:
-            return (memory_of(costs[index], size) or 0.0) + context_mib
+class _Memory:
+    """What the residents of a GPU need of its memory."""
 
-        def largest_batch(index: int, sizes: Sequence[int]) -> int:
-            others = sum(need(other, size) for other, size in enumerate(sizes) if other != index)
-            fitting = (b for b in range(self.max_batch, 0, -1) if others + need(index, b) <= opened.gpu.memory_mib)
-            return next(fitting, 1)
+    def __init__(self, policy: Gslice, opened: OpenGpu, workload: Workload, profiles: Profiles) -> None:
+        self._most, self._room_mib = policy.max_batch, opened.gpu.memory_mib
+        self._costs = [profile_of(workload[d.spec.name], opened.gpu.type, profiles) for d in opened.demands]
+        self._context_mib = context_mib_of(opened.gpu.type, profiles)
 
-        demands = opened.demands
-        settings = _Tuning(self, demands, largest_batch).run()
-        tuned: list[ShareDemand] = []
-        for index, (demand, setting, seen) in enumerate(
-            zip(demands, settings, _observed(demands, settings), strict=True)
-        ):
-            name, carried = demand.spec.name, min(demand.rate_rps, seen.capacity_rps)
-            if (carried < demand.rate_rps or seen.latency_ms > demand.budget_ms) and name not in late:
-                late.append(name)
-            if carried < demand.rate_rps:
-                refused.setdefault(name, "its tuned share and batch carry no more beside its neighbours")
-            found = replace(demand, rate_rps=carried, memory_mib=need(index, setting.batch_size))
-            found.batch_size = setting.batch_size
-            tuned.append(found)
-        return OpenGpu(opened.gpu, tuned, tuple(setting.units for setting in settings))
+    def need_mib(self, index: int, size: int) -> float:
+        """Return what a resident needs with batches of a size."""
+        return (memory_of(self._costs[index], size) or 0.0) + self._context_mib
+
+    def largest_batch(self, index: int, sizes: Sequence[int]) -> int:
+        """Return the largest batch of a resident that fits beside the others' batches, at least 1."""
+        others = sum(self.need_mib(other, size) for other, size in enumerate(sizes) if other != index)
+        fitting = (b for b in range(self._most, 0, -1) if others + self.need_mib(index, b) <= self._room_mib)
+        return next(fitting, 1)
+
+
+def _with_settings(
+    opened: OpenGpu, settings: Sequence[Setting], memory: _Memory, refused: dict[str, str], late: list[str]
+) -> OpenGpu:
+    """Return the GPU with batches and shares as tuned, each resident with the rate it then carries."""
+    tuned: list[ShareDemand] = []
+    seen = _observed(opened.demands, settings)
+    for index, (demand, setting, one) in enumerate(zip(opened.demands, settings, seen, strict=True)):
+        name, carried = demand.spec.name, min(demand.rate_rps, one.capacity_rps)
+        if (carried < demand.rate_rps or one.latency_ms > demand.budget_ms) and name not in late:
+            late.append(name)
+        if carried < demand.rate_rps:
+            refused.setdefault(name, "its tuned share and batch carry no more beside its neighbours")
+        found = replace(demand, rate_rps=carried, memory_mib=memory.need_mib(index, setting.batch_size))
+        found.batch_size = setting.batch_size
+        tuned.append(found)
+    return OpenGpu(opened.gpu, tuned, tuple(setting.units for setting in settings))
 
 
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
     """The batch size and the share, in units, of one resident."""
 
     batch_size: int
@@ -130,14 +175,17 @@ class _Setting:
 
 
 @dataclass(frozen=True)
-class _Observed:
+class Observed:
     """Mean latency of a batch in ms, and the highest throughput in requests/s, beside the residents as they are."""
 
     latency_ms: float
     capacity_rps: float
 
 
-def _observed(demands: Sequence[ShareDemand], settings: Sequence[_Setting]) -> list[_Observed]:
+Loop = Generator[list[Setting], list[Observed], list[Setting]]
+
+
+def _observed(demands: Sequence[ShareDemand], settings: Sequence[Setting]) -> list[Observed]:
     """Return what iGniter's analytic model has every resident do (eq. 1 to 11): the stand-in for a measurement.
 
     Throughput is b / (t_gpu + t_feedback), as loading overlaps with computing (eq. 2).
@@ -150,64 +198,67 @@ def _observed(demands: Sequence[ShareDemand], settings: Sequence[_Setting]) -> l
     for demand, own in zip(demands, loads, strict=True):
         time_ms = inference_time_ms(demand.model, own, loads, demand.hardware)
         load_ms = own.batch_size * demand.model.load_bytes / demand.hardware.pcie_bytes_per_ms
-        found.append(_Observed(time_ms, 1000.0 * own.batch_size / (time_ms - load_ms)))
+        found.append(Observed(time_ms, 1000.0 * own.batch_size / (time_ms - load_ms)))
     return found
 
 
-class _Tuning:
+class Tuning:
     """The loops on one GPU: batch sizes and shares of its residents, each from what it is observed to do."""
 
     def __init__(
         self, policy: Gslice, demands: Sequence[ShareDemand], largest_batch: Callable[[int, Sequence[int]], int]
     ) -> None:
         """Prepare; `largest_batch` of the i-th resident is what memory allows beside these batch sizes."""
-        self._policy, self._demands, self._largest_batch = policy, demands, largest_batch
+        self.demands = demands
+        self._policy, self._largest_batch = policy, largest_batch
 
-    def run(self) -> list[_Setting]:
-        """Return the settings that the loops end with.
+    def loop(self) -> Loop:
+        """Yield settings to run with, take what every resident was observed to do with them, and return the settings
+        that the loops end with.
 
         All residents start with batches of one and the same share. Up to `share_rounds` times the batch sizes are tuned
         and then, once, the shares; at the end the batch sizes again. Residents are observed together and changed at the
         same time, each by itself.
         """
-        first = self._demands[0]
+        first = self.demands[0]
         start = max(1, round(self._policy.start_share_pct / first.hardware.share_unit_pct))
-        settings = self._bounded([_Setting(1, min(start, first.most_units)) for _ in self._demands])
+        settings = self._bounded([Setting(1, min(start, first.most_units)) for _ in self.demands])
         for _ in range(self._policy.share_rounds):
-            settings = self._with_batches(settings)
-            seen = _observed(self._demands, settings)
+            settings = yield from self._with_batches(settings)
+            seen = yield settings
             changed = self._bounded(
                 [
-                    _Setting(setting.batch_size, self._next_units(demand, setting, one))
-                    for demand, setting, one in zip(self._demands, settings, seen, strict=True)
+                    Setting(setting.batch_size, self._next_units(demand, setting, one))
+                    for demand, setting, one in zip(self.demands, settings, seen, strict=True)
                 ]
             )
             if changed == settings:
                 return settings
             settings = changed
-        return self._with_batches(settings)
+        return (yield from self._with_batches(settings))
 
-    def _with_batches(self, settings: Sequence[_Setting]) -> list[_Setting]:
+    def _with_batches(self, settings: Sequence[Setting]) -> Loop:
         now = list(settings)
         for _ in range(self._policy.batch_rounds):
             sizes = [setting.batch_size for setting in now]
-            for index, (demand, one) in enumerate(zip(self._demands, _observed(self._demands, now), strict=True)):
+            seen = yield now
+            for index, (demand, one) in enumerate(zip(self.demands, seen, strict=True)):
                 wanted = self._next_batch(demand, sizes[index], one)
                 sizes[index] = min(wanted, max(1, self._largest_batch(index, sizes)))
-            after = [_Setting(size, setting.units) for size, setting in zip(sizes, now, strict=True)]
+            after = [Setting(size, setting.units) for size, setting in zip(sizes, now, strict=True)]
             if after == now:
                 break
             now = after
         return now
 
-    def _next_batch(self, demand: ShareDemand, size: int, seen: _Observed) -> int:
+    def _next_batch(self, demand: ShareDemand, size: int, seen: Observed) -> int:
         """Grow or shrink a batch by the part by which the latency misses its target, half the SLO."""
         slack_ms = demand.budget_ms - seen.latency_ms
         if 0 < slack_ms < self._policy.threshold * demand.budget_ms:
             return size
         return min(self._policy.max_batch, max(1, math.ceil(size * (1 + slack_ms / seen.latency_ms) - 1e-9)))
 
-    def _next_units(self, demand: ShareDemand, setting: _Setting, seen: _Observed) -> int:
+    def _next_units(self, demand: ShareDemand, setting: Setting, seen: Observed) -> int:
         """Grow a share that misses latency or throughput, shrink one that has more than enough of both."""
         throughput, near = seen.capacity_rps, self._policy.threshold
         if self._policy.observed == "served":  # never more than arrives
@@ -225,11 +276,11 @@ class _Tuning:
             return setting.units
         return min(demand.most_units, max(1, math.ceil(changed - 1e-9)))
 
-    def _bounded(self, settings: list[_Setting]) -> list[_Setting]:
+    def _bounded(self, settings: list[Setting]) -> list[Setting]:
         """Cut the largest shares, one unit at a time, until all fit into the GPU, unless it may be over-committed."""
         if self._policy.overcommit:
             return settings
         units = [setting.units for setting in settings]
-        while sum(units) > self._demands[0].most_units:
+        while sum(units) > self.demands[0].most_units:
             units[units.index(max(units))] -= 1
-        return [_Setting(setting.batch_size, max(1, own)) for setting, own in zip(settings, units, strict=True)]
+        return [Setting(setting.batch_size, max(1, own)) for setting, own in zip(settings, units, strict=True)]

@@ -9,6 +9,7 @@ from tenuto_lab.experiments.experiment import Detail, Experiment
 from tenuto_lab.experiments.observed.language import LANGUAGE
 from tenuto_lab.experiments.observed.rates import RATES
 from tenuto_lab.experiments.observed.vision import VISION
+from tenuto_lab.experiments.running_tuner import FIGURES
 from tenuto_lab.experiments.sweeps import gpu_sweep, rate_sweep
 
 _GPUS = "GPUs"
@@ -129,7 +130,7 @@ def find_experiments(names: tuple[str, ...]) -> list[Experiment]:
         else:
             close = difflib.get_close_matches(plain, by_name, n=1)
             hint = f"Did you mean '{close[0].upper()}'? " if close else ""
-            known = ", ".join(experiment.name for experiment in EXPERIMENTS)
+            known = ", ".join([*(experiment.name for experiment in EXPERIMENTS), *FIGURES])
             problems.append(Problem("NAME", name, "no such experiment", f"{hint}Experiments: all, {known}."))
     if problems:
         raise InvalidInputError(problems)

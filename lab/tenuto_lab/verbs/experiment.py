@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -11,10 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from tenuto.cli.common import ProgressLine, command_line, json_option, notice, printed_as_json, say, tell, wants_json
-from tenuto.cli.tables import print_table
+from tenuto.cli.tables import percent, print_table
 
 if TYPE_CHECKING:
     from tenuto_lab.experiments.experiment import Experiment, Settings
+
+_TUNED_S, _QUICK_S = 300.0, 60.0  # limit: virtual seconds of a tuner that serves; the published loops end within 300
+_COLUMNS = ("policy", "model", "from s", "share %", "batch", "batch ms", "answered r/s", "in time")
 
 
 @click.command("experiment", short_help="Run the thesis' experiments again; one page per experiment.")
@@ -63,19 +67,23 @@ def command(
 ) -> int:
     """Run published experiments again, in virtual time or live on emulated GPUs.
 
-    NAME is a figure of the thesis, such as 6.15, or all.
-    `tenuto experiment list` shows what there is. Exit code 1 when the run was interrupted.
+    NAME is a figure of the thesis, such as 6.15, all of these (all), or igniter-15 or igniter-16: GSLICE+ tuning while
+    it serves. `tenuto experiment list` shows what there is. Exit code 1 when the run was interrupted.
 
     Example: tenuto experiment 6.15 --quick -o experiments
     """
     from tenuto.placement import load_policy
     from tenuto_lab.experiments.experiment import Settings
     from tenuto_lab.experiments.registry import EXPERIMENTS, find_experiments
+    from tenuto_lab.experiments.running_tuner import FIGURES
 
     if len(names) == 1 and names[0].lower() == "list":
         _print_list(EXPERIMENTS)
         return 0
-    chosen = find_experiments(names)
+    tuned = [name for name in FIGURES if name in map(str.lower, names)]
+    if tuned and (policies or live or clients != "thesis"):
+        raise click.UsageError(f"--policy, --clients and --live are for the thesis' figures, not for {tuned[0]}.")
+    chosen = find_experiments(tuple(name for name in names if name.lower() not in FIGURES))
     for name in policies:
         load_policy(name)
     if time_stretch is not None and not live:
@@ -87,8 +95,10 @@ def command(
 
         for experiment in chosen:
             prepare_experiment_folder(out / f"figure-{experiment.name}", force=force)
+        for figure in tuned:
+            prepare_experiment_folder(out / f"figure-{figure}", force=force)
     workers = jobs if jobs is not None else min(2, os.cpu_count() or 1)
-    documents = []
+    documents = [_tuned(figure, duration_s or (_QUICK_S if quick else _TUNED_S), seed, out) for figure in tuned]
     for experiment in chosen:
         document = _run(experiment, settings, out, workers, (time_stretch or 1.0, address) if live else None)
         documents.append(document)
@@ -97,7 +107,9 @@ def command(
         if not document["complete"]:
             break
     printed_as_json({"experiments": documents})
-    return 0 if len(documents) == len(chosen) and all(document["complete"] for document in documents) else 1
+    return (
+        0 if len(documents) == len(tuned) + len(chosen) and all(document["complete"] for document in documents) else 1
+    )
 
 
 def _run(
@@ -150,15 +162,72 @@ def _run(
     return document
 
 
+def _tuned(figure: str, duration_s: float, seed: int, out: Path | None) -> dict[str, Any]:
+    """Run a figure of iGniter's paper, print a row for every setting of a model, and return the document."""
+    from dataclasses import asdict
+
+    from tenuto.loadgen.result_folder import provenance, write_files
+    from tenuto_lab.experiments.running_tuner import SECTION, TITLES, render, run_figure
+
+    line = ProgressLine(every_s=5.0)
+    tuned = []
+    for one in run_figure(figure, duration_s=duration_s, seed=seed):
+        tuned.append(one)
+        line.show(f"{figure}: {one.policy} has run")
+    line.clear()
+    rows = [
+        (
+            one.policy,
+            name,
+            f"{phase.moments[0].until_s - 1} to {phase.moments[-1].until_s}",
+            f"{phase.moments[0].share_pct:g}",
+            str(phase.moments[0].batch_size),
+            "-" if phase.latency_ms is None else f"{phase.latency_ms:.2f}",
+            f"{phase.answered_rps:,.1f}",
+            percent(phase.attainment),
+        )
+        for one in tuned
+        for name, phase in one.phases()
+    ]
+    document: dict[str, Any] = {
+        "kind": "tuner",
+        "name": figure,
+        "section": SECTION,
+        "title": TITLES[figure],
+        "emulated": True,
+        "complete": True,
+        "settings": {"duration_s": duration_s, "seed": seed},
+        **provenance(command_line()),
+        "columns": list(_COLUMNS),
+        "rows": rows,
+        "series": [asdict(one) for one in tuned],
+    }
+    if out is not None:
+        folder = out / f"figure-{figure}"
+        page, text = render(figure, tuned, document), json.dumps(document, indent=1) + "\n"
+        write_files(folder, {"result.json": text, "index.html": page})
+        notice(f"page: {folder / 'index.html'}")
+    if not wants_json():
+        say(f"{figure}: {TITLES[figure]}, {duration_s:g} s")
+        print_table(_COLUMNS, rows, left=("policy", "model", "from s"))
+        say("  " + "; ".join(f"{one.policy}: {one.changes} changes" for one in tuned))
+    return document
+
+
 def _print_list(experiments: Sequence[Experiment]) -> None:
-    told = [{"name": e.name, "figures": list(e.figures), "section": e.section, "title": e.title} for e in experiments]
+    from tenuto_lab.experiments.running_tuner import SECTION, TITLES
+
+    told: list[dict[str, Any]] = [
+        {"name": e.name, "figures": list(e.figures), "section": e.section, "title": e.title} for e in experiments
+    ]
+    told += [{"name": n, "figures": [n], "section": SECTION, "title": title} for n, title in TITLES.items()]
     if printed_as_json({"experiments": told}):
         return
-    print_table(
-        ("name", "figures", "section", "what it shows"),
-        ((e.name, " to ".join(dict.fromkeys((e.figures[0], e.figures[-1]))), e.section, e.title) for e in experiments),
-        left=("figures", "section", "what it shows"),
-    )
+    rows = [
+        (e["name"], " to ".join(dict.fromkeys((e["figures"][0], e["figures"][-1]))), e["section"], e["title"])
+        for e in told
+    ]
+    print_table(("name", "figures", "section", "what it shows"), rows, left=("figures", "section", "what it shows"))
 
 
 def _derived(derived: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from tenuto_lab.experiments.emulation import Emulation, emulated_plan
 from tenuto_lab.experiments.experiment import Settings
 from tenuto_lab.experiments.facts import client_share, data_ms_by_model, network_of, thesis_facts
 from tenuto_lab.experiments.registry import EXPERIMENTS, find_experiments
+from tenuto_lab.experiments.running_tuner import FIGURES
 from tenuto_lab.experiments.sweeps import divided
 from tenuto_lab.verbs.experiment import command
 
@@ -258,6 +259,7 @@ def test_an_interrupted_command_writes_a_partial_page(tmp_path: Path, monkeypatc
     ("arguments", "words"),
     [
         (("6.99",), "no such experiment"),
+        (("igniter-17",), "igniter-15, igniter-16"),
         (("6.1", "--policy", "ushr"), "Did you mean 'usher'"),
         (("6.1", "--seed", "-1"), "--seed"),
         (("6.1", "--duration-s", "0"), "--duration-s"),
@@ -277,4 +279,5 @@ def test_bad_arguments_name_their_cure(arguments: tuple[str, ...], words: str) -
 
 def test_the_list_names_every_experiment() -> None:
     ran = run_command("list", "--json")
-    assert [row["name"] for row in json.loads(ran.output)["experiments"]] == [e.name for e in EXPERIMENTS]
+    names = [row["name"] for row in json.loads(ran.output)["experiments"]]
+    assert names == [*(e.name for e in EXPERIMENTS), *FIGURES]
