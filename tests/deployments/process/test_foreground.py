@@ -126,6 +126,12 @@ class Front:
         self.said: list[str] = []
         self.hear("serving")
 
+    def reload_twice(self) -> None:
+        for _ in range(2):
+            self.process.send_signal(signal.SIGHUP)
+            self.hear("reloaded")
+            self.said.clear()
+
     def hear(self, word: str) -> None:
         """Read on until it says a word."""
         assert self.process.stdout is not None
@@ -211,10 +217,7 @@ def test_signals_at_once_in_any_number_and_order_end_it(ended: list[Front]) -> N
 def test_a_hang_up_reloads(ended: list[Front]) -> None:
     front = Front("serving")
     ended.append(front)
-    for _ in range(2):
-        front.process.send_signal(signal.SIGHUP)
-        front.hear("reloaded")
-        front.said.clear()
+    front.reload_twice()
     front.process.send_signal(signal.SIGTERM)
     assert front.code() == 0
 
@@ -222,10 +225,7 @@ def test_a_hang_up_reloads(ended: list[Front]) -> None:
 def test_what_was_lost_is_said_though_what_serves_ends_by_that_at_once(ended: list[Front]) -> None:
     front = Front("taken")
     ended.append(front)
-    for _ in range(2):
-        front.process.send_signal(signal.SIGHUP)
-        front.hear("reloaded")
-        front.said.clear()
+    front.reload_twice()
     front.hear("Ray's head (GCS) died: nothing can serve without it: ending all")
     assert front.code() == 3
 
