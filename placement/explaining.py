@@ -19,6 +19,7 @@ from tenuto.placement.plan import Plan
 from tenuto.placement.policy import load_policy
 from tenuto.placement.program import Gpulet
 from tenuto.placement.solve import enough_for_all, solve
+from tenuto.placement.surviving import is_at
 from tenuto.profiles import Profiles
 
 NARROW = 1.01  # limit: of a search, highest over lowest
@@ -111,10 +112,11 @@ def explain(plan: Plan, gpus: Sequence[Gpu], profiles: Profiles, names: Sequence
 
     Args:
         plan: complete.
-        gpus: of its cluster, with memory and prices.
+        gpus: of its cluster, with memory and prices; those that it has drained count as not there.
         profiles: it was planned with.
         names: of the models that are explained; default: all.
     """
+    gpus = [gpu for gpu in gpus if not is_at(gpu, plan.drained)]
     trying = _Trying(plan, gpus, profiles)
     models = tuple(trying.model(spec.name) for spec in plan.models if not names or spec.name in names)
     growth, breaks = trying.growth()

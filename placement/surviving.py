@@ -56,7 +56,12 @@ def without(cluster: Cluster, places: Sequence[str]) -> Cluster:
             raise refused("node", name, "no such place in the cluster", f"Name one of {', '.join(known[:12])}.")
     gone = tuple(gpu.id for gpu in cluster.gpus if is_at(gpu, places))
     if len(gone) == len(cluster.gpus):
-        raise refused("node", ", ".join(places), "no GPU would be left", "Leave one, or add a node first.")
+        raise refused(
+            "node",
+            ", ".join(places),
+            "no GPU would be left",
+            "Leave one (`tenuto undrain`, where it is drained), or add a node first.",
+        )
     return cluster.model_copy(update={"left_out": (*(cluster.left_out or ()), *gone)}) if gone else cluster
 
 

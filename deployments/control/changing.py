@@ -17,6 +17,7 @@ from tenuto.deployments.control.steps import next_stage
 from tenuto.deployments.control.worth import Durations
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.surviving import is_at
 
 
 class Changing:
@@ -31,6 +32,11 @@ class Changing:
         self.pace = Pace(settings.change, memory.changes_s, memory.quiet_until_s, memory.failures)
         self.gpus: tuple[Gpu, ...] = ()
         self.standby: tuple[Standby, ...] = ()
+
+    @property
+    def usable(self) -> tuple[Gpu, ...]:
+        """The GPUs that are there and not drained."""
+        return tuple(gpu for gpu in self.gpus if not is_at(gpu, self.plan.drained))
 
     def here(self, plan: Plan, gpulets: Sequence[Gpulet] | None = None) -> Plan:
         """Return a plan with those of its gpu-lets, or of some, whose GPU is there."""

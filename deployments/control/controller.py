@@ -160,6 +160,9 @@ class Controller:
         self._reasons.clear()
         lacking = {spec.name for spec in self._workload.models} - {spec.name for spec in target.models}
         self._set(Reason.WORKLOAD, lacking, f"the plan that came back lacks {', '.join(sorted(lacking))}")
+        undrained = [name for name in self.plan.drained if name not in target.drained]
+        self._set_came(undrained, f"{', '.join(undrained)} is drained no more")
+        self._standby_of = None  # where they may wait has changed, perhaps
         self._changing.leave()
         self._begin(target, why)
 
@@ -261,8 +264,8 @@ class Controller:
         lost, came = before - after, after - before
         if not (lost or came):
             return False
-        if came and before and self._settings.when.came:
-            self._reasons[Reason.CAME] = f"GPU {', '.join(sorted(came))} is new"
+        usable = sorted(came & {gpu.id for gpu in self._changing.usable})
+        self._set_came(before and usable, f"GPU {', '.join(usable)} is new")
         if lost:
             self._reasons.pop(Reason.CAME, None)
         if after >= {gpulet.gpu for gpulet in self.plan.gpulets}:
@@ -276,11 +279,16 @@ class Controller:
         self._changing.lose(self._now_s, sorted(lost))
         return True
 
+    def _set_came(self, has_come: object, why: str) -> None:
+        if has_come and self._settings.when.came:
+            self._reasons[Reason.CAME] = why
+
     def _go_on(self, seen: Observation, news: News) -> None:
         """Look at the change that is under way, or at the last one: it is taken back where models lose requests since
-        that did not before, and the plan before would have theirs in time."""
+        that did not before, and the plan before would have theirs in time. One that empties a place stays: whoever
+        asked for that was told what it loses."""
         under_way, last = self.change, self._changing.proving
-        if under_way is None and last is not None:
+        if under_way is None and last is not None and set(last.target.drained) <= set(last.origin.drained):
             new = [name for name in news.losing if name not in last.suffered]
             if new and not self._short(last.origin).keys() & set(new):
                 parts = listed(self._learned.attainment.lost_part(new), "{:.1%}")
@@ -405,7 +413,7 @@ class Controller:
         grow."""
         if result.wanted is None:
             return
-        there = Counter(gpu.type for gpu in self._changing.gpus)
+        there = Counter(gpu.type for gpu in self._changing.usable)
         bounds = self._settings.gpus
         wanted = {kind: max(bound.min, min(bound.max, result.wanted.get(kind, 0))) for kind, bound in bounds.items()}
         if bounds and wanted != self._wanted:

@@ -4,16 +4,16 @@ serve every model as well as the policy's plan made anew, the one counts that st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tenuto.deployments.control.fit import fitted, gpus_of, renamed
 from tenuto.deployments.control.planning import PlanRequest, incremental, of_workload, trimmed
 from tenuto.deployments.control.steps import not_ready
 from tenuto.deployments.control.worth import Durations
 from tenuto.errors import refused
-from tenuto.placement import Cluster, Plan, Policy, Workload
+from tenuto.placement import Cluster, Gpulet, Plan, Policy, Workload
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.expectation.outlook import IN_FULL, Traffic
+from tenuto.placement.expectation.outlook import IN_FULL, Traffic, expected_of
 from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policy import load_policy
@@ -37,6 +37,7 @@ def planned_near(
     profiles: Profiles,
     *,
     at_most: int | None = None,
+    promised_rps: Mapping[str, float] | None = None,
 ) -> Plan:
     """Return the plan that serves every model as well as `anew` with fewest changes of `old`, then at the lowest price;
     where changes are limited, the one that lacks least. Its last note says what it costs to stay near.
@@ -50,6 +51,8 @@ def planned_near(
         cluster: what of `old` lies elsewhere is gone.
         profiles: what the models cost.
         at_most: gpu-lets that may start or load.
+        promised_rps: what is to be promised of each model in place of what `anew` promises; then gpu-lets that end
+            count as changes, too, and none ends only because it is not needed.
 
     Raises:
         InvalidInputError: even to keep what runs takes more changes.
@@ -62,8 +65,9 @@ def planned_near(
     listed = gpus if not cluster.elastic else [gpu for gpu in gpus if any(g.gpu == gpu.id for g in held)]
     kept = kept.model_copy(update={"gpus": tuple(map(PlannedGpu.of, listed)), "notes": (), "expected": Expected()})
     rates = {spec.name: spec.rate_rps for spec in workload.models}
-    promised = {name: anew.expected.models[name].goodput_rps if name in anew.expected.models else 0.0 for name in rates}
-    parts = {name: min(IN_FULL, promised[name] / rates[name]) for name in rates}
+    stays = promised_rps is not None
+    promised = _promised(anew) if promised_rps is None else promised_rps
+    parts = {name: min(IN_FULL, promised.get(name, 0.0) / rates[name]) for name in rates}
     asked = workload.model_copy(update={"merge": "off"})  # what is merged is so already
     request = PlanRequest(
         asked,
@@ -79,11 +83,22 @@ def planned_near(
         attainment=IN_FULL,
     )
 
+    def sizes_of(gpulet: Gpulet) -> dict[str, int]:
+        return {replica.name: replica.batch_size for replica in gpulet.models}
+
     def whole(plan: Plan, most: int = 0) -> Plan:
         """Return a candidate with what is expected of it, and at most so many replicas more."""
         bare = plan.model_copy(update={"notes": (), "expected": Expected()})
         found = complete(bare, policy, asked, cluster, profiles, parts=parts, at_most=most)
-        return renamed(found, old)
+        # What holds the same as before keeps its limit, or its lack of one: another limit is another process.
+        same = {gpulet.id: gpulet for gpulet in held}
+        gpulets = [
+            gpulet.model_copy(update={"memory_mib": before.memory_mib})
+            if (before := same.get(gpulet.id)) is not None and sizes_of(before) == sizes_of(gpulet)
+            else gpulet
+            for gpulet in found.gpulets
+        ]
+        return renamed(found.model_copy(update={"gpulets": tuple(gpulets)}), old)
 
     def candidates() -> Iterator[Plan]:
         yield whole(kept)
@@ -99,7 +114,9 @@ def planned_near(
         lacking = sum(max(0.0, (parts[n] - SLIGHT) * rates[n] - got.get(n, 0.0)) for n in rates)
         price = plan.expected.cost_per_hour
         used = plan.expected.gpus_used
-        return len(unmet(plan)), round(lacking, 6), changes_of(old, plan), used if price is None else price, used
+        ended = len({gpulet.id for gpulet in kept.gpulets} - {gpulet.id for gpulet in plan.gpulets}) if stays else 0
+        changes = changes_of(old, plan) + ended
+        return len(unmet(plan)), round(lacking, 6), changes, used if price is None else price, used
 
     made_anew = renamed(fitted(anew, kept, gpus, keep_idle=not cluster.elastic), old)
     found = list(candidates())
@@ -108,27 +125,61 @@ def planned_near(
         least = min(changes_of(old, plan) for plan in found)
         raise refused("--at-most", at_most, f"what is asked takes {least} changes at least", f"Allow {least}.")
     best = min(allowed, key=rank)
-    smaller = trimmed(request, best)
+    smaller = None if stays else trimmed(request, best)
     if smaller is not None:
         best = min(best, whole(smaller), key=rank)
     return best.model_copy(update={"notes": (*best.notes, _told(old, best, made_anew))})
 
 
-def planned_without(running: Plan, places: Sequence[str], profiles: Profiles, gpus: Sequence[Gpu]) -> Plan:
-    """Return the plan near the one that runs which has nothing on some nodes, racks or GPUs.
+def planned_without(
+    running: Plan,
+    places: Sequence[str],
+    profiles: Profiles,
+    gpus: Sequence[Gpu] = (),
+    *,
+    lost: Sequence[str] = (),
+    used: PolicyUsed | None = None,
+) -> Plan:
+    """Return the plan near the one that runs which has nothing on some nodes, racks or GPUs, and all that is elsewhere
+    where it is. It keeps what every model is promised, as far as there is room; where a place is drained no more, it
+    promises what the policy would, too.
+
+    Args:
+        running: the plan that runs.
+        places: that are to hold nothing.
+        profiles: what the models cost.
+        gpus: of the cluster, beside those of the plan.
+        lost: GPUs that are not there either.
+        used: the policy; default: that of the plan.
 
     Raises:
         InvalidInputError: there is no such place, or no GPU would be left.
     """
     whole = Cluster.of({gpu.id: gpu for gpu in (*gpus_of(running), *gpus)}.values())
-    left, asked = without(whole, places), running.workload
-    policy = load_policy(running.policy.name, running.policy.options)
+    left, asked, used = without(whole, (*places, *lost)), running.workload, used or running.policy
+    policy, promised = load_policy(used.name, used.options), _promised(running)
     anew = solve(policy, bearable(asked, left.gpus), left, profiles)
-    plan = planned_near(running, anew, policy, running.policy, bearable(asked, left.gpus), left, profiles)
+    if set(running.drained) - set(places):
+        promised |= {name: max(rate, promised.get(name, 0.0)) for name, rate in _promised(anew).items()}
+    near = (policy, used, bearable(asked, left.gpus), left, profiles)
+    plan = planned_near(running, anew, *near, promised_rps=promised)
     nowhere = tuple(spec.name for spec in asked.models if spec.name not in {other.name for other in plan.models})
     reasons = plan.unserved_reasons | dict.fromkeys(nowhere, "it may be on no other GPU")
     missing = {"models": asked.models, "unserved": (*plan.unserved, *nowhere), "unserved_reasons": reasons}
     return drained(plan.model_copy(update=missing), whole, places)
+
+
+def less_by(old: Plan, plan: Plan) -> dict[str, tuple[float, float]]:
+    """Return the models of which a plan promises less than another one, with the rate of each that is promised now and
+    that would be, in requests per second."""
+    left = _promised(plan)
+    pairs = {name: (rate, left.get(name, 0.0)) for name, rate in _promised(old).items()}
+    return {name: (now, then) for name, (now, then) in pairs.items() if then < (1.0 - SLIGHT) * now}
+
+
+def _promised(plan: Plan) -> dict[str, float]:
+    """Return what a plan promises of each model that it serves, in requests per second in time."""
+    return {name: model.goodput_rps for name, model in expected_of(plan).models.items()}
 
 
 def _gpus(old: Plan, anew: Plan, cluster: Cluster) -> tuple[Gpu, ...]:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 from tenuto.deployments.control.change import change_deployment, nothing_of
 from tenuto.deployments.control.controller_process import keep_ground, read_ground
+from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.foreseen import ForeseenChange, foresee
 from tenuto.deployments.control.interface import AdvisedPlan
 from tenuto.deployments.control.live import ControlMemory
@@ -25,7 +26,13 @@ from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.process.ray_address import KnownDeployment, announce, cluster_address
 from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
-from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, ServeConfig, is_ours
+from tenuto.deployments.serve.config import (
+    CONTROL_APPLICATION,
+    ENTRY_APPLICATION,
+    ServeConfig,
+    application_name,
+    is_ours,
+)
 from tenuto.deployments.serve.deployment import Deployment, fitting_gateways
 from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.deployments.serve.history import ClusterStore, History, Store, Version
@@ -36,6 +43,8 @@ from tenuto.deployments.wire.status import ControllerState, LogLine
 from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.surviving import is_at
 from tenuto.profiles import Profiles
 
 Ground = tuple[Profiles, tuple[Gpu, ...]]
@@ -93,6 +102,46 @@ class Operations:
         if found is None:
             raise EnvironmentFaultError("nothing is deployed on this cluster. Use `tenuto deploy PLAN`.")
         return self._history.running(found)
+
+    def settled(self) -> Deployment:
+        """Return what is deployed, once the controller's change that is under way is over.
+
+        Raises:
+            EnvironmentFaultError: nothing is deployed, or the change does not end.
+        """
+        since_s, told = time.monotonic(), ""
+        while CONTROL_APPLICATION in self.states() and (change := self.controller.state().change) is not None:
+            if time.monotonic() - since_s > _SILENT_S:
+                raise EnvironmentFaultError(f"a change is still under way ({change.why}). See `tenuto control log`.")
+            if change.why != told:
+                self._progress(f"waiting for the change under way: {change.why}")
+                told = change.why
+            self._sleep(0.5)
+        return self.running()
+
+    def lost_gpus(self, gpus: Sequence[PlannedGpu | Gpu]) -> tuple[str, ...]:
+        """Return the ids of those GPUs that are on nodes which are not alive."""
+        alive = self._applications.node_names() | {""}
+        return tuple(dict.fromkeys(gpu.id for gpu in gpus if (gpu.label or gpu.address or "") not in alive))
+
+    def emptied(self, before: Plan, places: Collection[str]) -> list[str]:
+        """Wait until no gpu-let of a plan that ran, and no other one, is left on some of its nodes, racks or GPUs;
+        return what else is on the nodes that are wholly among them, in words.
+
+        Raises:
+            EnvironmentFaultError: one does not end.
+        """
+        every = {gpu.id: gpu for gpu in (*self.ground()[1], *gpus_of(before))}.values()
+        there = {application_name(gpu.id) for gpu in every if is_at(gpu, places)}
+        held = {application_name(g.id) for g in before.gpulets if application_name(g.gpu) in there}
+        until_s = time.monotonic() + _GONE_S
+        while left := [name for name in self.states() if name in held or name.rpartition("-")[0] in there]:
+            if time.monotonic() > until_s:
+                raise EnvironmentFaultError(f"{', '.join(left)} did not end within {_GONE_S:g} s. See `ray status`.")
+            self._sleep(0.2)
+        used = {gpu.label or gpu.address or "" for gpu in every if not is_at(gpu, places)}
+        whole = {gpu.label or gpu.address or "" for gpu in every if is_at(gpu, places)} - used
+        return self._applications.others_at(whole)
 
     def described(self) -> str:
         """Return what is deployed and where, in words; empty where nothing is.

@@ -83,12 +83,16 @@ class Proposal:
 def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
     """Return the candidate that pays best, or else the one that would come nearest to it; and the standby processes of
     what runs then."""
-    aside = [gpu for gpu in request.gpus if is_at(gpu, request.running.drained)]
-    request = replace(request, gpus=tuple(gpu for gpu in request.gpus if gpu not in aside))
+    running, places = request.running, request.running.drained
+    aside = [gpu for gpu in request.gpus if is_at(gpu, places)]
+    if places:  # what is still there has to go
+        gpus = {gpu.id: gpu for gpu in request.gpus if gpu not in aside}
+        running = running.model_copy(update={"gpulets": tuple(g for g in running.gpulets if g.gpu in gpus)})
+        request = replace(request, gpus=tuple(gpus.values()), running=running)
     only = Proposal(None, "", ChangeWorth(False, "only standby processes were asked for"))
     found = only if request.only_standby else _proposed(request, profiles)
     if found.plan is not None:
-        found = replace(found, plan=drained(found.plan, Cluster.of(aside), request.running.drained))
+        found = replace(found, plan=drained(found.plan, Cluster.of(aside), places))
     plan = found.plan if found.plan is not None and found.worth.pays else request.running
     waiting = twins(plan, request.standby_gpus, request.gpus, request.running)
     if request.standby_pct is not None:

@@ -22,6 +22,7 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.costs import latency_up_to
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.surviving import is_at
 from tenuto.placement.workload import profile_of
 from tenuto.profiles import Profiles
 
@@ -95,13 +96,15 @@ def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[S
 
 
 def still_fitting(waiting: Sequence[Standby], plan: Plan, gpus: Sequence[Gpu]) -> tuple[Standby, ...]:
-    """Return those that can wait beside another plan: for a gpu-let that it keeps, in memory that it leaves free."""
+    """Return those that can wait beside another plan: for a gpu-let that it keeps, in memory that it leaves free, on a
+    GPU that is there and not drained."""
     kept = {gpulet.id for gpulet in plan.gpulets}
-    free_mib = {gpu.id: gpu.memory_mib - sum(map(needed_mib, plan.on_gpu(gpu.id))) for gpu in gpus}
+    usable = [gpu for gpu in gpus if not is_at(gpu, plan.drained)]
+    free_mib = {gpu.id: gpu.memory_mib - sum(map(needed_mib, plan.on_gpu(gpu.id))) for gpu in usable}
     found = []
     for standby in waiting:
         gpulet = standby.gpulet
-        left_mib = free_mib.get(gpulet.gpu, 0.0) - needed_mib(gpulet)
+        left_mib = free_mib.get(gpulet.gpu, -1.0) - needed_mib(gpulet)
         if standby.of in kept and gpulet.id not in kept and left_mib >= -1e-6:
             free_mib[gpulet.gpu] = left_mib
             found.append(standby)

@@ -134,6 +134,8 @@ def _gpulets(status: SystemStatus) -> Iterator[Metric]:
         "gpulet_predicted_seconds", "What the plan says that these batches take.", lambda g: g.predicted_s
     )
     yield each.counter("gpulet_lost", "Times that a connected gpu-let went away.", lambda g: g.lost)
+    places = _Rows(("place",), (((place,), place) for place in status.drained))
+    yield places.gauge("drained", "1 for a node, rack or GPU that is to hold nothing.", lambda _place: True)
 
 
 def _delays(status: SystemStatus) -> Iterator[Metric]:

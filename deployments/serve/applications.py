@@ -10,7 +10,14 @@ from typing import Any
 from tenuto import __version__
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.building import deploy_applications
-from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, ServeConfig, is_ours
+from tenuto.deployments.serve.config import (
+    CONTROL_APPLICATION,
+    ENTRY_APPLICATION,
+    GPULET_PREFIX,
+    HEAD_RESOURCE,
+    ServeConfig,
+    is_ours,
+)
 from tenuto.deployments.serve.deployment import MOST_CLIENTS, Deployment
 from tenuto.deployments.serve.states import ApplicationState, application_states, delete_applications, serve_client
 from tenuto.errors import EnvironmentFaultError
@@ -85,6 +92,21 @@ class Applications:
             if not nobody_listens(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
             for name in _names_of(node)
         )
+
+    def others_at(self, names: Collection[str]) -> list[str]:
+        """Return what of ours beside gpu-lets, and of Ray's, is on nodes found by some names, in words; a kind once."""
+        nodes = {str(node["NodeID"]): node for node in _alive_nodes() if not set(names).isdisjoint(_names_of(node))}
+        is_head = any(HEAD_RESOURCE in node["Resources"] for node in nodes.values())
+        client = serve_client()
+        details = within(ANSWER_S, client.get_serve_details) if client else {"applications": {}}
+        kinds = dict.fromkeys(
+            str(deployment)
+            for name, application in details["applications"].items()
+            if is_ours(name) and not name.startswith(GPULET_PREFIX)
+            for deployment, each in application["deployments"].items()
+            if any(replica["node_id"] in nodes for replica in each["replicas"])
+        )
+        return [*(["Ray's head"] if is_head else []), *sorted(kinds)]
 
     def count_nodes(self) -> int:
         """Return how many nodes are alive."""

@@ -24,6 +24,7 @@ CONTROL_APPLICATION = "tenuto-control"
 GPULET_PREFIX = "gpulet-"
 DISPATCHER_PREFIX = "dispatcher-"
 HEAD_NODE = "__internal_head__"  # what Ray calls the head in its resources, besides its address
+HEAD_RESOURCE = f"node:{HEAD_NODE}"
 
 _NODE = "node:"  # before the address in the name of a node's own resource
 _NODE_SLOT = 0.001  # unit: of that resource, of which there is 1: 1,000 gpu-lets per node

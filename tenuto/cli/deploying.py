@@ -223,7 +223,7 @@ def agrees_to_losses(*, yes: bool) -> Callable[[ForeseenChange], None]:
         if foreseen.lost:
             agree(f"{', '.join(foreseen.lost)}: served now, and by the new plan no more", yes=yes)
         if foreseen.undrained:
-            agree(f"{', '.join(foreseen.undrained)}: drained now, and used again by the new plan", yes=yes)
+            agree(f"{', '.join(foreseen.undrained)}: drained now, and by the new plan no more", yes=yes)
         interrupted = dict.fromkeys(name for step in foreseen.steps for name in step.unserved)
         if interrupted:
             tell(f"no room beside what runs: {', '.join(interrupted)} is not served until new gpu-lets are ready")

@@ -2,46 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from tenuto.cli.common import ClusterArguments, json_option, printed_as_json, tell
-from tenuto.cli.deploying import address_option, agrees_to_losses, operations, yes_option
-from tenuto.placement.shown.table import why_below, why_unserved
+from tenuto.cli.deploying import address_option, agree, operations, yes_option
+from tenuto.placement.plan import PolicyUsed
+
+if TYPE_CHECKING:
+    from tenuto.deployments.control.foreseen import ForeseenChange
+    from tenuto.deployments.control.operations import Operations
+    from tenuto.deployments.serve.deployment import Deployment
+
+
+def draining_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what says where gpu-lets may go, and by what."""
+    for option in reversed(
+        (
+            click.argument("nodes", nargs=-1, required=True, metavar="NODE…"),
+            click.option(
+                "--profiles",
+                "profile_names",
+                multiple=True,
+                metavar="FILE|NAME",
+                help="What models cost. Default: what the controller plans with, else the profiles of the GPU types.",
+            ),
+            click.option(
+                "--policy", metavar="NAME", help="Plans it. Default: the controller's, else that of the plan."
+            ),
+            yes_option,
+            address_option,
+            json_option,
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def go_without(
+    running: Operations,
+    found: Deployment,
+    places: tuple[str, ...],
+    profile_names: tuple[str, ...],
+    policy: str | None,
+    why: str,
+    *,
+    yes: bool,
+) -> bool:
+    """Make the plan with nothing on some places the one that runs; say what moves, and ask where models lose by it."""
+    from tenuto.deployments.control.near import less_by, planned_without
+    from tenuto.deployments.control.settings import ControlSettings
+
+    profiles, gpus = running.ground()
+    if profile_names or not list(profiles):
+        profiles, _ = ClusterArguments(profile_names=profile_names).ground(found.plan)
+    used = ControlSettings.model_validate(found.control or {}).policy if policy is None else PolicyUsed(name=policy)
+    lost = running.lost_gpus((*found.plan.gpus, *gpus))
+    plan = planned_without(found.plan, places, profiles, gpus, lost=lost, used=used)
+
+    def ask(foreseen: ForeseenChange) -> None:
+        for change in foreseen.changes:
+            if change.kind != "route-only":
+                tell(f"{change.gpulet}: {change.kind}: {'; '.join(change.reasons)}")
+        less = less_by(found.plan, plan)
+        losses = [f"{name} keeps {left:,.4g} of {rate:,.4g} rps" for name, (rate, left) in less.items()]
+        interrupted = dict.fromkeys(name for step in foreseen.steps for name in step.unserved)
+        losses += [f"{name} is not served until its new gpu-lets are ready" for name in interrupted]
+        if losses:
+            agree(f"too little room elsewhere: {', '.join(losses)}", yes=yes)
+
+    return running.deploy(found.near(plan), why, by=why.partition(" ")[0], agrees=ask)
 
 
 @click.command("drain", short_help="Move everything off a node, make before break.")
-@click.argument("nodes", nargs=-1, required=True, metavar="NODE…")
-@click.option(
-    "--profiles",
-    "profile_names",
-    multiple=True,
-    metavar="FILE|NAME",
-    help="What models cost. Default: what the controller plans with, else the profiles of the GPU types.",
-)
-@yes_option
-@address_option
-@json_option
-def command(nodes: tuple[str, ...], profile_names: tuple[str, ...], yes: bool, address: str | None) -> int:
+@draining_arguments
+def command(
+    nodes: tuple[str, ...], profile_names: tuple[str, ...], policy: str | None, yes: bool, address: str | None
+) -> int:
     """Let NODE, a rack or a GPU, hold nothing: what is on it starts elsewhere first, and all else stays.
 
-    The controller plans nothing onto it until `tenuto undrain NODE`. Exit code 1: it could not be reached; the plan
-    before runs again.
+    Says what moves, and asks where a model loses requests by it. It ends once no gpu-let is left there. The controller
+    plans nothing onto it until `tenuto undrain NODE`. Exit code 1: it could not be reached; the plan before runs again.
 
     Example: tenuto drain n1
     """
-    from tenuto.deployments.control.near import planned_without
-
     with operations(address) as running:
-        found = running.running()
-        places = tuple(dict.fromkeys((*found.plan.drained, *nodes)))
-        profiles, gpus = running.ground()
-        if profile_names or not list(profiles):
-            profiles, _ = ClusterArguments(profile_names=profile_names).ground(found.plan)
-        plan = planned_without(found.plan, places, profiles, gpus)
-        for name, why in (*why_unserved(plan), *why_below(plan)):
-            tell(f"{name}: {why}")
-        tell(plan.notes[-1])
-        why = f"drain {', '.join(nodes)}"
-        reached = running.deploy(found.near(plan), why, by="drain", agrees=agrees_to_losses(yes=yes))
+        found = running.settled()
+        before = found.plan.drained
+        places = tuple(dict.fromkeys((*before, *nodes)))
+        for name in (name for name in nodes if name in before):
+            tell(f"{name} is drained already")
+        why = f"drain {', '.join(name for name in places if name not in before)}"
+        reached = places == before or go_without(running, found, places, profile_names, policy, why, yes=yes)
+        if reached:
+            also = running.emptied(found.plan, places)
+            stays = f"; until its Ray ends, there stay: {', '.join(also)}" if also else ""
+            tell(f"no gpu-let is left on {', '.join(places)}{stays}")
     printed_as_json({"reached": reached, "drained": places})
     return 0 if reached else 1

@@ -35,6 +35,8 @@ def command(plan_file: str, models: tuple[str, ...], where: ClusterArguments) ->
     found = explain(plan, gpus, profiles, models)
     if not printed_as_json(asdict(found)):
         _print(found, plan.expected.goodput_rps)
+        if plan.drained:
+            say(f"drained, and counted on by nothing here: {', '.join(plan.drained)}")
 
 
 def _print(found: Explained, goodput_rps: float) -> None:

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import json_option, printed_as_json
-from tenuto.cli.deploying import address_option, operations
+from tenuto.cli.common import printed_as_json
+from tenuto.cli.deploying import operations
+from tenuto.cli.drain import draining_arguments, go_without
 from tenuto.errors import refused
 
 
 @click.command("undrain", short_help="Let a drained node hold gpu-lets again.")
-@click.argument("nodes", nargs=-1, required=True, metavar="NODE…")
-@address_option
-@json_option
-def command(nodes: tuple[str, ...], address: str | None) -> int:
-    """Let what `tenuto drain` emptied be used again: by the controller, or by the next plan.
+@draining_arguments
+def command(
+    nodes: tuple[str, ...], profile_names: tuple[str, ...], policy: str | None, yes: bool, address: str | None
+) -> int:
+    """Let what `tenuto drain` emptied be used again.
 
-    Nothing moves at once. Exit code 1: it could not be reached.
+    What had too little room gets it back at once; all else stays, until the controller or the next plan has a use for
+    it. Exit code 1: it could not be reached.
 
     Example: tenuto undrain n1
     """
     with operations(address) as running:
-        found = running.running()
+        found = running.settled()
         drained = found.plan.drained
         for name in nodes:
             if name not in drained:
                 raise refused("node", name, "is not drained", f"Drained: {', '.join(drained) or 'nothing'}.")
-        plan = found.plan.model_copy(update={"drained": tuple(name for name in drained if name not in nodes)})
-        reached = running.deploy(found.near(plan), f"undrain {', '.join(nodes)}", by="undrain")
-    printed_as_json({"reached": reached, "drained": plan.drained})
+        left = tuple(name for name in drained if name not in nodes)
+        why = f"undrain {', '.join(nodes)}"
+        reached = go_without(running, found, left, profile_names, policy, why, yes=yes)
+    printed_as_json({"reached": reached, "drained": left})
     return 0 if reached else 1
