@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tenuto.profiles.networks.merging.capture import CapturedModel
+from tenuto.profiles.networks.merging.capture import CapturedModel, static_size
 from tenuto.profiles.networks.merging.similarity import Submatrix, match_operators, shared_submatrix
 
 # USHER's published values (OSDI 2024, §3.4 and §4).
@@ -45,6 +45,17 @@ class WeightedOperator:
         """Whether its rows see different inputs."""
         return self.is_convolution and self.settings[-1] != 1
 
+    @property
+    def features(self) -> int:
+        """The dimension of its input and its result that carries features."""
+        return 1 if self.is_convolution else self.input.meta["val"].dim() - 1
+
+    @property
+    def outline(self) -> tuple[Any, ...]:
+        """Its input's shape without features; of the batch, how the dimension depends on it."""
+        shape = self.input.meta["val"].shape
+        return tuple(s if isinstance(s, int) else static_size(s) for i, s in enumerate(shape) if i != self.features)
+
 
 @dataclass(frozen=True)
 class SharedOperator:
@@ -53,7 +64,7 @@ class SharedOperator:
     members: dict[str, WeightedOperator]
     part: Submatrix
     similarity: float
-    is_whole: bool  # weights and biases of all members are equal
+    is_whole: bool  # weights and biases of all members are equal, and their inputs of one size
 
     def places(self, model: str) -> tuple[list[int], list[int]]:
         """Return the rows and columns of the submatrix in a member's weight."""
@@ -103,22 +114,13 @@ def matrix(model: CapturedModel, operator: WeightedOperator) -> torch.Tensor:
 def _fits(model: CapturedModel, operator: WeightedOperator) -> bool:
     """Whether batches of several models can run through it: the batch is in one known dimension, not the features'."""
     given, made = model.facts[operator.input], model.facts[operator.node]
-    dims = operator.input.meta["val"].dim()
-    features = 1 if operator.is_convolution else dims - 1
     return (
         given.batch is not None
         and given.joinable
         and made.joinable
         and given.batch == made.batch
-        and given.batch[0] != features
+        and given.batch[0] != operator.features
     )
-
-
-def _outline(operator: WeightedOperator) -> tuple[Any, ...]:
-    """Return the input's shape without batch and features, which members must agree in."""
-    value = operator.input.meta["val"]
-    features = 1 if operator.is_convolution else value.dim() - 1
-    return tuple(s if isinstance(s, int) else "batch" for i, s in enumerate(value.shape) if i != features)
 
 
 def match_models(models: Sequence[CapturedModel]) -> list[SharedOperator]:
@@ -147,15 +149,17 @@ def match_models(models: Sequence[CapturedModel]) -> list[SharedOperator]:
 
 
 def _table(model: CapturedModel) -> dict[Any, list[WeightedOperator]]:
-    """Return a model's weighted operators by kind and depth, and what must be equal for one call to serve all."""
+    """Return a model's weighted operators by kind and depth, and what must be equal for one call to serve all.
+
+    Inputs of different sizes are padded, but the batch has to be in one place.
+    """
     table: dict[Any, list[WeightedOperator]] = defaultdict(list)
     for node in model.operators:
         operator = weighted(model, node)
         if operator is not None and _fits(model, operator):
             weight = model.weights[operator.weight]
-            table[node.target, model.facts[node].depth, operator.settings, _outline(operator), weight.dtype].append(
-                operator
-            )
+            places = tuple(isinstance(size, int) for size in operator.outline)
+            table[node.target, model.facts[node].depth, operator.settings, places, weight.dtype].append(operator)
     return table
 
 
@@ -181,7 +185,7 @@ def _group(
     weights = [matrix(models[m.model], m) for m in members]
     biases = [None if m.bias is None else models[m.model].weights[m.bias] for m in members]
     whole = all(w.shape == weights[0].shape for w in weights) and part.parameters == weights[0].numel()
-    whole = whole and all(_same(bias, biases[0]) for bias in biases)
+    whole = whole and all(_same(bias, biases[0]) for bias in biases) and len({m.outline for m in members}) == 1
     return SharedOperator({m.model: m for m in members}, part, similarity, whole)
 
 

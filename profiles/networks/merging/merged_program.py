@@ -8,7 +8,7 @@ split (a view), where they meet again, it is put together (a copy). Imports torc
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -126,16 +126,16 @@ class MergePlan:
         group = self.shared_of.get(node)
         if group is not None:
             first = next(iter(group.members.values()))
-            if group.is_whole or self.same_size(group):
+            if self.joins(group):
                 return ("shared", first.model, first.node.name)
             return ("part", model.name, node.name)
         owner = None if facts.joinable else model.name
         return ("call", str(node.target), self._static(node.args), self._static(node.kwargs), owner)
 
     @staticmethod
-    def same_size(group: SharedOperator) -> bool:
-        """Return whether all members have equally many output features, so that their results join."""
-        return len({matrix_shape(member)[0] for member in group.members.values()}) == 1
+    def joins(group: SharedOperator) -> bool:
+        """Return whether all members' inputs and results are of one size, so that the results are one value."""
+        return len({(matrix_shape(member)[0], member.outline) for member in group.members.values()}) == 1
 
     def _static(self, argument: Any) -> Key:
         """Return an argument as something that can be compared; sizes as their dependence on the batch."""
@@ -242,21 +242,21 @@ class _Builder:
         whole = next(m for k, m in self.values if k == key and name in m and len(m) > 1)
         facts = self.plan.models[name].facts[node]
         dim, factor = facts.batch or (0, 1)
-        source = self.values[key, whole]
+        source, factors = self.values[key, whole], [factor] * len(whole)
         if isinstance(node.meta["val"], (list, tuple)):
             pieces = [
-                self.split(self.call(operator.getitem, source, i), whole, dim, factor)
+                self.split(self.call(operator.getitem, source, i), whole, dim, factors)
                 for i in range(len(node.meta["val"]))
             ]
             parts: list[Any] = [[piece[i] for piece in pieces] for i in range(len(whole))]
         else:
-            parts = self.split(source, whole, dim, factor)
+            parts = self.split(source, whole, dim, factors)
         for member, part in zip(whole, parts, strict=True):
             self.values.setdefault((key, (member,)), part)
         return self.values[key, (name,)]
 
-    def split(self, source: Any, members: tuple[str, ...], dim: int, factor: int) -> list[Any]:
-        sizes = [self.size((member,), factor) for member in members]
+    def split(self, source: Any, members: tuple[str, ...], dim: int, factors: Sequence[int]) -> list[Any]:
+        sizes = [self.size((member,), factor) for member, factor in zip(members, factors, strict=True)]
         made = self.call(aten.split_with_sizes.default, source, sizes, dim)
         return [self.call(operator.getitem, made, index) for index in range(len(members))]
 
@@ -298,7 +298,7 @@ class _Builder:
             return self.call(
                 node.target, *(joint if arg is chosen.input else self.argument(arg, members) for arg in node.args)
             )
-        if self.plan.same_size(group):
+        if self.plan.joins(group):
             parts = self.parted(group, members)
             return parts[0] if len(members) == 1 else self.join(parts, self.plan.models[members[0]].facts[node].batch)
         together = tuple(name for name in self.present if name in group.members)
@@ -346,25 +346,32 @@ class _Builder:
         return self.join(parts, self.plan.models[members[0]].facts[nodes[0]].batch)
 
     def parted(self, group: SharedOperator, members: tuple[str, ...]) -> list[Any]:
-        """Run the shared submatrix on the joint batch and the rests on each model's own, and put rows in order."""
+        """Run the shared submatrix on the joint batch and the rests on each model's own, and put rows in order.
+
+        Inputs of different sizes are padded with zeros for the joint batch (USHER, section 2.4), which changes nothing
+        in the part of the result that is kept.
+        """
         first = group.members[members[0]]
         name = self.plan.name_of(group)
         batch = self.plan.models[first.model].facts[first.node].batch
-        features = 1 if first.is_convolution else first.node.meta["val"].dim() - 1
+        features = first.features
         own = {m: self.get(self.plan.keys[group.members[m].input], (m,), group.members[m].input) for m in members}
         count = {m: matrix_shape(group.members[m]) for m in members}
         places = {m: group.places(m) for m in members}
         columns = places[members[0]][1]
-        joint = self.inputs(group, members) if len(members) > 1 else own[members[0]]
-        if len({count[m][1] for m in members}) == 1 and len(columns) == count[members[0]][1]:
-            seen = joint
+        outlines = {group.members[m].outline for m in members}
+        same = len({(count[m][1], *places[m][1]) for m in members}) == 1 and len(outlines) == 1
+        if same:
+            joint = self.inputs(group, members) if len(members) > 1 else own[members[0]]
+            seen = joint if len(columns) == count[members[0]][1] else self.take(joint, columns, features)
         else:
-            narrow = {m: self.take(own[m], places[m][1], features) for m in members}
-            same = len({(count[m][1], *places[m][1]) for m in members}) == 1
-            seen = self.take(joint, columns, features) if same else self.join(list(narrow.values()), batch)
+            narrow = {
+                m: own[m] if len(columns) == count[m][1] else self.take(own[m], places[m][1], features) for m in members
+            }
+            seen = self.join([self.padded(narrow[m], group.members[m], outlines) for m in members], batch)
         top = self.apply(first, seen, name, None)
         results = []
-        tops = self.split(top, members, *(batch or (0, 1))) if len(members) > 1 else [top]
+        tops = [top] if len(members) == 1 else self.parts_of(top, group, members)
         for member, upper in zip(members, tops, strict=True):
             item = group.members[member]
             rows, columns = places[member]
@@ -386,6 +393,26 @@ class _Builder:
             order = sorted(range(count[member][0]), key=[*rows, *below].__getitem__)
             results.append(self.take(whole, order, features))
         return results
+
+    def padded(self, value: Any, item: WeightedOperator, outlines: Iterable[tuple[Any, ...]]) -> Any:
+        """Return an operator's input, filled up with zeros to the largest of some outlines."""
+        largest = [max(sizes) if isinstance(sizes[0], int) else None for sizes in zip(*outlines, strict=True)]
+        more = [0 if size is None else size - mine for size, mine in zip(largest, item.outline, strict=True)]
+        more.insert(item.features, 0)
+        if not any(more):
+            return value
+        return self.call(aten.constant_pad_nd.default, value, [n for extra in reversed(more) for n in (0, extra)])
+
+    def parts_of(self, joint: Any, group: SharedOperator, members: tuple[str, ...]) -> list[Any]:
+        """Return each member's own part of a joint result, without what came of padding."""
+        items = [group.members[name] for name in members]
+        batches = [self.plan.models[item.model].facts[item.node].batch or (0, 1) for item in items]
+        parts = self.split(joint, members, batches[0][0], [factor for _, factor in batches])
+        shapes = [item.node.meta["val"].shape for item in items]
+        for dim, sizes in enumerate(zip(*shapes, strict=True)):
+            if dim not in (batches[0][0], items[0].features) and len(set(sizes)) > 1:
+                parts = [self.call(aten.slice.Tensor, p, dim, 0, size) for p, size in zip(parts, sizes, strict=True)]
+        return parts
 
     def take(self, value: Any, indices: list[int], dim: int) -> Any:
         """Return features by index; a slice where they lie side by side."""

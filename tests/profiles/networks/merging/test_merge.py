@@ -28,6 +28,31 @@ def signature(*shape: int) -> ModelSignature:
     return cast(ModelSignature, SimpleNamespace(inputs=(tensor,)))
 
 
+class OneConvolution(torch.nn.Module):
+    """A convolution of any settings, and a head that does not depend on the image's size."""
+
+    def __init__(self, kernel: int, stride: int, padding: int, dilation: int, groups: int) -> None:
+        super().__init__()
+        self.only = torch.nn.Conv2d(4, 8, kernel, stride, padding, dilation, groups)
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.head(self.only(image).relu().sum((2, 3))))
+
+
+class Flattening(torch.nn.Module):
+    """Tokens and requests lie in one dimension, as in GPT-2's projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = torch.nn.Linear(12, 12)
+        self.head = torch.nn.Linear(12, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        flat = torch.addmm(self.projection.bias, tokens.reshape(-1, 12), self.projection.weight)
+        return cast(torch.Tensor, self.head(flat.reshape(tokens.shape).mean(1)))
+
+
 IMAGE, TOKENS = signature(3, 8, 8), signature(6, 12)
 
 
@@ -151,3 +176,46 @@ def test_a_part_that_lies_elsewhere_in_the_other_weight_is_shared_too() -> None:
     assert (second.rows, second.columns) == (7, 6)
     for sizes in ({"a": 2, "b": 2}, {"a": 1, "b": 5}, {"b": 4}):
         assert_same(merged, (3, 8, 8), {"a": a, "b": b}, **sizes)
+
+
+def random_convolution(seed: int) -> tuple[tuple[int, int, int, int, int], list[tuple[int, int]]]:
+    """Return settings of a convolution and two sizes of images it accepts."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(least: int, below: int) -> int:
+        return int(torch.randint(least, below, (), generator=generator))
+
+    kernel, stride, padding = drawn(1, 4), drawn(1, 4), drawn(0, 4)
+    dilation, groups = drawn(1, 3), (1, 1, 2, 4)[drawn(0, 4)]
+    return (kernel, stride, padding, dilation, groups), [(drawn(6, 13), drawn(6, 13)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_smaller_image_is_padded_and_nothing_is_seen_of_it(seed: int) -> None:
+    settings, sizes = random_convolution(seed)
+    torch.manual_seed(seed)
+    a, b = OneConvolution(*settings).eval(), OneConvolution(*settings).eval()
+    b.load_state_dict(a.state_dict())
+    if settings[-1] == 1 and seed % 2:
+        b.only.weight.data[:3] += 0.2  # the rest of its rows is shared
+    shapes = {name: (4, *size) for name, size in zip("ab", sizes, strict=True)}
+    merged, report = merge_models({"a": (a, signature(*shapes["a"])), "b": (b, signature(*shapes["b"]))})
+
+    assert "only.weight" in {op.names["a"] for op in report.clusters[0].operators}
+    assert report.clusters[0].worst_error <= 1e-5
+    nodes = merged[0].program(("a", "b")).graph.nodes
+    once = [node for node in nodes if node.op == "call_function" and "conv2d" in str(node.target)]
+    assert len(once) == (1 if torch.equal(a.only.weight, b.only.weight) else 3)  # else the rest of each by itself
+
+
+@pytest.mark.parametrize("kind", [Attention, Flattening])
+def test_a_shorter_text_is_padded(kind: type[torch.nn.Module]) -> None:
+    a, b = pair(kind)
+    merged, report = merge_models({"a": (a, signature(6, 12)), "b": (b, signature(9, 12))})
+
+    assert len(report.clusters[0].operators) == len([n for n, _ in a.named_parameters() if n.endswith("weight")])
+    with torch.inference_mode():
+        given = {"a": torch.randn(3, 6, 12), "b": torch.randn(2, 9, 12)}
+        found = merged[0].run({name: (tensor,) for name, tensor in given.items()})
+        for name, module in {"a": a, "b": b}.items():
+            assert torch.allclose(found[name][0], module(given[name]), atol=1e-5)
