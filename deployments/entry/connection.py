@@ -21,17 +21,20 @@ from typing import Protocol, cast
 from tenuto.deployments.entry.exchange import STATUS_LINES, Head, HttpError, crash, fail, too_large
 from tenuto.deployments.entry.framing import Framing, KnownHeads
 from tenuto.deployments.entry.open_connections import Limits, OpenConnections
+from tenuto.deployments.entry.turns import Turns
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.status import FrontDoorStatus
 from tenuto.deployments.wire.tensors import Buffer
 
-_READ_BYTES = 1 << 16  # limit: of one read from a socket
+_READ_BYTES = 1 << 16  # limit: of one read from a socket, bodies that have a place of their own aside
+_READ_OVER_BYTES = 1 << 12  # limit: of one that is not looked at in this turn
 _SLOT_BYTES = 1 << 14  # derived: bodies from here on are received into shared memory; below, one more copy costs less
 _JOINED_BYTES = 1 << 15  # derived: below it, one write of a joined copy costs less than a vectored one
 MOST_PIPELINED = 16  # limit: unanswered ones of a connection; and read of one before the others have their turn
 _HEAD_S = 10.0  # limit: from the first byte of a request to the end of its headers
 _BODY_S = 60.0  # limit: from there to the end of its body; and for answers to be taken
 _IDLE_S = 300.0  # limit: between two requests
+_CHECKED = 64  # limit: connections whose time is looked at in one turn of the loop
 _LINGER_S = 5.0  # limit: for a client that goes on sending after its last answer
 _REFUSED_S = 0.01  # limit: until one that has left altogether has refused what was sent; looked at again once a second
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -174,8 +177,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._open: deque[HttpExchange] = deque()  # received or being received, and not answered
         self._receiving: HttpExchange | None = None  # its body is not complete
         self._rest: memoryview | None = None  # of the memory of a body, what is still to come
-        self._ahead = b""  # received, and not looked at before others had their turn
-        self._looks_ahead = False  # its turn comes
+        self._ahead: bytes | memoryview = b""  # received, and not looked at before others had their turn
+        self._waits = False  # its turn comes
+        self._is_first = False  # it is that of one who asks once
         self._chunk_bytes = 0
         self._arrived_ms = 0.0
         self._is_paused = False
@@ -200,8 +204,17 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._closes = True
         self.server.places.forget(self)
         self._rest = self._receiving = None
+        self._ahead = b""
         self._forget_chunks()
         self._framing.close()
+        if self._open and self.server.turns.left <= 0:
+            self._wait()
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Nobody waits for what was asked here."""
+        self.server.turns.spend(len(self._open))
         while self._open:
             self._open.popleft().leave()
 
@@ -211,17 +224,22 @@ class HttpConnection(asyncio.BufferedProtocol):
         One that has left altogether looks the same, until something is sent to it: an interim response, which a client
         must be able to read at any time (RFC 9110, 15.2).
         """
-        if self._receiving is not None:
-            self._open.remove(self._receiving)
-            self._receiving.leave()
-            self._receiving = self._rest = None
         self._has_ended = True
+        if not self._ahead:
+            self._forget_receiving()
         if self._lingers or self._is_encrypted or not (self._open or self._ahead):
             return False
         if self._open and not self._open[-1].head.is_old:
             self._write([_CONTINUE])
             asyncio.get_running_loop().call_later(_REFUSED_S, self._look_if_gone)
         return True
+
+    def _forget_receiving(self) -> None:
+        """The rest of a request will not come."""
+        exchange, self._receiving, self._rest = self._receiving, None, None
+        if exchange is not None:
+            self._open.remove(exchange)
+            exchange.leave()
 
     def _look_if_gone(self) -> None:
         transport = self._transport
@@ -234,24 +252,20 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         del sizehint
-        return self.server.room if self._rest is None else self._rest
+        room = self.server.room if self._rest is None else self._rest
+        return room[:_READ_OVER_BYTES] if self.server.turns.left <= 0 else room
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._closes:
             return  # thrown away
         self._arrived_ms = self.server.clock.arrived_ms()
-        rest = self._rest
-        if rest is None:
-            self._take(bytes(self.server.room[:nbytes]), 1)
-            return
-        self._rest = rest[nbytes:] if nbytes < len(rest) else None
-        try:
-            self._framing.body(rest[:nbytes])
-        except HttpError as error:
-            self._malformed(error)
+        came = bytes(self.server.room[:nbytes]) if self._rest is None else self._rest[:nbytes]
+        if self.server.turns.left <= 0:
+            self._ahead = came
+            self._wait()
+            self._update_reading()
         else:
-            if self._rest is None and self._receiving is not None:
-                self._complete(self._receiving)
+            self._look_at(came)
 
     def pause_writing(self) -> None:
         self._is_paused = True
@@ -262,6 +276,44 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._update_reading()
 
     # --- receiving ----------------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Go on in a turn to come."""
+        self._waits = self._is_first = True
+        self.server.turns.wait(self)
+
+    def go_on(self) -> None:
+        """Look at what was received before others had their turn."""
+        is_first, self._is_first, self._waits = self._is_first, False, False
+        if self._transport is None:
+            self._leave()
+            return
+        if len(self._open) > MOST_PIPELINED or self._is_paused:
+            return  # not yet
+        came, self._ahead = self._ahead, b""
+        if came and not self._closes:
+            if is_first or self._rest is not None:
+                self._look_at(came)
+            else:
+                self._take(bytes(came), MOST_PIPELINED)
+            self._update_reading()
+            self._end_if_over()
+
+    def _look_at(self, came: bytes | memoryview) -> None:
+        """Take what was read at once, of one request."""
+        self.server.turns.spend(1)
+        rest = self._rest
+        if rest is None:
+            self._take(bytes(came), 1)
+            return
+        self._rest = rest[len(came) :] if len(came) < len(rest) else None
+        try:
+            self._framing.body(came)
+        except HttpError as error:
+            self._malformed(error)
+        else:
+            if self._rest is None and self._receiving is not None:
+                self._complete(self._receiving)
 
     def _take(self, data: bytes, most: int) -> None:
         """Take bytes that begin with a request, or go on with one; what follows so many waits for its turn."""
@@ -277,17 +329,6 @@ class HttpConnection(asyncio.BufferedProtocol):
             return
         self._ahead = data
         self._update_reading()
-
-    def take_ahead(self) -> None:
-        """Look at what was received before others had their turn."""
-        self._looks_ahead = False
-        if len(self._open) > MOST_PIPELINED or self._is_paused:
-            return  # not yet
-        data, self._ahead = self._ahead, b""
-        if data and not self._closes:
-            self._take(data, MOST_PIPELINED)
-            self._update_reading()
-            self._end_if_over()
 
     def _take_one(self, data: bytes) -> bytes:
         """Take bytes of one request, and return what follows them."""
@@ -368,6 +409,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._receiving = None
         self._closes = not exchange.keep_alive
         exchange.arrived_ms = self._arrived_ms
+        if len(exchange.body) > _READ_OVER_BYTES:
+            self.server.turns.spend(0, min(len(exchange.body), _READ_BYTES))  # larger ones are read aside
         try:
             self.server.service.handle(exchange)
         except Exception as error:
@@ -377,6 +420,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         framing, exchange, server = self._framing, self._receiving, self.server
         assert framing.chunks is not None
         assert exchange is not None
+        server.turns.spend(0, len(data))
         is_whole = framing.chunked(data)
         self._count_chunks(len(framing.chunks))
         if self._chunk_bytes > server.limits.body_bytes:
@@ -463,8 +507,10 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _end_if_over(self) -> None:
         """End the connection of a client that sends nothing more, once it has its answers."""
-        if self._has_ended and not self._open and not self._ahead:
-            self._close()
+        if self._has_ended and not self._ahead:
+            self._forget_receiving()
+            if not self._open:
+                self._close()
 
     def _write(self, parts: Sequence[Buffer]) -> None:
         transport = self._transport
@@ -485,9 +531,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             transport.pause_reading()
         else:
             transport.resume_reading()
-        if self._ahead and not waits and not self._looks_ahead:
-            self._looks_ahead = True
-            self.server.look_ahead(self)
+        if self._ahead and not waits and not self._waits:
+            self._waits = True
+            self.server.turns.wait_behind(self)
 
     def end(self) -> None:
         """Close the connection after what was written has left, and the client has closed its half of it (9.6).
@@ -538,6 +584,7 @@ class HttpServer:
         self.arena = arena
         self.limits = limits
         self.clock = ArrivalClock(asyncio.get_running_loop())
+        self.turns = Turns()
         self.heads = KnownHeads()
         self.chunked_bytes = 0  # of bodies that come in chunks and are not complete
         self.turned_away: Counter[str] = Counter()  # by reason: requests whose body was not wanted
@@ -546,7 +593,6 @@ class HttpServer:
         self.is_draining = False
         self.date_line = b""
         self.places: OpenConnections[HttpConnection] = OpenConnections(limits, self.turned_away)
-        self._ahead: deque[HttpConnection] = deque()  # that have received more than they have had turns for
         self._servers: dict[tuple[str, int], tuple[asyncio.Server, bool]] = {}  # and whether it is shared
         self._ticker: asyncio.TimerHandle | None = None
 
@@ -587,23 +633,16 @@ class HttpServer:
     def _tick(self) -> None:
         """Once a second."""
         self.date_line = b"date: %b\r\n" % email.utils.formatdate(usegmt=True).encode()
-        now_s = time.monotonic()
-        for connection in self.places.taken():
-            connection.check_time(now_s)
+        self._check_time(deque(self.places.taken()))
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
-    def look_ahead(self, connection: HttpConnection) -> None:
-        """Let a connection go on with what it has received, after those that wait for that already. One has its turn
-        between two polls: whoever sends one request at a time waits for no more than that."""
-        self._ahead.append(connection)
-        if len(self._ahead) == 1:
-            asyncio.get_running_loop().call_soon(self._look_ahead)
-
-    def _look_ahead(self) -> None:
-        connection = self._ahead.popleft()
-        if self._ahead:
-            asyncio.get_running_loop().call_soon(self._look_ahead)
-        connection.take_ahead()
+    def _check_time(self, unchecked: deque[HttpConnection]) -> None:
+        """Look at some connections in this turn of the loop, and at the others in the next ones."""
+        now_s = time.monotonic()
+        for _ in range(min(_CHECKED, len(unchecked))):
+            unchecked.popleft().check_time(now_s)
+        if unchecked:
+            asyncio.get_running_loop().call_soon(self._check_time, unchecked)
 
     async def drain(self, limit_s: float) -> None:
         """Take no more connections, answer what is under way with `connection: close`, then close the rest."""
