@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
-from tenuto.cli import VERBS, delete, deploy, history, load_verb
+from tenuto.cli import VERBS, delete, deploy, drain, history, load_verb, undrain
 from tenuto.cli.deploying import ServingArguments, agrees_to_losses, endpoint_of, operations
-from tenuto.deployments.control.foreseen import foresee
+from tenuto.deployments.control.foreseen import ForeseenChange, foresee
+from tenuto.deployments.control.near import less_by
 from tenuto.deployments.process.ray_address import KnownDeployment
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
@@ -22,6 +23,9 @@ from tenuto.deployments.wire.status import SystemStatus
 from tenuto.documents import dump_yaml
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
+from tenuto.placement.cluster import Gpu
+from tenuto.placement.plan import PolicyUsed
+from tenuto.profiles import Profiles
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
 
@@ -98,6 +102,77 @@ def test_what_loses_its_service_does_so_only_with_a_yes(monkeypatch: pytest.Monk
     agrees_to_losses(yes=False)(foresee(BOTH, ONE))
     with pytest.raises(InvalidInputError, match="nobody agreed"):
         agrees_to_losses(yes=False)(foresee(BOTH, ONE))
+
+
+class DrainedRuns:
+    """A deployment as `tenuto drain` sees it, that goes wherever it is asked to."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.reasons: list[str] = []
+
+    def settled(self) -> Deployment:
+        return Deployment(plan=self.plan)
+
+    def ground(self) -> tuple[Profiles, tuple[Gpu, ...]]:
+        return Profiles([]), ()
+
+    def lost_gpus(self, _gpus: Sequence[object]) -> tuple[str, ...]:
+        return ()
+
+    def deploy(self, wanted: Deployment, why: str, *, by: str, agrees: Callable[[ForeseenChange], None]) -> bool:
+        agrees(foresee(self.plan, wanted.plan))
+        self.plan = wanted.plan
+        self.reasons.append(f"{by}: {why}")
+        return True
+
+    def emptied(self, _before: Plan, _places: Sequence[str]) -> list[str]:
+        return ["gateway"]
+
+
+def drained_with(monkeypatch: pytest.MonkeyPatch, runs: DrainedRuns, *words: str) -> Result:
+    for verb in (drain, undrain):
+        monkeypatch.setattr(verb, "operations", lambda _address: nullcontext(runs))
+    return CliRunner().invoke({"drain": drain, "undrain": undrain}[words[0]].command, words[1:])
+
+
+SPARE = make_plan({"n0/0/a": (100.0, ["m"]), "n1/0/a": (100.0, ["n"])}, rate_rps=10.0)
+FULL = make_plan({"n0/0/a": (100.0, ["m"]), "n1/0/a": (100.0, ["n"])}, rate_rps=600.0)
+
+
+def test_a_drain_says_what_moves_and_what_stays_and_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = DrainedRuns(SPARE)
+    first = drained_with(monkeypatch, runs, "drain", "n1")
+    assert first.exit_code == 0
+    assert "n1/0/a: stop: " in first.output
+    assert "no gpu-let is left on n1; until its Ray ends, there stay: gateway" in first.output
+    again = drained_with(monkeypatch, runs, "drain", "n1")
+    assert (again.exit_code, "n1 is drained already" in again.output) == (0, True)
+    assert runs.reasons == ["drain: drain n1"]
+    for place, why in (("n0", "no GPU would be left"), ("n9", "no such place")):
+        assert why in str(drained_with(monkeypatch, runs, "drain", place).exception)
+    assert drained_with(monkeypatch, runs, "undrain", "n1").exit_code == 0
+    assert "'n1': is not drained" in str(drained_with(monkeypatch, runs, "undrain", "n1").exception)
+    assert runs.reasons == ["drain: drain n1", "undrain: undrain n1"]
+
+
+def test_a_drain_with_too_little_room_says_who_loses_how_much_and_wants_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = DrainedRuns(FULL)
+    refused = drained_with(monkeypatch, runs, "drain", "n1")
+    assert "too little room elsewhere: " in str(refused.exception)
+    assert " rps, and nobody agreed to that. Say --yes" in str(refused.exception)
+    assert runs.plan == FULL
+    assert drained_with(monkeypatch, runs, "drain", "n1", "--yes").exit_code == 0
+    assert runs.plan.drained == ("n1",)
+    assert drained_with(monkeypatch, runs, "undrain", "n1").exit_code == 0
+    assert less_by(FULL, runs.plan) == {}
+
+
+def test_a_drain_of_a_plan_by_a_policy_that_is_not_here_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = DrainedRuns(SPARE.model_copy(update={"policy": PolicyUsed(name="theirs")}))
+    assert "--policy: 'theirs': unknown policy" in str(drained_with(monkeypatch, runs, "drain", "n1").exception)
+    assert drained_with(monkeypatch, runs, "drain", "n1", "--policy", "gpulet").exit_code == 0
+    assert runs.plan.drained == ("n1",)
 
 
 def verbs(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.cli.drain import go_without
 from tenuto.deployments.control.operations import Operations
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
@@ -74,6 +75,28 @@ def test_a_new_plan_is_reached_without_losing_a_request(operator: Operations) ->
     assert after["n0/1/a"] == before["n0/1/a"]
     assert [version.by for version in operator.history.all()] == ["deploy", "deploy"]
     until(lambda: "gpulet-n0-0-a" not in operator.states())
+
+
+def test_a_place_is_emptied_without_losing_a_request_and_what_is_elsewhere_stays(operator: Operations) -> None:
+    assert operator.deploy(of(BEFORE), "as at first")
+    url, running = operator.base_url, operator.settled()
+    before = pids(url)
+
+    def go(places: tuple[str, ...], why: str) -> bool:
+        return go_without(operator, operator.settled(), places, (), "ffd", why, yes=False)
+
+    with asking(url, ["one", "one", "two", "two"]) as answers:
+        assert go(("n0/1",), "drain n0/1")
+        assert operator.emptied(running.plan, ["n0/1"]) == []
+        assert not [name for name in operator.states() if name.startswith("gpulet-n0-1")]
+        until(lambda: len(answers) > 50)
+    assert {status for status, _ in answers} == {200}
+    assert pids(url)["n0/0/a"] == before["n0/0/a"]
+    assert operator.running().plan.drained == ("n0/1",)
+    after = pids(url)
+    assert go((), "undrain n0/1")
+    assert pids(url) == after
+    assert [version.by for version in operator.history.all()][-2:] == ["drain", "undrain"]
 
 
 def test_rollback_goes_to_the_plan_before(operator: Operations) -> None:

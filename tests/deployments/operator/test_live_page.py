@@ -71,7 +71,7 @@ def test_every_model_and_gpu_let_is_shown_and_names_stay_text() -> None:
     assert (dom.count('class="share"'), dom.count('class="share down"')) == (99, 1)
     assert "1 gpu-let down" in dom
     assert '>spare/0</span><div class="shares"><div style="flex: 100 1 0' in dom  # idle, and drawn
-    assert "to hold nothing, as drained: n9/0" in dom
+    assert "; drained: n9/0" in dom
     assert ">drained</div>" in dom
     assert 'id="window">last 1 s<' in dom or 'id="window">last 2 s<' in dom
     assert "network_07 comes at 1.4 times its planned rate" in dom
