@@ -39,3 +39,11 @@ def test_a_benchmark_says_how_it_is_called(
         module.main()
     assert ended.value.code == 0
     assert script in capsys.readouterr().out
+
+
+def test_the_highest_rate_is_found_behind_a_gap_and_is_none_where_nothing_is_accepted() -> None:
+    highest = importlib.import_module("bench_highest_rates").highest
+    assert highest(lambda factor: factor <= 3.0) == pytest.approx(3.0, rel=0.003)
+    assert highest(lambda factor: factor <= 3.0 or 3.1 < factor <= 3.2) == pytest.approx(3.2, rel=0.003)
+    assert highest(lambda factor: factor <= 0.01) == pytest.approx(0.01, rel=0.003)
+    assert highest(lambda _factor: False) == 0.0
