@@ -25,6 +25,7 @@ from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles.share_latency import EVERY_RULE
 
 TRIED = 8  # limit: places for one more replica that are judged, those with the least busy gpu-lets
+STAYS = 1e-6  # limit: what it is worth that a GPU keeps what it holds, where preferences do not care
 SLIGHT = 1e-4  # limit: a part of a rate this small is below what the expectation can tell
 
 
@@ -77,15 +78,38 @@ def may_lie(spec: ModelSpec, gpu: PlannedGpu | Gpu) -> bool:
     return not is_at(gpu, spec.keep_off) and (not spec.only_on or is_at(gpu, spec.only_on))
 
 
+def prefers(spec: ModelSpec, gpu: PlannedGpu | Gpu) -> bool:
+    """Return whether a GPU is where a model would rather be, by its `prefer`."""
+    return spec.prefer is not None and is_at(gpu, (spec.prefer,))
+
+
+def preferences_missed(plan: Plan) -> dict[str, str]:
+    """Return which models lie elsewhere than where they prefer, in whole or in part, and why."""
+    gpus, found = {gpu.id: gpu for gpu in plan.gpus}, {}
+    for spec in plan.models:
+        held = [gpus[gpulet.gpu] for gpulet in plan.hosts_of(spec.name)]
+        away = [gpu for gpu in held if spec.prefer is not None and not prefers(spec, gpu)]
+        if away:
+            here = {gpu.type for gpu in plan.gpus if prefers(spec, gpu)}
+            missing = sorted({gpu.type for gpu in away} - here)
+            why = "no exchange of what whole GPUs hold brings it there at no cost"
+            if missing:
+                why = f"the plan has no {' and no '.join(missing)} there"
+            ids = ", ".join(dict.fromkeys(gpu.id for gpu in away))
+            found[spec.name] = f"{len(away)} of {len(held)} replicas on {ids}, not on {spec.prefer}: {why}"
+    return found
+
+
 def place_problems(workload: Workload, cluster: Cluster) -> Iterator[Problem]:
     """Yield what no plan can obey: unknown places, models that may lie nowhere, and losses that nothing can survive."""
     gpus, known = cluster.gpus, _places(cluster.gpus)
+    aside = {name for gpu in cluster.left_out or () for name in (gpu, node_of(gpu))}
+    cure = f"Name nodes, racks or GPU ids: {', '.join(sorted(known)[:12])}."
     for index, spec in enumerate(workload.models):
         at = f"models.{index}"
         for key in ("only_on", "keep_off"):
             unknown = [name for name in getattr(spec, key) if name not in known]
             if unknown:
-                cure = f"Name nodes, racks or GPU ids: {', '.join(sorted(known)[:12])}."
                 yield Problem(f"{at}.{key}", unknown[0], "no such place in the cluster", cure)
         named = bool(spec.only_on or spec.keep_off)
         if cluster.elastic and (named or spec.spread in ("node", "rack")):
@@ -94,6 +118,11 @@ def place_problems(workload: Workload, cluster: Cluster) -> Iterator[Problem]:
             yield Problem(f"{at}.{key}", getattr(spec, key), rule, "Plan on a fixed cluster, or use spread: gpu.")
         elif not (allowed := [gpu for gpu in gpus if may_lie(spec, gpu)]):
             yield Problem(f"{at}.keep_off", spec.keep_off, "leaves the model no GPU", "Allow it another one.")
+        elif spec.prefer is not None and not cluster.elastic and spec.prefer not in known | aside:
+            yield Problem(f"{at}.prefer", spec.prefer, "no such place in the cluster", cure)
+        elif spec.prefer in known and not cluster.elastic and not any(prefers(spec, gpu) for gpu in allowed):
+            rule = "is where the model must not lie, by its only_on and keep_off"
+            yield Problem(f"{at}.prefer", spec.prefer, rule, "Leave one of them out.")
         elif spec.survive is not None and not cluster.elastic:
             kind = spec.spread or "gpu"
             if len({domain_of(gpu, kind) for gpu in allowed}) < 2:
@@ -116,7 +145,9 @@ def bearable(workload: Workload, gpus: Sequence[Gpu]) -> Workload:
         here = {key: tuple(name for name in getattr(spec, key) if name in known) for key in ("only_on", "keep_off")}
         is_alone = len({domain_of(gpu, spec.spread or "gpu") for gpu in allowed}) < 2
         if allowed:
-            models.append(spec.model_copy(update={**here, "survive": None if is_alone else spec.survive}))
+            liked = spec.prefer if any(prefers(spec, gpu) for gpu in allowed) else None
+            update = {**here, "survive": None if is_alone else spec.survive, "prefer": liked}
+            models.append(spec.model_copy(update=update))
     return workload.model_copy(update={"models": tuple(models)})
 
 
@@ -220,7 +251,7 @@ def arranged(
             None: the plan is a new one, which serves enough.
         at_most: replicas that may be added.
     """
-    asked = [spec for spec in workload.models if asks(spec)]
+    asked = [spec for spec in workload.models if asks(spec) or spec.prefer is not None]
     if parts is None:
         if not asked or not plan.gpulets:
             return plan
@@ -252,7 +283,8 @@ def _allowed(gpulets: Iterable[Gpulet], gpus: Sequence[PlannedGpu], asked: Seque
 
 def _apart(plan: Plan, asked: Sequence[ModelSpec]) -> Plan:
     """Return the plan with what GPUs of a type hold exchanged, as long as that brings models to where they may be or
-    further apart; what still lies where it must not is taken away."""
+    further apart, or, where it changes nothing of this, to where they prefer to be; what still lies where it must not
+    is taken away."""
     gpus = {gpu.id: gpu for gpu in plan.gpus}
     specs = {spec.name: spec for spec in asked}
     held: dict[str, dict[str, float]] = {}  # by GPU: what it carries of each of these models
@@ -275,16 +307,25 @@ def _apart(plan: Plan, asked: Sequence[ModelSpec]) -> Plan:
         is_apart = spec.spread or spec.survive
         return (len(specs) * 2.0 * wrong + (max(by_domain.values()) if is_apart else 0.0)) / whole if whole else 0.0
 
-    is_better = True
+    whole = {name: sum(rates.get(name, 0.0) for rates in held.values()) for name in specs}
+
+    def preferred(was: str, at: str) -> float:
+        """Return the parts of models on a GPU that would lie where they prefer to if it were another one."""
+        return sum(rate / whole[name] for name, rate in held[was].items() if prefers(specs[name], gpus[at]))
+
+    is_better = any(map(asks, asked))
+    if not is_better:  # nothing but preferences: the best exchange is an assignment
+        lies_on = _best_places(plan.gpus, preferred)
     while is_better:
         is_better = False
         for first, second in product([name for name in gpus if held[name]], gpus):
             if gpus[first].type != gpus[second].type or held[first] == held[second]:
                 continue
             other = lies_on | {first: lies_on[second], second: lies_on[first]}
-            moved = held[first].keys() | held[second].keys()
+            moved = [name for name in held[first].keys() | held[second].keys() if asks(specs[name])]
             gain = sum(crowded(name, lies_on) - crowded(name, other) for name in moved)
-            if gain > 1e-9:
+            nicer = sum(preferred(was, other[was]) - preferred(was, lies_on[was]) for was in (first, second))
+            if gain > 1e-9 or (gain > -1e-9 and nicer > 1e-9):
                 lies_on, is_better = other, True
     gpulets = []
     taken: dict[str, int] = defaultdict(int)
@@ -294,6 +335,19 @@ def _apart(plan: Plan, asked: Sequence[ModelSpec]) -> Plan:
         gpulets.append(gpulet.model_copy(update={"id": gpulet_id(gpulet.gpu, taken[gpulet.gpu])}))
         taken[gpulet.gpu] += 1
     return plan.model_copy(update={"gpulets": tuple(gpulets)})
+
+
+def _best_places(gpus: Sequence[PlannedGpu], worth: Callable[[str, str], float]) -> dict[str, str]:
+    """Return where to lay what each GPU holds, on a GPU of its type, so that it is worth most; it stays where that is
+    worth as much."""
+    from scipy.optimize import linear_sum_assignment
+
+    found: dict[str, str] = {}
+    for kind in dict.fromkeys(gpu.type for gpu in gpus):
+        names = [gpu.id for gpu in gpus if gpu.type == kind]
+        values = [[worth(was, at) + STAYS * (was == at) for at in names] for was in names]
+        found |= {names[was]: names[at] for was, at in zip(*linear_sum_assignment(values, maximize=True), strict=True)}
+    return found
 
 
 # --- replicas are added ---------------------------------------------------------------------------------------------

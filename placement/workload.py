@@ -41,6 +41,7 @@ class ModelSpec(StrictModel):
 
     `spread`: its replicas lie on as many GPUs, nodes or racks as can be. `survive`: the part of its planned rate, above
     0 and at most 1, that the loss of any one of these leaves it. `only_on`, `keep_off`: nodes, racks or GPU ids.
+    `prefer`: the one where it lies if that costs no GPU, no rate, and nothing that another model asks.
     """
 
     name: Name
@@ -57,6 +58,7 @@ class ModelSpec(StrictModel):
     survive: Annotated[float, Field(gt=0, le=1)] | None = None
     only_on: tuple[str, ...] = ()
     keep_off: tuple[str, ...] = ()
+    prefer: str | None = None
     weights_path: str | None = None  # local safetensors or state dict; seeded random weights without it
     options: dict[str, Any] = Field(default_factory=dict)  # passed to the executor, such as dtype
 

@@ -18,10 +18,11 @@ from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import GpuletProcess, PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
-from tenuto.placement.surviving import SLIGHT, losses_of, may_lie
+from tenuto.placement.surviving import SLIGHT, losses_of, may_lie, prefers
 from tenuto.profiles.gpu_types import GPU_TYPES, memory_mib_of
 
 FORBIDDEN = 1e12  # derived: more than all breaks together: models are never where they must not be
+PREFERRED = 1e-6  # derived: less than any model that stays loaded is worth: a preference chooses among equals
 BREAKS = 1e6  # derived: more than all models that stay loaded are worth: what would have to be away counts first
 
 
@@ -58,9 +59,10 @@ def fitted(
     specs = {spec.name: spec for spec in plan.models}
 
     def value(name: str, gpu: Gpu) -> float:
-        held = {replica.name for gpulet in wanted[name] for replica in gpulet.models}
-        wrong = (in_place and gpu.id != name) or not all(may_lie(specs[model], gpu) for model in held & specs.keys())
-        return _value(wanted[name], before.get(gpu.id, []), gpu, pairs(wanted[name], gpu)) - FORBIDDEN * wrong
+        held = [specs[model] for model in {r.name for g in wanted[name] for r in g.models} & specs.keys()]
+        wrong = (in_place and gpu.id != name) or not all(may_lie(spec, gpu) for spec in held)
+        liked = PREFERRED * sum(prefers(spec, gpu) for spec in held)
+        return _value(wanted[name], before.get(gpu.id, []), gpu, pairs(wanted[name], gpu)) + liked - FORBIDDEN * wrong
 
     wanted = {gpu: gpulets for gpu, gpulets in plan.by_gpu().items() if gpulets}
     types = {gpu.id: gpu.type for gpu in plan.gpus}

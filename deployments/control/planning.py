@@ -26,12 +26,18 @@ from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.hosting import cost_of
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import complete, solve
-from tenuto.placement.surviving import asks, bearable, drained, is_at, may_lie, unmet
+from tenuto.placement.surviving import asks, bearable, drained, is_at, may_lie, prefers, unmet
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
 SLIGHT = 1e-3  # derived: ten times what a promise near its limit lacks (`expectation.outlook.NOTHING`), of attainment
-ANYWHERE = {"spread": None, "survive": None, "only_on": (), "keep_off": ()}  # what asks nothing of where it lies
+ANYWHERE = {
+    "spread": None,
+    "survive": None,
+    "only_on": (),
+    "keep_off": (),
+    "prefer": None,
+}  # what asks nothing of where it lies
 BORROWS = 1.1  # derived from `batching.core.admission.MARGIN`: beyond it a model exceeds its planned rate
 
 
@@ -313,7 +319,13 @@ def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_r
         ]
         if not room:
             continue
-        gpu = max(room, key=lambda g: sum(other.effective_share_pct for other in held[g.id]))
+        gpu = max(
+            room,
+            key=lambda g: (
+                sum(other.effective_share_pct for other in held[g.id]),
+                sum(prefers(spec, g) for spec in asked),
+            ),
+        )
         placed = gpulet.model_copy(update={"id": fresh_id(gpu.id, names), "gpu": gpu.id})
         names.add(placed.id)
         held[gpu.id].append(placed)

@@ -37,7 +37,7 @@ from tenuto.placement.shown.table import (
 )
 from tenuto.placement.slo_rules import load_workload
 from tenuto.placement.solve import check_inputs, enough_for_all, solve_on_fewest
-from tenuto.placement.surviving import drained, is_at
+from tenuto.placement.surviving import drained, is_at, preferences_missed
 from tenuto.placement.surviving import without as cluster_without
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
@@ -347,6 +347,8 @@ def _print_plan(plan: Plan) -> None:
         say(f"note: {note}")
     for line in losses_told(plan):
         say(line)
+    for name, why in preferences_missed(plan).items():
+        say(f"prefers: {name}: {why}")
     for assumption in plan.expected.assumptions:
         say(f"assumes: {assumption}")
     if plan.streaming:

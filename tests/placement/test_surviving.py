@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import node_of
-from tenuto.placement.surviving import domain_of, losses_of, may_lie
+from tenuto.placement.surviving import domain_of, losses_of, may_lie, preferences_missed, prefers, without
 from tenuto.profiles import Profiles
 
 FAST, SLOW = {"alpha_ms": 0.5, "beta_ms": 3.0}, {"alpha_ms": 2.0, "beta_ms": 10.0}
@@ -44,6 +47,7 @@ models = st.fixed_dictionaries(
         "spread": st.sampled_from(["gpu", "node", "rack"]),
         "survive": st.sampled_from([0.5, 1.0]),
         "keep_off": st.sampled_from([["n0"], ["n2"], ["n2/0", "n1/0"]]),
+        "prefer": st.sampled_from(["n1", "r1", "n1/1"]),
     },
 )
 
@@ -68,6 +72,71 @@ def test_every_plan_obeys_and_says_what_each_loss_leaves(entries: list[dict[str,
         if spec.name not in plan.unserved_reasons:
             assert len(hosts) > 1
             assert min(left) >= 0.989 * spec.survive * promised
+
+
+def _preferred(plan: Plan, lies_on: Mapping[str, str]) -> float:
+    """Return the parts of models that lie where they prefer, if what GPUs hold lay on these others."""
+    gpus, specs = {gpu.id: gpu for gpu in plan.gpus}, {spec.name: spec for spec in plan.models}
+    rates = [(specs[r.name], r.rate_rps or 1.0, lies_on[g.gpu]) for g in plan.gpulets for r in g.models]
+    whole = Counter[str]()
+    for spec, rate, _ in rates:
+        whole[spec.name] += rate
+    return sum(rate / whole[spec.name] for spec, rate, at in rates if prefers(spec, gpus[at]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.sampled_from([None, "n0", "n1", "n2", "r1", "n2/1"]), min_size=1, max_size=5),
+    st.lists(st.sampled_from([100.0, 300.0, 900.0]), min_size=5, max_size=5),
+    st.sampled_from(POLICIES),
+)
+def test_a_preference_costs_nothing_and_is_met_as_far_as_any_exchange_can(
+    liked: list[str | None], rates: list[float], policy: str
+) -> None:
+    entries = [{"rate_rps": rate, "slo_ms": 40} for rate, _ in zip(rates, liked, strict=False)]
+    unasked = planned(workload(*entries), cluster(), policy)
+    asked = workload(*({**entry, "prefer": place} for entry, place in zip(entries, liked, strict=True)))
+    plan = planned(asked, cluster(), policy)
+    assert plan.expected == unasked.expected
+    assert plan.unserved_reasons == unasked.unserved_reasons
+    ids = [gpu.id for gpu in plan.gpus]
+    best = max(_preferred(plan, dict(zip(ids, other, strict=True))) for other in permutations(ids))
+    assert _preferred(plan, {name: name for name in ids}) == pytest.approx(best)
+    gpus = {gpu.id: gpu for gpu in plan.gpus}
+    away = {
+        spec.name
+        for spec in asked.models
+        if spec.prefer and any(not prefers(spec, gpus[gpulet.gpu]) for gpulet in plan.hosts_of(spec.name))
+    }
+    assert preferences_missed(plan).keys() == away
+
+
+def test_a_preference_gives_way_to_what_others_ask_and_to_another_gpu_type() -> None:
+    nodes = [{"name": "n0", "gpus": [{"type": "v100"}]}, {"name": "n1", "gpus": [{"type": "t4"}]}]
+    two_types = Cluster.model_validate({"nodes": nodes})
+    entry = {"rate_rps": 50, "slo_ms": 80}
+    alone = planned(workload(entry), two_types)
+    lies_on = alone.hosts_of("m0")[0].gpu
+    other = "n1" if lies_on == "n0/0" else "n0"
+    plan = planned(workload(entry | {"prefer": other}), two_types)
+    assert plan.expected == alone.expected
+    assert "has no" in preferences_missed(plan)["m0"]
+    full = {"rate_rps": 1500, "slo_ms": 40}
+    plan = planned(workload(full | {"prefer": "n1"}, full | {"only_on": ["n1"]}), cluster(2, 1))
+    assert {gpulet.gpu for gpulet in plan.hosts_of("m1")} == {"n1/0"}
+    assert "at no cost" in preferences_missed(plan)["m0"]
+
+
+def test_a_preferred_node_may_be_left_out() -> None:
+    on = without(cluster(), ["n1"])
+    plan = planned(workload({"rate_rps": 50, "slo_ms": 80, "prefer": "n1"}), on)
+    assert not plan.unserved_reasons
+    assert "has no v100 there" in preferences_missed(plan)["m0"]
+
+
+def test_an_elastic_cluster_takes_a_preference_as_one_that_cannot_be_told() -> None:
+    plan = planned(workload({"rate_rps": 50, "slo_ms": 80, "prefer": "n7"}), cluster(1, 1, elastic=True), "gpulet")
+    assert preferences_missed(plan).keys() == {"m0"}
 
 
 def test_what_is_said_of_a_loss_is_what_the_plan_without_it_promises() -> None:
@@ -121,6 +190,9 @@ def test_a_fixed_cluster_that_is_too_small_says_which_loss_takes_what() -> None:
     [
         ({"keep_off": ["n7"]}, cluster(), "no such place in the cluster"),
         ({"keep_off": ["r0", "r1"]}, cluster(), "leaves the model no GPU"),
+        ({"prefer": "n7"}, cluster(), "no such place in the cluster"),
+        ({"prefer": "n1", "only_on": ["n0"]}, cluster(), "must not lie, by its only_on"),
+        ({"prefer": "n2", "keep_off": ["r0"]}, cluster(), "must not lie, by its only_on"),
         ({"only_on": ["n1"], "spread": "node", "survive": 1}, cluster(), "may use one node only"),
         ({"survive": 1, "spread": "rack"}, cluster(1), "may use one rack only"),
         ({"spread": "node"}, cluster(1, elastic=True), "elastic cluster does not say"),

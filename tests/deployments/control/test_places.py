@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenuto.deployments.control.fit import fitted
 from tenuto.deployments.control.planning import PlanRequest, propose
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.worth import Durations
@@ -48,8 +49,21 @@ models = st.fixed_dictionaries(
         "spread": st.sampled_from(["gpu", "node", "rack"]),
         "survive": st.sampled_from([0.5, 1.0]),
         "keep_off": st.sampled_from([["n0"], ["n2"], ["n2/0", "n1/0"]]),
+        "prefer": st.sampled_from(["n1", "r1", "n1/1"]),
     },
 )
+
+
+def test_a_preference_chooses_among_equal_gpus_and_moves_nothing_that_runs() -> None:
+    on = cluster(3)
+    plan = planned(workload({"rate_rps": 1200, "prefer": "n1"}, {"rate_rps": 1200, "prefer": "n2"}), on)
+    for left, where in ((on.gpus, {"m0": {"n1"}, "m1": {"n2"}}), (on.gpus[:4], {"m0": {"n1"}})):
+        laid = fitted(plan, None, left, keep_idle=True)
+        for name, nodes in where.items():
+            assert {node_of(gpulet.gpu) for gpulet in laid.hosts_of(name)} == nodes
+    elsewhere = planned(workload({"rate_rps": 1200, "prefer": "n0"}, {"rate_rps": 1200}), on)
+    again = fitted(plan, elsewhere, on.gpus, keep_idle=True)
+    assert {g.gpu for g in again.hosts_of("m0")} == {g.gpu for g in elsewhere.hosts_of("m0")}
 
 
 @settings(max_examples=15)
