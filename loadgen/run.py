@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.documents import SCHEMA
 from tenuto.errors import refused
 from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.records import Records
@@ -105,6 +106,9 @@ def load_document(folder: str | Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise refused(str(path), str(folder), f"is not JSON ({error})", "Run the bench again.") from error
+    if document.get("schema", SCHEMA) != SCHEMA:
+        rule = f"is of schema {document['schema']}, and this version reads schema {SCHEMA}"
+        raise refused(str(path), None, rule, "Read it with the version of Tenuto that wrote it.")
     missing = [key for key in ("models", "verdict", "options", "window_ms") if key not in document]
     if missing:
         raise refused(str(path), ", ".join(missing), "keys are missing", "Give a folder that `tenuto bench -o` wrote.")

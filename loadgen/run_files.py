@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.documents import SCHEMA
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.bench import BenchOptions, BenchResult
@@ -34,6 +35,7 @@ def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command:
     """Return the result document of a live run: figures, verdict, and all that is needed to run it again."""
     verdict = result.verdict
     return {
+        "schema": SCHEMA,
         "kind": "bench",
         **_served_by(options.url),
         **result.summary,

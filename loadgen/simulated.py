@@ -19,6 +19,7 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.goodput import Goal, HostedModels, Stop, Trial, never, try_arrivals, try_load
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
+from tenuto.documents import SCHEMA
 from tenuto.errors import Problem
 from tenuto.loadgen.application_figures import application_figures, label_stages
 from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load, scaled_slos
@@ -243,6 +244,7 @@ class SimulatedRun:
         # The simulator's own figures where both have them: it saw every batch, not only the answered requests.
         seen = {key: value for key, value in result.summary().items() if key != "models"}
         document = {
+            "schema": SCHEMA,
             "kind": "simulation",
             "emulated": True,
             **summary,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from tenuto.documents import Fault, StrictModel, dump_yaml, parse_document
+from tenuto.documents import SCHEMA, Fault, SchemaVersion, StrictModel, dump_yaml, parse_document
 from tenuto.errors import one_of, refused
 from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 
@@ -83,6 +83,7 @@ class Cluster(StrictModel):
     `left_out` names GPUs, as `node/index`, that plans do not use.
     """
 
+    schema_version: SchemaVersion = SCHEMA
     nodes: tuple[Node, ...] = ()
     elastic: bool = False
     left_out: tuple[str, ...] | None = None
@@ -147,7 +148,7 @@ class Cluster(StrictModel):
 
     def dump(self) -> str:
         """Render as YAML; `Cluster.load` of the text gives an equal cluster."""
-        return dump_yaml(self.model_dump(mode="json", exclude_none=True))
+        return dump_yaml(self.model_dump(mode="json", by_alias=True, exclude_none=True))
 
     @classmethod
     def parse(cls, text: str, *, elastic: bool = False) -> Cluster:

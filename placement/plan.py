@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer, field_validator
+from pydantic import BeforeValidator, Field, PlainSerializer
 
-from tenuto.documents import Fault, StrictModel, dump_yaml, load_document, parse_document
+from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import raise_if_any, refused
 from tenuto.placement.application import Application
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import plan_problems
 from tenuto.placement.workload import ModelSpec, MpsUse, Objective, Workload
-
-SCHEMA = 1  # format: of a plan file
 
 
 class PolicyUsed(StrictModel):
@@ -109,7 +107,7 @@ class GpuletProcess:
 class Plan(StrictModel):
     """The decision of a policy, complete and immutable."""
 
-    schema_version: Annotated[int, Field(alias="schema")] = SCHEMA
+    schema_version: SchemaVersion = SCHEMA
     policy: PolicyUsed
     gpus: tuple[PlannedGpu, ...] = ()
     gpulets: tuple[Gpulet, ...] = ()
@@ -125,16 +123,6 @@ class Plan(StrictModel):
     streaming: bool = False
     objective: Objective = "weighted"
     overcommits: bool = False  # on purpose: the shares of a GPU may add up to more than 100 %
-
-    @field_validator("schema_version")
-    @classmethod
-    def _known_schema(cls, version: int) -> int:
-        if version != SCHEMA:
-            raise Fault(
-                f"plan schema {version} is not supported by this version, which reads schema {SCHEMA}",
-                "Make the plan again with `tenuto plan`.",
-            )
-        return version
 
     @property
     def workload(self) -> Workload:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from tenuto.documents import StrictModel, dump_yaml
+from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml
 from tenuto.errors import MissingProfileError, one_of, refused
 from tenuto.profiles.latency import LatencyTable, LinearLatency
 
@@ -198,7 +198,7 @@ class CoRun(StrictModel):
 class Profile(StrictModel):
     """A profile file: several models on one GPU type."""
 
-    schema_version: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_version: SchemaVersion = SCHEMA
     name: str
     gpu_type: str
     source: str
@@ -212,7 +212,7 @@ class Profile(StrictModel):
     def dump(self) -> str:
         """Render as YAML; `Profile.load` of the text gives an equal profile."""
         data: dict[str, Any] = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
-        return dump_yaml({"schema": 1, **data})
+        return dump_yaml({"schema": SCHEMA, **data})
 
 
 class Profiles:

@@ -15,10 +15,10 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from tenuto.errors import InvalidInputError, Problem, one_of, refused
 from tenuto.options import split_pairs
@@ -66,6 +66,21 @@ class Fault(ValueError):
     def __init__(self, rule: str, cure: str) -> None:
         super().__init__(f"{rule}. {cure}")
         self.rule, self.cure = rule, cure
+
+
+SCHEMA = 1  # format: of plans, profiles, clusters and results; docs/files.md says what a later version reads
+
+
+def _is_known(version: int) -> int:
+    if version != SCHEMA:
+        raise Fault(
+            f"schema {version} is not supported by this version, which reads schema {SCHEMA}",
+            "Make the file again with this version, or read it with the version of Tenuto that wrote it.",
+        )
+    return version
+
+
+SchemaVersion = Annotated[int, Field(alias="schema"), AfterValidator(_is_known)]
 
 
 # pydantic's error types, with what a user should do about each.

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from tenuto.documents import StrictModel, dump_yaml, parse_document, parse_yaml
+from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml, parse_document, parse_yaml
 from tenuto.placement.interference.interference_model import Resident
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile
 
@@ -63,7 +63,7 @@ class Pair(StrictModel):
 class Constants(StrictModel):
     """The fitted constants as they are shipped, with what they were fitted on."""
 
-    schema_version: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_version: SchemaVersion = SCHEMA
     name: str
     source: str
     trend: Trend

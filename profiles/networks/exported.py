@@ -52,7 +52,7 @@ def _onnx(path: Path) -> LoadedModel:
         import onnxruntime
     except ModuleNotFoundError as error:
         raise EnvironmentFaultError(
-            f"{path} needs the package 'onnxruntime'. Run: pip install onnxruntime (for a GPU onnxruntime-gpu)."
+            f"{path} needs the package 'onnxruntime'. Run: pip install 'tenuto[onnx]' (for a GPU onnxruntime-gpu)."
         ) from error
     try:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

@@ -91,7 +91,7 @@ def _providers(stream: torch.cuda.Stream | None, *, with_tensorrt: bool) -> list
         import onnxruntime
     except ModuleNotFoundError as error:
         raise EnvironmentFaultError(
-            "the runtime 'onnxruntime' is not installed. Run: pip install onnxruntime onnx onnxscript (for a GPU "
+            "the runtime 'onnxruntime' is not installed. Run: pip install 'tenuto[onnx]' (for a GPU then also "
             "onnxruntime-gpu), or remove `runtime` from the model's options."
         ) from error
     wanted = ["CPUExecutionProvider"] if stream is None else ["CUDAExecutionProvider"]

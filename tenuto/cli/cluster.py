@@ -45,7 +45,7 @@ def command(address: str | None, output: str | None) -> int:
         for node, (asked, devices) in zip(cluster.nodes, nodes.items(), strict=True)
         for device in devices
     ]
-    data = {"cluster": cluster.model_dump(mode="json", exclude_none=True), "gpus": told}
+    data = {"cluster": cluster.model_dump(mode="json", by_alias=True, exclude_none=True), "gpus": told}
     if not printed_as_json(data) and output is None:
         _print([node.name for node in cluster.nodes], nodes)
     return 0

@@ -229,8 +229,7 @@ def test_a_plan_from_another_schema_version_is_refused(tenuto, tmp_path: Path) -
     (tmp_path / "plan.yaml").write_text(old)
     ran = tenuto("simulate", "plan.yaml", "--duration-s", "1", "--seed", "1")
     assert ran.code == 2
-    assert "plan schema 9 is not supported" in ran.err
-    assert "tenuto plan" in ran.err
+    assert "schema 9 is not supported" in ran.err
 
 
 def test_an_unwritable_path_is_told(tenuto) -> None:  # type: ignore[no-untyped-def]

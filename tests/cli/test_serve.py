@@ -178,7 +178,7 @@ def test_a_plan_of_another_schema_is_refused(capsys: pytest.CaptureFixture[str],
     plan.write_text(PLAN.replace("schema: 1", "schema: 7"))
     code, err = refused(capsys, "serve", str(plan))
     assert code == 2
-    assert "plan schema 7 is not supported" in err
+    assert "schema 7 is not supported" in err
     assert "tenuto plan" in err
 
 

@@ -25,12 +25,12 @@ PLAN: dict[str, Any] = {
 }
 
 
-def test_another_schema_version_says_to_plan_again() -> None:
+def test_another_schema_version_says_which_version_reads_it() -> None:
     with pytest.raises(InvalidInputError) as caught:
         Plan.from_data({**PLAN, "schema": 2}, origin="plan.yaml")
     (problem,) = caught.value.problems
     assert "schema 2 is not supported" in problem.rule
-    assert "tenuto plan" in problem.cure
+    assert "version of Tenuto that wrote it" in problem.cure
 
 
 def test_unknown_keys_and_broken_references_are_told() -> None:

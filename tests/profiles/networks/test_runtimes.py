@@ -57,7 +57,7 @@ def test_a_provider_that_is_not_there_is_named_with_those_that_are() -> None:
 
 def test_without_the_package_the_cure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
-    with pytest.raises(EnvironmentFaultError, match="pip install onnxruntime"):
+    with pytest.raises(EnvironmentFaultError, match="pip install 'tenuto\\[onnx\\]'"):
         load("onnxruntime")
 
 
