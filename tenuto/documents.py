@@ -37,6 +37,13 @@ class _Dumper(_SafeDumper):  # type: ignore[misc]
         return True
 
 
+def _text(dumper: Any, text: str) -> Any:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)  # lines stay lines
+
+
 class StrictModel(BaseModel):
     """Base of every file schema: frozen, comparable, unknown keys are errors (a typo must fail, not be ignored)."""
 
@@ -108,7 +115,7 @@ _CURES = {
 
 
 def load_document(path: str | Path) -> Any:
-    """Parse a YAML or JSON file.
+    """Parse a YAML or JSON file; of a RayService of Kubernetes, the Serve config in it.
 
     Raises:
         InvalidInputError: the file is absent, unreadable, cut, or not YAML; the message names line and column.
@@ -126,7 +133,14 @@ def load_document(path: str | Path) -> Any:
             "first line if you made it so."
         )
     try:
-        return json.loads(text) if file.suffix == ".json" else parse_yaml(text)
+        found = json.loads(text) if file.suffix == ".json" else parse_yaml(text)
+        if isinstance(found, dict) and found.get("kind") == "RayService":
+            config = (found.get("spec") or {}).get("serveConfigV2")
+            if not config:
+                cure = "`tenuto plan … --format rayservice -o FILE` writes it."
+                raise refused(f"{file}: spec.serveConfigV2", None, "is missing", cure)
+            return parse_yaml(config)
+        return found
     except (yaml.YAMLError, json.JSONDecodeError) as error:
         detail = " ".join(str(error).split())
         raise InvalidInputError(f"{file}: not valid YAML or JSON ({detail}). Repair the syntax there.") from error
@@ -221,13 +235,14 @@ def _suggest(key: str, known: list[str]) -> str:
     return one_of(key, known, "Known keys:") if known else "Remove it."
 
 
-def dump_yaml(data: Any) -> str:
+def dump_yaml(data: Any, *, is_part: bool = False) -> str:
     """Render plain data as YAML in a stable form: keys in the given order, no aliases, floats as Python prints them.
 
-    The first line says that the last one must be there; `load_document` refuses what was cut between.
+    The first line says that the last one must be there; `load_document` refuses what was cut between. `is_part`: it
+    becomes a text in another document, without these lines.
     """
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-    return f"{_FIRST_LINE}{text}{_LAST_LINE}"
+    return text if is_part else f"{_FIRST_LINE}{text}{_LAST_LINE}"
 
 
 def write_whole(path: str | Path, content: str | Callable[[Path], None], *, mode: int | None = None) -> None:

@@ -12,8 +12,9 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
-from tenuto.deployments.security.keys import KeyEntry
+from tenuto.deployments.security.keys import KeyEntry, read_keys
 from tenuto.documents import Fault, StrictModel, parse_document
+from tenuto.errors import refused
 from tenuto.placement import Plan
 from tenuto.placement.plan import PlanField
 from tenuto.profiles.latency import LatencyField
@@ -192,11 +193,13 @@ class DispatcherConfig(Options, UserConfig):
 class Access(StrictModel):
     """Who may ask, and who is told of it. `insecure`: be reached from elsewhere without keys.
 
+    `key_file`: more keys, in a file that every gateway reads on its own node, such as a Secret of Kubernetes.
     `host_names`: what clients may call this server, where it is bound to this machine and asks for no key; names of the
     machine itself are known. Whoever else's page lets its name point here (DNS rebinding) is refused.
     """
 
     keys: tuple[KeyEntry, ...] = ()
+    key_file: str | None = None
     insecure: bool = False
     host_names: tuple[str, ...] = ()
     traces: TracesConfig | None = None
@@ -238,7 +241,7 @@ class GatewayConfig(Access, DispatcherConfig):
                     f"operators.host is {where.host}: whoever reaches that port sees every request's id and the plan",
                     "Bind it to 127.0.0.1 and let a proxy ask for a login, or set insecure: true (--insecure).",
                 )
-            if not self.keys:
+            if not self.keys and self.key_file is None:
                 raise Fault(
                     f"listen.host is {where.host}, and there are no keys: anybody who reaches it may ask",
                     "Make keys with `tenuto key NAME` and give their file with --keys, or set insecure: true "
@@ -249,7 +252,7 @@ class GatewayConfig(Access, DispatcherConfig):
     @property
     def is_shared_with_clients(self) -> bool:
         """Whether clients are others than whoever runs this: they are known by keys, or reach it from elsewhere."""
-        return bool(self.keys) or (self.listen is not None and not self.listen.is_loopback)
+        return bool(self.keys or self.key_file) or (self.listen is not None and not self.listen.is_loopback)
 
 
 class ControlConfig(UserConfig):
@@ -264,8 +267,18 @@ def read_dispatcher_config(raw: Mapping[str, Any]) -> DispatcherConfig:
 
 
 def read_gateway_config(raw: Mapping[str, Any]) -> GatewayConfig:
-    """Read the `user_config` of the gateways; raises `InvalidInputError` with every problem found."""
-    return _checked(parse_document(GatewayConfig, dict(raw), origin="user_config of the gateway"))
+    """Read the `user_config` of the gateways and the keys in its `key_file`.
+
+    Raises:
+        InvalidInputError: with every problem found; also where the key file has no key, as that would let in everybody.
+    """
+    config = _checked(parse_document(GatewayConfig, dict(raw), origin="user_config of the gateway"))
+    if config.key_file is None:
+        return config
+    keys = (*config.keys, *read_keys(config.key_file))
+    if not keys:
+        raise refused("key_file", config.key_file, "holds no keys", "Make one with `tenuto key NAME`.")
+    return config.model_copy(update={"keys": keys})
 
 
 def _checked(config: C) -> C:

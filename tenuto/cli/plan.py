@@ -98,6 +98,13 @@ class _Faults:
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
 @output_option("Write the plan as a Serve config for `serve deploy`.")
 @click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(["serve", "rayservice"]),
+    default="serve",
+    help="Of that file: for `serve deploy` and `tenuto`, or the part of a RayService of Kubernetes that is its plan.",
+)
+@click.option(
     "--executor",
     type=click.Choice(["auto", "torch", "emulated"]),
     default="auto",
@@ -124,6 +131,7 @@ def command(
     where: ClusterArguments,
     options: tuple[str, ...],
     output: str | None,
+    file_format: str,
     executor: str,
     picture: str | None,
     strict: bool,
@@ -150,6 +158,8 @@ def command(
             "writes no plan and no picture",
             "Choose one policy with --policy for -o and --picture.",
         )
+    if file_format != "serve" and not output:
+        raise refused("--format", file_format, "says how a plan is written", "Name a file with -o.")
     workload, cluster, profiles, policies = _inputs(workload_file, names, where, options, strict_options=not compare)
     if fewest_gpus and (from_file or cluster.elastic):
         rule = "leaves GPUs of a fixed cluster idle, to which --from moves nothing and --elastic does not buy"
@@ -170,7 +180,7 @@ def command(
         plan = planned_near(old, plan, policies[policy_name], used, workload, cluster, profiles, at_most=at_most)
     plan = drained(plan, whole, without)
     if output:
-        write_file(output, _document(plan, executor))
+        write_file(output, _document(plan, executor, file_format))
     if picture:
         from tenuto.placement.shown.picture import draw
 
@@ -300,11 +310,14 @@ def _parameters(policy: Policy) -> set[str]:
     return set(getattr(type(policy).__init__, "__kwdefaults__", None) or {})
 
 
-def _document(plan: Plan, executor: str) -> str:
-    """Return the Serve config which carries the plan."""
+def _document(plan: Plan, executor: str, file_format: str) -> str:
+    """Return the Serve config which carries the plan, or the part of a RayService that does."""
     from tenuto.deployments.serve.deployment import Deployment
+    from tenuto.deployments.serve.rayservice import rayservice
     from tenuto.documents import dump_yaml
 
+    if file_format == "rayservice":
+        return rayservice(plan, executor)
     return dump_yaml(Deployment.model_validate({"plan": plan, "executor": executor}).config().to_data())
 
 

@@ -201,6 +201,23 @@ async def test_statistics_of_the_protocol_have_times(bench: Bench) -> None:
     assert found["last_inference"] > 0
 
 
+async def test_a_gateway_reads_the_key_file_of_its_node_and_refuses_one_without_keys(
+    bench: Bench, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    config = {"plan": PLAN.to_data(), "keys": [entry("anna")], "key_file": str(file)}
+    with pytest.raises(InvalidInputError, match="no such file"):
+        read_gateway_config(config)
+    file.write_text("keys: []")
+    with pytest.raises(InvalidInputError, match="holds no keys"):
+        read_gateway_config({**config, "keys": []})
+    file.write_text(json.dumps({"keys": [entry("ben")]}))
+    await bench.entry.follow(read_gateway_config(config))
+    for name in ("anna", "ben"):
+        assert (await bench.infer(X_Api_Key=KEYS[name])).status_code == 200
+    assert (await bench.infer()).status_code == 401
+
+
 async def test_an_exposed_socket_needs_keys_and_operators_stay_at_home() -> None:
     plan = PLAN.to_data()
     exposed = {"host": "0.0.0.0", "port": 8000}
@@ -211,6 +228,7 @@ async def test_an_exposed_socket_needs_keys_and_operators_stay_at_home() -> None
     for rest in ({"keys": [entry("anna")]}, {"insecure": True}):
         config = read_gateway_config({"plan": plan, "listen": exposed, **rest})
         assert config.is_shared_with_clients
+    Deployment(plan=PLAN, host="0.0.0.0", access={"key_file": "/not/on/this/node"}).config()
     made = Deployment(plan=PLAN, host="0.0.0.0", access={"insecure": True}).config()
     assert made.to_data()["http_options"]["host"] == "127.0.0.1"
     assert made.entry.user_config.operators == Listen(port=8002)
