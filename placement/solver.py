@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +37,7 @@ def linear_program(
     program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     program.a_matrix_.start_, program.a_matrix_.index_ = matrix.indptr, matrix.indices
     program.a_matrix_.value_ = matrix.data
+    _hear_banner()
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
     solver.passModel(program)
@@ -75,6 +77,15 @@ def integer_program(cost: Any, **program: Any) -> OptimizeResult:
 
     with _one_at_a_time, _silenced():
         return milp(cost, **program)
+
+
+@cache
+def _hear_banner() -> None:
+    """Let HiGHS (1.16) print the banner that the first solver of a process prints before it takes options."""
+    import highspy
+
+    with _one_at_a_time, _silenced():
+        highspy.Highs()
 
 
 @contextmanager

@@ -171,10 +171,10 @@ def planned_without(
 
 def less_by(old: Plan, plan: Plan) -> dict[str, tuple[float, float]]:
     """Return the models of which a plan promises less than another one, with the rate of each that is promised now and
-    that would be, in requests per second."""
+    that would be, in requests per second. What is promised with a margin is promised in full."""
     left = _promised(plan)
     pairs = {name: (rate, left.get(name, 0.0)) for name, rate in _promised(old).items()}
-    return {name: (now, then) for name, (now, then) in pairs.items() if then < (1.0 - SLIGHT) * now}
+    return {name: (now, then) for name, (now, then) in pairs.items() if then < (IN_FULL - SLIGHT) * now}
 
 
 def _promised(plan: Plan) -> dict[str, float]:

@@ -19,7 +19,13 @@ from tenuto.deployments.serve.config import (
     is_ours,
 )
 from tenuto.deployments.serve.deployment import MOST_CLIENTS, Deployment
-from tenuto.deployments.serve.states import ApplicationState, application_states, delete_applications, serve_client
+from tenuto.deployments.serve.states import (
+    ApplicationState,
+    application_states,
+    delete_applications,
+    serve_client,
+    serve_processes,
+)
 from tenuto.errors import EnvironmentFaultError
 
 _MOST_CHECKED_NODES = 32  # limit: nodes whose version of Tenuto is asked for; it rarely differs on the others only
@@ -97,15 +103,11 @@ class Applications:
         """Return what of ours beside gpu-lets, and of Ray's, is on nodes found by some names, in words; a kind once."""
         nodes = {str(node["NodeID"]): node for node in _alive_nodes() if not set(names).isdisjoint(_names_of(node))}
         is_head = any(HEAD_RESOURCE in node["Resources"] for node in nodes.values())
-        client = serve_client()
-        details = within(ANSWER_S, client.get_serve_details) if client else {"applications": {}}
-        kinds = dict.fromkeys(
-            str(deployment)
-            for name, application in details["applications"].items()
-            if is_ours(name) and not name.startswith(GPULET_PREFIX)
-            for deployment, each in application["deployments"].items()
-            if any(replica["node_id"] in nodes for replica in each["replicas"])
-        )
+        kinds = {
+            each.deployment
+            for each in serve_processes()
+            if each.node_id in nodes and is_ours(each.application) and not each.application.startswith(GPULET_PREFIX)
+        }
         return [*(["Ray's head"] if is_head else []), *sorted(kinds)]
 
     def count_nodes(self) -> int:

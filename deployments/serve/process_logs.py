@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.config import is_ours
-from tenuto.deployments.serve.states import serve_client
+from tenuto.deployments.serve.states import serve_processes
 
 _MOST_BYTES = 1 << 20  # limit: of a log that are read at once
 _READ_S = 60.0  # limit: a node's first worker imports Ray
@@ -24,16 +23,8 @@ class ProcessLog:
 
 def process_logs() -> list[ProcessLog]:
     """Return the logs of all processes of ours that Serve has started."""
-    client = serve_client()
-    details = within(ANSWER_S, client.get_serve_details) if client else {"applications": {}}
-    return [
-        ProcessLog(name, replica["node_id"], replica["log_file_path"])
-        for name, application in details["applications"].items()
-        if is_ours(name)
-        for deployment in application["deployments"].values()
-        for replica in deployment["replicas"]
-        if replica["log_file_path"]
-    ]
+    found = [each for each in serve_processes() if is_ours(each.application) and each.log]
+    return [ProcessLog(each.application, each.node_id, each.log) for each in found]
 
 
 class LogReader:

@@ -42,6 +42,29 @@ class ApplicationState:
         return self.status == "RUNNING"
 
 
+@dataclass(frozen=True)
+class ServeProcess:
+    """A process that Serve has started. `log`: its path in the folder of Ray's logs on its node; empty: none yet."""
+
+    application: str
+    deployment: str
+    node_id: str
+    log: str
+
+
+def serve_processes() -> list[ServeProcess]:
+    """Return those of all applications; one that still waits for a node is none."""
+    client = serve_client()
+    details = within(ANSWER_S, client.get_serve_details) if client else {"applications": {}}
+    return [
+        ServeProcess(name, deployment, replica["node_id"], replica.get("log_file_path") or "")
+        for name, application in details["applications"].items()
+        for deployment, each in application["deployments"].items()
+        for replica in each["replicas"]
+        if replica.get("node_id")
+    ]
+
+
 def serve_client() -> Any:
     """Return this process's client of the Serve that runs; None where none does."""
     from ray.serve.context import _get_global_client

@@ -3,7 +3,7 @@ print every command with what it said.
 
     python lab/benchmarks/walk_operating.py
 
-A first plan, a bad one, a larger one, a rollback, a rate that grows, models that come and go, a node that is lost,
+A first plan, a bad one, a larger one, a rollback, a GPU that is drained, a rate that grows, models that come and go, a node that is lost,
 the end. Requests come all the while from this process, and are counted at the end.
 """
 
@@ -110,6 +110,9 @@ def _while_it_serves(walk: Walk, folder: Path, port: int, load: Load, nodes: obj
     walk.run("tenuto diff larger-plan.yaml")
     walk.run("tenuto deploy larger-plan.yaml --why 'faces will have more load'")
     walk.run("tenuto rollback")
+    walk.run("tenuto drain left/0")
+    walk.run("tenuto status")
+    walk.run("tenuto undrain left/0")
     load.rates["cars"] *= 10.0
     walk.until_logged("changed: too few", 40.0)
     walk.run("tenuto control log --limit 2")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -17,6 +19,12 @@ def test_the_lines_that_highs_prints_for_itself_are_not_seen(capfd: pytest.Captu
         planned(load_policy("ao-milp"), equal_rates(LANGUAGE_MIX, 300, 300), v100s(gpus))
     ctypes.CDLL(None).fflush(None)
     assert tuple(capfd.readouterr()) == ("", "")
+
+
+def test_the_banner_of_the_first_solver_of_a_process_is_not_seen() -> None:
+    asks = "from tenuto.placement.solver import *; linear_program([-1.0], Rows().matrix(1), [], [5.0])"
+    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, timeout=300, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_stdout_is_what_it_was_afterwards(capfd: pytest.CaptureFixture[str]) -> None:

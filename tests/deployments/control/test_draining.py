@@ -118,16 +118,12 @@ def test_what_is_elsewhere_stays_and_no_more_is_lost_than_with_the_place(asked: 
     after = emptied(before, place)
     there, then, now = {gpulet.id: gpulet for gpulet in after.gpulets}, before.processes(), after.processes()
     held = {name: {replica.name for replica in gpulet.models} for name, gpulet in there.items()}
-    less = less_by(before, after)
-    if not less:
+    if not less_by(before, after):
         assert kept.keys() <= there.keys()
         assert all(then[name] == now[name] for name in kept)
         assert all({replica.name for replica in gpulet.models} <= held[name] for name, gpulet in kept.items())
     bare = before.model_copy(update={"gpulets": tuple(kept.values()), "unserved": ()})
     assert sum(promised(after).values()) >= sum(promised(bare).values()) * (1.0 - 1e-3)
-    assert less.keys() == {
-        name for name, rate in promised(before).items() if promised(after).get(name, 0) < 0.9999 * rate
-    }
 
 
 @settings(max_examples=25)

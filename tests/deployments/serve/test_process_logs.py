@@ -2,11 +2,14 @@
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.deployments.serve.process_logs import read_lines
+from tenuto.deployments.serve import states
+from tenuto.deployments.serve.process_logs import ProcessLog, process_logs, read_lines
 
 LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n"), max_size=8)
 
@@ -25,6 +28,16 @@ def test_whole_lines_come_once_and_in_order(lines: list[str], cuts: list[int], l
             ((found, offset),) = read_lines([("/a.log", offset)], last, folder)
             came += found
     assert came == lines
+
+
+def test_a_process_that_still_waits_for_a_node_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve says of it only that it is starting."""
+    ready = {"node_id": "n", "log_file_path": "/a.log", "state": "RUNNING"}
+    replicas = [ready, {"node_id": "n", "state": "STARTING"}, {"state": "STARTING"}]
+    details = {"applications": {"tenuto": {"deployments": {"gateway": {"replicas": replicas}}}}}
+    monkeypatch.setattr(states, "serve_client", lambda: SimpleNamespace(get_serve_details=lambda: details))
+    assert [each.log for each in states.serve_processes()] == ["/a.log", ""]
+    assert process_logs() == [ProcessLog("tenuto", "n", "/a.log")]
 
 
 def test_a_log_that_is_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:
