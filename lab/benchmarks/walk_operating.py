@@ -3,8 +3,8 @@ print every command with what it said.
 
     python lab/benchmarks/walk_operating.py
 
-A first plan, a bad one, a larger one, a rollback, a GPU that is drained, a rate that grows, models that come and go, a node that is lost,
-the end. Requests come all the while from this process, and are counted at the end.
+A first plan, a bad one, a larger one, a rollback, a GPU that is drained, a rate that grows, models that come and go, a
+node that is lost, the end. Requests come all the while from this process, and are counted at the end.
 """
 
 from __future__ import annotations
