@@ -117,7 +117,9 @@ def place_problems(workload: Workload, cluster: Cluster) -> Iterator[Problem]:
             rule = "an elastic cluster does not say on which node a GPU will be"
             yield Problem(f"{at}.{key}", getattr(spec, key), rule, "Plan on a fixed cluster, or use spread: gpu.")
         elif not (allowed := [gpu for gpu in gpus if may_lie(spec, gpu)]):
-            yield Problem(f"{at}.keep_off", spec.keep_off, "leaves the model no GPU", "Allow it another one.")
+            key = "keep_off" if spec.keep_off else "only_on"
+            if known.issuperset((*spec.only_on, *spec.keep_off)):
+                yield Problem(f"{at}.{key}", getattr(spec, key), "leaves the model no GPU", "Allow it another one.")
         elif spec.prefer is not None and not cluster.elastic and spec.prefer not in known | aside:
             yield Problem(f"{at}.prefer", spec.prefer, "no such place in the cluster", cure)
         elif spec.prefer in known and not cluster.elastic and not any(prefers(spec, gpu) for gpu in allowed):
@@ -149,6 +151,15 @@ def bearable(workload: Workload, gpus: Sequence[Gpu]) -> Workload:
             update = {**here, "survive": None if is_alone else spec.survive, "prefer": liked}
             models.append(spec.model_copy(update=update))
     return workload.model_copy(update={"models": tuple(models)})
+
+
+def with_the_rest(plan: Plan, workload: Workload) -> Plan:
+    """Return a plan that was made for what is `bearable` of a workload, for all of it: other models are not served."""
+    made_for = {spec.name for spec in plan.models}
+    rest = tuple(spec.name for spec in workload.models if spec.name not in made_for)
+    reasons = plan.unserved_reasons | dict.fromkeys(rest, "no GPU that it may be on is left")
+    told = {"unserved": (*plan.unserved, *rest), "unserved_reasons": reasons}
+    return plan.model_copy(update={"models": workload.models, **told})
 
 
 def unmet(plan: Plan) -> dict[str, str]:

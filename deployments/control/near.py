@@ -18,7 +18,7 @@ from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import complete, solve
-from tenuto.placement.surviving import SLIGHT, bearable, drained, unmet, without
+from tenuto.placement.surviving import SLIGHT, bearable, drained, unmet, with_the_rest, without
 from tenuto.profiles import Profiles
 
 
@@ -163,10 +163,7 @@ def planned_without(
         promised |= {name: max(rate, promised.get(name, 0.0)) for name, rate in _promised(anew).items()}
     near = (policy, used, bearable(asked, left.gpus), left, profiles)
     plan = planned_near(running, anew, *near, promised_rps=promised)
-    nowhere = tuple(spec.name for spec in asked.models if spec.name not in {other.name for other in plan.models})
-    reasons = plan.unserved_reasons | dict.fromkeys(nowhere, "it may be on no other GPU")
-    missing = {"models": asked.models, "unserved": (*plan.unserved, *nowhere), "unserved_reasons": reasons}
-    return drained(plan.model_copy(update=missing), whole, places)
+    return drained(with_the_rest(plan, asked), whole, places)
 
 
 def less_by(old: Plan, plan: Plan) -> dict[str, tuple[float, float]]:

@@ -26,7 +26,7 @@ from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.hosting import cost_of
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import complete, solve
-from tenuto.placement.surviving import asks, bearable, drained, is_at, may_lie, prefers, unmet
+from tenuto.placement.surviving import asks, bearable, drained, is_at, may_lie, prefers, unmet, with_the_rest
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
@@ -416,11 +416,7 @@ def _planned(
             known,
             parts={spec.name: 1.0 for spec in asked.models},
         )
-    lost = tuple(spec.name for spec in workload.models if spec.name not in {other.name for other in asked.models})
-    reasons = plan.unserved_reasons | dict.fromkeys(lost, "no GPU that it may be on is there")
-    plan = plan.model_copy(
-        update={"models": workload.models, "unserved": (*plan.unserved, *lost), "unserved_reasons": reasons}
-    )
+    plan = with_the_rest(plan, workload)
     if not slow:
         return plan
     gpulets = []

@@ -20,7 +20,7 @@ from tenuto.cli.common import (
 )
 from tenuto.cli.tables import print_table
 from tenuto.cli.watching import planning_watched
-from tenuto.errors import InvalidInputError, Problem, refused
+from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.plan import PolicyUsed
@@ -37,7 +37,7 @@ from tenuto.placement.shown.table import (
 )
 from tenuto.placement.slo_rules import load_workload
 from tenuto.placement.solve import check_inputs, enough_for_all, solve_on_fewest
-from tenuto.placement.surviving import drained, is_at, preferences_missed
+from tenuto.placement.surviving import bearable, drained, is_at, place_problems, preferences_missed, with_the_rest
 from tenuto.placement.surviving import without as cluster_without
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
@@ -166,7 +166,10 @@ def command(
         raise refused("--fewest-gpus", None, rule, "Leave the other option away.")
     old = Plan.load(from_file) if from_file else None
     without = tuple(dict.fromkeys((*(old.drained if old is not None else ()), *without)))
-    whole, cluster = cluster, cluster_without(cluster, without)
+    whole, cluster, asked = cluster, cluster_without(cluster, without), workload
+    if without:
+        raise_if_any(place_problems(asked, whole))
+        workload = bearable(asked, cluster.gpus)
     solved = solve_on_fewest if fewest_gpus else solve
     if compare:
         orders = [profiles, *_other_orders(profiles, where.profile_names, cluster)]
@@ -178,7 +181,8 @@ def command(
 
         used = PolicyUsed(name=policy_name, options=split_pairs(options))
         plan = planned_near(old, plan, policies[policy_name], used, workload, cluster, profiles, at_most=at_most)
-    plan = drained(plan, whole, without)
+    if without:
+        plan = drained(with_the_rest(plan, asked), whole, without)
     if output:
         write_file(output, _document(plan, executor, file_format))
     if picture:
@@ -187,7 +191,8 @@ def command(
         write_file(picture, draw(plan), option="--picture")
     if not printed_as_json(plan.to_data()):
         _print_plan(plan)
-        if plan.unserved_reasons and not cluster.elastic and old is None:
+        is_whole = len(workload.models) == len(asked.models)
+        if plan.unserved_reasons and not cluster.elastic and old is None and is_whole:
             _say_what_is_enough(policies[policy_name], workload, cluster, profiles, is_file=where.gpus is None)
     return _code([plan], strict=strict)
 

@@ -407,3 +407,19 @@ def test_what_is_measured_otherwise_than_here_is_noted(tenuto, tmp_path: Path) -
     assert "note: profiles of v100 come from several devices: card a; card b" in notes
     (torch,) = [note for note in notes if "torch" in note]
     assert (torch.startswith("note: measured with torch 1.0, installed here is "), torch[-3:]) == (True, ": b")
+
+
+def test_what_may_only_be_on_a_node_that_is_left_out_is_not_served_and_the_rest_is(tenuto) -> None:  # type: ignore[no-untyped-def]
+    nodes = "".join(f"  - {{name: {name}, gpus: [{{type: v100, count: 1}}]}}\n" for name in ("left", "right"))
+    Path("c.yaml").write_text(f"nodes:\n{nodes}")
+    only = WORKLOAD.replace("slo_ms: 300", "slo_ms: 300, only_on: [right]")
+    Path("w.yaml").write_text(only)
+    ran = tenuto("plan", "w.yaml", "--policy", "gpulet", "--cluster", "c.yaml", "--without", "right", "--json")
+    plan = json.loads(ran.out)
+    assert (ran.code, plan["drained"]) == (0, ["right"])
+    assert plan["unserved_reasons"]["bert"] == "no GPU that it may be on is left"
+    assert {gpulet["gpu"] for gpulet in plan["gpulets"]} == {"left/0"}
+    Path("w.yaml").write_text(only.replace("[right]", "[rihgt]"))
+    ran = tenuto("plan", "w.yaml", "--policy", "gpulet", "--cluster", "c.yaml", "--without", "right")
+    assert (ran.code, ran.err.count("models.1.")) == (2, 1)
+    assert "models.1.only_on: 'rihgt': no such place in the cluster" in ran.err
