@@ -93,10 +93,9 @@ class Accounts:
         count = len(requests)
         counters.execution_s.add(executed.execution_ms / 1000.0, count)
         counters.gpulet_queue_s.add(executed.gpulet_queue_ms / 1000.0, count)
-        latency_s, batching_s, sent_ms = counters.latency_s, counters.batching_s, executed.sent_ms
-        for request in requests:
-            latency_s.add((now_ms - request.arrived_ms) / 1000.0)
-            batching_s.add((sent_ms - request.arrived_ms) / 1000.0)
+        sent_ms = executed.sent_ms
+        counters.latency_s.add_all([(now_ms - request.arrived_ms) / 1000.0 for request in requests])
+        counters.batching_s.add_all([(sent_ms - request.arrived_ms) / 1000.0 for request in requests])
         self.advice.ended(good=good, bad=len(requests) - good)
         self.ended.add_executed(requests, executed, now_ms)
 

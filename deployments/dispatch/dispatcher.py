@@ -264,19 +264,16 @@ class Dispatcher:
         asked.counters.submitted += 1
         self._open[request.id] = request
         scheduler = self._scheduler
-        waiting, wait_s = scheduler.queued(asked.program), max(0.1, asked.slo_ms / 1000.0)
+        waiting = scheduler.queued(asked.program)
         if waiting >= self._max_queued:
-            reason = f"{self._max_queued} requests of '{model}' are waiting; retry in {wait_s:g} s"
-            self._refuse(request, Refused(Outcome.REJECTED, reason, wait_s, rule=Rule.FULL))
+            self._reject(request, Rule.FULL, f"{self._max_queued} requests of '{model}' are waiting")
             return request
         if yields and waiting >= asked.batch_size:
-            reason = f"it has a lower priority, and a full batch of '{model}' waits; retry in {wait_s:g} s"
-            self._refuse(request, Refused(Outcome.REJECTED, reason, wait_s, rule=Rule.YIELDED))
+            self._reject(request, Rule.YIELDED, f"it has a lower priority, and a full batch of '{model}' waits")
             return request
         if deadline - reserve_ms < now + asked.alone_ms:
             self._expire(request, Rule.TOO_LATE)
             return request
-        self.way.reserve(reserve_ms)
         self._enqueue(request, now)
         if scheduler.decisions:
             self._carry_out_refusals(scheduler.drain_refusals())
@@ -311,6 +308,11 @@ class Dispatcher:
         if rehearsals is not None and (replay := rehearsals.arrived(now, request.model, deadline_ms)) is not None:
             self._runner.begin(replay, rehearsals.due_ms(now, replay) - now, partial(self._rehearsed, rehearsals))
         self._scheduler.add_request(now, request.model, request.id, deadline_ms)
+
+    def _reject(self, request: Request, rule: Rule, reason: str) -> None:
+        """Refuse a request for which others of its model are in the way now."""
+        wait_s = max(0.1, self._asked[request.name].slo_ms / 1000.0)
+        self._refuse(request, Refused(Outcome.REJECTED, f"{reason}; retry in {wait_s:g} s", wait_s, rule=rule))
 
     def _refuse(self, request: Request, refused: Refused) -> None:
         """End an open request that is not executed; silent for one that is not open any more."""
@@ -376,6 +378,7 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._empty_batch_done, gpulet, batch)
             return
         batch.take()
+        self.way.reserve([request.reserve_ms for request in requests])
         self.accounts.batch_sent(batch)
         self._charge.once_obeyed(partial(self._send, gpulet, batch))
         if self._overdue is None:

@@ -40,6 +40,13 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
+    def add_all(self, values: Sequence[float]) -> None:
+        """Count values, each once."""
+        bounds, counts = self._bounds, self._counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self._sum += sum(values)
+
     def buckets(self) -> Buckets:
         """Return what was counted so far."""
         return Buckets(list(self._bounds), list(self._counts), self._sum)

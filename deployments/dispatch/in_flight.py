@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.bundles import Places
@@ -25,8 +27,7 @@ class Asker(Protocol):
         """The request did not run, or failed."""
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(msgspec.Struct, eq=False):
     """A request between its admission and its end. Times are ms on the dispatcher's clock.
 
     `model` is its index in the present plan. `parts` holds one tensor per input of the model, in signature order, from

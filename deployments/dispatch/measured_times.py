@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tenuto.batching.core.system import NetworkDelay
@@ -95,7 +96,7 @@ class WayMeter:
     def __init__(self, ctrl_ms: float = 1.0, response_ms: float = 0.0) -> None:
         """Take what to budget until enough was measured, and until requests keep something for the way back."""
         self.told = NetworkDelay(response_ms=response_ms)  # what the core budgets
-        self._reserved_ms, self._reserved = 0.0, 0  # by requests since the last budget
+        self._reserved_ms, self._reserved = 0.0, 0  # by requests that were sent since the last budget
         self._copied = 0  # requests of the largest batch whose copies are part of the way, where they are streamed
         self._copies_ms = 0.0  # by plan, until they are measured
         self._ctrl_ms = ctrl_ms
@@ -109,10 +110,10 @@ class WayMeter:
             self._copied = max((p.batch_size for gpulet in plan.gpulets for p in gpulet.programs), default=1)
             self._copies_ms = longest_copies_ms(plan)
 
-    def reserve(self, kept_ms: float) -> None:
-        """Take what one request keeps of its deadline for the way back."""
-        self._reserved_ms += kept_ms
-        self._reserved += 1
+    def reserve(self, kept_ms: Sequence[float]) -> None:
+        """Take what the requests of a batch keep of their deadlines for the way back."""
+        self._reserved_ms += sum(kept_ms)
+        self._reserved += len(kept_ms)
 
     def record_way(self, way_ms: float) -> None:
         """Take the time between a batch's dispatch and its arrival at the gpu-let."""

@@ -7,43 +7,43 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import orjson
 
-from tenuto.deployments.dispatch.in_flight import Asker, Request
+from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, crash, fail, retry_after
 from tenuto.deployments.entry.heads import Route
+from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.oip import (
+    PLAIN,
     BadRequestError,
     InferRequest,
+    JsonRows,
     NotFiniteError,
     check_finite,
     check_outputs,
     encode_response,
 )
 from tenuto.deployments.entry.planned_model import PlannedModel
-from tenuto.deployments.entry.traces import Traces
+from tenuto.deployments.entry.traces import Traced, Traces
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
-from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
+from tenuto.deployments.wire.arena import Slot
+from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.outcome import Outcome
 
 _BINARY = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
-_TIMES = (
-    b"x-tenuto-queue-ms: %.3f\r\nx-tenuto-batching-ms: %.3f\r\nx-tenuto-execution-ms: %.3f\r\n"
-    b"x-tenuto-batch-size: %d\r\nx-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
-)
-_PARAMETERS = b'{"queue_ms":%.3f,"batching_ms":%.3f,"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated":%b}'
-_SCANNED_BYTES = 1 << 16  # limit: of a body that is searched for the name of a deadline; longer ones are parsed
+# What every answer says: of its request, and of its batch.
+_LINES = b"x-tenuto-queue-ms: %b\r\nx-tenuto-batching-ms: %b\r\n%bx-tenuto-request-id: %b\r\n"
+_BATCH_LINES = b"x-tenuto-execution-ms: %.3f\r\nx-tenuto-batch-size: %d\r\nx-tenuto-gpulet: %b\r\n"
+_BATCH_PARAMETERS = b'"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated":%b}'
 
 
 class SharedService(Protocol):
     """What a gateway does for each of its requests."""
 
     traces: Traces | None
-
-    @property
-    def dispatching(self) -> Dispatching:
-        """The scheduling side; raises `HttpError` 503 before the first plan."""
+    margin: Margin
 
     @property
     def now_ms(self) -> float:
@@ -52,43 +52,33 @@ class SharedService(Protocol):
     def request_id(self, raw: str) -> str:
         """Return what a request is called: what its client calls it, in printable ASCII, else a new name."""
 
-    def admit(
-        self, asker: Asker, exchange: Exchange, model: PlannedModel, slo_ms: float, client_id: str, *, yields: bool
-    ) -> Request:
-        """Ask the scheduling side for one sample."""
-
-    def answer_left(self, request: Request, slo_ms: float, alone_ms: float) -> None:
-        """The response to an executed request, which was allowed so much, has been handed to the socket."""
-
     def gave_up(self, request: Request, alone_ms: float) -> None:
         """A request expired."""
 
 
-class InferCall:
+class InferCall(msgspec.Struct, eq=False):
     """One HTTP request for inference, of one or more samples, from its body to its response.
 
     The core is asked before the body is parsed, where the body can name neither a deadline nor a priority of its own:
     what it turns away costs no more.
     """
 
-    def __init__(self, service: SharedService, exchange: Exchange, route: Route) -> None:
-        assert route.model is not None
-        self._service = service
-        self._exchange = exchange
-        self._route = route
-        self._model = route.model
-        self._slo_ms = route.slo_ms if route.slo_ms is not None else route.model.slo_ms
-        self._id = ""  # the protocol's
-        self._parsed: InferRequest | None = None  # None: the response names classes
-        self._open: list[Request] = []  # in the order of the samples
-        self._outputs: dict[int, list[OutputTensor]] = {}  # of the samples that were executed, by request
-        self._yields = False
-        self._is_over = False
-        traces = service.traces
-        self._traced = None if traces is None else traces.begin(route.traceparent)
+    _service: SharedService
+    _dispatching: Dispatching
+    _exchange: Exchange
+    _route: Route
+    _model: PlannedModel
+    _slo_ms: float
+    _traced: Traced | None = None
+    _id: str = ""  # the protocol's
+    _parsed: InferRequest | None = None  # None: the response names classes
+    _open: list[Request] = []  # in the order of the samples; msgspec copies defaults
+    _rows: dict[int, tuple[Executed, int]] = {}  # of what is not plain, the samples that were executed, by request
+    _yields: bool = False
+    _is_over: bool = False
 
     def begin(self) -> None:
-        """Ask for what is in the body of the exchange.
+        """Ask for what is in the body of the exchange, whose JSON is short enough to be read at once.
 
         Raises:
             HttpError: the request cannot be taken.
@@ -100,7 +90,7 @@ class InferCall:
             if self._is_over:
                 return  # turned away, and responded to
         try:
-            parsed = self.parse(body, is_received=True)
+            parsed = self.parse(body, self._exchange.slot)
         except BaseException as error:
             self._cancel()
             if isinstance(error, BadRequestError):
@@ -110,28 +100,24 @@ class InferCall:
 
     def begin_parsed(self, parsed: InferRequest, early: Request | None = None) -> None:
         """Ask for what `parse` returned; `early`: the scheduling side was asked for its one sample."""
-        self._parsed = parsed
-        self._id, self._yields = parsed.header.id, parsed.header.yields
-        if parsed.header.slo_ms is not None and self._route.slo_ms is None:
-            self._slo_ms = parsed.header.slo_ms
+        self._parsed, header = parsed, parsed.header
+        if header is not PLAIN:
+            self._id, self._yields = header.id, header.yields
+            if header.slo_ms is not None and self._route.slo_ms is None:
+                self._slo_ms = header.slo_ms
         self._start(parsed.parts, early)
 
     def begin_decoded(self, parts: list[InputPart]) -> None:
         """Ask for one sample that is decoded already; the response names classes."""
         self._start([parts], None)
 
-    def parse(self, body: Buffer, *, is_received: bool) -> InferRequest:
-        """Return what a body asks for; `is_received`: it lies where the exchange received it. Changes nothing here.
+    def parse(self, body: Buffer, slot: Slot | None = None) -> InferRequest:
+        """Return what a body asks for; `slot`: where it lies, if others can read it there. Changes nothing here.
 
         Raises:
             BadRequestError: it is malformed, or does not fit the model.
         """
-        slot = self._exchange.slot if is_received else None
-        reader, json_length = self._model.reader, self._route.json_length
-        if slot is None:
-            parsed = reader.read(body, json_length)
-        else:
-            parsed = reader.read(body, json_length, arena=slot.arena, offset=slot.offset)
+        parsed = self._model.reader.read(body, self._route.json_length, slot)
         if parsed.header.outputs:
             interface = self._model.interface
             assert interface is not None
@@ -139,7 +125,16 @@ class InferCall:
         return parsed
 
     def _admit(self, client_id: str) -> Request:
-        request = self._service.admit(self, self._exchange, self._model, self._slo_ms, client_id, yields=self._yields)
+        service, model, slo_ms = self._service, self._model, self._slo_ms
+        request = self._dispatching.admit(
+            model.name,
+            self,
+            arrived_ms=self._exchange.arrived_ms,
+            slo_ms=slo_ms,
+            client_id=client_id,
+            reserve_ms=service.margin.reserve_ms(slo_ms, model.alone_ms),
+            yields=self._yields,
+        )
         if not self._is_over:
             self._open.append(request)
         return request
@@ -147,7 +142,6 @@ class InferCall:
     def _start(self, samples: Sequence[Sequence[InputPart]], early: Request | None) -> None:
         exchange = self._exchange
         exchange.on_left = self._cancel
-        dispatching = self._service.dispatching
         name = self._service.request_id(self._id or self._route.client_id)
         for parts in samples:
             request = early or self._admit(name)
@@ -155,15 +149,15 @@ class InferCall:
             if self._is_over:
                 return
             request.client_id = name
-            dispatching.start(request, parts, exchange.slot)
+            self._dispatching.start(request, parts, exchange.slot)
 
     def _cancel(self) -> None:
         """The client is gone, or nobody waits for the rest of its samples."""
         self._is_over = True
         opened, self._open = self._open, []
         for request in opened:
-            if request.id not in self._outputs:
-                self._service.dispatching.cancel(request)
+            if request.id not in self._rows:
+                self._dispatching.cancel(request)
 
     # --- the end (Asker) ----------------------------------------------------------------------------------------
 
@@ -174,9 +168,9 @@ class InferCall:
         if self._is_over:
             return
         self._is_over = True
-        waited_ms = max(0.0, self._service.now_ms - request.arrived_ms)
+        waited = b"%.3f" % max(0.0, self._service.now_ms - request.arrived_ms)
         name = request.client_id or self._service.request_id(self._id or self._route.client_id)
-        lines = _TIMES % (waited_ms, waited_ms, 0.0, 0, refused.gpulet.encode(), name.encode())
+        lines = _LINES % (waited, waited, _BATCH_LINES % (0.0, 0, refused.gpulet.encode()), name.encode())
         payload = orjson.dumps({"error": refused.reason, "outcome": refused.outcome.word})
         self._reply(refused.outcome.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload])
         if self._traced is not None:
@@ -188,17 +182,16 @@ class InferCall:
         """A sample was executed; the last one makes the response."""
         if self._is_over:
             return
-        outputs, parsed = self._outputs, self._parsed
-        outputs[request.id] = executed.tensors(row)
-        if parsed is not None and len(outputs) < len(parsed.parts):
-            return
+        parsed, service = self._parsed, self._service
+        if parsed is not None and parsed.header is not PLAIN:
+            self._rows[request.id] = executed, row
+            if len(self._rows) < len(parsed.parts):
+                return
         self._is_over = True
         try:
-            if parsed is None:
-                self._respond_with_classes(request, executed)
-            else:
-                self._respond(parsed, request, executed)
-            self._service.answer_left(request, self._slo_ms, self._model.alone_ms)
+            self._respond(request, executed, row)
+            left_ms = request.deadline_ms - service.now_ms
+            service.margin.answered(left_ms, self._slo_ms, self._model.alone_ms, request.reserve_ms)
             if self._traced is not None:
                 self._trace_executed(request, executed)
         except NotFiniteError as error:
@@ -242,51 +235,61 @@ class InferCall:
             named = {"model": self._model.name, "outcome": outcome, "request_id": request.client_id, **about}
             traces.end(traced, arrived_ms=request.arrived_ms, stages=stages, about=named)
 
-    def _respond(self, parsed: InferRequest, request: Request, executed: Executed) -> None:
+    def _respond(self, request: Request, executed: Executed, row: int) -> None:
         """Send what was asked for, of every sample; the times are those of the last."""
-        interface = self._model.interface
-        lines, parameters = told_of(request, executed)
-        text, binary = encode_response(
-            self._model.name,
-            parsed.header,
-            [self._outputs[each.id] for each in self._open],
-            parameters,
-            interface.signature.labels if interface is not None else (),
-        )
+        parsed, model = self._parsed, self._model
+        shown: Shown = executed.shown or Shown.of(executed)
+        lines, parameters = shown.told(request, executed)
+        if parsed is not None and parsed.header is PLAIN:
+            text = b'{%b,"outputs":[%b],"parameters":%b}' % (model.named, shown.rows.text(row), parameters)
+            self._reply(200, lines + JSON, [text])
+            return
+        interface = model.interface
+        assert interface is not None
+        if parsed is None:
+            tensors = executed.tensors(row)
+            check_finite(tensors)
+            found = {"model_name": model.name, "predictions": interface.postprocess(tensors)}
+            self._reply(200, lines + JSON, [orjson.dumps({**found, "parameters": orjson.Fragment(parameters)})])
+            return
+        samples = [at[0].tensors(at[1]) for at in map(self._rows.__getitem__, [each.id for each in self._open])]
+        text, binary = encode_response(model.named, parsed.header, samples, parameters, interface.signature.labels)
         if binary:
             self._reply(200, lines + _BINARY % len(text), [text, *binary])
         else:
             self._reply(200, lines + JSON, [text])
 
-    def _respond_with_classes(self, request: Request, executed: Executed) -> None:
-        interface = self._model.interface
-        assert interface is not None
-        tensors = self._outputs[request.id]
-        check_finite(tensors)
-        lines, parameters = told_of(request, executed)
-        document = {
-            "model_name": self._model.name,
-            "predictions": interface.postprocess(tensors),
-            "parameters": orjson.Fragment(parameters),
-        }
-        self._reply(200, lines + JSON, [orjson.dumps(document)])
 
+class Shown:
+    """What the answers to one batch say alike, made once."""
 
-def told_of(request: Request, executed: Executed) -> tuple[bytes, bytes]:
-    """Return what a response says of its execution: raw header lines, and the parameters of its JSON."""
-    batching_ms = executed.sent_ms - request.arrived_ms
-    start_ms = executed.started_ms - request.arrived_ms
-    times = batching_ms + executed.gpulet_queue_ms, batching_ms, executed.execution_ms, executed.batch_size
-    lines = _TIMES % (*times, executed.gpulet.encode(), request.client_id.encode())
-    if not math.isnan(start_ms):
-        lines += b"x-tenuto-start-ms: %.3f\r\n" % start_ms
-    return lines, _PARAMETERS % (*times, orjson.dumps(executed.gpulet), b"true" if executed.emulated else b"false")
+    def __init__(self, executed: Executed) -> None:
+        self.rows = JsonRows(executed)
+        gpulet, ran = executed.gpulet, (executed.execution_ms, executed.batch_size)
+        self._lines = _BATCH_LINES % (*ran, gpulet.encode())
+        self._parameters = _BATCH_PARAMETERS % (*ran, orjson.dumps(gpulet), b"true" if executed.emulated else b"false")
+
+    @classmethod
+    def of(cls, executed: Executed) -> Shown:
+        """Return it, and keep it there for the rest of the batch."""
+        executed.shown = made = cls(executed)
+        return made
+
+    def told(self, request: Request, executed: Executed) -> tuple[bytes, bytes]:
+        """Return what a response says of its execution: raw header lines, and the parameters of its JSON."""
+        arrived_ms = request.arrived_ms
+        batching_ms = executed.sent_ms - arrived_ms
+        queue, batching = b"%.3f" % (batching_ms + executed.gpulet_queue_ms), b"%.3f" % batching_ms
+        lines = _LINES % (queue, batching, self._lines, request.client_id.encode())
+        if not math.isnan(executed.started_ms):
+            lines += b"x-tenuto-start-ms: %.3f\r\n" % (executed.started_ms - arrived_ms)
+        return lines, b'{"queue_ms":%b,"batching_ms":%b,%b' % (queue, batching, self._parameters)
 
 
 def _may_name(body: Buffer, json_length: int | None, *, slo: bool) -> bool:
-    """Whether a body could name a priority, or with `slo` a deadline, so that it has to be parsed first; long JSON is.
-    JSON may write any name with `\\u`."""
-    if (len(body) if json_length is None else json_length) > _SCANNED_BYTES:
-        return True
+    """Whether a body could name a priority, or with `slo` a deadline, so that it has to be parsed first. JSON may write
+    any name with `\\u`."""
     text = body if isinstance(body, bytes) and json_length is None else bytes(body[:json_length])
-    return b"priority" in text or b"\\u" in text or (slo and (b"slo_ms" in text or b"timeout" in text))
+    if b"parameters" in text:
+        return b"priority" in text or b"\\u" in text or (slo and (b"slo_ms" in text or b"timeout" in text))
+    return b"\\u" in text

@@ -15,8 +15,9 @@ import ssl
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, cast
+
+import msgspec
 
 from tenuto.deployments.entry.exchange import STATUS_LINES, Head, HttpError, crash, fail, too_large
 from tenuto.deployments.entry.framing import Framing, KnownHeads
@@ -105,8 +106,7 @@ class ArrivalClock:
         self._polled_s = self._clock()
 
 
-@dataclass(slots=True, eq=False)
-class HttpExchange:
+class HttpExchange(msgspec.Struct, eq=False):
     """See `tenuto.deployments.entry.exchange.Exchange`. `response` is there once it is answered."""
 
     _connection: HttpConnection | None
@@ -137,18 +137,14 @@ class HttpExchange:
         if connection is None:
             return
         server = connection.server
-        size = len(payload[0]) if len(payload) == 1 else sum([len(part) for part in payload])
-        closing = b""
+        size = sum(map(len, payload))
+        end = b"\r\n"
         if server.is_draining or not self.keep_alive:
             self.keep_alive = False
-            closing = b"connection: close\r\n"
-        head = b"%b%b%bcontent-length: %d\r\n%b\r\n" % (STATUS_LINES[status], headers, server.date_line, size, closing)
-        if self.head.method == b"HEAD":
-            self.response = [head]
-        elif size <= _JOINED_BYTES:
-            self.response = [b"".join([head, *payload])]
-        else:
-            self.response = [head, *payload]
+            end = b"connection: close\r\n\r\n"
+        head = b"%b%b%bcontent-length: %d\r\n%b" % (STATUS_LINES[status], headers, server.date_line, size, end)
+        parts = [head] if self.head.method == b"HEAD" else [head, *payload]
+        self.response = [b"".join(parts)] if size <= _JOINED_BYTES else parts
         connection.answered(self)
 
     def _let_go(self) -> None:
@@ -252,15 +248,17 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         del sizehint
-        room = self.server.room if self._rest is None else self._rest
-        return room[:_READ_OVER_BYTES] if self.server.turns.left <= 0 else room
+        server, rest = self.server, self._rest
+        room = server.room if rest is None else rest
+        return room if server.turns.left > 0 else room[:_READ_OVER_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._closes:
             return  # thrown away
-        self._arrived_ms = self.server.clock.arrived_ms()
-        came = bytes(self.server.room[:nbytes]) if self._rest is None else self._rest[:nbytes]
-        if self.server.turns.left <= 0:
+        server, rest = self.server, self._rest
+        self._arrived_ms = server.clock.arrived_ms()
+        came = bytes(server.room[:nbytes]) if rest is None else rest[:nbytes]
+        if server.turns.left <= 0:
             self._ahead = came
             self._wait()
             self._update_reading()
@@ -318,11 +316,12 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _take(self, data: bytes, most: int) -> None:
         """Take bytes that begin with a request, or go on with one; what follows so many waits for its turn."""
         try:
-            for _ in range(most):
+            while True:
                 data = self._take_one(data)
                 if not data or self._closes:
                     return
-                if len(self._open) > MOST_PIPELINED:
+                most -= 1
+                if not most or len(self._open) > MOST_PIPELINED:
                     break
         except HttpError as error:
             self._malformed(error)
@@ -346,8 +345,16 @@ class HttpConnection(asyncio.BufferedProtocol):
         if found is None:
             return b""
         head, at = found
-        exchange = self._receiving = self._begin(head)
-        return self._take_body(exchange, data, at)
+        exchange, end = self._begin(head), at + head.length
+        error = self._refusal(exchange, head.length)
+        if error is not None:
+            self._turn_away(exchange, error)
+        elif framing.is_over and exchange.slot is None:
+            exchange.body = data[at:end]
+            self._complete(exchange)
+        else:
+            self._receive(exchange, data[at:end])
+        return data[end:]
 
     def _begin(self, head: Head) -> HttpExchange:
         exchange = HttpExchange(self, head, self._arrived_ms, head.keep_alive)
@@ -356,40 +363,33 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._update_reading()
         return exchange
 
-    def _take_body(self, exchange: HttpExchange, data: bytes, at: int) -> bytes:
-        """Take the body of a request whose head has just been read, and return what follows it."""
-        head, length = exchange.head, exchange.head.length
-        error = self._refusal(exchange, length)
-        if error is not None and head.is_chunked and not error.after_s:
-            self._malformed(error)  # raised here, it and this frame would hold each other
-            return b""
-        came = data[at : at + length]
-        if came:
-            self._framing.body(came)
-        if error is not None:
-            self._receiving = None
-            self.server.turned_away[_REASONS.get(error.status, "other")] += 1
-            if head.expects or error.after_s:
-                exchange.keep_alive = False  # nobody knows whether its body comes; and one wrong key is enough
-            self._closes = not exchange.keep_alive
-            self._fail(exchange, error)
-            return data[at + length :]
+    def _turn_away(self, exchange: HttpExchange, error: HttpError) -> None:
+        """Answer a request whose body is not wanted."""
+        head = exchange.head
+        if head.is_chunked and not error.after_s:
+            self._receiving = exchange
+            self._malformed(error)
+            return
+        self.server.turned_away[_REASONS.get(error.status, "other")] += 1
+        if head.expects or error.after_s:
+            exchange.keep_alive = False  # nobody knows whether its body comes; and one wrong key is enough
+        self._closes = not exchange.keep_alive
+        self._fail(exchange, error)
+
+    def _receive(self, exchange: HttpExchange, came: bytes) -> None:
+        """Take what has come of a body, and make room for the rest."""
+        head, self._receiving = exchange.head, exchange
         if head.is_chunked:
-            return data[at:]
-        if exchange.slot is not None or len(came) < length:
-            memory = memoryview(bytearray(length)) if exchange.slot is None else exchange.slot.data
-            memory[: len(came)] = came
-            exchange.body = memory
-        else:
-            exchange.body = came
-        if len(came) == length:
+            return
+        exchange.body = memory = memoryview(bytearray(head.length)) if exchange.slot is None else exchange.slot.data
+        memory[: len(came)] = came
+        if len(came) == head.length:
             self._complete(exchange)
-        else:
-            self._rest = memory[len(came) :]
-            self.changed_s = self._arrived_ms / 1000.0
-            if head.expects and len(self._open) == 1 and not came:
-                self._write([_CONTINUE])
-        return data[at + length :]
+            return
+        self._rest = memory[len(came) :]
+        self.changed_s = self._arrived_ms / 1000.0
+        if head.expects and len(self._open) == 1 and not came:
+            self._write([_CONTINUE])
 
     def _refusal(self, exchange: HttpExchange, length: int) -> HttpError | None:
         """Return why the body need not come; else find it a place, where it is large."""
@@ -491,14 +491,15 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not waiting or waiting[0] is not exchange:
             return
         was_full = len(waiting) > MOST_PIPELINED
-        ends = False
-        while waiting and waiting[0].is_answered and not ends:
-            first = waiting.popleft()
-            self._write(first.response)
-            ends = not first.keep_alive
+        while True:
+            waiting.popleft()
+            self._write(exchange.response)
+            if not exchange.keep_alive or not waiting or not waiting[0].is_answered:
+                break
+            exchange = waiting[0]
         self.changed_s = time.monotonic()
         self.server.places.has_asked(self)
-        if ends:
+        if not exchange.keep_alive:
             self.end()
         elif was_full:
             self._update_reading()

@@ -20,7 +20,9 @@ _MOST_HEADER_BYTES = 1 << 15  # limit: of a head
 _MOST_FRAMING_BYTES = 1 << 15  # limit: of a chunked body beyond eight for each byte of it: `1 CR LF x CR LF` are five
 _KEPT_HEADS = 1024  # limit: heads whose reading is remembered
 _LONGEST_KEPT_HEAD_BYTES = 2048  # limit: of a head whose reading is remembered
-_OWN_NAMES = frozenset((b"x-request-id", b"traceparent", b"x-request-start"))  # these come once, and so do their heads
+# What comes once, and so does its head; and what needs a look each time.
+_NOT_KEPT = frozenset((b"x-request-id", b"traceparent", b"x-request-start", b"transfer-encoding", b"upgrade"))
+_UNFIT = "its head and its length do not fit together"
 # One space between the parts (3), and a version that is ours (2.3). llhttp also takes more spaces, empty lines before,
 # RTSP, ICE, HTTP/0.9 and 2.0.
 _REQUEST_LINE = re.compile(rb"[A-Z-]+ [^ ]+ HTTP/1\.([01])\r\n")
@@ -60,10 +62,11 @@ class Framing:
         """Begin a connection; `known`: heads that were read before, on whichever connection."""
         self.left = 0  # bytes of the body that are still to come
         self.chunks: bytearray | None = None  # of a body without a length, what has come; then nothing follows it
-        self._known = known
+        self._heads = known
+        self._known = known.plain.get
         self.is_amid_head = False  # one has begun and is not complete
         self._began = bytearray()  # what has come of that one
-        self._is_headed = self._is_over = False  # by llhttp, of the request under way
+        self._is_headed = self.is_over = False  # by llhttp, the head under way, and the request
         self._framing_bytes = 0
         # None once the connection is gone: the parser and this hold each other, and only a collection would find them.
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
@@ -73,7 +76,8 @@ class Framing:
         self._parser = None
 
     def head(self, data: bytes) -> tuple[Head, int] | None:
-        """Take bytes of a head; return what it says and where in `data` it ends, or None where it goes on.
+        """Take bytes of a head, and of its body as many as follow; return what it says and where in `data` it ends, or
+        None where it goes on.
 
         Raises:
             HttpError: 400 for what is not well-formed, 431 for what is too long.
@@ -85,10 +89,18 @@ class Framing:
             end = began.find(_HEAD_END, max(0, held - 3)) + 4
         else:
             end = data.find(_HEAD_END) + 4
+            known = self._known(data[:end])
+            if known is not None:  # nothing in it is new, only llhttp has to agree: once, on all that is there
+                size, came = end + known.length, len(data)
+                left = self.left = size - came if size > came else 0
+                is_upgrade = self._feed(data if size >= came else data[:size])
+                if is_upgrade or not self._is_headed or self.is_over == (left > 0):
+                    raise malformed(_UNFIT)
+                return known, end
         is_whole = end > 3
         if (end if is_whole else held + len(data)) > _MOST_HEADER_BYTES:
             raise HttpError(431, f"the headers exceed {_MOST_HEADER_BYTES >> 10} KiB. Send fewer.")
-        self._is_headed = self._is_over = False
+        self.on_message_begin()
         raw = data[: end - held] if is_whole else data
         is_upgrade = self._feed(raw)
         if not is_whole:
@@ -102,23 +114,26 @@ class Framing:
             raw = bytes(began[:end])
             began.clear()
             self.is_amid_head = False
-        head = self._known.find(raw)
+        head = self._heads.find(raw)
         if is_upgrade:  # nobody is upgraded here, and then it is a field like others (RFC 9110, 7.8)
             raw = _UPGRADE.sub(b"\r\nx-upgrade:", raw)
             self._begin_anew(raw)
         self.left = head.length
-        if not self._is_headed or self._is_over != (not head.length and not head.is_chunked):
-            raise malformed("its head and its length do not fit together")
+        if not self._is_headed or self.is_over != (not head.length and not head.is_chunked):
+            raise malformed(_UNFIT)
         if head.is_chunked:
             self.chunks = bytearray()
             self._begin_anew(raw)
-        return head, end - held
+        end -= held
+        if head.length and len(data) > end:
+            self.body(data[end : end + head.length])
+        return head, end
 
     def body(self, data: Buffer) -> None:
         """Take bytes of a body, at most as many as are `left`."""
         self._feed(data)
         self.left -= len(data)
-        if self._is_over != (not self.left):
+        if self.is_over != (not self.left):
             raise malformed("its body does not end where its length says")
 
     def chunked(self, data: bytes) -> bool:
@@ -128,16 +143,16 @@ class Framing:
         try:
             self._feed(data)
         except HttpError:
-            if not self._is_over:
+            if not self.is_over:
                 raise
         self._framing_bytes = max(0, self._framing_bytes + len(data) - 9 * (len(self.chunks) - held))
         if self._framing_bytes > _MOST_FRAMING_BYTES:
             raise malformed("there is little in its chunks beside extensions or trailers")
-        return self._is_over
+        return self.is_over
 
     def _begin_anew(self, raw: bytes) -> None:
         """Read a head once more, with a parser that gives the chunks of a body where it has any."""
-        self._is_headed = self._is_over = False
+        self.on_message_begin()
         self._parser = httptools.HttpRequestParser(self if self.chunks is None else _Chunked(self))
         if self._feed(raw):
             raise malformed("it asks for a tunnel")
@@ -156,20 +171,24 @@ class Framing:
 
     # --- llhttp's side ------------------------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        self._is_headed = self.is_over = False
+
     def on_headers_complete(self) -> None:
         self._is_headed = True
 
     def on_message_complete(self) -> None:
-        self._is_over = True
+        self.is_over = True
 
     def add_chunk(self, data: bytes) -> None:
         """Take a part of a chunked body."""
-        if self.chunks is not None and not self._is_over:
+        if self.chunks is not None and not self.is_over:
             self.chunks += data
 
 
 class _Chunked:
-    """The same for a body in chunks. llhttp makes a copy of what it gives away, which bodies with a length need not."""
+    """The same for a body in chunks, after which nothing is looked at. llhttp makes a copy of what it gives away, which
+    bodies with a length need not."""
 
     def __init__(self, framing: Framing) -> None:
         self.on_headers_complete = framing.on_headers_complete
@@ -178,20 +197,23 @@ class _Chunked:
 
 
 class KnownHeads:
-    """What heads say, by their bytes: clients send the same one again and again, and it leads to the same place."""
+    """What heads say, by their bytes: clients send the same one again and again, and it leads to the same place.
+
+    `plain` are those behind which a body has a length, and that ask for no other protocol.
+    """
 
     def __init__(self) -> None:
-        self._heads: dict[bytes, Head] = {}
+        self.plain: dict[bytes, Head] = {}
 
     def find(self, raw: bytes) -> Head:
         """Return what a head says; raises `HttpError` 400."""
-        head = self._heads.get(raw)
+        head = self.plain.get(raw)
         if head is None:
             head = read_head(raw)
-            if len(raw) <= _LONGEST_KEPT_HEAD_BYTES and _OWN_NAMES.isdisjoint(head.headers):
-                if len(self._heads) >= _KEPT_HEADS:
-                    self._heads.clear()
-                self._heads[raw] = head
+            if len(raw) <= _LONGEST_KEPT_HEAD_BYTES and _NOT_KEPT.isdisjoint(head.headers):
+                if len(self.plain) >= _KEPT_HEADS:
+                    self.plain.clear()
+                self.plain[raw] = head
         return head
 
 

@@ -27,6 +27,7 @@ _MOST_MS = 50.0
 # margin serves this part of 1 / SLO more requests.
 _MS_WORTH = 0.5
 _MEMORY = 1e-3  # derived: of one request in shares that are known to a thousandth
+_KEPT = 1.0 - _MEMORY
 
 
 class Margin:
@@ -81,21 +82,22 @@ class Margin:
         """
         if reserve_ms <= 0.0:
             return
-        self._refused_share -= _MEMORY * self._refused_share
         allowance_ms, most_ms = _bounds(slo_ms, alone_ms, self._allowance_ms)
-        late_ms = allowance_ms - left_ms
-        is_late = late_ms > 0.0
-        self.late_share += _MEMORY * (is_late - self.late_share)
-        if not is_late:
-            accepted = self._accepted + min(self._refused_share, _MS_WORTH / slo_ms)
+        self._refused_share *= _KEPT
+        self.late_share *= _KEPT
+        if left_ms >= allowance_ms:
+            refused, worth = self._refused_share, _MS_WORTH / slo_ms
+            accepted = self._accepted + (refused if refused < worth else worth)
             self.margin_ms = max(0.0, self.margin_ms - _STEP_MS * accepted / (1.0 - accepted))
-        elif reserve_ms + late_ms <= most_ms:
+            return
+        self.late_share += _MEMORY
+        if reserve_ms + allowance_ms - left_ms <= most_ms:
             self.margin_ms += _STEP_MS
 
     def refused_for_it(self) -> None:
         """Count a request that was given up although it could have been executed by its deadline."""
         self.refused += 1
-        self._refused_share += _MEMORY * (1.0 - self._refused_share)
+        self._refused_share = _KEPT * self._refused_share + _MEMORY
 
     def status(self) -> MarginStatus:
         """Return what it is, and what it costs."""

@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 import orjson
 
+from tenuto.deployments.wire.answers import Executed
+from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
 from tenuto.profiles.networks.catalogue import TensorSignature
 
@@ -130,8 +132,8 @@ class InferHeader:
     slo_ms: float | None
     yields: bool = False  # others of its model go first
 
-    def fill(self, binary: memoryview, *, arena: str = "", offset: int = 0) -> InferRequest:
-        """Return the request with what follows the JSON part; `arena` and `offset` say where that lies.
+    def fill(self, binary: memoryview, slot: Slot | None = None, at: int = 0) -> InferRequest:
+        """Return the request with what follows the JSON part; `slot` and `at` in it say where that lies.
 
         Raises:
             BadRequestError: it has another length than was announced, or values that the model does not know.
@@ -144,6 +146,7 @@ class InferHeader:
                 f"{surplus} bytes follow the last binary tensor. Correct the binary_data_size values."
             )
         whole = []
+        arena, offset = ("", 0) if slot is None else (slot.arena, slot.offset + at)
         for spec, dtype, source in self.tensors:
             if isinstance(source, range):
                 part = InputPart(binary[source.start : source.stop], dtype, arena, offset + source.start)
@@ -155,7 +158,7 @@ class InferHeader:
         return InferRequest(self, [whole] if self.count == 1 else _samples(whole, self.count))
 
 
-class InferRequest(NamedTuple):
+class InferRequest(msgspec.Struct):
     """A parsed request: `parts[sample]` holds one tensor per input in signature order."""
 
     header: InferHeader
@@ -237,14 +240,13 @@ class RequestReader:
         # JSON parts in front of binary tensors: clients send the same one again and again.
         self._headers: dict[bytes, InferHeader] = {}
 
-    def read(self, body: Buffer, header_length: int | None = None, *, arena: str = "", offset: int = 0) -> InferRequest:
+    def read(self, body: Buffer, header_length: int | None = None, slot: Slot | None = None) -> InferRequest:
         """Return what a request asks for.
 
         Args:
             body: the whole HTTP body.
             header_length: value of `Inference-Header-Content-Length`, or None for a body that is all JSON.
-            arena: the arena that the body lies in; binary tensors are then not copied.
-            offset: of the body in the arena.
+            slot: what the body lies in; binary tensors are then not copied.
 
         Raises:
             BadRequestError: malformed JSON, or tensors that do not fit the signature.
@@ -259,7 +261,7 @@ class RequestReader:
                 "Send the length of the JSON part."
             )
         header = self._find(whole[:header_length])
-        return header.fill(whole[header_length:], arena=arena, offset=offset + header_length)
+        return header.fill(whole[header_length:], slot, header_length)
 
     def _find(self, text: memoryview) -> InferHeader:
         """Return what a JSON part says; those with an id of their own do not come again."""
@@ -292,7 +294,7 @@ class RequestReader:
                 parts.append(InputPart(pack(*tensor.data)))
             except (struct.error, OverflowError):
                 return None
-        return InferRequest(_PLAIN, [parts])
+        return InferRequest(PLAIN, [parts])
 
     def _parse(self, text: Buffer) -> InferHeader:
         return self._header(self._decoded(text))
@@ -520,7 +522,7 @@ _DECODERS: dict[str, Callable[[Buffer], RequestGiven[Any]]] = {
 }
 _decode_as_text: Callable[[Buffer], RequestGiven[Any]] = msgspec.json.Decoder(RequestGiven[msgspec.Raw]).decode
 _NOTHING = memoryview(b"")
-_PLAIN = InferHeader("", [], 0, 1, None, False, None)
+PLAIN = InferHeader("", [], 0, 1, None, False, None)  # one sample, and all outputs as JSON
 
 
 def _check_range(spec: TensorSpec, part: InputPart) -> None:
@@ -554,7 +556,7 @@ def check_outputs(requested: Sequence[RequestedOutput] | None, outputs: Sequence
 
 
 def encode_response(
-    model: str,
+    named: bytes,
     header: InferHeader,
     samples: Sequence[Sequence[OutputTensor]],
     parameters: bytes,
@@ -563,7 +565,7 @@ def encode_response(
     """Return the JSON part of the response and the binary tensors that follow it.
 
     Args:
-        model: the model's name.
+        named: the model's name and version, as JSON.
         header: what was asked.
         samples: the outputs of each sample of the request.
         parameters: response parameters (times, batch size, gpu-let), as JSON.
@@ -583,8 +585,8 @@ def encode_response(
             described.append(orjson.dumps(_classified(output, tensors, labels, binary)))
         else:
             described.append(_described(tensors, binary if output.binary else None))
-    text = b'{"model_name":%b,"model_version":"1","outputs":[%b],"parameters":%b%b}' % (
-        orjson.dumps(model),
+    text = b'{%b,"outputs":[%b],"parameters":%b%b}' % (
+        named,
         b",".join(described),
         parameters,
         b',"id":%b' % orjson.dumps(header.id) if header.id else b"",
@@ -599,13 +601,36 @@ def _described(tensors: Sequence[OutputTensor], binary: list[Buffer] | None) -> 
     if binary is not None:
         binary += [t.data for t in tensors]
         return b'%b"parameters":{"binary_data_size":%d}}' % (begin, first.data.nbytes * len(tensors))
-    values = np.frombuffer(
-        first.data if len(tensors) == 1 else b"".join([t.data for t in tensors]), _DTYPES[first.dtype]
-    )
+    values = first.data if len(tensors) == 1 else b"".join([t.data for t in tensors])
+    return b'%b"data":%b}' % (begin, _numbers(first.name, np.frombuffer(values, _DTYPES[first.dtype])))
+
+
+class JsonRows:
+    """The outputs of one batch as JSON, row by row; what rows have in common is made once."""
+
+    def __init__(self, executed: Executed) -> None:
+        self._outputs = [
+            (
+                output.name,
+                _begin_output(output.name, output.dtype, (1, *output.shape)),
+                np.frombuffer(data, _DTYPES[output.dtype]).reshape(executed.rows, -1 if output.row_bytes else 0),
+            )
+            for output, data in zip(executed.outputs, executed.data, strict=True)
+        ]
+
+    def text(self, row: int) -> bytes:
+        """Return one row, as all outputs of a request of one sample; raises `NotFiniteError`."""
+        return b",".join(
+            [b'%b"data":%b}' % (begin, _numbers(name, values[row])) for name, begin, values in self._outputs]
+        )
+
+
+def _numbers(output: str, values: np.ndarray[Any, Any]) -> bytes:
+    """Return an array as JSON; raises `NotFiniteError`."""
     numbers = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
     if b"null" in numbers:  # which is what is written for a number that is not finite
-        raise NotFiniteError(first.name)
-    return b'%b"data":%b}' % (begin, numbers)
+        raise NotFiniteError(output)
+    return numbers
 
 
 @functools.lru_cache

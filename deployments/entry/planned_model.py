@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import orjson
 
 from tenuto.deployments.entry.oip import RequestReader, TensorSpec
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
@@ -58,6 +59,7 @@ class PlannedModel:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.named = b'"model_name":%b,"model_version":"1"' % orjson.dumps(name)  # as answers say it
         self.slo_ms = 0.0
         self.alone_ms = 0.0  # a batch of one, on the fastest of its gpu-lets
         self.interface: ModelInterface | None = None  # None until a gpu-let has loaded it

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
-from tenuto.deployments.dispatch.in_flight import Asker, Request
+from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.call import InferCall
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash, fail, inflated
@@ -176,8 +176,11 @@ class InferenceService:
 
     def refusal(self, exchange: Exchange) -> HttpError | None:
         """Return why a request need not send its body; called once, when its head is there."""
-        route = self._route(exchange.head)
+        head = exchange.head
+        route: Route = head.route if head.generation == self._generation else self._route(head)
         problem = route.problem
+        if problem is None and route.caller is None:
+            return None
         if problem is not None and problem.status == 401 and presented_key(exchange.head.headers) is not None:
             wait_s = self.guesses.wait_s(exchange.address, self._clock())
             return HttpError(401, problem.message, headers=problem.headers, after_s=wait_s)
@@ -191,7 +194,8 @@ class InferenceService:
 
     def handle(self, exchange: Exchange) -> None:
         """Answer a request whose body is there."""
-        route = self._route(exchange.head)
+        head = exchange.head
+        route: Route = head.route if head.generation == self._generation else self._route(head)
         if route.problem is not None:
             fail(exchange, route.problem)
             return
@@ -203,10 +207,7 @@ class InferenceService:
             fail(exchange, error)
 
     def _route(self, head: Head) -> Route:
-        """Return what a head leads to; found once for each head and plan."""
-        if head.generation == self._generation:
-            found: Route = head.route
-            return found
+        """Find what a head leads to, once for each head and plan, and return it."""
         action, name = load_path(head.url) if head.method == b"POST" else ("", "")
         try:
             self._check_site(head)
@@ -286,13 +287,14 @@ class InferenceService:
         )
 
     def _infer(self, exchange: Exchange, route: Route) -> None:
-        assert route.model is not None
-        slo_ms = route.model.slo_ms if route.slo_ms is None else route.slo_ms
+        model = route.model
+        assert model is not None
+        slo_ms = model.slo_ms if route.slo_ms is None else route.slo_ms
         now_ms = self._clock() * 1000.0
         if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
             reason = "more requests come than this gateway can read. Retry in a second."
             raise HttpError(429, reason, retry_after_s=1.0, details={"outcome": Outcome.REJECTED.word})
-        call, encoding = InferCall(self, exchange, route), route.encoding
+        call, encoding = self._call(exchange, route, model, slo_ms), route.encoding
         json_bytes = len(exchange.body) if route.json_length is None else route.json_length
         if encoding is None and json_bytes <= JSON_AT_ONCE_BYTES:
             call.begin()
@@ -301,8 +303,8 @@ class InferenceService:
 
         def parse() -> InferRequest:
             if encoding is None:
-                return call.parse(exchange.body, is_received=True)
-            return call.parse(inflated(exchange.body, encoding, limit), is_received=False)
+                return call.parse(exchange.body, exchange.slot)
+            return call.parse(inflated(exchange.body, encoding, limit))
 
         self._aside(exchange, parse, call.begin_parsed)
 
@@ -325,7 +327,11 @@ class InferenceService:
                 plain = inflated(plain, route.encoding, limit)
             return interface.preprocess(plain)
 
-        self._aside(exchange, decode, lambda parts: InferCall(self, exchange, route).begin_decoded(parts))
+        self._aside(exchange, decode, lambda parts: self._call(exchange, route, model, slo_ms).begin_decoded(parts))
+
+    def _call(self, exchange: Exchange, route: Route, model: PlannedModel, slo_ms: float) -> InferCall:
+        traced = None if self.traces is None else self.traces.begin(route.traceparent)
+        return InferCall(self, self.dispatching, exchange, route, model, slo_ms, traced)
 
     def _aside(self, exchange: Exchange, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Run something in a thread, and go on with its result on the loop."""
@@ -364,25 +370,6 @@ class InferenceService:
         if not raw:
             return f"{self._id_prefix}-{next(self._numbers)}"
         return raw[:128] if raw.isascii() and raw.isprintable() else quote(raw, safe=_PRINTABLE)[:128]
-
-    def admit(
-        self, asker: Asker, exchange: Exchange, model: PlannedModel, slo_ms: float, client_id: str, *, yields: bool
-    ) -> Request:
-        """Ask the scheduling side for one sample."""
-        return self.dispatching.admit(
-            model.name,
-            asker,
-            arrived_ms=exchange.arrived_ms,
-            slo_ms=slo_ms,
-            client_id=client_id,
-            reserve_ms=self.margin.reserve_ms(slo_ms, model.alone_ms),
-            yields=yields,
-        )
-
-    def answer_left(self, request: Request, slo_ms: float, alone_ms: float) -> None:
-        """The response to an executed request has been handed to the socket: learn whether it is late."""
-        left_ms = request.deadline_ms - self._clock() * 1000.0
-        self.margin.answered(left_ms, slo_ms, alone_ms, request.reserve_ms)
 
     def gave_up(self, request: Request, alone_ms: float) -> None:
         """A request expired: note where only the margin was in its way."""

@@ -79,5 +79,5 @@ class Turns:
             if not turn.done():  # its client has not left
                 turn.set_result(None)
                 break
-        if self.waiting:
+        if self._first or self._ahead or self._cold:
             self._schedule()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from tenuto.deployments.wire.tensors import OutputTensor, RowOutput
 from tenuto.outcome import Outcome
@@ -50,6 +51,7 @@ class Executed:
     outputs: Sequence[RowOutput]
     data: Sequence[memoryview]
     planned_ms: float = math.nan  # what the scheduler expected of the execution
+    shown: Any = None  # what answers to its rows say alike, where somebody made that
 
     def tensors(self, row: int) -> list[OutputTensor]:
         """Return the outputs of one request; views, nothing is copied."""

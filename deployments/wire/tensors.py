@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from tenuto.profiles.networks.catalogue import TensorSignature
@@ -17,7 +18,7 @@ Blocks = dict[str, list[Array]]
 Buffer = bytes | bytearray | memoryview
 
 
-class InputPart(NamedTuple):
+class InputPart(msgspec.Struct):
     """One input tensor of one request.
 
     `data` is what is sent where the receiver cannot map `arena`; `arena` and `offset` say where the same bytes lie in
@@ -36,7 +37,7 @@ class InputPart(NamedTuple):
         return memoryview(self.data).nbytes
 
 
-class OutputTensor(NamedTuple):
+class OutputTensor(msgspec.Struct):
     """One output of one request: name, numpy dtype name, shape without the batch dimension, raw little-endian bytes."""
 
     name: str

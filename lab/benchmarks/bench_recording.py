@@ -24,7 +24,7 @@ from serving import heading, synthetic_plan
 from tenuto.deployments.dispatch.accounts import Accounts
 from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.dispatch.measured_times import LatencyRatios, WayMeter
-from tenuto.deployments.entry.call import told_of
+from tenuto.deployments.entry.call import Shown
 from tenuto.deployments.wire.answers import Executed
 
 MODEL, GPULET = "m", "n0/0/a"
@@ -63,7 +63,7 @@ def _parts() -> dict[str, Callable[[int], Any]]:
         recent.append({"model": MODEL, "batch_size": 1, "requests": [f"r-{number}"], "started_s": 1.0, "ended_s": 1.1})
 
     def parameters_and_headers(_number: int) -> None:
-        told_of(requests[0], executed)
+        Shown(executed).told(requests[0], executed)
 
     return {
         "counters, advice, log of ended": lambda _number: accounts.executed(requests, executed, 112.9),

@@ -56,10 +56,11 @@ class Allowance:
             self.usual = max(self._peak, self.usual * math.exp((self._full_at - now_ms) / USUAL_MS))
             self._peak = 0.0
             self._full_at = now_ms
-        is_planned = self._used + 1.0 <= self._burst()
+        used = self._used + 1.0
+        is_planned = used <= LEAST_BURST or used <= self._burst()
         if is_planned:
-            self._used += 1.0
-            self._peak = max(self._peak, self._used)
+            self._used = used
+            self._peak = max(self._peak, used)
             self.owed = min(self.owed + 1.0, self.most)
             self.borrowed -= self.borrowed * STEP
         else:

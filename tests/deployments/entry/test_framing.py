@@ -37,9 +37,9 @@ class Read(NamedTuple):
     closes: bool
 
 
-def ours(data: bytes, cuts: Iterator[int] | None = None) -> Read:
-    """Return what our framing reads; `cuts`: how many bytes come at once."""
-    framing = Framing(KnownHeads())
+def ours(data: bytes, cuts: Iterator[int] | None = None, known: KnownHeads | None = None) -> Read:
+    """Return what our framing reads; `cuts`: how many bytes come at once; `known`: heads that came before."""
+    framing = Framing(known or KnownHeads())
     found: list[Asked] = []
     head, body, closes = None, b"", False
     pieces = [data] if cuts is None else list(_cut(data, cuts))
@@ -52,8 +52,11 @@ def ours(data: bytes, cuts: Iterator[int] | None = None) -> Read:
                     if read is None:
                         break
                     head, at = read
-                    piece, body = piece[at:], b""
-                    whole = not framing.left and framing.chunks is None
+                    body = piece[at : at + head.length]
+                    piece = piece[at + len(body) :]
+                    assert len(body) + framing.left == head.length
+                    whole = framing.is_over
+                    assert whole == (not framing.left and framing.chunks is None)
                 elif framing.chunks is not None:
                     whole = framing.chunked(piece)
                     piece = b""
@@ -145,8 +148,10 @@ def h11s(data: bytes) -> Read:
 
 
 def check(data: bytes, *, also: tuple[Callable[[bytes], Read], ...] = (uvicorns, h11s)) -> Read:
-    """Hold what we read in bytes to what others read."""
-    mine = ours(data)
+    """Hold what we read in bytes to what others read, whether or not their heads are known."""
+    known = KnownHeads()
+    mine = ours(data, known=known)
+    assert ours(data, known=known) == mine, data
     for other in also:
         theirs = other(data)
         count = len(mine.requests)
@@ -288,10 +293,21 @@ def test_what_is_taken_ends_where_it_ends_for_others(name: str) -> None:
         assert found.requests[0] == Asked(b"POST", b"/x", body)
         assert not found.refuses
         assert found.closes or found.requests[1:] == [Asked(b"GET", b"/next", b"")]
-        for size in (1, 2, 3, 7):
-            assert ours(data + NEXT, iter(lambda: size, 0)) == found  # noqa: B023
+        known = KnownHeads()
+        for size in (1, 2, 3, 7, 60, 90):
+            assert ours(data + NEXT, iter(lambda: size, 0), known) == found  # noqa: B023
     if "upgrade" not in name:  # where the others stop reading
         check(data + NEXT)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 4, 6, 7, 9, 40, 5000])
+def test_what_is_known_of_a_head_holds_only_where_llhttp_agrees(wrong: int) -> None:
+    raw, known = post(b"Content-Length: 5"), KnownHeads()
+    assert ours(raw + b"abcde" + NEXT, known=known).requests == ours(raw + b"abcde" + NEXT).requests
+    known.plain[raw].length = wrong
+    for data in (raw + b"abcde", raw + b"abcde" + NEXT, raw + b"GET /", raw + NEXT):
+        found = ours(data, known=known)
+        assert found.refuses or not found.requests, found
 
 
 # Of each part of a request, the right one first.

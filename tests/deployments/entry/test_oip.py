@@ -8,8 +8,11 @@ import pytest
 
 from tenuto.deployments.entry import oip
 from tenuto.deployments.entry.oip import (
+    PLAIN,
     BadRequestError,
     InferHeader,
+    JsonRows,
+    NotFiniteError,
     RequestedOutput,
     RequestReader,
     TensorSpec,
@@ -18,12 +21,15 @@ from tenuto.deployments.entry.oip import (
     parse_slo,
     yields_from,
 )
-from tenuto.deployments.wire.tensors import OutputTensor
+from tenuto.deployments.wire.answers import Executed
+from tenuto.deployments.wire.arena import Arena
+from tenuto.deployments.wire.tensors import OutputTensor, pack_outputs
 
 IMAGE = (TensorSpec("image", "float32", (2, 2)),)
 TEXT = (TensorSpec("ids", "int64", (3,), below=10), TensorSpec("mask", "int64", (3,)))
 
 
+NAMED = b'"model_name":"m","model_version":"1"'
 _REGION = {"shared_memory_region": "r", "shared_memory_byte_size": 16}
 
 
@@ -120,11 +126,13 @@ def test_wrong_binary_sizes_are_refused() -> None:
 def test_a_header_that_was_seen_before_is_filled_with_what_follows_it_now() -> None:
     known, texts = RequestReader(IMAGE), RequestReader(TEXT)
     header = _body([{"name": "image", "shape": [1, 2, 2], "datatype": "FP32", "parameters": {"binary_data_size": 16}}])
-    bodies = [bytes([number] * 16) for number in range(3)]
-    for place, body in enumerate(bodies):
-        parsed = known.read(header + body, len(header), arena="a", offset=1000 * place)
+    arena = Arena(1 << 20)
+    for body in [bytes([number] * 16) for number in range(3)]:
+        slot = arena.take(100)
+        assert slot is not None
+        parsed = known.read(header + body, len(header), slot)
         part = parsed.parts[0][0]
-        assert (bytes(part.data), part.arena, part.offset) == (body, "a", 1000 * place + len(header))
+        assert (bytes(part.data), part.arena, part.offset) == (body, arena.name, slot.offset + len(header))
     with pytest.raises(BadRequestError, match="4 bytes follow"):
         known.read(header + bytes(20), len(header))
     text = _body(
@@ -172,9 +180,15 @@ def test_a_model_says_which_further_types_it_takes() -> None:
 def test_binary_tensors_stay_where_the_body_lies() -> None:
     header = _body([{"name": "image", "shape": [2, 2, 2], "datatype": "FP32", "parameters": {"binary_data_size": 32}}])
     body = memoryview(bytearray(header + bytes(32)))
-    request = RequestReader(IMAGE).read(body, len(header), arena="1:2:3", offset=1000)
+    arena = Arena(1 << 20)
+    arena.take(1)
+    slot = arena.take(len(body))
+    assert slot is not None
+    request = RequestReader(IMAGE).read(body, len(header), slot)
     places = [(part.arena, part.offset, part.nbytes) for (part,) in request.parts]
-    assert places == [("1:2:3", 1000 + len(header), 16), ("1:2:3", 1000 + len(header) + 16, 16)]
+    at = slot.offset + len(header)
+    assert places == [(arena.name, at, 16), (arena.name, at + 16, 16)]
+    assert slot.offset > 0
     assert request.parts[0][0].data.obj is body.obj
 
 
@@ -195,7 +209,7 @@ def _tensor(values: list[float]) -> OutputTensor:
 
 def test_json_response_lists_the_samples() -> None:
     request = InferHeader("a", [], 0, 2, None, False, None)
-    text, binary = encode_response("m", request, [[_tensor([1, 2])], [_tensor([3, 4])]], b'{"queue_ms": 1.0}')
+    text, binary = encode_response(NAMED, request, [[_tensor([1, 2])], [_tensor([3, 4])]], b'{"queue_ms": 1.0}')
     assert binary == []
     assert json.loads(text) == {
         "model_name": "m",
@@ -206,9 +220,35 @@ def test_json_response_lists_the_samples() -> None:
     }
 
 
+@pytest.mark.parametrize("dtype", sorted(oip.DATATYPES.values()))
+def test_a_row_of_a_batch_reads_as_the_answer_to_its_request_does(dtype: str) -> None:
+    dice, rows = np.random.default_rng(27), 3
+    for shapes in [((),), ((2,), (3, 1)), ((0,), (2, 2)), ()]:
+        arrays = {f"y{i}": dice.integers(0, 2, (rows, *shape)).astype(dtype) for i, shape in enumerate(shapes)}
+        described, buffers = pack_outputs(arrays, rows)
+        executed = Executed(rows, "g", True, 0.0, 0.0, 0.0, 1.0, rows, described, buffers)
+        shown = JsonRows(executed)
+        for row in range(rows):
+            whole, binary = encode_response(NAMED, PLAIN, [executed.tensors(row)], b"{}")
+            assert whole == b'{%b,"outputs":[%b],"parameters":{}}' % (NAMED, shown.text(row))
+            assert [each["data"] for each in json.loads(whole)["outputs"]] == [
+                array[row].ravel().tolist() for array in arrays.values()
+            ]
+            assert not binary
+
+
+def test_a_row_that_is_not_finite_is_refused_and_the_others_are_not() -> None:
+    described, buffers = pack_outputs({"y": np.array([[1.0, 2.0], [np.nan, 1.0], [np.inf, 0.0]])}, 3)
+    shown = JsonRows(Executed(3, "g", True, 0.0, 0.0, 0.0, 1.0, 3, described, buffers))
+    assert json.loads(shown.text(0))["data"] == [1.0, 2.0]
+    for row in (1, 2):
+        with pytest.raises(NotFiniteError, match="'y'"):
+            shown.text(row)
+
+
 def test_binary_response_follows_its_json() -> None:
     request = InferHeader("", [], 0, 1, None, True, None)
-    text, (data,) = encode_response("m", request, [[_tensor([1, 2])]], b"{}")
+    text, (data,) = encode_response(NAMED, request, [[_tensor([1, 2])]], b"{}")
     assert json.loads(text)["outputs"][0]["parameters"] == {"binary_data_size": 8}
     assert np.frombuffer(data, np.float32).tolist() == [1, 2]
 
@@ -216,7 +256,7 @@ def test_binary_response_follows_its_json() -> None:
 @pytest.mark.parametrize("binary", [False, True])
 def test_classification_gives_the_best_labels(binary: bool) -> None:
     request = InferHeader("", [], 0, 1, [RequestedOutput("logits", binary, 2)], False, None)
-    text, tensors = encode_response("m", request, [[_tensor([0.5, 3, 2])]], b"{}", labels=("cat", "dog", "cow"))
+    text, tensors = encode_response(NAMED, request, [[_tensor([0.5, 3, 2])]], b"{}", labels=("cat", "dog", "cow"))
     entry = json.loads(text)["outputs"][0]
     assert (entry["datatype"], entry["shape"]) == ("BYTES", [1, 2])
     if binary:
