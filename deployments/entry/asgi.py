@@ -18,16 +18,17 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class AsgiExchange:
-    """A request that came through ASGI, on the service's loop; see `tenuto.deployments.entry.exchange.Exchange`."""
+class WholeExchange:
+    """A request that came whole, through ASGI or gRPC, on the service's loop; see
+    `tenuto.deployments.entry.exchange.Exchange`. `address`: where the client is, "" behind a proxy."""
 
-    def __init__(self, head: Head, body: bytes, arrived_ms: float) -> None:
+    def __init__(self, head: Head, body: bytes, arrived_ms: float, address: str = "") -> None:
         self.head = head
         self.body: Buffer = body
         self.arrived_ms = arrived_ms
-        self.slot: Slot | None = None  # Serve's proxies give whole bodies
+        self.slot: Slot | None = None
         self.has_key = False
-        self.address = ""  # a proxy's is nobody's
+        self.address = address
         self.on_left: Callable[[], object] | None = None
         self._response: asyncio.Future[tuple[int, bytes, bytes]] = asyncio.get_running_loop().create_future()
 

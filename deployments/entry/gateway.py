@@ -11,16 +11,16 @@ import asyncio
 import ssl
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.entry.asgi import (
     App,
-    AsgiExchange,
     Receive,
     Scope,
     Send,
+    WholeExchange,
     answer_with,
     read_request,
     send_response,
@@ -46,6 +46,9 @@ from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import DispatchingStatus, Served
 from tenuto.errors import EnvironmentFaultError, refused
+
+if TYPE_CHECKING:
+    from tenuto.deployments.entry.grpc_server import GrpcServer
 
 _DRAIN_S = 8.0  # limit: for what is under way; Serve gives the process 10 s
 _MOST_OPERATORS = 64  # limit: connections
@@ -88,6 +91,8 @@ class Entry:
         few = Limits(body_bytes=1 << 16, connections=_MOST_OPERATORS)
         operator_app = make_operator_app(self.watched, lambda: self._operators_are_local)
         self._operators = HttpServer(_Cold(self, operator_app), self._arena, few)
+        self._grpc: GrpcServer | None = None
+        self._grpc_listen: Listen | None = None
         self._app: App | None = None  # of the latest settings
         self._traces: TracesConfig | None = None
         self._encrypts = False
@@ -133,6 +138,22 @@ class Entry:
             await old.close()
         await self._listen(self.server, config.listen, config)
         await self._listen(self._operators, config.operators, config)
+        await self._follow_grpc(config.grpc, is_shared=bool(config.sub_clusters))
+
+    async def _follow_grpc(self, wanted: Listen | None, *, is_shared: bool) -> None:
+        if wanted == self._grpc_listen:
+            return
+        if self._grpc is not None:
+            await self._grpc.close(_DRAIN_S)
+        self._grpc, self._grpc_listen = None, wanted
+        if wanted is not None:
+            try:
+                from tenuto.deployments.entry.grpc_server import GrpcServer
+            except ImportError as error:
+                raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
+            tls = (wanted.tls_cert, wanted.tls_key) if wanted.tls_cert and wanted.tls_key else None
+            self._grpc = GrpcServer(self.service, self.server.limits)
+            await self._grpc.listen(wanted.host, wanted.port, is_shared=is_shared, tls=tls)
 
     def _follow_traces(self, wanted: TracesConfig | None) -> None:
         if wanted == self._traces:
@@ -204,7 +225,7 @@ class Entry:
 
     async def respond(self, head: Head, body: bytes, arrived_ms: float) -> tuple[int, bytes, bytes]:
         """Answer a request that came through Serve's proxies: status, raw header lines, payload."""
-        exchange = AsgiExchange(head, body, arrived_ms)
+        exchange = WholeExchange(head, body, arrived_ms)
         refusal = self.service.refusal(exchange)
         if refusal is not None:
             await asyncio.sleep(refusal.after_s)
@@ -234,6 +255,8 @@ class Entry:
         self._ticker.cancel()
         self.watched.close()
         await self._operators.drain(0.0)
+        if self._grpc is not None:
+            await self._grpc.close(_DRAIN_S)
         await self.server.drain(_DRAIN_S)
         if self.bundles is not None:
             await self.bundles.close(0.0)

@@ -152,6 +152,11 @@ class InferenceService:
         """
         return self._ready(self._known(name))
 
+    def slo_ms(self, name: str) -> float:
+        """Return the SLO of a model by the plan; infinite for a model that the plan does not know."""
+        model = self._models.get(name)
+        return math.inf if model is None else model.slo_ms
+
     def _known(self, name: str) -> PlannedModel:
         model = self._models.get(name)
         if model is None:

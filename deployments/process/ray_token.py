@@ -44,7 +44,7 @@ def token() -> str:
 
 def guard_of(address: str, *, shows_token: bool = True, timeout_s: float = 5.0) -> Guard:
     """Return what the Ray at `host:port` asks for; `shows_token`: whether it may see ours."""
-    import grpc  # type: ignore[import-untyped]
+    import grpc
 
     def is_let_in(metadata: tuple[tuple[str, str], ...]) -> bool | None:
         with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:

@@ -77,6 +77,7 @@ class Deployment(StrictModel):
         port: of the gateways' own socket, where clients belong.
         proxy_port: of Serve's proxies, another and slower way in; default: the port after `port`.
         operator_port: status, metrics and the live page, on this machine; 0: none; default: two after `port`.
+        grpc_port: the Open Inference Protocol over gRPC, at `host`; 0: none.
         access: who may ask, and the certificate of the gateways' socket.
         log_json: processes write JSON lines, with fields, instead of text.
         encrypt: what goes between our processes from node to node is encrypted.
@@ -102,6 +103,7 @@ class Deployment(StrictModel):
     port: int = 8000
     proxy_port: int | None = None
     operator_port: int | None = None
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
     access: Entrance = Entrance()
     log_json: bool = False
     encrypt: bool = False
@@ -147,6 +149,7 @@ class Deployment(StrictModel):
             port=listen.port,
             proxy_port=None if proxy_port == _beside(listen.port, 1) else proxy_port,
             operator_port=_usual(operators, _beside(listen.port, 2)),
+            grpc_port=0 if config.grpc is None else config.grpc.port,
             access=Entrance(
                 **{name: getattr(config, name) for name in Access.model_fields},
                 tls_cert=listen.tls_cert,
@@ -256,6 +259,8 @@ class Deployment(StrictModel):
         access = self.access.model_dump(exclude_defaults=True)
         tls = {key: access.pop(key) for key in ("tls_cert", "tls_key") if key in access}
         found: dict[str, Any] = {**access, "listen": {"host": self.host, "port": self.port, **tls}}
+        if self.grpc_port:
+            found["grpc"] = {"host": self.host, "port": self.grpc_port, **tls}
         if self.operator_port != 0:
             found["operators"] = {"host": "127.0.0.1", "port": self.operator_port or _beside(self.port, 2)}
         return found

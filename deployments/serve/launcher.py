@@ -140,6 +140,7 @@ class Launcher:
             (gateway.listen, "--port"),
             (proxy, "--proxy-port"),
             (gateway.operators, "--operator-port"),
+            (gateway.grpc, "--grpc-port"),
         ):
             if listen is not None and not ours:
                 _check_port(listen.host, listen.port, option)

@@ -221,11 +221,13 @@ class GatewayConfig(Access, DispatcherConfig):
 
     `operators`: a socket of their own for status, metrics and the live page. Where clients are others than whoever runs
     this (`keys`, or a `listen.host` beyond this machine) nothing of that is answered on `listen`.
+    `grpc`: a socket for the Open Inference Protocol over gRPC.
     """
 
     name: str = ""
     listen: Listen | None = None
     operators: Listen | None = None
+    grpc: Listen | None = None
     sub_clusters: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     dispatchers: Annotated[int, Field(ge=1)] = 1
 
@@ -233,7 +235,7 @@ class GatewayConfig(Access, DispatcherConfig):
     def _exposed_only_with_keys(self) -> GatewayConfig:
         if self.insecure:
             return self
-        for name, where in (("listen", self.listen), ("operators", self.operators)):
+        for name, where in (("listen", self.listen), ("grpc", self.grpc), ("operators", self.operators)):
             if where is None or where.is_loopback:
                 continue
             if name == "operators":
@@ -243,7 +245,7 @@ class GatewayConfig(Access, DispatcherConfig):
                 )
             if not self.keys and self.key_file is None:
                 raise Fault(
-                    f"listen.host is {where.host}, and there are no keys: anybody who reaches it may ask",
+                    f"{name}.host is {where.host}, and there are no keys: anybody who reaches it may ask",
                     "Make keys with `tenuto key NAME` and give their file with --keys, or set insecure: true "
                     "(--insecure).",
                 )
@@ -252,7 +254,8 @@ class GatewayConfig(Access, DispatcherConfig):
     @property
     def is_shared_with_clients(self) -> bool:
         """Whether clients are others than whoever runs this: they are known by keys, or reach it from elsewhere."""
-        return bool(self.keys or self.key_file) or (self.listen is not None and not self.listen.is_loopback)
+        is_open = any(each is not None and not each.is_loopback for each in (self.listen, self.grpc))
+        return bool(self.keys or self.key_file) or is_open
 
 
 class ControlConfig(UserConfig):

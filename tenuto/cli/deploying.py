@@ -37,6 +37,7 @@ class ServingArguments:
     port: int
     proxy_port: int | None
     operator_port: int | None
+    grpc_port: int
     key_file: str | None
     tls_cert: str | None
     tls_key: str | None
@@ -131,6 +132,7 @@ _SAME = (
     "port",
     "proxy_port",
     "operator_port",
+    "grpc_port",
     "log_json",
     "encrypt",
     "hangs_s",
@@ -302,6 +304,12 @@ _serving = (
             type=click.IntRange(0, 65535),
             show_default="two after PORT",
             help="Port of status, metrics and the live page, on 127.0.0.1; 0: none.",
+        ),
+        click.option(
+            "--grpc-port",
+            default=0,
+            type=click.IntRange(0, 65535),
+            help="Port of the Open Inference Protocol over gRPC (needs tenuto[grpc]); 0: none.",
         ),
     ),
     headed(

@@ -20,7 +20,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.fleet import GpuletConnection
-from tenuto.deployments.entry.asgi import AsgiExchange
+from tenuto.deployments.entry.asgi import WholeExchange
 from tenuto.deployments.entry.exchange import Head
 from tenuto.deployments.entry.service import InferenceService, ReadingLag
 from tenuto.deployments.wire.messages import GpuletState
@@ -51,7 +51,7 @@ def make_plan() -> Plan:
     )
 
 
-class Timed(AsgiExchange):
+class Timed(WholeExchange):
     """Notes when it is answered, and takes the processor for it."""
 
     def __init__(self, loop: VirtualLoop, head: Head, arrived_ms: float) -> None:

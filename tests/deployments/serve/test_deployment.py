@@ -89,6 +89,7 @@ WAYS = [
         "name": "shop-2.b",
         "port": 65535,
         "operator_port": 7,
+        "grpc_port": 9,
         "log_json": True,
         "encrypt": True,
         "hangs_s": 3.0,

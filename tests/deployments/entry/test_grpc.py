@@ -1,0 +1,283 @@
+"""The Open Inference Protocol over gRPC: asked by Triton's own client and by bytes that no client sends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tenuto.deployments.entry.exchange import HttpError
+from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.serve.launcher import unused_port
+from tenuto.deployments.serve.user_config import read_gateway_config
+from tenuto.placement import Plan
+from tests.deployments.entry.test_access import certificate
+from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
+from tests.instruments.live import PATIENCE_S
+
+grpc = pytest.importorskip("grpc")
+client = pytest.importorskip("tritonclient.grpc.aio")
+messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
+
+PLAN = make_plan(("a", ("m",)), slo_ms=60_000.0)
+VALUES = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], np.float32)
+
+
+class Served:
+    """A gateway with gRPC over one gpu-let that doubles, and Triton's client."""
+
+    def __init__(self) -> None:
+        self.gpulet = FakeGpulet("a", ("m",))
+        self.port, self.grpc_port = unused_port(), unused_port()
+        self.entry = Entry(finder({"a": self.gpulet}))
+        self.triton = client.InferenceServerClient(f"127.0.0.1:{self.grpc_port}")
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.grpc_port}")
+
+    async def follow(self, plan: Plan = PLAN, **options: Any) -> None:
+        listen = {"host": "127.0.0.1", "port": self.port}
+        sockets = {"listen": listen, "grpc": {"host": "127.0.0.1", "port": self.grpc_port}}
+        config = {"plan": plan.to_data(), "scheduler": {"name": "eager"}, **sockets, **options}
+        await self.entry.follow(read_gateway_config(config))
+
+    async def code(self, data: bytes, **metadata: str) -> str:
+        """Send bytes as the message of an infer call; returns the name of the code that it ends with."""
+        call = self.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        pairs = tuple(metadata.items())
+        found: str = (await call(data, metadata=pairs, timeout=PATIENCE_S, wait_for_ready=True).code()).name
+        return found
+
+    async def send(self, data: bytes) -> bytes:
+        """Send bytes as the message of an infer call; returns those of the answer."""
+        call = self.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        answer: bytes = await call(data, timeout=PATIENCE_S, wait_for_ready=True)
+        return answer
+
+    async def close(self) -> None:
+        await self.triton.close()
+        await self.channel.close()
+        await self.entry.close()
+        self.gpulet.die()
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    made = Served()
+    await made.gpulet.start()
+    await made.follow()
+    async with asyncio.timeout(PATIENCE_S):
+        while not await made.triton.is_server_ready():
+            await asyncio.sleep(0.005)
+    yield made
+    await made.close()
+
+
+def tensor(values: np.ndarray = VALUES, datatype: str = "FP32") -> Any:
+    given = client.InferInput("x", list(values.shape), datatype)
+    given.set_data_from_numpy(values)
+    return given
+
+
+async def test_tritons_client_is_answered_unchanged(served: Served) -> None:
+    triton = served.triton
+    answer = await triton.infer("m", [tensor()], request_id="mine", outputs=[client.InferRequestedOutput("y")])
+    assert answer.as_numpy("y").tolist() == (2.0 * VALUES).tolist()
+    told = answer.get_response()
+    assert told.id == "mine"
+    assert told.parameters["gpulet"].string_param == "a"
+    assert told.parameters["batch_size"].int64_param >= 1
+    assert await triton.is_server_live()
+    assert await triton.is_model_ready("m")
+    assert await triton.is_model_ready("m", "1")
+    assert (await triton.get_server_metadata()).name == "tenuto"
+    (described,) = (await triton.get_model_metadata("m")).inputs
+    assert (described.name, described.datatype, list(described.shape)) == ("x", "FP32", [-1, 2])
+    (configured,) = (await triton.get_model_config("m")).config.input
+    assert list(configured.dims) == [2]
+    assert [model.name for model in (await triton.get_model_repository_index()).models] == ["m"]
+    (counted,) = (await triton.get_inference_statistics("m")).model_stats
+    assert counted.inference_count == len(VALUES)
+
+
+async def test_classes_are_asked_for_as_over_http(served: Served) -> None:
+    answer = await served.triton.infer(
+        "m", [tensor(VALUES[:1])], outputs=[client.InferRequestedOutput("y", class_count=1)]
+    )
+    assert answer.as_numpy("y").tolist() == [[b"4.000000:1"]]
+
+
+async def test_typed_contents_mean_what_raw_ones_do(served: Served) -> None:
+    asked = messages.InferRequest(model_name="m")
+    asked.inputs.add(name="x", datatype="FP32", shape=[1, 2]).contents.fp32_contents.extend([1.0, 2.0])
+    answer = messages.InferResponse.FromString(await served.send(asked.SerializeToString()))
+    assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [2.0, 4.0]
+
+
+async def test_a_stream_answers_every_request_and_says_which_one_failed(served: Served) -> None:
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        for number in range(40):
+            model = "m" if number != 7 else "nobody"
+            yield {"model_name": model, "inputs": [tensor(VALUES[:1])], "request_id": str(number)}
+
+    found: dict[str, str] = {}
+    async for answer, error in served.triton.stream_infer(requests()):
+        told = answer.get_response() if answer is not None else None
+        found[told.id if told is not None else "?"] = "ok" if error is None else str(error)
+        if error is None:
+            assert answer.as_numpy("y").tolist() == [[2.0, 4.0]]
+    assert sum(each == "ok" for each in found.values()) == 39
+    assert any("unknown model 'nobody'" in each for each in found.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "reason"),
+    [
+        ({"model_name": "nobody"}, "NOT_FOUND", "unknown model 'nobody'"),
+        ({"model_version": "7"}, "NOT_FOUND", "Not Found"),
+        ({"inputs": [], "raw_input_contents": []}, "INVALID_ARGUMENT", "missing input x"),
+        ({"inputs": []}, "INVALID_ARGUMENT", "0 inputs and 1 raw_input_contents"),
+        ({"raw_input_contents": [b"1234", b"5"]}, "INVALID_ARGUMENT", "1 inputs and 2 raw_input_contents"),
+        ({"raw_input_contents": [b"1234"]}, "INVALID_ARGUMENT", "announces 4 binary bytes"),
+        ({"raw_input_contents": []}, "INVALID_ARGUMENT", "announces 0 binary bytes"),
+        ({"parameters": {"slo_ms": {"string_param": "soon"}}}, "INVALID_ARGUMENT", "parameter slo_ms is 'soon'"),
+        ({"parameters": {"slo_ms": {"double_param": 0.0}}}, "DEADLINE_EXCEEDED", "the deadline could not be met"),
+    ],
+)
+async def test_what_cannot_be_executed_is_said_and_why(
+    served: Served, change: dict[str, Any], code: str, reason: str
+) -> None:
+    fields = {
+        "model_name": "m",
+        "inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2]}],
+        "raw_input_contents": [bytes(8)],
+        **change,
+    }
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.send(messages.InferRequest(**fields).SerializeToString())
+    assert caught.value.code().name == code
+    assert reason in caught.value.details()
+
+
+async def test_the_time_that_a_client_waits_is_its_deadline(served: Served) -> None:
+    """The gpu-let holds its batches: the request expires with its client, in spite of an SLO of a minute."""
+    served.gpulet.hold = True
+    with pytest.raises(client.InferenceServerException, match=r"(?i)deadline"):
+        await served.triton.infer("m", [tensor()], client_timeout=0.05)
+    served.gpulet.release()
+
+
+async def test_clients_without_a_key_are_refused_before_their_message_is_read(served: Served) -> None:
+    keys = [
+        {"name": name, "sha256": hashlib.sha256(key).hexdigest(), "models": [model]}
+        for name, key, model in (("ann", b"secret", "m"), ("bob", b"other", "n"))
+    ]
+    await served.follow(keys=keys)
+    for metadata, code in (
+        ({}, "UNAUTHENTICATED"),
+        ({"authorization": "Bearer wrong"}, "UNAUTHENTICATED"),
+        ({"authorization": "Bearer other"}, "PERMISSION_DENIED"),
+        ({"authorization": "Bearer secret"}, "OK"),
+    ):
+        asked = messages.InferRequest(model_name="m", raw_input_contents=[bytes(8)])
+        asked.inputs.add(name="x", datatype="FP32", shape=[1, 2])
+        assert await served.code(asked.SerializeToString(), **metadata) == code
+    call = served.channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")()
+    assert (await call.code()).name == "UNAUTHENTICATED"  # nothing was ever sent
+    assert await served.triton.is_server_ready()  # load balancers have no key
+    health = served.channel.unary_unary("/grpc.health.v1.Health/Check")
+    assert await health(b"") == b"\x08\x01"
+
+
+def test_a_picture_or_a_text_is_asked_for_by_one_value_of_bytes() -> None:
+    asked = messages.InferRequest(model_name="a/b", id="mine")
+    asked.inputs.add(name="any", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"a text")
+    head, body = messages.to_http(asked, {}, None, 100.0)
+    assert (head.url, body, head.headers) == (b"/predict/a%2Fb", b"a text", {b"x-request-id": b"mine"})
+    told = b'{"model_name":"a/b","predictions":[{"label":"cat","score":0.5}],"parameters":{"emulated":true}}'
+    answer = messages.to_answer(asked, b"content-type: application/json\r\n", told)
+    assert [(each.name, each.datatype, list(each.shape)) for each in answer.outputs] == [
+        ("label", "BYTES", [1]),
+        ("score", "FP32", [1]),
+    ]
+    assert list(answer.raw_output_contents) == [b"\x03\0\0\0cat", np.float32(0.5).tobytes()]
+    assert answer.parameters["emulated"].bool_param
+
+
+@pytest.mark.parametrize(
+    ("asked", "remaining_ms", "said"), [(None, 5.0, b"5.000"), (None, 200.0, None), (3.0, 5.0, None)]
+)
+def test_the_shortest_of_slo_and_waiting_time_holds(
+    asked: float | None, remaining_ms: float, said: bytes | None
+) -> None:
+    request = messages.InferRequest(model_name="m")
+    if asked is not None:
+        request.parameters["slo_ms"].double_param = asked
+    head, _ = messages.to_http(request, {}, remaining_ms, 100.0)
+    assert head.headers.get(b"x-slo-ms") == said
+
+
+async def test_a_certificate_encrypts_what_is_said(served: Served, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    port = unused_port()
+    await served.follow(grpc={"host": "127.0.0.1", "port": port, "tls_cert": str(cert), "tls_key": str(key)})
+    async with client.InferenceServerClient(f"127.0.0.1:{port}", ssl=True, root_certificates=str(cert)) as triton:
+        assert await triton.is_server_ready()
+    assert served.entry.service.dispatching.is_ready()
+
+
+async def test_bytes_that_no_client_sends_end_in_a_clear_refusal(served: Served) -> None:
+    asked = messages.InferRequest(model_name="m", raw_input_contents=[bytes(8)])
+    asked.inputs.add(name="x", datatype="FP32", shape=[1, 2])
+    whole, draw = asked.SerializeToString(), random.Random(7)
+    known = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        assert await served.code(bytes(data[: draw.randint(0, 2 * len(data))])) in known
+    await served.send(whole)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x2a\x00" * 5000,  # inputs that say nothing
+        b"\x0a" + b"\xff\xff\x3f" + b"x" * 0xFFFFF,  # a name of 1 MiB
+        b"\x2a\x80\x80\x40" + b"\x22\x00" * 0x80000,  # an input of half a million parameters
+    ],
+)
+def test_a_message_is_looked_at_before_it_is_read(data: bytes) -> None:
+    with pytest.raises(HttpError) as caught:
+        messages.infer_request(data)
+    assert caught.value.status == 413
+
+
+async def test_messages_beyond_the_limit_are_refused(served: Served) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.send(bytes(messages.MOST_MESSAGE_BYTES + messages.MOST_DESCRIBED_BYTES + 1))
+    assert caught.value.code().name == "RESOURCE_EXHAUSTED"
+
+
+async def test_the_server_describes_what_it_offers(served: Served) -> None:
+    from grpc_reflection.v1alpha import reflection_pb2
+
+    call = served.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")()
+    asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol="inference.GRPCInferenceService")
+    await call.write(asked.SerializeToString())
+    told = reflection_pb2.ServerReflectionResponse.FromString(await call.read())
+    assert len(told.file_descriptor_response.file_descriptor_proto) == 1
+    await call.done_writing()
+
+
+def test_the_descriptors_are_those_of_the_text_beside_them() -> None:
+    text = files("tenuto.deployments").joinpath("data/open_inference.proto").read_text()
+    service = messages.POOL.FindServiceByName(messages.SERVICE)
+    assert [each.name for each in service.methods] == [
+        line.split()[1].partition("(")[0] for line in text.splitlines() if line.startswith("  rpc ")
+    ]
