@@ -96,8 +96,9 @@ def _serve(
             for gpulet in get_told(f"{launcher.operator_url}/status", SystemStatus).gpulets:
                 models = ", ".join(f"{name} (batch {size})" for name, size in gpulet.models.items())
                 tell(f"{gpulet.id} on {gpulet.device}, pid {gpulet.pid}: {models}")
+            grpc = f", gRPC at {deployment.host}:{deployment.grpc_port}" if deployment.grpc_port else ""
             tell(
-                f"serving at {launcher.base_url}, documentation at {launcher.base_url}/docs, live page at "
+                f"serving at {launcher.base_url}{grpc}, documentation at {launcher.base_url}/docs, live page at "
                 f"{launcher.operator_url}, on the Ray at {cluster_address()}. Ctrl-C drains."
             )
             orders.serving()
