@@ -116,7 +116,7 @@ def main() -> None:
         return closed_loop(launcher.base_url, given.loops, given.seconds)[0]
 
     def grpc_rate(port: int) -> float:
-        return float(subprocess.run([*this, "--ask", str(port)], capture_output=True, text=True, check=True).stdout)
+        return float(subprocess.run([*this, "--ask", str(port)], stdout=subprocess.PIPE, text=True, check=True).stdout)
 
     with Launcher() as launcher:
         launcher.connect(num_gpus=2, address="local")
