@@ -59,7 +59,7 @@ _CODES = {
 }
 
 
-class Service(Protocol):
+class AnsweringService(Protocol):
     """What answers: `tenuto.deployments.entry.service.InferenceService`."""
 
     def refusal(self, exchange: Exchange) -> HttpError | None:
@@ -86,7 +86,7 @@ class FailedCallError(Exception):
 class GrpcServer:
     """One socket. Invariant: the bytes of messages that are not answered stay below `limits.unfinished_bytes`."""
 
-    def __init__(self, service: Service, limits: Limits) -> None:
+    def __init__(self, service: AnsweringService, limits: Limits) -> None:
         """Prepare; must be called on the loop."""
         self.address: tuple[str, int] | None = None
         self._service = service
