@@ -90,11 +90,11 @@ def preferences_missed(plan: Plan) -> dict[str, str]:
         held = [gpus[gpulet.gpu] for gpulet in plan.hosts_of(spec.name)]
         away = [gpu for gpu in held if spec.prefer is not None and not prefers(spec, gpu)]
         if away:
-            here = {gpu.type for gpu in plan.gpus if prefers(spec, gpu)}
+            here = {gpu.type for gpu in plan.gpus if prefers(spec, gpu) and not is_at(gpu, plan.drained)}
             missing = sorted({gpu.type for gpu in away} - here)
             why = "no exchange of what whole GPUs hold brings it there at no cost"
             if missing:
-                why = f"the plan has no {' and no '.join(missing)} there"
+                why = f"no {' and no '.join(missing)} there may hold anything"
             ids = ", ".join(dict.fromkeys(gpu.id for gpu in away))
             found[spec.name] = f"{len(away)} of {len(held)} replicas on {ids}, not on {spec.prefer}: {why}"
     return found

@@ -361,5 +361,6 @@ def _entry(plan: Plan, program: Program) -> ProgramEntry:
         members=members,
         latency=program.latency,
         slowdown=program.slowdown,
+        weights_mib=program.weights_mib,
         **copies,
     )

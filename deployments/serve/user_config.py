@@ -70,7 +70,7 @@ class ProgramEntry(StrictModel):
     """What a gpu-let loads: one or more models that run as one program.
 
     `latency` is l(b) of the program alone on this share, `slowdown` (>= 1) what the neighbours cost on top, the copies
-    are ms of one request: what an emulated GPU goes by.
+    are ms of one request: what an emulated GPU goes by. `weights_mib` are those of its profile, if they are known.
     """
 
     name: str
@@ -78,6 +78,7 @@ class ProgramEntry(StrictModel):
     members: Annotated[tuple[MemberEntry, ...], Field(min_length=1)]
     latency: LatencyField | None = None
     slowdown: Annotated[float, Field(ge=1)] = 1.0
+    weights_mib: float | None = None
     copy_in_ms: Annotated[float, Field(ge=0)] | None = None
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None
 

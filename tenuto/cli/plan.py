@@ -20,7 +20,7 @@ from tenuto.cli.common import (
 )
 from tenuto.cli.tables import print_table
 from tenuto.cli.watching import planning_watched
-from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
+from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.plan import PolicyUsed
@@ -138,9 +138,9 @@ def command(
 ) -> int:
     """Find and validate a plan for WORKLOAD on a cluster.
 
-    Where the plan does not serve every model as asked, the last line says what would. Exit code 1: nothing is served in
-    time, or with --strict not everything as asked. Long searches say on stderr how far they are; Ctrl-C then ends them
-    with the best plan so far, a second one without.
+    Where the plan does not serve every model as asked, the last line says what would, or why more GPUs do not. Exit
+    code 1: nothing is served in time, or with --strict not everything as asked. Long searches say on stderr how far
+    they are; Ctrl-C then ends them with the best plan so far, a second one without.
 
     Example: tenuto plan workload.yaml --policy usher --gpus v100:4 -o plan.yaml
     """
@@ -208,7 +208,7 @@ def _code(plans: Iterable[Plan], *, strict: bool) -> int:
 def _say_what_is_enough(
     policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, is_file: bool
 ) -> None:
-    """Say on how many GPUs the same policy serves every model as asked, or whom on no number; nothing where it cannot
+    """Say on how many GPUs the same policy serves every model as asked, or whom on no number and why, or why it cannot
     tell. The GPUs of a file may be special: those are only counted."""
     try:
         with planning_watched(policy):
@@ -219,15 +219,23 @@ def _say_what_is_enough(
                 for _ in range(_TRIES):
                     gpus = ",".join(f"{kind}:{count}" for kind, count in counts.items())
                     given = solve(policy, workload, Cluster.parse(gpus), profiles)
-                    if not given.unserved_reasons:
+                    if found.unserved_reasons or not given.unserved_reasons:
                         found, how = given, f"--gpus {gpus}"
+                    if not given.unserved_reasons:
                         break
                     counts[counts.most_common(1)[0][0]] += 1
-    except InvalidInputError:
+    except InvalidInputError as error:
+        rule = error.problems[0].rule if error.problems else first_line(error)
+        say(f"what would serve all cannot be told: {rule}")
         return
+    below = why_below(found)
     if found.unserved:
         say(f"no number of these GPUs serves: {', '.join(found.unserved)}")
-    elif not found.unserved_reasons:
+    elif below:
+        name, why = below[0]
+        used = f"with {len(found.gpus)} {policy.name} uses {found.expected.gpus_used}"
+        say(f"more GPUs do not help: {used}, and {name} gets {why}")
+    else:
         cost = found.expected.cost_per_hour
         price = "" if cost is None else f", {cost:,.2f} $/h"
         say(f"would serve all as asked: {found.expected.gpus_used} GPUs{price}: {how}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -366,6 +367,30 @@ def test_what_is_said_to_serve_all_does(tenuto, tmp_path: Path, entry: str, gpus
     assert again.code == 0
     expected = Plan.from_data(json.loads(again.out)).expected
     assert figures == f"{expected.gpus_used} GPUs, {expected.cost_per_hour:,.2f} $/h"
+
+
+def test_where_more_gpus_do_not_help_the_last_line_says_why(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    entries = ("{name: resnet50, rate_rps: 3000, slo_ms: 60}", "{name: vgg19, rate_rps: 1000, slo_ms: 60}")
+    (tmp_path / "w.yaml").write_text("models:\n" + "".join(f"  - {entry}\n" for entry in entries))
+    asked = ("plan", "w.yaml", "--profiles", "igniter-v100", "--policy")
+    for policy in ("igniter", "gpulet"):
+        last = tenuto(*asked, policy, "--gpus", "v100:2").out.splitlines()[-1]
+        words = rf"more GPUs do not help: with (\d+) {policy} uses (\d+), and resnet50 gets (\d+) of 3000 rps"
+        found = re.match(words, last)
+        assert found, last
+        ran = tenuto(*asked, policy, "--gpus", f"v100:{found[1]}", "--strict", "--json")
+        expected = Plan.from_data(json.loads(ran.out)).expected
+        assert (ran.code, expected.gpus_used) == (1, int(found[2]))
+        assert expected.models["resnet50"].goodput_rps == pytest.approx(float(found[3]), abs=1.0)
+        assert tenuto(*asked, policy, "--gpus", f"v100:{int(found[1]) + 4}", "--strict").code == 1
+
+
+def test_a_policy_that_cannot_tell_what_is_enough_says_so(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    nodes = "nodes:\n  - {name: n0, gpus: [{type: v100, count: 1}]}\n"
+    (tmp_path / "c.yaml").write_text(nodes)
+    (tmp_path / "w.yaml").write_text("models:\n  - {name: resnet50, rate_rps: 3000, slo_ms: 60, only_on: [n0]}\n")
+    last = tenuto("plan", "w.yaml", "--cluster", "c.yaml", "--policy", "ffd").out.splitlines()[-1]
+    assert last.startswith("what would serve all cannot be told: an elastic cluster does not say")
 
 
 def test_where_no_number_of_gpus_would_do_it_is_said(tenuto) -> None:  # type: ignore[no-untyped-def]

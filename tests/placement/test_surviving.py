@@ -120,7 +120,7 @@ def test_a_preference_gives_way_to_what_others_ask_and_to_another_gpu_type() -> 
     other = "n1" if lies_on == "n0/0" else "n0"
     plan = planned(workload(entry | {"prefer": other}), two_types)
     assert plan.expected == alone.expected
-    assert "has no" in preferences_missed(plan)["m0"]
+    assert "there may hold" in preferences_missed(plan)["m0"]
     full = {"rate_rps": 1500, "slo_ms": 40}
     plan = planned(workload(full | {"prefer": "n1"}, full | {"only_on": ["n1"]}), cluster(2, 1))
     assert {gpulet.gpu for gpulet in plan.hosts_of("m1")} == {"n1/0"}
@@ -131,7 +131,7 @@ def test_a_preferred_node_may_be_left_out() -> None:
     on = without(cluster(), ["n1"])
     plan = planned(workload({"rate_rps": 50, "slo_ms": 80, "prefer": "n1"}), on)
     assert not plan.unserved_reasons
-    assert "has no v100 there" in preferences_missed(plan)["m0"]
+    assert "no v100 there" in preferences_missed(plan)["m0"]
 
 
 def test_an_elastic_cluster_takes_a_preference_as_one_that_cannot_be_told() -> None:

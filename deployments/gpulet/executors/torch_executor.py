@@ -22,6 +22,8 @@ from tenuto.profiles.networks.runner import ProgramRunner, Streams
 
 logger = logging.getLogger("ray.serve")
 
+SAME = 0.01  # limit: of rounding, and of what a runtime's file adds; another network or number format differs by more
+
 
 class TorchExecutor:
     """Owns one device. Invariant: `load`, `run` and `unload` are called by one thread, one at a time."""
@@ -69,7 +71,7 @@ class TorchExecutor:
         self.unload(program.name)
         members = [Member(m.name, m.source, m.weights_path, m.options) for m in program.members]
         loaded = self._programs[program.name] = load_program(members, batch_sizes, self.streams)
-        for note in loaded.network.notes:
+        for note in (*loaded.network.notes, *_other_weights(loaded.network.weights_mib, program.weights_mib)):
             logger.warning("%s: %s", program.name, note)
 
     def unload(self, program: str) -> None:
@@ -131,3 +133,11 @@ class TorchExecutor:
         """Set the threads of the share; OpenMP keeps them per calling thread, so the worker thread itself must."""
         if self._threads is not None and self._torch.get_num_threads() != self._threads:
             self._torch.set_num_threads(self._threads)
+
+
+def _other_weights(built_mib: float, profiled_mib: float | None) -> list[str]:
+    """Return in a line that a model's weights are of another size than those that were profiled, if they are."""
+    if profiled_mib is None or abs(built_mib - profiled_mib) <= SAME * max(built_mib, profiled_mib):
+        return []
+    told = f"its weights are {built_mib:,.1f} MiB, those of its profile {profiled_mib:,.1f} MiB"
+    return [f"{told}: another network was measured, and what the plan expects need not hold; profile it again"]

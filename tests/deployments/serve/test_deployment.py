@@ -12,6 +12,7 @@ from tenuto.deployments.serve.history import History
 from tenuto.deployments.serve.sub_clusters import fits_plan, parted
 from tenuto.documents import dump_yaml, parse_yaml
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.placement import Plan
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
 
@@ -43,6 +44,13 @@ def test_who_schedules_knows_the_idle_gpulets_of_its_models() -> None:
     assert told(of(gateways=2)) == {"tenuto": (), "dispatcher-0": idle_ones}
     parts = {"tenuto": (), "dispatcher-0": (), "dispatcher-3": idle_ones}
     assert told(of(gateways=2, partition={"a": 0, "b": 3})) == parts
+
+
+def test_a_gpulet_is_told_the_weights_of_the_profile() -> None:
+    data = PLAN.to_data()
+    data["gpulets"][0]["models"][0]["weights_mib"] = 97.5
+    programs = [program for each in of(Plan.from_data(data)).config().gpulets for program in each.user_config.programs]
+    assert {program.name: program.weights_mib for program in programs} == {"a": 97.5, "b": None}
 
 
 def test_another_plan_keeps_how_it_is_served() -> None:

@@ -1,3 +1,4 @@
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,6 +62,24 @@ def test_a_request_gets_the_same_answer_whoever_shares_its_batch(executor: Torch
         inputs = {"input_ids": np.concatenate([others, mine]), "attention_mask": np.concatenate([other_masks, mask])}
         together, _ = run(executor, "bert", inputs, 4)
         np.testing.assert_allclose(together["logits"][3:], alone["logits"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("part", "is_told"), [(None, False), (1.0, False), (1.004, False), (0.5, True), (2.0, True)])
+def test_weights_of_another_size_than_were_profiled_are_noted(
+    executor: TorchExecutor, caplog: pytest.LogCaptureFixture, part: float | None, is_told: bool
+) -> None:
+    load_small(executor, "mobilenet_v2")
+    built_mib = executor.program("mobilenet_v2").network.weights_mib
+    serve = logging.getLogger("ray.serve")
+    serve.addHandler(caplog.handler)  # it hands nothing on where Ray has set it up
+    try:
+        caplog.clear()
+        profiled = None if part is None else part * built_mib
+        load(executor, "mobilenet_v2", options=SMALL["mobilenet_v2"], weights_mib=profiled)
+    finally:
+        serve.removeHandler(caplog.handler)
+    assert any("another network was measured" in record.getMessage() for record in caplog.records) == is_told
+    assert run(executor, "mobilenet_v2", images(1), 1)[1] > 0.0
 
 
 def test_read_only_buffers_are_taken_without_a_warning(executor: TorchExecutor) -> None:
