@@ -34,7 +34,7 @@ _HUNG_S = 10.0  # limit: a process that is stopped for so long is dead, and is k
 # limit: until it serves; the longest part, the loading of models, has a limit of its own that is shorter
 _START_S = 900.0
 # limit: Serve gives the entry, then gpu-lets, 10 s each to finish; a busy machine takes three times that
-_DRAIN_S = 60.0
+DRAIN_S = 60.0
 _LEFT_S = 5.0  # limit: for what still runs when the process behind has ended
 _LOST = 3  # format: exit code: the environment failed, and whoever supervises may start again
 
@@ -134,7 +134,7 @@ def run_in_front(work: Callable[[Orders], int], tell: Callable[[str], None]) -> 
             mine.close()
             os.setsid()  # a terminal's Ctrl-C and hang-up come to the foreground alone
             leave_signals_to_the_foreground()
-            code = work(Orders(its, _DRAIN_S))
+            code = work(Orders(its, DRAIN_S))
         finally:
             os._exit(code)
     its.close()
@@ -190,7 +190,7 @@ class _Foreground:
             if self._line.fileno() in ready:
                 said = self._line.recv(16)
                 if b"e" in said and not self._is_draining:
-                    self._is_draining, self._until_at = True, time.monotonic() + _DRAIN_S
+                    self._is_draining, self._until_at = True, time.monotonic() + DRAIN_S
                 elif b"j" in said:
                     self._is_joined = True
                 elif said and not self._is_draining:
@@ -211,7 +211,7 @@ class _Foreground:
             self._kill_hung(below)
             if time.monotonic() > self._until_at:
                 what = "drained" if self._is_draining else "begun to serve"
-                limit_s = _DRAIN_S if self._is_draining else _START_S
+                limit_s = DRAIN_S if self._is_draining else _START_S
                 self._tell(f"has not {what} within {limit_s:g} s; ending all by force")
                 return self._end(_LOST)
 
@@ -226,7 +226,7 @@ class _Foreground:
                     return 128 + number
                 if not self._is_serving:
                     self._code = 128 + number
-                self._is_draining, self._until_at = True, time.monotonic() + _DRAIN_S
+                self._is_draining, self._until_at = True, time.monotonic() + DRAIN_S
                 with suppress(OSError):
                     self._line.send(b"d")
         return None

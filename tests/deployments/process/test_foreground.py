@@ -20,7 +20,7 @@ import os, signal, subprocess, sys, time
 from tenuto.deployments.process import foreground
 from tenuto.deployments.process.foreground import Stopped, run_in_front
 
-foreground._HUNG_S, foreground._DRAIN_S, foreground._LEFT_S = 0.5, float(sys.argv[2]), 3.0
+foreground._HUNG_S, foreground.DRAIN_S, foreground._LEFT_S = 0.5, float(sys.argv[2]), 3.0
 
 def say(text):
     os.write(1, (text + "\\n").encode())
