@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tenuto.batching.core.scheduler import Scheduler
     from tenuto.batching.registry import make_scheduler
     from tenuto.batching.virtual.simulator import simulate
     from tenuto.deployments.entry.python_handle import TenutoHandle
@@ -30,6 +31,7 @@ __all__ = [
     "Policy",
     "Profile",
     "Profiles",
+    "Scheduler",
     "TenutoError",
     "TenutoHandle",
     "UnavailableError",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "tenuto.batching.core.scheduler": ("Scheduler",),
     "tenuto.batching.registry": ("make_scheduler",),
     "tenuto.batching.virtual.simulator": ("simulate",),
     "tenuto.deployments.entry.python_handle": ("TenutoHandle",),
