@@ -318,11 +318,12 @@ def _apart(plan: Plan, asked: Sequence[ModelSpec]) -> Plan:
         is_apart = spec.spread or spec.survive
         return (len(specs) * 2.0 * wrong + (max(by_domain.values()) if is_apart else 0.0)) / whole if whole else 0.0
 
+    liked = {name: {gpu.id for gpu in plan.gpus if prefers(spec, gpu)} for name, spec in specs.items()}
     whole = {name: sum(rates.get(name, 0.0) for rates in held.values()) for name in specs}
 
     def preferred(was: str, at: str) -> float:
         """Return the parts of models on a GPU that would lie where they prefer to if it were another one."""
-        return sum(rate / whole[name] for name, rate in held[was].items() if prefers(specs[name], gpus[at]))
+        return sum(rate / whole[name] for name, rate in held[was].items() if at in liked[name])
 
     is_better = any(map(asks, asked))
     if not is_better:  # nothing but preferences: the best exchange is an assignment
