@@ -183,7 +183,7 @@ class _Serving:
         self._system.advance(0.0)
         self._system.life = Life((_STARTS_S, _STARTS_S), (0.0, 0.0))
         changes, looks = 0, list[Look]()
-        for second in range(1, int(self._duration_s) + 1):
+        for second in range(1, math.ceil(self._duration_s) + 1):
             self._system.advance(1000.0 * second)
             look = self._system.look()
             for index, name in enumerate(self._names):
