@@ -2,7 +2,8 @@
 virtual time.
 
 Source: Xu et al., iGniter (arXiv 2211.01713), section 5.3. Of the twelve workloads W9 and W10 share GPU 4, and W1, W5
-and W11 share GPU 5. The numbers of the two figures are not printed; what is compared is what the text says.
+and W11 share GPU 5: the two groups that the text names. That figure 15 shows the first and figure 16 the second is a
+reading. The numbers of both are not printed.
 """
 
 from __future__ import annotations
