@@ -226,6 +226,8 @@ def agrees_to_losses(*, yes: bool) -> Callable[[ForeseenChange], None]:
             agree(f"{', '.join(foreseen.lost)}: served now, and by the new plan no more", yes=yes)
         if foreseen.undrained:
             agree(f"{', '.join(foreseen.undrained)}: drained now, and by the new plan no more", yes=yes)
+        if foreseen.drained:
+            tell(f"drained by the new plan: {', '.join(foreseen.drained)}")
         interrupted = dict.fromkeys(name for step in foreseen.steps for name in step.unserved)
         if interrupted:
             tell(f"no room beside what runs: {', '.join(interrupted)} is not served until new gpu-lets are ready")
