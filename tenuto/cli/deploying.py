@@ -73,12 +73,13 @@ class ServingArguments:
         if self.emulate and self.executor not in (None, "emulated"):
             raise refused("--executor", self.executor, "contradicts --emulate", "Give one of the two.")
         document = load_document(self.plan_file)
+        plan = Plan.from_data(document, origin=self.plan_file)  # its faults with the name of the file
         if isinstance(document, dict) and "applications" in document and "policy" not in document:
             base = Deployment.from_data(document, origin=self.plan_file)
             if base.gateways == 1:  # which every plan file has whose author asked for no number
                 base = base.model_copy(update={"gateways": 0})
         else:
-            base = Deployment(plan=Plan.from_data(document, origin=self.plan_file))
+            base = Deployment(plan=plan)
         base = base.model_copy(update={"name": base.name or Path(self.plan_file).stem[:63]})
         chosen = split_pairs(self.options)
         control = None if self.control_file is None else ControlSettings.load(self.control_file)

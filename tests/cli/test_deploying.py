@@ -104,6 +104,14 @@ def test_what_loses_its_service_does_so_only_with_a_yes(monkeypatch: pytest.Monk
         agrees_to_losses(yes=False)(foresee(BOTH, ONE))
 
 
+def test_a_fault_in_a_plan_file_is_said_with_the_name_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    for data in (ONE.to_data(), Deployment(plan=ONE).config().to_data()):
+        path.write_text(dump_yaml(data).replace("share_pct: 50.0", "share_pct: 120"))
+        found = CliRunner().invoke(deploy.command, [str(path)])
+        assert str(found.exception).startswith(f"{path}: gpulets.0.share_pct: 120: "), found.exception
+
+
 class DrainedRuns:
     """A deployment as `tenuto drain` sees it, that goes wherever it is asked to."""
 

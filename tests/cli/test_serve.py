@@ -179,7 +179,7 @@ def test_a_plan_of_another_schema_is_refused(capsys: pytest.CaptureFixture[str],
     code, err = refused(capsys, "serve", str(plan))
     assert code == 2
     assert "schema 7 is not supported" in err
-    assert "tenuto plan" in err
+    assert "Make the file again with this version" in err
 
 
 def test_an_unknown_scheduler_is_refused_before_anything_starts(
