@@ -236,6 +236,13 @@ def agrees_to_losses(*, yes: bool) -> Callable[[ForeseenChange], None]:
     return ask
 
 
+def keep_drained(foreseen: ForeseenChange) -> None:
+    """Raise `InvalidInputError` where a change that nobody is asked about would end a drain."""
+    if foreseen.undrained:
+        cure = "Use `tenuto undrain`, or write what runs into the file with `tenuto history -o FILE`."
+        raise refused("drained", ", ".join(foreseen.undrained), "is drained, and by the new plan no more", cure)
+
+
 @contextmanager
 def operations(address: str | None) -> Iterator[Operations]:
     """Connect to the cluster of a deployment; what happens there is said on stderr."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tenuto.cli.common import GroupedVerb, tell
-from tenuto.cli.deploying import ServingArguments, serving_arguments
+from tenuto.cli.deploying import ServingArguments, keep_drained, serving_arguments
 from tenuto.errors import EnvironmentFaultError, TenutoError
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ def _reload(asked: ServingArguments, orders: Orders) -> None:
     try:
         wanted = asked.deployment()
         with Operations(None, tell, sleep=orders.sleep) as running:
-            reached = running.deploy(wanted, asked.plan_file, by="reload", ground=asked.ground(wanted.plan))
+            ground = asked.ground(wanted.plan)
+            reached = running.deploy(wanted, asked.plan_file, by="reload", ground=ground, agrees=keep_drained)
     except TenutoError as error:
         tell(f"nothing was reloaded: {error}")
     else:

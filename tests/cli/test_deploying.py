@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tenuto.cli import VERBS, delete, deploy, drain, history, load_verb, undrain
-from tenuto.cli.deploying import ServingArguments, agrees_to_losses, endpoint_of, operations
+from tenuto.cli.deploying import ServingArguments, agrees_to_losses, endpoint_of, keep_drained, operations
 from tenuto.deployments.control.foreseen import ForeseenChange, foresee
 from tenuto.deployments.control.near import less_by
 from tenuto.deployments.process.ray_address import KnownDeployment
@@ -181,6 +181,17 @@ def test_a_drain_of_a_plan_by_a_policy_that_is_not_here_names_another(monkeypatc
     assert "--policy: 'theirs': unknown policy" in str(drained_with(monkeypatch, runs, "drain", "n1").exception)
     assert drained_with(monkeypatch, runs, "drain", "n1", "--policy", "gpulet").exit_code == 0
     assert runs.plan.drained == ("n1",)
+
+
+def test_a_plan_that_knows_nothing_of_a_drain_ends_it_only_with_a_yes(capsys: pytest.CaptureFixture[str]) -> None:
+    drained = ONE.model_copy(update={"drained": ("n1",)})
+    for agrees in (agrees_to_losses(yes=False), keep_drained):
+        agrees(foresee(ONE, drained))
+        agrees(foresee(drained, drained))
+        with pytest.raises(InvalidInputError, match="n1.*drained.*by the new plan no more"):
+            agrees(foresee(drained, ONE))
+    assert "drained by the new plan: n1" in capsys.readouterr().err
+    agrees_to_losses(yes=True)(foresee(drained, ONE))
 
 
 def verbs(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:
