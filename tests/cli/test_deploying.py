@@ -188,7 +188,7 @@ def test_a_plan_that_knows_nothing_of_a_drain_ends_it_only_with_a_yes(capsys: py
     for agrees in (agrees_to_losses(yes=False), keep_drained):
         agrees(foresee(ONE, drained))
         agrees(foresee(drained, drained))
-        with pytest.raises(InvalidInputError, match="n1.*drained.*by the new plan no more"):
+        with pytest.raises(InvalidInputError, match=r"n1.*drained.*by the new plan no more"):
             agrees(foresee(drained, ONE))
     assert "drained by the new plan: n1" in capsys.readouterr().err
     agrees_to_losses(yes=True)(foresee(drained, ONE))
