@@ -36,7 +36,7 @@ def surface() -> Iterator[str]:
             begin = vars(thing).get("__init__")
             yield f"{name}{'' if begin is None else inspect.signature(begin)}"
         for part, made in sorted(vars(thing).items()):
-            if not part.startswith("_") and part not in getattr(thing, "model_fields", {}):
+            if not part.startswith(("_", "model_")) and part not in getattr(thing, "model_fields", {}):
                 made = getattr(made, "__func__", made)
                 yield f"{name}.{part}{inspect.signature(made) if inspect.isfunction(made) else ''}"
 
