@@ -18,7 +18,7 @@ from tenuto.deployments.wire.tensors import Buffer
 _HEAD_END = b"\r\n\r\n"
 _MOST_HEADER_BYTES = 1 << 15  # limit: of a head
 _MOST_FRAMING_BYTES = 1 << 15  # limit: of a chunked body beyond eight for each byte of it: `1 CR LF x CR LF` are five
-_KEPT_HEADS = 1024  # limit: heads whose reading is remembered
+KEPT_HEADS = 1024  # limit: heads whose reading is remembered
 _LONGEST_KEPT_HEAD_BYTES = 2048  # limit: of a head whose reading is remembered
 # What comes once, and so does its head; and what needs a look each time.
 _NOT_KEPT = frozenset((b"x-request-id", b"traceparent", b"x-request-start", b"transfer-encoding", b"upgrade"))
@@ -211,7 +211,7 @@ class KnownHeads:
         if head is None:
             head = read_head(raw)
             if len(raw) <= _LONGEST_KEPT_HEAD_BYTES and _NOT_KEPT.isdisjoint(head.headers):
-                if len(self.plain) >= _KEPT_HEADS:
+                if len(self.plain) >= KEPT_HEADS:
                     self.plain.clear()
                 self.plain[raw] = head
         return head

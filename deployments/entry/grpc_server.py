@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME, enable_server_refle
 from tenuto.deployments.entry.asgi import WholeExchange
 from tenuto.deployments.entry.connection import MOST_PIPELINED
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash
+from tenuto.deployments.entry.framing import KEPT_HEADS
 from tenuto.deployments.entry.grpc_messages import (
     COLD,
     HEALTH,
@@ -93,6 +94,7 @@ class GrpcServer:
         self._limits = limits
         self._server: Any = None
         self._unfinished_bytes = 0
+        self._heads: dict[tuple[Any, ...], Head] = {}
 
     async def listen(self, host: str, port: int, *, is_shared: bool, tls: tuple[str, str] | None) -> None:
         """Open the socket.
@@ -215,11 +217,23 @@ class GrpcServer:
             FailedCallError: nobody who says so may ask.
         """
         headers = headers_of(context.invocation_metadata())
-        refusal = self._service.refusal(WholeExchange(Head(b"GET", b"/v2", headers), b"", _now_ms(), _peer(context)))
+        refusal = self._service.refusal(
+            WholeExchange(self._known(Head(b"GET", b"/v2", headers)), b"", _now_ms(), _peer(context))
+        )
         if refusal is not None:
             await asyncio.sleep(refusal.after_s)
             raise FailedCallError(refusal.status, refusal.message, refusal.lines())
         return headers
+
+    def _known(self, head: Head) -> Head:
+        """Return the head that said the same before: where it leads is found once."""
+        key = (head.url, *head.headers.items())
+        found = self._heads.get(key)
+        if found is None:
+            if len(self._heads) >= KEPT_HEADS:
+                self._heads.clear()
+            found = self._heads[key] = head
+        return found
 
     async def _answer(self, data: bytes, headers: Headers, context: Context) -> Message:
         """Return the answer to a `ModelInferRequest`; raises `FailedCallError`."""
@@ -238,7 +252,7 @@ class GrpcServer:
 
             is_long = len(data) > MOST_DESCRIBED_BYTES
             asked, head, body = await asyncio.to_thread(read) if is_long else read()
-            exchange = WholeExchange(head, body, arrived_ms, _peer(context))
+            exchange = WholeExchange(self._known(head), body, arrived_ms, _peer(context))
             return to_answer(asked, *await self._responded(exchange))
         except HttpError as error:
             raise FailedCallError(error.status, error.message, error.lines()) from None
