@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def parted(
     count: int | None = None,
     rates_rps: Mapping[str, float] | None = None,
     most_moved: float | None = None,
-    time_limit_s: float = 10.0,
+    time_limit_s: float = math.inf,
 ) -> dict[str, int]:
     """Return the sub-cluster of every model of a plan, in as many as there are at present (or as few as the plan can be
     cut into): Symphony's appendix A over the models that gpu-lets hold together, which stay where most of their load

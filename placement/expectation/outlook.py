@@ -576,4 +576,5 @@ def _best_flows(
         worth = [*(1e-4 * value for value in worth), -1.0]
     matrix = coo_array((values, (rows, columns)), shape=(len(upper), len(worth))).tocsr()
     most = [math.inf] * len(pairs) + [1.0] * (len(worth) - len(pairs))
-    return dict(zip(pairs, linear_program(worth, matrix, upper, most), strict=False))
+    solved = linear_program(worth, matrix, upper, most).x
+    return {} if solved is None else dict(zip(pairs, solved.tolist(), strict=False))

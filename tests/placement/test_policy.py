@@ -119,7 +119,7 @@ def test_all_wrong_options_are_told_at_once() -> None:
     ("policy", "option", "value", "words"),
     [
         ("ao-milp", "max_replicas", "two", "must be a whole number. The default is None"),
-        ("ao-milp", "time_limit_s", "nan", "must be a number. The default is 10.0"),
+        ("ao-milp", "time_limit_s", "nan", "must be a number. The default is None"),
         ("usher", "heavy_ratio", "nan", "must be a number. The default is 1.2"),
         ("gpulet", "shares", "20,nan", "must be a list separated by commas. The default is 20.0,40.0"),
         ("sbp", "halves", "maybe", "must be true or false"),

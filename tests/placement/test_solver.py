@@ -10,12 +10,12 @@ import sys
 import pytest
 
 from tenuto.placement import load_policy
-from tenuto.placement.solver import integer_program
+from tenuto.placement.solver import Rows, integer_program
 from tests.placement.published import LANGUAGE_MIX, equal_rates, planned, v100s
 
 
 def test_the_lines_that_highs_prints_for_itself_are_not_seen(capfd: pytest.CaptureFixture[str]) -> None:
-    for gpus in (6, 7, 8):  # on at least one of them scipy 1.17.1 tells how it polishes a solution
+    for gpus in (6, 7, 8):  # on at least one of them HiGHS 1.12 tells how it polishes a solution
         planned(load_policy("ao-milp"), equal_rates(LANGUAGE_MIX, 300, 300), v100s(gpus))
     ctypes.CDLL(None).fflush(None)
     assert tuple(capfd.readouterr()) == ("", "")
@@ -28,6 +28,7 @@ def test_the_banner_of_the_first_solver_of_a_process_is_not_seen() -> None:
 
 
 def test_stdout_is_what_it_was_afterwards(capfd: pytest.CaptureFixture[str]) -> None:
-    assert integer_program([-1.0], integrality=[1], bounds=(0, 2.5)).x[0] == 2.0
+    solved = integer_program([-1.0], Rows(), [0.0], [2.5], [True])
+    assert (list(solved.x), solved.bound, solved.is_proven) == ([2.0], -2.0, True)
     os.write(1, b"seen")
     assert capfd.readouterr().out == "seen"

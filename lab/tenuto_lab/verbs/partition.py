@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from tenuto.profiles import Profiles
     metavar="FILE",
     help="Present partition: output of `tenuto partition --json`, or a mapping of model to sub-cluster.",
 )
-@click.option("--time-limit-s", type=float, default=10.0, help="For the solver.")
+@click.option("--time-limit-s", type=float, default=math.inf, help="For the solver; two runs may then differ.")
 @click.option("--max-rate-rps", type=float, help="Most requests per second of one sub-cluster.")
 @click.option("--max-models", type=int, help="Most models of one sub-cluster.")
 @click.option(

@@ -5,15 +5,12 @@ Which do not is no test's business: a better plan or scheduler may make them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tenuto_lab.experiments.case import DEFERRED, ROUTER, Case, run_case
 from tenuto_lab.experiments.experiment import THESIS_POLICIES, NotRunError, Observation, Results, Settings
 from tenuto_lab.experiments.observed.claim import Seen, claim
 from tenuto_lab.experiments.registry import EXPERIMENTS, find_experiments
-from tests.instruments.live import PATIENCE_S
 
 REPRODUCED = {
     "6.1": {
@@ -36,11 +33,6 @@ REPRODUCED = {
 Ran = dict[str, tuple[Results, list[Observation]]]
 
 
-def patient(case: Case) -> Case:
-    """The case with its integer program solved to the end, however busy the machine is."""
-    return replace(case, options={**case.options, "time_limit_s": PATIENCE_S}) if "milp" in case.policy else case
-
-
 @pytest.fixture(scope="module")
 def ran() -> Ran:
     """The quick points of each experiment under the thesis' policies, some run for a shorter time."""
@@ -49,7 +41,7 @@ def ran() -> Ran:
         (experiment,) = find_experiments((name,))
         duration_s = None if name == "6.15" else 2.5  # whose drop and recovery are seen over longer only
         cases: list[Case] = experiment.cases(Settings(policies=THESIS_POLICIES, duration_s=duration_s, quick=True))
-        results = Results([run_case(patient(case), schedulers_of(case)) for case in cases])
+        results = Results([run_case(case, schedulers_of(case)) for case in cases])
         found[name] = (results, experiment.check(results))
     return found
 

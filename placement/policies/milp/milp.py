@@ -8,6 +8,7 @@ GPU; here GPUs of a type are counted per pattern (see `patterns`), which has the
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,8 +58,9 @@ class MilpPolicy(Policy):
     believes the latency of the whole GPU. Beside the memory requirement, the memory of each replica with the CUDA
     context of its process has to fit.
 
-    About 20 models on 64 GPUs are solved to the proven optimum in the default time, 10 models in a second. Beyond, the
-    best plan found in the time is returned, a greedy one at least, and a note says how far it may be from the optimum.
+    How much the solver may do is bounded, not how long it may take, so that a plan is the same every time. Where that
+    is used up, the best plan found is returned, a greedy one at least, and a note says how far it may be from the
+    optimum.
 
     Options:
         compute_metric, memory_metric: what must stay below 100 % of a GPU; a metric of the profile in percent, or
@@ -66,7 +68,7 @@ class MilpPolicy(Policy):
         max_replicas: most replicas of one model; the thesis leaves its value open. At most one is on a GPU.
         one_batch_size: all replicas of a model use the same batch size, as in the thesis (its section 6.3 comes out
             only so); otherwise each its own, which never gives less goodput.
-        time_limit_s: after this time the best plan so far is returned and its gap to the proven bound noted.
+        time_limit_s: after this time, too, the best plan so far is returned; two runs may then differ.
         pattern_limit: up to this many patterns are listed in full; above, columns are generated on demand.
         shares: limit each gpu-let to its compute requirement instead.
     """
@@ -76,7 +78,7 @@ class MilpPolicy(Policy):
     memory_metric: str = MEMORY
     max_replicas: int | None = option(None, minimum=1)
     one_batch_size: bool = True
-    time_limit_s: float = option(10.0, above=0)
+    time_limit_s: float | None = option(None, above=0)
     pattern_limit: int = option(4000, minimum=1)
     shares: bool = False
 
@@ -111,14 +113,14 @@ class MilpPolicy(Policy):
 
 
 class _Watch:
-    """How much of the time limit is left."""
+    """How much of the time limit is left, where there is one."""
 
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s, self._began = limit_s, time.monotonic()
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s, self._began = math.inf if limit_s is None else limit_s, time.monotonic()
 
     def left_s(self, until: float) -> float:
         """Return the seconds until this part of the limit is used up; negative when it is."""
-        return self._began + until * self.limit_s - time.monotonic()
+        return self._began + until * self._limit_s - time.monotonic()
 
 
 class _Solving:
@@ -138,23 +140,23 @@ class _Solving:
         program, watch = self._program, self._watch
         patterns, bound = self._patterns()
         patterns, best = self._rounded(patterns, bound)
-        best = self._better(best, program.solve(patterns, watch.left_s(GOODPUT_UNTIL)), len(patterns))
+        best = self._better(best, patterns)
         if bound is not None and bound.is_bound and not self._is_complete(patterns, bound, best):
             more = self._columns_in_gap(patterns, bound, best)
             if more and watch.left_s(GOODPUT_UNTIL) > 0:
                 patterns = patterns + more
-                best = self._better(best, program.solve(patterns, watch.left_s(GOODPUT_UNTIL)), len(patterns))
-        second = program.solve(patterns, watch.left_s(ALL_UNTIL), at_least=best.objective)
+                best = self._better(best, patterns)
+        left_s = watch.left_s(ALL_UNTIL)
+        second = program.solve(patterns, best.counts, time_limit_s=left_s, at_least=best.objective)
         final = second or best
         chosen = [(pattern, n) for pattern, n in zip(patterns, final.counts, strict=True) if n]
         if bound is None or not bound.is_bound:
-            limit = f"within {self._watch.limit_s:g} s"
-            return chosen, f"the best plan found {limit}; how far from the optimum it is, is not known"
+            return chosen, "the best plan found; how far from the optimum it is, is not known"
         gap = abs(bound.objective - best.objective) / max(abs(best.objective), 1e-9)
         optimal = best.proven and (gap <= 1e-6 or self._is_complete(patterns, bound, best))
         note = "optimal" if optimal else f"within {100 * gap:.3g} % of the bound, optimality not proven"
         if second is None or not second.proven:
-            note += "; neighbours were not fully optimised in the time given"
+            note += "; neighbours were not fully optimised"
         return chosen, note
 
     def _rounded(self, patterns: Sequence[Pattern], bound: Relaxation | None) -> tuple[list[Pattern], Solution]:
@@ -175,15 +177,17 @@ class _Solving:
         key = lambda solution: solution.objective if self._program.buys else -solution.objective  # noqa: E731
         return all_patterns, min(solutions, key=key)
 
-    def _better(self, one: Solution, other: Solution | None, columns: int) -> Solution:
-        """Return the better of two solutions over growing pattern lists, with counts for all `columns`."""
-        padded = Solution(one.counts + (0,) * (columns - len(one.counts)), one.objective, False)
+    def _better(self, known: Solution, patterns: Sequence[Pattern]) -> Solution:
+        """Return the better of a solution over the first patterns and what the solver finds over all of them."""
+        left_s = self._watch.left_s(GOODPUT_UNTIL)
+        other = self._program.solve(patterns, known.counts, time_limit_s=left_s)
+        padded = Solution(known.counts + (0,) * (len(patterns) - len(known.counts)), known.objective, False)
         if other is None:
             return padded
-        tolerance = 1e-9 * max(1.0, abs(one.objective))
+        tolerance = 1e-9 * max(1.0, abs(known.objective))
         if self._program.buys:
-            return padded if one.objective < other.objective - tolerance else other
-        return padded if one.objective > other.objective + tolerance else other
+            return padded if known.objective < other.objective - tolerance else other
+        return padded if known.objective > other.objective + tolerance else other
 
     def _patterns(self) -> tuple[list[Pattern], Relaxation | None]:
         """Return all patterns where they are few, else those that the linear relaxation asks for; and the relaxation,

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog
 
 from tenuto.placement.policies.milp.patterns import Item, Pattern
-from tenuto.placement.solver import Rows, integer_program
+from tenuto.placement.solver import Rows, integer_program, linear_program
 from tenuto.placement.workload import ModelSpec
 
 TOLERANCE = 1e-6  # limit: of rounding by the solver, relative
@@ -79,28 +78,33 @@ class PlacementProgram:
         """Solve the linear relaxation over these patterns; None where the most replicas of a model carry too little."""
         rows = self._rows(patterns)
         models, columns = len(self.models), len(patterns)
-        bounds = [(0.0, None)] * columns + [
-            (spec.rate_rps if self.buys else 0.0, spec.rate_rps) for spec in self.models
-        ]
+        rates = [spec.rate_rps for spec in self.models]
+        least = [0.0] * columns + (rates if self.buys else [0.0] * models)
         matrix = rows.matrix(columns + models)
-        result = linprog(self._cost(patterns), A_ub=matrix, b_ub=np.array(rows.most), bounds=bounds)
-        if result.x is None:
+        solved = linear_program(self._cost(patterns), matrix, rows.most, [math.inf] * columns + rates, least)
+        if solved.x is None:
             return None
-        duals = -result.ineqlin.marginals
+        duals = -solved.duals
         at = models + (models if self.max_replicas is not None else 0)
         replica = duals[models:at] if at > models else np.zeros(models)
         gpu = self.prices if self.buys else dict(zip(self.types, map(float, duals[at:]), strict=True))
-        objective = float(result.fun) if self.buys else -float(result.fun)
-        counts = tuple(map(float, result.x[:columns]))
+        objective = (1.0 if self.buys else -1.0) * float(self._cost(patterns) @ solved.x)
+        counts = tuple(map(float, solved.x[:columns]))
         return Relaxation(objective, counts, tuple(map(float, duals[:models])), tuple(map(float, replica)), gpu)
 
     def solve(
-        self, patterns: Sequence[Pattern], time_limit_s: float, *, at_least: float | None = None
+        self,
+        patterns: Sequence[Pattern],
+        start: Sequence[int],
+        *,
+        time_limit_s: float = math.inf,
+        at_least: float | None = None,
     ) -> Solution | None:
-        """Solve the integer program; None when nothing was found in time.
+        """Solve the integer program; None when nothing was found.
 
         Args:
             patterns: the columns.
+            start: counts that are known, of the first patterns.
             time_limit_s: for the solver.
             at_least: when given, the first objective is kept at this level (`at most` for a price), and the exposure of
                 replicas to their neighbours is minimised instead, then load, so that no replica is there without need.
@@ -109,7 +113,8 @@ class PlacementProgram:
             return None
         rows = self._rows(patterns)
         columns, models = len(patterns), len(self.models)
-        sizes = self._sizes(patterns, rows) if self.one_batch_size else 0
+        chosen = self._sizes(patterns, rows) if self.one_batch_size else []
+        sizes = len(chosen)
         first = np.concatenate([self._cost(patterns), np.zeros(sizes)])
         cost = first
         if at_least is not None:
@@ -122,28 +127,34 @@ class PlacementProgram:
         least = [0.0] * columns + (rates if self.buys else [0.0] * models) + [0.0] * sizes
         most = [self._most(pattern) for pattern in patterns] + rates + [1.0] * sizes
         # A rate may be carried by whole replicas to the last request; a millionth is for rounding in their sums.
-        upper = [limit + (TOLERANCE if index < models else 0.0) for index, limit in enumerate(rows.most)]
-        result = integer_program(
-            cost,
-            integrality=[1] * columns + [0] * models + [1] * sizes,
-            bounds=Bounds(least, most),
-            constraints=LinearConstraint(rows.matrix(columns + models + sizes), -np.inf, upper),
-            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
-        )
-        if result.x is None:
+        rows.most = [limit + (TOLERANCE if index < models else 0.0) for index, limit in enumerate(rows.most)]
+        known = np.zeros(len(cost))
+        known[: len(start)] = start
+        carried = self._carried(patterns, start)
+        known[columns : columns + models] = np.minimum(rates, carried)
+        used = {(i.model, i.need.batch_size) for p, n in zip(patterns, start, strict=False) if n for i in p.items}
+        known[columns + models :] = [size in used for size in chosen]
+        whole = [True] * columns + [False] * models + [True] * sizes
+        solved = integer_program(cost, rows, least, most, whole, start=known, time_limit_s=time_limit_s)
+        if solved.x is None:
             return None
-        counts = tuple(round(value) for value in result.x[:columns])
-        return Solution(counts, self.objective(patterns, counts), result.status == 0)
+        counts = tuple(round(value) for value in solved.x[:columns])
+        return Solution(counts, self.objective(patterns, counts), solved.is_proven)
 
     def objective(self, patterns: Sequence[Pattern], counts: Sequence[int]) -> float:
         """Return the weighted goodput, or the price, of whole counts."""
         if self.buys:
             return sum(self.prices[pattern.gpu_type] * n for pattern, n in zip(patterns, counts, strict=True))
-        totals = [0.0] * len(self.models)
-        for pattern, n in zip(patterns, counts, strict=True):
+        carried = self._carried(patterns, counts)
+        return math.fsum(s.weight * min(s.rate_rps, total) for s, total in zip(self.models, carried, strict=True))
+
+    def _carried(self, patterns: Sequence[Pattern], counts: Sequence[int]) -> list[float]:
+        """Return what the first patterns carry of every model, so many GPUs with each."""
+        carried = [0.0] * len(self.models)
+        for pattern, n in zip(patterns, counts, strict=False):
             for item in pattern.items:
-                totals[item.model] += item.carries_rps * n
-        return math.fsum(s.weight * min(s.rate_rps, total) for s, total in zip(self.models, totals, strict=True))
+                carried[item.model] += item.carries_rps * n
+        return carried
 
     # Columns: a count per pattern, the goodput of each model, and for one batch size whether it is chosen.
 
@@ -176,8 +187,8 @@ class PlacementProgram:
                 rows.add(same, np.ones(len(same)), float(self.gpu_counts[kind]))
         return rows
 
-    def _sizes(self, patterns: Sequence[Pattern], rows: Rows) -> int:
-        """Add the rows that let every model use one batch size; return how many columns they need."""
+    def _sizes(self, patterns: Sequence[Pattern], rows: Rows) -> list[tuple[int, int]]:
+        """Add the rows that let every model use one batch size; return the model and size of each column for that."""
         with_size: dict[tuple[int, int], dict[int, float]] = {}
         least_rps: dict[int, float] = {}
         for column, pattern in enumerate(patterns):
@@ -194,4 +205,4 @@ class PlacementProgram:
             chosen.setdefault(model, {})[first + position] = 1.0
         for row in chosen.values():
             rows.add(row, row.values(), 1.0)
-        return len(with_size)
+        return list(with_size)

@@ -12,9 +12,10 @@ dynamic memory d (working space while it runs), R = sum r / l and S = sum s / l:
                 sum_ij c_i |x[i,j] - x'[i,j]| <= C_max                  change against the present partition x'
 
 The paper minimises dR + w dS; dividing both by their means makes w free of units and is the same program with another
-w. c_i is the static memory of a model, loading and unloading both counted. `max_models` is ours. The solver has the
-time limit of the paper, 10 s; a longest-first partition improved by moves and swaps is the answer where that is better,
-and at once where the imbalance is below `GOOD_ENOUGH` of an average sub-cluster.
+w. c_i is the static memory of a model, loading and unloading both counted. `max_models` is ours. The paper gives its
+solver 10 s; here its work is bounded instead, so that a partition is the same every time. A longest-first partition
+improved by moves and swaps is the answer where that is better, and at once where the imbalance is below `GOOD_ENOUGH`
+of an average sub-cluster.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from numpy.typing import NDArray
 from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.placement.solver import Rows, integer_program
 
-# limit: a solver asked for less takes its whole time limit from some 30 models on, and seldom finds it
+# limit: a solver asked for less takes all the work it may do from some 30 models on, and seldom finds it
 GOOD_ENOUGH = 1e-2
-MOST_CHOICES = 20_000  # limit: models times sub-clusters; of more the solver found nothing better in its time limit
+MOST_CHOICES = 20_000  # limit: models times sub-clusters; of more the solver found nothing better in 10 s
 Floats = NDArray[np.float64]
 Assignment = NDArray[np.int64]
 
@@ -113,16 +114,16 @@ def partition(
     *,
     limits: PartitionLimits | None = None,
     current: Mapping[str, int] | None = None,
-    time_limit_s: float = 10.0,
+    time_limit_s: float = math.inf,
 ) -> Partition:
-    """Return the best partition found within the time limit; deterministic when the solver finishes.
+    """Return the best partition found; the same every time where no time limit ends the search.
 
     Args:
         models: with positive need and rate.
         subclusters: how many, at most the number of models.
         limits: of each sub-cluster, and of the change.
         current: the present sub-cluster of models that are already served.
-        time_limit_s: for the solver; 0: no solver.
+        time_limit_s: for the solver, besides the work that it may do; 0: no solver.
 
     Raises:
         InvalidInputError: numbers out of range, or limits that no partition keeps.
@@ -149,8 +150,8 @@ def partition(
         if proven:
             cure = "Use more sub-clusters, GPUs with more memory, or a higher limit on rate, models or change."
             raise refused("--subclusters", subclusters, "no partition keeps the limits", cure)
-        rule = "no partition that keeps the limits was found in this time"
-        raise refused("--time-limit-s", time_limit_s, rule, "Give more time or wider limits.")
+        cure = "Use more sub-clusters or wider limits, or give more time where --time-limit-s was given."
+        raise refused("--subclusters", subclusters, "no partition that keeps the limits was found", cure)
     objective = case.objective(best)
     return Partition(
         assignment={model.name: int(k) for model, k in zip(models, best, strict=True)},
@@ -395,9 +396,6 @@ class _Case:
     def solved(self, time_limit_s: float) -> tuple[Assignment | None, float, bool]:
         """Return the solver's assignment (None if it found none), a lower bound of the objective, and whether it
         finished."""
-        # Gateways import this module, and only one of a cluster ever partitions.
-        from scipy.optimize import Bounds, LinearConstraint
-
         models, count = len(self._rate), self.count
         x = np.arange(models * count).reshape(models, count)
         d_rate, d_memory = models * count, models * count + 1
@@ -429,20 +427,13 @@ class _Case:
         size = models * count + 2 + count
         objective = np.zeros(size)
         objective[d_rate], objective[d_memory] = 1.0, self._weight
-        integrality = np.zeros(size)
-        integrality[: models * count] = 1
-        result = integer_program(
-            objective,
-            integrality=integrality,
-            bounds=Bounds(np.zeros(size), np.concatenate([most_x.ravel(), np.full(2 + count, np.inf)])),
-            constraints=LinearConstraint(rows.matrix(size), rows.least, rows.most),
-            options={"time_limit": time_limit_s, "mip_rel_gap": 1e-6},
-        )
-        if result.x is None:
-            return None, self.bound, result.status == 2
-        assignment = result.x[: models * count].reshape(models, count).argmax(axis=1).astype(np.int64)
-        bound = max(self.bound, float(result.mip_dual_bound or 0.0))
-        return assignment, bound, result.status == 0
+        upper = np.concatenate([most_x.ravel(), np.full(2 + count, np.inf)])
+        whole = np.arange(size) < models * count
+        solved = integer_program(objective, rows, np.zeros(size), upper, whole, time_limit_s=time_limit_s, gap=1e-6)
+        if solved.x is None:
+            return None, self.bound, solved.is_proven
+        assignment = solved.x[: models * count].reshape(models, count).argmax(axis=1).astype(np.int64)
+        return assignment, max(self.bound, solved.bound), solved.is_proven
 
 
 def _problems(
@@ -482,6 +473,6 @@ def _problems(
         found.append(Problem("max_change_mib", limits.max_change_mib, "must be at least 0", "0 moves nothing."))
     if not (math.isfinite(limits.memory_weight) and limits.memory_weight >= 0):
         found.append(Problem("memory_weight", limits.memory_weight, "must be at least 0", "Leave it at 1."))
-    if not (math.isfinite(time_limit_s) and time_limit_s >= 0):
+    if not time_limit_s >= 0:
         found.append(Problem("--time-limit-s", time_limit_s, "must be a number of seconds, at least 0", "Try 10."))
     return found

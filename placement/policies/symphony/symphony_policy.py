@@ -58,7 +58,8 @@ class Symphony(Policy):
         sub_clusters: number of sub-clusters per GPU type; 0 for the fewest that the limits allow.
         max_rate_rps: what one dispatcher can take, the paper's R_max; 0: no limit.
         memory_weight: weight of even memory against even rates, the paper's w.
-        time_limit_s: for the solver of the partition.
+        time_limit_s: for the solver of the partition, whose work is bounded; where seconds end it, two runs may differ.
+            0: no solver.
         max_batch: largest batch considered.
     """
 
@@ -72,7 +73,7 @@ class Symphony(Policy):
     sub_clusters: int = option(0, minimum=0)
     max_rate_rps: float = option(0.0, minimum=0)
     memory_weight: float = option(1.0, minimum=0)
-    time_limit_s: float = option(10.0, minimum=0)
+    time_limit_s: float | None = option(None, minimum=0)
     max_batch: int = option(128, minimum=1)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
@@ -126,7 +127,8 @@ class Symphony(Policy):
         if not kept:
             return [], left_out
         try:
-            found = partition([entries[i] for i in kept], number, limits=limits, time_limit_s=self.time_limit_s)
+            limit_s = math.inf if self.time_limit_s is None else self.time_limit_s
+            found = partition([entries[i] for i in kept], number, limits=limits, time_limit_s=limit_s)
             where = [found.assignment[entries[i].name] for i in kept]
         except InvalidInputError:  # tight limits: what one pass found stands
             where = [k for k in placed if k is not None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from tenuto.placement.policies.usher.usher import Usher, WaoUsher
 from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
-from tests.instruments.live import PATIENCE_S
 from tests.placement.published import thesis
 
 
@@ -62,8 +60,8 @@ tight: dict[str, Any] = {"profiles": SHARES, "slo_ms": (12, 120), "examples": 6}
 CASES: dict[str, Case] = {
     "usher": Case(Usher, 1.0, THESIS, models=5),
     "wao-usher": Case(WaoUsher, 1.0, THESIS, models=4, examples=5),
-    "ao-milp": Case(partial(AoMilp, time_limit_s=PATIENCE_S), 1.0, THESIS, examples=6),
-    "wsm-milp": Case(partial(WsmMilp, time_limit_s=PATIENCE_S), 1.0, THESIS, examples=6),
+    "ao-milp": Case(AoMilp, 1.0, THESIS, examples=6),
+    "wsm-milp": Case(WsmMilp, 1.0, THESIS, examples=6),
     "symphony": Case(Symphony, 1.0, THESIS),
     "igniter": Case(Igniter, 0.5, **tight),
     "gpulet": Case(GpuletPolicy, 1.0, **tight),
