@@ -100,7 +100,10 @@ class _Purchase:
                 cluster[last] = min(int(left / self._prices[last]), 2 * sum(has.values()) + MOST_MORE)
                 if any(cluster.values()) and cluster not in clusters:
                     clusters.append(cluster)
-        changed = lambda each: sum(self._prices[kind] * abs(n - has.get(kind, 0)) for kind, n in each.items())  # noqa: E731
+
+        def changed(each: Mapping[str, int]) -> float:
+            return sum(self._prices[kind] * abs(n - has.get(kind, 0)) for kind, n in each.items())
+
         return sorted(clusters, key=changed)
 
     def _planned(self, counts: Mapping[str, int]) -> list[Candidate]:
