@@ -16,7 +16,7 @@ from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.policy import Policy
 from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import measured_otherwise, option_problems
-from tenuto.placement.surviving import arranged, losses_of, not_surviving, place_problems
+from tenuto.placement.surviving import Scene, Trial, arranged, not_surviving, place_problems, with_losses
 from tenuto.placement.watch import INTERRUPTED
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import ModelProfile, Profiles
@@ -28,7 +28,9 @@ _SERVED_WITH = frozenset({"torch", "onnxruntime"})  # packages that execute mode
 NEARLY = 0.97  # limit: chooses between two sentences; what a promise near the capacity of its gpu-lets is at least
 
 
-def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+def solve(
+    policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, trial: Trial | None = None
+) -> Plan:
     """Return the completed, validated plan of a policy.
 
     A model that no GPU of the cluster can serve does not keep the others from being planned: it is left unserved, with
@@ -39,6 +41,7 @@ def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profil
         workload: all models.
         cluster: its GPUs.
         profiles: what the models cost.
+        trial: tries what each loss leaves that models are to survive; without one it is expected by formulas.
 
     Raises:
         InvalidInputError: the inputs contradict each other, or the plan breaks a rule; all problems at once.
@@ -59,20 +62,24 @@ def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profil
             "unserved_reasons": {**plan.unserved_reasons, **impossible},
         }
     )
-    return complete(plan, policy, workload, cluster, profiles)
+    return complete(plan, policy, workload, cluster, profiles, trial=trial)
 
 
-def enough_for_all(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+def enough_for_all(
+    policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, trial: Trial | None = None
+) -> Plan:
     """Return the plan of a policy on as many GPUs of the cluster's types as it takes; what it does not serve as asked
     then has another reason than too few GPUs, which the plan gives.
 
     Raises:
         InvalidInputError: the policy does not plan on elastic clusters.
     """
-    return solve(policy, workload, cluster.model_copy(update={"elastic": True}), profiles)
+    return solve(policy, workload, cluster.model_copy(update={"elastic": True}), profiles, trial=trial)
 
 
-def solve_on_fewest(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+def solve_on_fewest(
+    policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, trial: Trial | None = None
+) -> Plan:
     """Return a plan as `solve` that serves every model as asked on as few GPUs of a fixed cluster as were found.
 
     GPUs are left out many at a time and then fewer, the dearest type first. Where not even all of them serve every
@@ -81,7 +88,7 @@ def solve_on_fewest(policy: Policy, workload: Workload, cluster: Cluster, profil
     Raises:
         InvalidInputError: as `solve`.
     """
-    found = solve(policy, workload, cluster, profiles)
+    found = solve(policy, workload, cluster, profiles, trial=trial)
     prices, step = cluster.prices, len(cluster.gpus) // 2
     while step and not found.unserved_reasons and not policy.watch.is_stopped():
         used = [gpu for gpu in cluster.gpus if found.on_gpu(gpu.id)]
@@ -90,7 +97,8 @@ def solve_on_fewest(policy: Policy, workload: Workload, cluster: Cluster, profil
             if step <= len(of_type) and step < len(used):
                 kept = {gpu.id for gpu in used} - {*of_type[-step:]}
                 left_out = tuple(gpu.id for gpu in cluster.gpus if gpu.id not in kept) + (cluster.left_out or ())
-                fewer = solve(policy, workload, cluster.model_copy(update={"left_out": left_out}), profiles)
+                some = cluster.model_copy(update={"left_out": left_out})
+                fewer = solve(policy, workload, some, profiles, trial=trial)
                 if not fewer.unserved_reasons:
                     found = fewer
                     break
@@ -201,12 +209,13 @@ def complete(
     *,
     parts: Mapping[str, float] | None = None,
     at_most: int | None = None,
+    trial: Trial | None = None,
 ) -> Plan:
     """Return the plan with everything that follows from the policy's decision, validated.
 
     That is: latency on each share beside the neighbours, memory and caps, merged programs, the expected goodput, cost,
     and the workload's entries. What the policy states itself is kept as what it believed. With `parts`, what runs stays
-    and at most so many replicas are added until it promises these parts, see `arranged`.
+    and at most so many replicas are added until it promises these parts, see `arranged`. `trial` is as of `solve`.
 
     Raises:
         InvalidInputError: the plan breaks a rule; all problems at once.
@@ -229,24 +238,15 @@ def complete(
         }
     )
     sharing = Sharing(costs_of(workload, cluster, profiles), profiles, streaming)
-    contexts_mib = {kind: context_mib_of(kind, profiles) for kind in cluster.gpu_types}
-    plan = arranged(
-        sharing.completed(plan),
-        workload,
-        cluster,
-        sharing.costs,
-        contexts_mib,
-        sharing.completed,
-        parts=parts,
-        at_most=at_most,
-    )
+    scene = Scene(workload, cluster, sharing, trial)
+    plan = arranged(sharing.completed(plan), scene, parts=parts, at_most=at_most)
     if parts is not None:
         held = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
         without = tuple(spec.name for spec in workload.models if spec.name not in held)
         reasons = {name: plan.unserved_reasons.get(name, "no room was found for it") for name in without}
         plan = plan.model_copy(update={"unserved": without, "unserved_reasons": reasons})
     plan = apply_merging(plan, workload, profiles, sharing.completed)
-    plan = with_caps(plan, cluster, contexts_mib)
+    plan = with_caps(plan, cluster, scene.contexts_mib)
     notes = list(plan.notes)
     unknown = unknown_memory(plan)
     if unknown:
@@ -257,7 +257,7 @@ def complete(
     if plan.objective not in follows and (plan.objective == "each" or len({spec.weight for spec in plan.models}) > 1):
         notes.append(f"the policy plans by the objective '{follows[0]}'; '{plan.objective}' is for its scheduler alone")
     plan = plan.model_copy(update={"notes": tuple(notes)})
-    plan = _with_expectation(plan, cluster, sharing, is_tried=getattr(policy, "is_tried", False))
+    plan = _with_expectation(plan, scene, is_tried=getattr(policy, "is_tried", False))
     check_plan(plan, cluster)
     return plan
 
@@ -318,17 +318,17 @@ def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]], comput
     ]
 
 
-def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing, *, is_tried: bool) -> Plan:
+def _with_expectation(plan: Plan, scene: Scene, *, is_tried: bool) -> Plan:
     """Return the plan with what it promises, and a reason for every model that is served below `ATTAINED`.
 
     A model that missed `ATTAINED` in a trial is promised what it got there.
     """
     used = {gpulet.gpu for gpulet in plan.gpulets}
-    prices = {gpu.type: gpu.price_per_hour for gpu in cluster.gpus}
+    prices = {gpu.type: gpu.price_per_hour for gpu in scene.cluster.gpus}
     costs = [prices.get(gpu.type) for gpu in plan.gpus if gpu.id in used]
     cost = None if None in costs else round(sum(c for c in costs if c is not None), 6)
     expected = expected_of(plan)
-    assumptions = (*sharing.assumptions(plan), *expected.assumptions)
+    assumptions = (*scene.sharing.assumptions(plan), *expected.assumptions)
     reasons = {name: plan.unserved_reasons.get(name, "the policy gave no reason") for name in plan.unserved}
     believed = {n: m.goodput_rps for n, m in plan.believed.models.items()} if plan.believed is not None else {}
     models = dict(expected.models)
@@ -344,12 +344,10 @@ def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing, *, is_trie
             part = expected.models[spec.name].goodput_rps / spec.rate_rps
             if part < ATTAINED:
                 reasons[spec.name] = _why_below(plan, spec, part, believed, fastest.get(spec.name))
-    plan = plan.model_copy(update={"expected": expected})
-    losses = losses_of(plan)
-    for name, why in not_surviving(plan, losses).items():
+    plan = with_losses(plan.model_copy(update={"expected": expected}), scene.trial)
+    for name, why in not_surviving(plan).items():
         reasons[name] = f"{reasons[name]}; {why}" if name in reasons else why
-    expected = expected.model_copy(update={"losses": losses})
-    return plan.model_copy(update={"expected": expected, "unserved_reasons": reasons})
+    return plan.model_copy(update={"unserved_reasons": reasons})
 
 
 def _why_below(

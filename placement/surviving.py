@@ -2,7 +2,8 @@
 the loss of a GPU, a node or a rack leaves each model what its `survive` asks for.
 
 Three steps on a finished plan. What GPUs of one type hold changes places. Replicas that still lie where they must not
-are taken away. Replicas are added, one at a time, each where it gives most back of what a loss would take.
+are taken away. Replicas are added, one at a time, each where it gives most back of what a loss would take: by the
+formulas of every expectation, then in trials of the losses where there is something that tries them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from tenuto.errors import Problem, refused
 from tenuto.placement.cluster import Cluster, Gpu, node_of
 from tenuto.placement.components import connected_components
-from tenuto.placement.costs import ModelOnGpu
+from tenuto.placement.costs import context_mib_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks
+from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.plan import ExpectedLoss, Plan, PlannedGpu
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import gpulet_id
@@ -27,6 +30,10 @@ from tenuto.profiles.share_latency import EVERY_RULE
 TRIED = 8  # limit: places for one more replica that are judged, those with the least busy gpu-lets
 STAYS = 1e-6  # limit: what it is worth that a GPU keeps what it holds, where preferences do not care
 SLIGHT = 1e-4  # limit: a part of a rate this small is below what the expectation can tell
+
+Trial = Callable[[Plan], Mapping[str, float] | None]
+"""Tries a plan: returns which part of each model's requests it serves in time, 1 of those that keep `IN_FULL`; None
+where the plan is too large to be tried."""
 
 
 def domain_of(gpu: PlannedGpu | Gpu, kind: str) -> str:
@@ -167,20 +174,20 @@ def unmet(plan: Plan) -> dict[str, str]:
     specs, gpus = {spec.name: spec for spec in plan.models}, {gpu.id: gpu for gpu in plan.gpus}
     held = [(replica.name, gpulet.gpu) for gpulet in plan.gpulets for replica in gpulet.models if replica.name in specs]
     wrong = {name: f"it lies on {gpu}" for name, gpu in held if not may_lie(specs[name], gpus[gpu])}
-    return not_surviving(plan, losses_of(plan)) | wrong
+    return not_surviving(plan) | wrong
 
 
-def losses_of(plan: Plan) -> tuple[ExpectedLoss, ...]:
-    """Return what a plan promises after the loss of each domain that holds a model which is to be spread or to survive;
-    nothing where there is no such model."""
+def with_losses(plan: Plan, trial: Trial | None = None) -> Plan:
+    """Return a plan with what it promises after the loss of each domain that holds a model which is to be spread or to
+    survive, and no more than is served in a trial of the loss."""
     asked = [spec for spec in plan.models if spec.spread is not None or spec.survive is not None]
     outlooks, found = Outlooks(), []
     for domain in _domains(plan, asked):
         left = domain.without(plan)
-        parts = _whoever_loses(left, outlooks.promised(left)[0])
+        parts = _tried(left, _whoever_loses(left, outlooks.promised(left)[0]), trial)
         rates = {s.name: round(parts.get(s.name, 0.0) * s.rate_rps, 6) for s in asked if s.name in domain.models}
         found.append(ExpectedLoss(domain=domain.name, goodput_rps=rates))
-    return tuple(found)
+    return plan.model_copy(update={"expected": plan.expected.model_copy(update={"losses": tuple(found)})})
 
 
 def _whoever_loses(plan: Plan, parts: Mapping[str, float]) -> dict[str, float]:
@@ -190,10 +197,19 @@ def _whoever_loses(plan: Plan, parts: Mapping[str, float]) -> dict[str, float]:
     return {name: min(parts.get(other, 0.0) for other in names) for names in together for name in names}
 
 
-def not_surviving(plan: Plan, losses: Iterable[ExpectedLoss]) -> dict[str, str]:
+def _tried(left: Plan, parts: Mapping[str, float], trial: Trial | None) -> Mapping[str, float]:
+    """Return of each model the part that is expected of what is left of a plan, or the smaller one of a trial."""
+    found = trial(left) if trial is not None else None
+    if found is None:
+        return parts
+    served = _whoever_loses(left, found)
+    return {name: min(part, served.get(name, 0.0)) for name, part in parts.items()}
+
+
+def not_surviving(plan: Plan) -> dict[str, str]:
     """Return why models do not survive what they are asked to, by model: the loss that leaves least."""
     found: dict[str, tuple[float, str]] = {}
-    for loss, spec in product(losses, plan.models):
+    for loss, spec in product(plan.expected.losses, plan.models):
         promised = plan.expected.models.get(spec.name)
         left = loss.goodput_rps.get(spec.name)
         if spec.survive is None or promised is None or left is None or promised.goodput_rps <= 0.0:
@@ -236,44 +252,44 @@ def _domains(plan: Plan, asked: Sequence[ModelSpec]) -> list[_Domain]:
     return found
 
 
-def arranged(
-    plan: Plan,
-    workload: Workload,
-    cluster: Cluster,
-    costs: Mapping[str, Mapping[str, ModelOnGpu]],
-    contexts_mib: Mapping[str, float],
-    completed: Callable[[Plan], Plan],
-    *,
-    parts: Mapping[str, float] | None = None,
-    at_most: int | None = None,
-) -> Plan:
+@dataclass(frozen=True)
+class Scene:
+    """What a plan is made for and with. On an elastic cluster further GPUs can be had. `sharing` knows what models cost
+    and fills in the latencies of a plan with other gpu-lets; `trial` tries what a loss leaves."""
+
+    workload: Workload
+    cluster: Cluster
+    sharing: Sharing
+    trial: Trial | None = None
+
+    @cached_property
+    def contexts_mib(self) -> dict[str, float]:
+        """The memory of a process's CUDA context, by GPU type."""
+        return {kind: context_mib_of(kind, self.sharing.profiles) for kind in self.cluster.gpu_types}
+
+
+def arranged(plan: Plan, scene: Scene, *, parts: Mapping[str, float] | None = None, at_most: int | None = None) -> Plan:
     """Return a plan of any policy whose replicas lie as the models ask; the plan itself where none asks.
 
     What cannot be had on a fixed cluster is left as it is: `not_surviving` tells.
 
     Args:
         plan: with latencies.
-        workload: what is asked for.
-        cluster: whose GPUs may be used; an elastic one gives further ones.
-        costs: what models cost, by name and GPU type.
-        contexts_mib: of a process's CUDA context, by GPU type.
-        completed: fills in the latencies and slowdowns of a plan with other gpu-lets.
+        scene: what it is made for.
         parts: what is placed stays, and replicas are added until the plan promises this part of each model's requests;
             None: the plan is a new one, which serves enough.
         at_most: replicas that may be added.
     """
-    asked = [spec for spec in workload.models if asks(spec) or spec.prefer is not None]
+    asked = [spec for spec in scene.workload.models if asks(spec) or spec.prefer is not None]
+    is_fixed = not scene.cluster.elastic
     if parts is None:
         if not asked or not plan.gpulets:
             return plan
-        wanted = Outlooks().of(plan.model_copy(update={"models": workload.models})).parts
-        if not cluster.elastic:
-            plan = _apart(plan, asked)
-        return _Adding(plan, workload, cluster, costs, contexts_mib, completed, wanted).done()
-    if not cluster.elastic:
+        wanted = Outlooks().of(plan.model_copy(update={"models": scene.workload.models})).parts
+        return _Adding(_apart(plan, asked) if is_fixed else plan, scene, wanted).done()
+    if is_fixed:
         plan = plan.model_copy(update={"gpulets": tuple(_allowed(plan.gpulets, plan.gpus, asked))})
-    adding = _Adding(plan, workload, cluster, costs, contexts_mib, completed, parts, at_most, promises=True)
-    return adding.done()
+    return _Adding(plan, scene, parts, at_most, promises=True).done()
 
 
 def _allowed(gpulets: Iterable[Gpulet], gpus: Sequence[PlannedGpu], asked: Sequence[ModelSpec]) -> Iterator[Gpulet]:
@@ -371,11 +387,7 @@ class _Adding:
     def __init__(
         self,
         plan: Plan,
-        workload: Workload,
-        cluster: Cluster,
-        costs: Mapping[str, Mapping[str, ModelOnGpu]],
-        contexts_mib: Mapping[str, float],
-        completed: Callable[[Plan], Plan],
+        scene: Scene,
         wanted: Mapping[str, float],
         at_most: int | None = None,
         *,
@@ -384,41 +396,45 @@ class _Adding:
         """`wanted`: the part of each model's requests that the plan is to serve, or to promise, while nothing is lost;
         `at_most`: replicas that may be added."""
         self._left, self._promises = float("inf") if at_most is None else at_most, promises
-        self._plan = completed(plan.model_copy(update={"models": workload.models}))
-        self._specs = {spec.name: spec for spec in workload.models}
-        self._costs, self._contexts_mib, self._completed, self._wanted = costs, contexts_mib, completed, wanted
+        self._plan = scene.sharing.completed(plan.model_copy(update={"models": scene.workload.models}))
+        self._specs = {spec.name: spec for spec in scene.workload.models}
+        self._scene, self._wanted = scene, wanted
+        self._trial: Trial | None = None
         self._nothing = _Domain("", frozenset(), frozenset(wanted))
-        self._memory_mib = {kind: gpu.memory_mib for kind, gpu in cluster.one_of_each.items()}
+        self._memory_mib = {kind: gpu.memory_mib for kind, gpu in scene.cluster.one_of_each.items()}
+        self._prices = scene.cluster.prices
         self._outlooks = Outlooks()
-        self._pool = GpuPool(cluster)
+        self._pool = GpuPool(scene.cluster)
         for gpu in plan.gpus:
             self._pool.take_named(gpu.id, gpu.type)
-        self._prices = cluster.prices
-        types = cluster.gpu_types if cluster.elastic else ()
+        types = scene.cluster.gpu_types if scene.cluster.elastic else ()
         self._buyable = {kind: bought for kind in types if (bought := self._pool.take(kind))}
 
     def done(self) -> Plan:
-        """Return the plan with all that could be added."""
+        """Return the plan with all that could be added: first by what is expected, then by trials of the losses."""
         hopeless: set[tuple[str, str]] = set()
-        before = None
-        while self._plan is not before and self._left > 0:  # what is added for one loss may be lost with another
-            before = self._plan
-            for domain in self._losses():
-                while self._left > 0 and (
-                    short := {
-                        name: missing
-                        for name, missing in self._short(self._plan, domain).items()
-                        if (domain.name, name) not in hopeless
-                    }
-                ):
-                    name = max(short, key=lambda name: (short[name], name))
-                    better = self._with_one_more(domain, name)
-                    if better is None:
-                        hopeless.add((domain.name, name))
-                    else:
-                        self._plan = better
-                        self._left -= 1
+        for trial in dict.fromkeys((None, self._scene.trial)):
+            self._trial, before = trial, None
+            while self._plan is not before and self._left > 0:  # what is added for one loss may be lost with another
+                before = self._plan
+                for domain in self._losses():
+                    self._add_for(domain, hopeless)
         return self._plan
+
+    def _add_for(self, domain: _Domain, hopeless: set[tuple[str, str]]) -> None:
+        """Add replicas until models keep enough after a loss, and remember for which ones nothing helps."""
+        while self._left > 0:
+            short = self._short(self._plan, domain)
+            able = {name: missing for name, missing in short.items() if (domain.name, name) not in hopeless}
+            if not able:
+                return
+            name = max(able, key=lambda name: (able[name], name))
+            better = self._with_one_more(domain, name, sum(short.values()))
+            if better is None:
+                hopeless.add((domain.name, name))
+            else:
+                self._plan = better
+                self._left -= 1
 
     def _losses(self) -> Iterator[_Domain]:
         """Yield what must be borne: that nothing is lost, and each loss."""
@@ -429,9 +445,10 @@ class _Adding:
         """Return by how many requests per second models fall short of what they are to keep after a loss."""
         if domain.gpus:
             left = domain.without(plan)
-            parts = _whoever_loses(left, self._outlooks.of(left, is_cautious=True).parts)
+            expected = _whoever_loses(left, self._outlooks.of(left, is_cautious=True).parts)
+            parts = _tried(left, expected, self._trial)
         else:
-            parts = self._outlooks.promised(plan)[0] if self._promises else dict(self._outlooks.of(plan).parts)
+            parts = self._outlooks.promised(plan)[0] if self._promises else self._outlooks.of(plan).parts
         found = {}
         for name in domain.models:
             spec = self._specs[name]
@@ -442,22 +459,30 @@ class _Adding:
                 found[name] = missing * spec.rate_rps
         return found
 
-    def _with_one_more(self, domain: _Domain, name: str) -> Plan | None:
+    def _with_one_more(self, domain: _Domain, name: str, before: float) -> Plan | None:
         """Return the plan with one more replica of a model outside a domain, where that gives most back after its loss:
-        the cheapest that makes up for it, else the one that does most; None where none does anything."""
-        before = sum(self._short(self._plan, domain).values())
+        the cheapest that makes up for it, else the one that does most; None where none does anything.
+
+        Args:
+            domain: that is lost.
+            name: of the model.
+            before: what all models are short of after the loss, in requests per second.
+        """
         lacking = sum(self._short(self._plan, self._nothing).values())
         best: tuple[tuple[float, ...], _Place, Plan] | None = None
         busy = dict(zip((g.id for g in self._plan.gpulets), self._outlooks.of(self._plan).busy, strict=True))
         for place in (place for model in self._to_add(domain, name) for place in self._least_busy(domain, model, busy)):
             plan = self._with(place)
-            if sum(self._short(plan, self._nothing).values()) > lacking + SLIGHT:
-                continue  # what is safe after a loss is no gain where it costs every day
             left = self._short(plan, domain)
             after = sum(left.values())
             rank = (1.0, after, *place.cost) if name in left else (0.0, *place.cost, after)
-            if after < before - SLIGHT and (best is None or rank < best[0]):
-                best = rank, place, plan
+            if after >= before - SLIGHT or (best is not None and rank >= best[0]):
+                continue
+            if domain.gpus and sum(self._short(plan, self._nothing).values()) > lacking + SLIGHT:
+                continue  # what is safe after a loss is no gain where it costs every day
+            best = rank, place, plan
+            if self._trial is not None and name not in left:
+                break  # a trial takes long, and places come in order of their price
         if best is None:
             return None
         _, place, plan = best
@@ -507,7 +532,7 @@ class _Adding:
         self, name: str, gpu: PlannedGpu, gpulet: Gpulet, opens: float = 0.0, price: float = 0.0
     ) -> Iterator[_Place]:
         """Yield a gpu-let with one more replica, where a request of it would be in time there and memory is left."""
-        on = self._costs[name].get(gpu.type)
+        on = self._scene.sharing.costs[name].get(gpu.type)
         if on is None or not on.knows(gpulet.effective_share_pct, EVERY_RULE):
             return
         # Half of the SLO, as a batch waits while another one runs; the scheduler runs smaller ones where it must.
@@ -523,8 +548,8 @@ class _Adding:
     def _room_mib(self, gpu: PlannedGpu, gpulet: Gpulet) -> float:
         """Return the memory of a GPU that none of its gpu-lets needs."""
         there = self._plan.on_gpu(gpu.id)
-        held = sum((other.held_mib or 0.0) + self._contexts_mib[gpu.type] for other in there)
-        own = 0.0 if gpulet.models else self._contexts_mib[gpu.type]
+        held = sum((other.held_mib or 0.0) + self._scene.contexts_mib[gpu.type] for other in there)
+        own = 0.0 if gpulet.models else self._scene.contexts_mib[gpu.type]
         return self._memory_mib[gpu.type] - held - own
 
     def _with(self, place: _Place) -> Plan:
@@ -534,7 +559,7 @@ class _Adding:
         gpus = self._plan.gpus if place.gpu in self._plan.gpus else (*self._plan.gpus, place.gpu)
         order = {gpu.id: index for index, gpu in enumerate(gpus)}
         gpulets.sort(key=lambda gpulet: order[gpulet.gpu])
-        return self._completed(self._plan.model_copy(update={"gpus": gpus, "gpulets": tuple(gpulets)}))
+        return self._scene.sharing.completed(self._plan.model_copy(update={"gpus": gpus, "gpulets": tuple(gpulets)}))
 
 
 @dataclass(frozen=True)

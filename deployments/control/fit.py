@@ -18,7 +18,7 @@ from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import GpuletProcess, PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
-from tenuto.placement.surviving import SLIGHT, losses_of, may_lie, prefers
+from tenuto.placement.surviving import SLIGHT, may_lie, prefers, with_losses
 from tenuto.profiles.gpu_types import GPU_TYPES, memory_mib_of
 
 FORBIDDEN = 1e12  # derived: more than all breaks together: models are never where they must not be
@@ -89,8 +89,9 @@ def fitted(
             "gpulets": tuple(sorted(gpulets, key=lambda gpulet: (order[gpulet.gpu], gpulet.id))),
         }
     )
+    found = with_losses(found)  # which have other names now
     if not in_place and any(spec.spread in ("node", "rack") for spec in plan.models):
-        most, less = _left(plan), _left(found)
+        most, less = _left(with_losses(plan)), _left(found)
         if any(less[name] < part - SLIGHT * specs[name].rate_rps for name, part in most.items()):
             return fitted(plan, running, gpus, keep_idle=keep_idle, reserved=reserved, in_place=True)
     return found
@@ -99,7 +100,7 @@ def fitted(
 def _left(plan: Plan) -> dict[str, float]:
     """Return what the worst loss leaves of each model that is to be spread or to survive, in requests per second."""
     found: dict[str, float] = {}
-    for loss in losses_of(plan):
+    for loss in plan.expected.losses:
         for name, rate in loss.goodput_rps.items():
             found[name] = min(rate, found.get(name, rate))
     return found

@@ -18,7 +18,7 @@ from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import complete, solve
-from tenuto.placement.surviving import SLIGHT, bearable, drained, unmet, with_the_rest, without
+from tenuto.placement.surviving import SLIGHT, Trial, bearable, drained, unmet, with_the_rest, without
 from tenuto.profiles import Profiles
 
 
@@ -38,6 +38,7 @@ def planned_near(
     *,
     at_most: int | None = None,
     promised_rps: Mapping[str, float] | None = None,
+    trial: Trial | None = None,
 ) -> Plan:
     """Return the plan that serves every model as well as `anew` with fewest changes of `old`, then at the lowest price;
     where changes are limited, the one that lacks least. Its last note says what it costs to stay near.
@@ -53,6 +54,7 @@ def planned_near(
         at_most: gpu-lets that may start or load.
         promised_rps: what is to be promised of each model in place of what `anew` promises; then gpu-lets that end
             count as changes, too, and none ends only because it is not needed.
+        trial: as of `solve`.
 
     Raises:
         InvalidInputError: even to keep what runs takes more changes.
@@ -63,7 +65,7 @@ def planned_near(
     held = tuple(gpulet for gpulet in old.gpulets if gpulet.gpu in there)
     kept = of_workload(old.model_copy(update={"gpulets": held}), workload)
     listed = gpus if not cluster.elastic else [gpu for gpu in gpus if any(g.gpu == gpu.id for g in held)]
-    kept = kept.model_copy(update={"gpus": tuple(map(PlannedGpu.of, listed)), "notes": (), "expected": Expected()})
+    kept = kept.model_copy(update={"gpus": tuple(map(PlannedGpu.of, listed)), "notes": (), "believed": None})
     rates = {spec.name: spec.rate_rps for spec in workload.models}
     stays = promised_rps is not None
     promised = _promised(anew) if promised_rps is None else promised_rps
@@ -86,10 +88,11 @@ def planned_near(
     def sizes_of(gpulet: Gpulet) -> dict[str, int]:
         return {replica.name: replica.batch_size for replica in gpulet.models}
 
-    def whole(plan: Plan, most: int = 0) -> Plan:
+    def whole(plan: Plan, most: int = 0, trial: Trial | None = None) -> Plan:
         """Return a candidate with what is expected of it, and at most so many replicas more."""
-        bare = plan.model_copy(update={"notes": (), "expected": Expected()})
-        found = complete(bare, policy, asked, cluster, profiles, parts=parts, at_most=most)
+        believed = {} if plan.believed is None else plan.believed.model_dump()
+        bare = plan.model_copy(update={"notes": (), "expected": Expected(**believed)})
+        found = complete(bare, policy, asked, cluster, profiles, parts=parts, at_most=most, trial=trial)
         # What holds the same as before keeps its limit, or its lack of one: another limit is another process.
         same = {gpulet.id: gpulet for gpulet in held}
         gpulets = [
@@ -102,7 +105,7 @@ def planned_near(
 
     def candidates() -> Iterator[Plan]:
         yield whole(kept)
-        yield whole(kept, len(gpus) * len(rates) if at_most is None else at_most)
+        yield whole(kept, most)
         yield made_anew
         if at_most is None:
             for _, plan in incremental(request, profiles, kept):
@@ -118,6 +121,7 @@ def planned_near(
         changes = changes_of(old, plan) + ended
         return len(unmet(plan)), round(lacking, 6), changes, used if price is None else price, used
 
+    most = len(gpus) * len(rates) if at_most is None else at_most
     made_anew = renamed(fitted(anew, kept, gpus, keep_idle=not cluster.elastic), old)
     found = list(candidates())
     allowed = [plan for plan in found if at_most is None or changes_of(old, plan) <= at_most]
@@ -128,6 +132,8 @@ def planned_near(
     smaller = None if stays else trimmed(request, best)
     if smaller is not None:
         best = min(best, whole(smaller), key=rank)
+    if trial is not None and any(spec.survive for spec in workload.models):
+        best = whole(best, most - changes_of(old, best), trial)
     return best.model_copy(update={"notes": (*best.notes, _told(old, best, made_anew))})
 
 

@@ -26,7 +26,17 @@ from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.hosting import cost_of
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import complete, solve
-from tenuto.placement.surviving import asks, bearable, drained, is_at, may_lie, prefers, unmet, with_the_rest
+from tenuto.placement.surviving import (
+    asks,
+    bearable,
+    drained,
+    is_at,
+    may_lie,
+    prefers,
+    unmet,
+    with_losses,
+    with_the_rest,
+)
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
@@ -158,10 +168,10 @@ def _made_for(plan: Plan, rates_rps: Mapping[str, float]) -> Plan:
 
 
 def _promised(plan: Plan, gpus: Sequence[Gpu]) -> Plan:
-    """Return the plan with what it promises at the rates it is made for, and what its GPUs cost."""
+    """Return the plan with what it promises at the rates it is made for, after losses too, and what its GPUs cost."""
     used = {gpulet.gpu for gpulet in plan.gpulets}
     totals = {"gpus_used": len(used), "cost_per_hour": cost_of(gpu for gpu in gpus if gpu.id in used)}
-    return plan.model_copy(update={"expected": expected_of(plan).model_copy(update=totals)})
+    return with_losses(plan.model_copy(update={"expected": expected_of(plan).model_copy(update=totals)}))
 
 
 def _kept(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | None:

@@ -20,6 +20,7 @@ from collections import Counter
 import numpy as np
 from placement_scenes import NETWORKS, machine, thesis
 
+from tenuto.batching.planning.losses import LossTrials
 from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
@@ -87,23 +88,25 @@ def main() -> None:
         policy = POLICIES[seed % len(POLICIES)]
         workload, cluster, profiles = scene(seed, policy, elastic=asked.elastic)
         began = time.perf_counter()
-        plan = solve(load_policy(policy), workload, cluster, profiles)
+        plan = solve(load_policy(policy), workload, cluster, profiles, trial=LossTrials())
         took_s = time.perf_counter() - began
-        refused = not_surviving(plan, plan.expected.losses)
+        refused = not_surviving(plan)
         least, broken, promised = 1.0, [], 0
+        after: dict[frozenset[str], dict[str, float]] = {}  # the loss of a node with one GPU is that of the GPU
         for kind in ("gpu", "node", "rack"):
             names = [s for s in plan.models if s.survive and (s.spread or "gpu") == kind]
             domains = {domain_of(gpu, kind) for gpu in plan.gpus if plan.on_gpu(gpu.id)} if names else set[str]()
             for domain in sorted(domains):
                 lost = frozenset(gpu.id for gpu in plan.gpus if domain_of(gpu, kind) == domain)
-                parts = after_loss(plan, lost, seed + 77_000)
                 for spec in names:
                     expected = plan.expected.models.get(spec.name)
                     if expected is None or spec.name in refused:
                         continue
+                    if lost not in after:
+                        after[lost] = after_loss(plan, lost, seed + 77_000)
                     promised += 1
                     asked_part = spec.survive * expected.goodput_rps / spec.rate_rps
-                    left = parts.get(spec.name, 0.0) / asked_part
+                    left = after[lost].get(spec.name, 0.0) / asked_part
                     least = min(least, left)
                     if left < HELD:
                         broken.append(f"{spec.name} after {kind} {domain}: {100 * left:.1f} %")

@@ -171,9 +171,9 @@ class Outlooks:
     def _kinds(self, plan: Plan) -> list[_Kind]:
         """Return the gpu-lets of a plan by what they are alike in; thousands of them are of a few kinds."""
         found: dict[object, _Kind] = {}
-        on_gpu = {gpu: tuple(_told(g) for g in gpulets) for gpu, gpulets in plan.by_gpu().items()}
+        on_gpu = {gpu: tuple(told(g) for g in gpulets) for gpu, gpulets in plan.by_gpu().items()}
         for index, gpulet in enumerate(plan.gpulets):
-            own = _told(gpulet)
+            own = told(gpulet)
             key = (own, on_gpu[gpulet.gpu] if len(on_gpu[gpulet.gpu]) > 1 else None)
             if key not in found:
                 found[key] = _Kind(tuple(self._now(p) for p in gpulet.programs if p.latency is not None))
@@ -268,7 +268,8 @@ def _impatient(plan: Plan, outlook: Outlook) -> tuple[str, ...]:
     )
 
 
-def _told(gpulet: Gpulet) -> tuple[object, ...]:
+def told(gpulet: Gpulet) -> tuple[object, ...]:
+    """Return what a gpu-let serves by, wherever it is; of one workload on GPUs of known types."""
     return (
         gpulet.share_pct,
         tuple((r.name, r.batch_size, r.slowdown, r.latency_ms) for r in gpulet.models),

@@ -170,7 +170,10 @@ def command(
     if without:
         raise_if_any(place_problems(asked, whole))
         workload = bearable(asked, cluster.gpus)
-    solved = solve_on_fewest if fewest_gpus else solve
+    from tenuto.batching.planning.losses import LossTrials
+
+    trial = LossTrials()
+    solved = partial(solve_on_fewest if fewest_gpus else solve, trial=trial)
     if compare:
         orders = [profiles, *_other_orders(profiles, where.profile_names, cluster)]
         return _compare(policies, workload, cluster, orders, solved, strict=strict)
@@ -180,7 +183,9 @@ def command(
         from tenuto.deployments.control.near import planned_near
 
         used = PolicyUsed(name=policy_name, options=split_pairs(options))
-        plan = planned_near(old, plan, policies[policy_name], used, workload, cluster, profiles, at_most=at_most)
+        plan = planned_near(
+            old, plan, policies[policy_name], used, workload, cluster, profiles, at_most=at_most, trial=trial
+        )
     if without:
         plan = drained(with_the_rest(plan, asked), whole, without)
     if output:

@@ -15,7 +15,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import node_of
-from tenuto.placement.surviving import domain_of, losses_of, may_lie, preferences_missed, prefers, without
+from tenuto.placement.surviving import domain_of, may_lie, preferences_missed, prefers, with_losses, without
 from tenuto.profiles import Profiles
 
 FAST, SLOW = {"alpha_ms": 0.5, "beta_ms": 3.0}, {"alpha_ms": 2.0, "beta_ms": 10.0}
@@ -144,7 +144,9 @@ def test_what_is_said_of_a_loss_is_what_the_plan_without_it_promises() -> None:
     for loss in plan.expected.losses:
         node = loss.domain.removeprefix("node ")
         left = plan.model_copy(update={"gpulets": tuple(g for g in plan.gpulets if node_of(g.gpu) != node)})
-        assert losses_of(left) == () or loss.goodput_rps["m0"] <= plan.expected.models["m0"].goodput_rps
+        assert (
+            with_losses(left).expected.losses == () or loss.goodput_rps["m0"] <= plan.expected.models["m0"].goodput_rps
+        )
 
 
 def test_a_model_that_survives_loses_nothing_but_what_ran_when_its_node_is_lost() -> None:
