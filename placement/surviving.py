@@ -28,6 +28,7 @@ from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles.share_latency import EVERY_RULE
 
 TRIED = 8  # limit: places for one more replica that are judged, those with the least busy gpu-lets
+UNTRIED = "what losses leave follows from the formulas, and was not tried"
 STAYS = 1e-6  # limit: what it is worth that a GPU keeps what it holds, where preferences do not care
 SLIGHT = 1e-4  # limit: a part of a rate this small is below what the expectation can tell
 
@@ -179,15 +180,19 @@ def unmet(plan: Plan) -> dict[str, str]:
 
 def with_losses(plan: Plan, trial: Trial | None = None) -> Plan:
     """Return a plan with what it promises after the loss of each domain that holds a model which is to be spread or to
-    survive, and no more than is served in a trial of the loss."""
+    survive, and no more than is served in a trial of the loss; where there is none, its last assumption says so."""
     asked = [spec for spec in plan.models if spec.spread is not None or spec.survive is not None]
-    outlooks, found = Outlooks(), []
+    outlooks, found, is_tried = Outlooks(), [], True
     for domain in _domains(plan, asked):
         left = domain.without(plan)
-        parts = _tried(left, _whoever_loses(left, outlooks.promised(left)[0]), trial)
+        served = trial(left) if trial is not None else None
+        is_tried = is_tried and served is not None
+        parts = _at_most(served, left, _whoever_loses(left, outlooks.promised(left)[0]))
         rates = {s.name: round(parts.get(s.name, 0.0) * s.rate_rps, 6) for s in asked if s.name in domain.models}
         found.append(ExpectedLoss(domain=domain.name, goodput_rps=rates))
-    return plan.model_copy(update={"expected": plan.expected.model_copy(update={"losses": tuple(found)})})
+    others = tuple(line for line in plan.expected.assumptions if line != UNTRIED)
+    update = {"losses": tuple(found), "assumptions": others if is_tried else (*others, UNTRIED)}
+    return plan.model_copy(update={"expected": plan.expected.model_copy(update=update)})
 
 
 def _whoever_loses(plan: Plan, parts: Mapping[str, float]) -> dict[str, float]:
@@ -197,13 +202,13 @@ def _whoever_loses(plan: Plan, parts: Mapping[str, float]) -> dict[str, float]:
     return {name: min(parts.get(other, 0.0) for other in names) for names in together for name in names}
 
 
-def _tried(left: Plan, parts: Mapping[str, float], trial: Trial | None) -> Mapping[str, float]:
-    """Return of each model the part that is expected of what is left of a plan, or the smaller one of a trial."""
-    found = trial(left) if trial is not None else None
-    if found is None:
+def _at_most(served: Mapping[str, float] | None, left: Plan, parts: Mapping[str, float]) -> Mapping[str, float]:
+    """Return of each model the part that is expected of what is left of a plan, or the smaller one that it served in a
+    trial, where there was one."""
+    if served is None:
         return parts
-    served = _whoever_loses(left, found)
-    return {name: min(part, served.get(name, 0.0)) for name, part in parts.items()}
+    least = _whoever_loses(left, served)
+    return {name: min(part, least.get(name, 0.0)) for name, part in parts.items()}
 
 
 def not_surviving(plan: Plan) -> dict[str, str]:
@@ -446,7 +451,7 @@ class _Adding:
         if domain.gpus:
             left = domain.without(plan)
             expected = _whoever_loses(left, self._outlooks.of(left, is_cautious=True).parts)
-            parts = _tried(left, expected, self._trial)
+            parts = _at_most(self._trial(left) if self._trial is not None else None, left, expected)
         else:
             parts = self._outlooks.promised(plan)[0] if self._promises else self._outlooks.of(plan).parts
         found = {}

@@ -100,7 +100,7 @@ def main() -> None:
                 lost = frozenset(gpu.id for gpu in plan.gpus if domain_of(gpu, kind) == domain)
                 for spec in names:
                     expected = plan.expected.models.get(spec.name)
-                    if expected is None or spec.name in refused:
+                    if expected is None or not expected.goodput_rps or spec.name in refused:
                         continue
                     if lost not in after:
                         after[lost] = after_loss(plan, lost, seed + 77_000)

@@ -175,6 +175,50 @@ def test_an_elastic_cluster_grows_for_what_must_survive() -> None:
     assert not safe.unserved_reasons
 
 
+@settings(max_examples=15)
+@given(st.lists(models, min_size=1, max_size=3), st.sampled_from(POLICIES), st.sampled_from([0.0, 0.4, 0.97]))
+def test_no_loss_is_said_to_leave_more_than_a_trial_of_it(
+    entries: list[dict[str, Any]], policy: str, served: float
+) -> None:
+    def trial(plan: Plan) -> dict[str, float]:
+        """Serve a model in full on two gpu-lets or more."""
+        return {spec.name: 1.0 if len(plan.hosts_of(spec.name)) > 1 else served for spec in plan.models}
+
+    plan = solve(load_policy(policy), workload(*entries), cluster(), Profiles([]), trial=trial)
+    for loss in plan.expected.losses:
+        kind, _, domain = loss.domain.partition(" ")
+        gone = {gpu.id for gpu in plan.gpus if domain_of(gpu, kind) == domain}
+        left = trial(plan.model_copy(update={"gpulets": tuple(g for g in plan.gpulets if g.gpu not in gone)}))
+        for name, rate in loss.goodput_rps.items():
+            spec = next(spec for spec in plan.models if spec.name == name)
+            assert rate <= left[name] * spec.rate_rps + 1e-6
+            if spec.survive is not None and left[name] < 0.98 * spec.survive:
+                assert name in plan.unserved_reasons
+
+
+def test_what_a_trial_finds_too_little_gets_more_replicas_where_there_is_room() -> None:
+    asked = workload({"rate_rps": 100, "slo_ms": 80, "survive": 1, "spread": "node"})
+
+    def trial(plan: Plan) -> dict[str, float]:
+        return {"m0": 1.0 if len(plan.hosts_of("m0")) > 1 else 0.4}
+
+    roomy, small = (solve(load_policy("gpulet"), asked, cluster(n, 1), Profiles([]), trial=trial) for n in (4, 2))
+    assert len(planned(asked, cluster(4, 1), "gpulet").hosts_of("m0")) == 2
+    assert len(roomy.hosts_of("m0")) == 3
+    assert not roomy.unserved_reasons
+    assert "leaves it 40 of 100 rps" in small.unserved_reasons["m0"]
+
+
+def test_a_plan_says_where_what_losses_leave_was_not_tried() -> None:
+    asked = workload({"rate_rps": 100, "slo_ms": 80, "survive": 1})
+    trials = (lambda _plan: {"m0": 1.0}, lambda _plan: None, None)
+    said = [
+        "losses" in " ".join(solve(load_policy("gpulet"), asked, cluster(), Profiles([]), trial=t).expected.assumptions)
+        for t in trials
+    ]
+    assert said == [False, True, True]
+
+
 def test_a_workload_may_ask_for_all_its_models() -> None:
     asked = workload({"rate_rps": 50, "slo_ms": 80}, {"rate_rps": 50, "slo_ms": 80, "survive": 0.5}, survive=1)
     assert [spec.survive for spec in asked.models] == [1, 0.5]

@@ -14,7 +14,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import node_of
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.surviving import drained, without
+from tenuto.placement.surviving import drained, with_losses, without
 from tenuto.profiles import Profiles
 
 NOTHING = Profiles([])
@@ -111,6 +111,18 @@ def test_a_drained_place_holds_nothing_and_what_lay_elsewhere_stays(
     if not hit:
         assert changes_of(old, plan) == 0
     assert Plan.from_data(plan.to_data()) == plan
+
+
+@settings(max_examples=6)
+@given(entries, entries, policies, st.sampled_from(["node", "gpu"]))
+def test_what_a_plan_says_of_losses_is_of_the_gpus_it_lies_on(
+    before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]], policy: str, kind: str
+) -> None:
+    asked = workload(after)
+    models = tuple(spec.model_copy(update={"survive": 0.5, "spread": kind}) for spec in asked.models)
+    old = planned(policy, workload(before), cluster())
+    _, plan = near(policy, old, asked.model_copy(update={"models": models}), cluster())
+    assert plan.expected.losses == with_losses(plan).expected.losses
 
 
 def test_a_place_that_is_not_there_or_the_last_is_no_place_to_be_without() -> None:

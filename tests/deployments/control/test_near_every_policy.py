@@ -1,0 +1,14 @@
+"""Plans near one that runs, by every policy: within what is allowed, valid, with their price, no change for nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.instruments.near_plans import POLICIES, judged
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_plans_near_one_that_runs_change_no_more_than_they_must(policy: str) -> None:
+    found = judged(4, policy)
+    assert found.faults == []
+    assert found.sums["plans"] + found.sums["refused"] == 5
