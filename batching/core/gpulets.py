@@ -1,8 +1,8 @@
 """What a scheduler knows of its gpu-lets: idle, busy until when, or lost, and how long each program takes on them.
 
-Pools and their tables are those of the plan and never change. What is learned while serving, how much longer a program
-takes on a gpu-let and how long the way there is, is a number beside them: learning it costs one assignment, and it is
-applied where a batch is cut.
+Pools and their tables are those of the plan and never change, but for how many gpu-lets are not lost. What is learned while
+serving, how much longer a program takes on a gpu-let and how long the way there is, is a number beside them: learning
+it costs one assignment, and it is applied where a batch is cut.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Host, NetworkDel
 class Pool:
     """Gpu-lets that host the same programs at the same planned speeds: what queueing theory calls a server pool.
 
-    `run[p][b]` is l(b) of a program by plan. `idle` holds gpu-lets by index, those last that turned out to be slow;
-    `busy` (end, gpu-let) of those that run one batch, ascending; `full` the same of those to which a second one was
-    sent ahead.
+    `run[p][b]` is l(b) of a program by plan. `size` counts the gpu-lets that are not lost. `idle` holds gpu-lets by
+    index, those last that turned out to be slow; `busy` (end, gpu-let) of those that run one batch, ascending; `full`
+    the same of those to which a second one was sent ahead.
     """
 
     index: int
@@ -212,6 +212,7 @@ class Gpulets(Generic[P]):
     def lose(self, gpulet: int) -> None:
         """Stop using a gpu-let."""
         self._remove(gpulet)
+        self._pool_of[gpulet].size -= not self._is_lost[gpulet]
         self._is_lost[gpulet] = True
         self._pending[gpulet] = 0
 
@@ -219,4 +220,5 @@ class Gpulets(Generic[P]):
         """Use a gpu-let again, idle."""
         if self._is_lost[gpulet]:
             self._is_lost[gpulet] = False
+            self._pool_of[gpulet].size += 1
             self._insert(gpulet)

@@ -3,8 +3,10 @@
 Workloads draw models, rates, SLOs, nodes, racks, GPUs and load; each model draws `spread` and `survive`. Policies take
 turns. Every GPU, node or rack that holds a replica of such a model is lost in a run of its own, a third of the way in,
 under the scheduler `deferred` with Poisson arrivals of a seed that no planner uses. A model holds where at least 99 %
-of `survive` times its planned part is in time, of what arrives after the loss. Models that do not survive, as the plan
-says itself, are counted apart.
+of `survive` times its planned part is in time, of what arrives after the loss. Where it is less, six times as many
+other arrivals decide: 10,000 are a few seconds, in which one burst of a model's 200 requests is more than 1 %. Both are
+counted (`short`: less of the first; `broken`: less of the others, too). Models that do not survive, as the plan says
+itself, are counted apart.
 
 Run: python lab/benchmarks/bench_surviving.py [--seeds 40] [--first-seed 5000] [--elastic]
 """
@@ -31,6 +33,7 @@ from tenuto.profiles.shipped import load_shipped
 POLICIES = ("tenuto", "symphony", "usher", "wao-usher", "ao-milp", "wsm-milp", "gpulet", "igniter")
 HELD = 0.99
 REQUESTS = 10_000  # of one run
+LONGER = 6  # times as many, where that shows less
 
 
 def scene(seed: int, policy: str, *, elastic: bool) -> tuple[Workload, Cluster, Profiles]:
@@ -62,9 +65,9 @@ def scene(seed: int, policy: str, *, elastic: bool) -> tuple[Workload, Cluster, 
     return Workload.model_validate({"models": models}), Cluster.model_validate(cluster), profiles
 
 
-def after_loss(plan: Plan, gpus: frozenset[str], seed: int) -> dict[str, float]:
-    """Return which part of each model's requests that arrive after the loss is in time."""
-    duration_s = min(45.0, REQUESTS / sum(spec.rate_rps for spec in plan.models))
+def after_loss(plan: Plan, gpus: frozenset[str], seed: int, times: int = 1) -> dict[str, float]:
+    """Return which part of each model's requests that arrive after the loss is in time, in `times` as long a run."""
+    duration_s = times * min(45.0, REQUESTS / sum(spec.rate_rps for spec in plan.models))
     at_s = duration_s / 3.0
     run = Simulation.of_plan(plan, duration_s=duration_s, warmup_s=at_s, seed=seed, losses=((at_s, gpus),)).run()
     counts = run.result.counts()
@@ -91,7 +94,10 @@ def main() -> None:
         plan = solve(load_policy(policy), workload, cluster, profiles, trial=LossTrials())
         took_s = time.perf_counter() - began
         refused = not_surviving(plan)
-        least, broken, promised = 1.0, [], 0
+        least, promised = 1.0, 0
+        broken: list[str] = []
+        short: list[str] = []
+        longer: dict[frozenset[str], dict[str, float]] = {}
         after: dict[frozenset[str], dict[str, float]] = {}  # the loss of a node with one GPU is that of the GPU
         for kind in ("gpu", "node", "rack"):
             names = [s for s in plan.models if s.survive and (s.spread or "gpu") == kind]
@@ -109,13 +115,28 @@ def main() -> None:
                     left = after[lost].get(spec.name, 0.0) / asked_part
                     least = min(least, left)
                     if left < HELD:
-                        broken.append(f"{spec.name} after {kind} {domain}: {100 * left:.1f} %")
-        total.update(plans=1, held=not broken, promised=promised, broken=len(broken), refused=len(refused))
+                        if lost not in longer:
+                            longer[lost] = after_loss(plan, lost, seed + 88_000, LONGER)
+                        others = longer[lost].get(spec.name, 0.0) / asked_part
+                        (broken if others < HELD else short).append(
+                            f"{spec.name} after {kind} {domain}: {100 * left:.1f} %, then {100 * others:.1f} %"
+                        )
+        total.update(
+            plans=1,
+            held=not broken,
+            promised=promised,
+            broken=len(broken),
+            short=len(short + broken),
+            refused=len(refused),
+        )
         gpus = np.unique([gpulet.gpu for gpulet in plan.gpulets])
         print(
             f"{seed} {policy:9} {len(workload.models)} models, {len(gpus)} of {len(plan.gpus)} GPUs, "
             f"{len(plan.gpulets)} gpu-lets, {took_s:.1f} s: least {100 * least:.1f} %, not promised "
-            f"{len(refused)}{'; ' if broken else ''}{'; '.join(broken)}",
+            f"{len(refused)}",
+            *(f"BROKEN {line}" for line in broken),
+            *short,
+            sep="; ",
             flush=True,
         )
     print(dict(total))

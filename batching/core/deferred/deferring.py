@@ -86,6 +86,8 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         """`known`: what another one learned; by default what is planned."""
         chosen = self.options = options if isinstance(options, DeferredOptions) else DeferredOptions()
         gpulets = Gpulets(system, Place)
+        for gpulet in known.lost if known is not None else ():
+            gpulets.lose(gpulet)
         weighted = system.objective == "weighted"
         queues = [
             WaitingQueue(program, gpulets.pools_of[program], offered, offered.weight if weighted else 1.0)
@@ -94,8 +96,8 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         super().__init__(system, options, gpulets, queues)
         self.looked = 0
         self.is_light = False
-        hold = chosen.hold if chosen.hold is not None else (1.0 if self._is_roomy() else 0.4)
-        self._holding = Holding(self._gpulets, hold, chosen.defend, chosen.save_above)
+        self._first_hold = self._hold_by_room()
+        self._holding = Holding(self._gpulets, self._first_hold, chosen.defend, chosen.save_above)
         self._evens_out = system.objective == "each"
         self._cutter = Cutter(self._gpulets, self._holding, evens_out=self._evens_out)
         self._lost_until: dict[int, float] = {}  # by program that lost requests: until when that counts as lately
@@ -103,14 +105,13 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         self._waiting = Waiting(self._queues, self._gpulets)
         self._silent: list[tuple[float, int]] = []  # a heap: when a program will have been silent for long
         self._heavy = 0  # pools that are not under light load
+        self._is_resized = False  # gpu-lets were lost or came back since costs were adopted
         if known is not None:
             self._adopt(known.network)
             for queue, rps in zip(self._queues, known.rates, strict=True):
                 queue.rate = ArrivalRate(rps)
             for program, gpulet, factor in known.factors:
                 self.update_latency(program, gpulet, factor)
-            for gpulet in known.lost:
-                self._gpulets.lose(gpulet)
         self._adopt_all_costs()
 
     def _is_roomy(self) -> bool:
@@ -121,6 +122,21 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
             len(pool.run) <= 1 or (len(pool.run) < pool.size and all(len(pools_of[one]) == 1 for one in pool.run))
             for pool in self._gpulets.pools
         )
+
+    def _hold_by_room(self) -> float:
+        """Return the holding time to begin with."""
+        return self.options.hold if self.options.hold is not None else (1.0 if self._is_roomy() else 0.4)
+
+    def _resize(self, now: float) -> None:
+        """Plan with the gpu-lets that are there now; the holding time begins anew where they ask for another one."""
+        self._is_resized = False
+        self._adopt_all_costs()
+        self._follow_load()
+        hold = self._hold_by_room()
+        if hold != self._first_hold:
+            self._first_hold = hold
+            self.tune(now, hold, self._holding.defend)
+        self._touch(self._gpulets.pools, now)
 
     def _adopt_all_costs(self) -> None:
         for pool in self._gpulets.pools:
@@ -162,6 +178,9 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
             self._expire_later(queue)
         self._load(queue)
         self._holding.set_patience(queue)
+        self._follow_load()
+
+    def _follow_load(self) -> None:
         if self.is_light != (not self._heavy):
             self.is_light = not self._heavy
             self._holding.in_full_until = -INF  # what was lost under heavy load says nothing of light load
@@ -219,6 +238,8 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
             self.next_wake_ms = now
 
     def wake(self, now_ms: float) -> None:
+        if self._is_resized:
+            self._resize(now_ms)
         expiries = self._expiries
         if expiries and expiries[0][0] <= now_ms:
             self._expire(now_ms)
@@ -413,11 +434,11 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
 
     def gpulet_lost(self, now_ms: float, gpulet: int) -> None:
         self._gpulets.lose(gpulet)
-        self._touch([self._gpulets.pool_of(gpulet)], now_ms)
+        self._is_resized, self.next_wake_ms = True, now_ms
 
     def gpulet_back(self, now_ms: float, gpulet: int) -> None:
         self._gpulets.back(gpulet)
-        self._touch([self._gpulets.pool_of(gpulet)], now_ms)
+        self._is_resized, self.next_wake_ms = True, now_ms
 
 
 def _has_idle(part: list[WaitingQueue]) -> bool:

@@ -147,7 +147,7 @@ class WaitingQueue(Queue[Place]):
             costs.quickest_ms = gpulets.way_ms(1) + self.least_factor * run[1]
             room_ms = budget_ms + TIME_TOLERANCE_MS - gpulets.ctrl_ms
             costs.longest = max(1, longest_within(run, room_ms, batch.factor, gpulets.data_ms))
-            costs.gpulets = sum([pool.size for pool in pools])
+            costs.gpulets = max(1, sum([pool.size for pool in pools]))
 
     def take(self, begin: int, end: int) -> list[int]:
         taken = super().take(begin, end)
