@@ -1,8 +1,8 @@
 """What a scheduler knows of its gpu-lets: idle, busy until when, or lost, and how long each program takes on them.
 
-Pools and their tables are those of the plan and never change, but for how many gpu-lets are not lost. What is learned while
-serving, how much longer a program takes on a gpu-let and how long the way there is, is a number beside them: learning
-it costs one assignment, and it is applied where a batch is cut.
+Pools and their tables are those of the plan and never change, but for how many gpu-lets are not lost. What is learned
+while serving, how much longer a program takes on a gpu-let and how long the way there is, is a number beside them:
+learning it costs one assignment, and it is applied where a batch is cut.
 """
 
 from __future__ import annotations

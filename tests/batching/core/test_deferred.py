@@ -343,6 +343,34 @@ def test_a_model_beyond_its_plan_keeps_what_was_planned_where_its_batches_cannot
     assert gold > 0.98  # 0.04 under the published rule
 
 
+@pytest.mark.parametrize("rps", [300.0, 1200.0, 2500.0])
+def test_a_scheduler_that_lost_gpulets_serves_as_one_of_those_that_are_left(rps: float) -> None:
+    """Six models on nine gpu-lets may be held for long, on three they meet."""
+    slos, still = (40.0, 50.0, 60.0, 80.0, 90.0, 120.0), {"rehearse": "false"}
+    models = [(name, 1.0, 5.0, slo_ms, rps / 6.0) for name, slo_ms in zip("abcdef", slos, strict=True)]
+    times, owner = offered([rps / 6.0] * 6, 3.0)
+    lost = ((0.0, range(3, 9)),)
+    runs = [
+        simulate(make_scheduler("deferred", everywhere_linear(models, count), still), times, owner, losses=losses)
+        for count, losses in ((3, ()), (9, lost), (9, ()))
+    ]
+    few, left, many = ([list(requests) for requests in run.batches.requests] for run in runs)
+    assert left == few != many
+
+
+@pytest.mark.parametrize("hold", [None, 0.7])
+def test_the_holding_time_begins_anew_where_gpulets_are_lost_and_when_they_are_back(hold: float | None) -> None:
+    system = everywhere_linear([(name, 1.0, 5.0, 40.0, None) for name in "abcdef"], 9)
+    scheduler = DeferredScheduler(system, DeferredOptions(hold=hold, rehearse=False))
+    held = [scheduler.hold]
+    for event in (scheduler.gpulet_lost, scheduler.gpulet_back):
+        for gpulet in range(3, 9):
+            event(1.0, gpulet)
+        scheduler.wake(1.0)
+        held.append(scheduler.hold)
+    assert held == ([1.0, 0.4, 1.0] if hold is None else [hold] * 3)
+
+
 def test_a_request_that_comes_after_a_correction_of_latency_is_given_up_in_time() -> None:
     hosts = {0: line(1.0, 1.0, 4), 1: line(1.0, 1.0, 4)}
     scheduler = DeferredScheduler(
