@@ -37,7 +37,15 @@ from tenuto.placement.shown.table import (
 )
 from tenuto.placement.slo_rules import load_workload
 from tenuto.placement.solve import check_inputs, enough_for_all, solve_on_fewest
-from tenuto.placement.surviving import bearable, drained, is_at, place_problems, preferences_missed, with_the_rest
+from tenuto.placement.surviving import (
+    Trial,
+    bearable,
+    drained,
+    is_at,
+    place_problems,
+    preferences_missed,
+    with_the_rest,
+)
 from tenuto.placement.surviving import without as cluster_without
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
@@ -198,7 +206,7 @@ def command(
         _print_plan(plan)
         is_whole = len(workload.models) == len(asked.models)
         if plan.unserved_reasons and not cluster.elastic and old is None and is_whole:
-            _say_what_is_enough(policies[policy_name], workload, cluster, profiles, is_file=where.gpus is None)
+            _say_what_is_enough(policies[policy_name], workload, cluster, profiles, trial, is_file=where.gpus is None)
     return _code([plan], strict=strict)
 
 
@@ -211,19 +219,19 @@ def _code(plans: Iterable[Plan], *, strict: bool) -> int:
 
 
 def _say_what_is_enough(
-    policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, is_file: bool
+    policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, trial: Trial, *, is_file: bool
 ) -> None:
     """Say on how many GPUs the same policy serves every model as asked, or whom on no number and why, or why it cannot
     tell. The GPUs of a file may be special: those are only counted."""
     try:
         with planning_watched(policy):
-            found = enough_for_all(policy, workload, cluster, profiles)
+            found = enough_for_all(policy, workload, cluster, profiles, trial=trial)
             how = "--elastic"
             if not found.unserved and not is_file:
                 counts = Counter(gpu.type for gpu in found.gpus)
                 for _ in range(_TRIES):
                     gpus = ",".join(f"{kind}:{count}" for kind, count in counts.items())
-                    given = solve(policy, workload, Cluster.parse(gpus), profiles)
+                    given = solve(policy, workload, Cluster.parse(gpus), profiles, trial=trial)
                     if found.unserved_reasons or not given.unserved_reasons:
                         found, how = given, f"--gpus {gpus}"
                     if not given.unserved_reasons:
