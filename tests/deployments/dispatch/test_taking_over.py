@@ -8,6 +8,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -81,14 +82,18 @@ class Wire:
     is_up = False
     state: GpuletState | None = None
 
-    def __init__(self, gpulet: Gpulet, world: World, events: ConnectionEvents[GpuletState]) -> None:
+    def __init__(
+        self, gpulet: Gpulet, world: World, events: ConnectionEvents[GpuletState], *, is_broken: bool = False
+    ) -> None:
         self.peer = gpulet.name
+        self._is_broken = is_broken
         self._gpulet, self._world, self._events = gpulet, world, events
         self._there, self._back = [0.0], [0.0]  # when the last one arrives
         gpulet.wires.append(self)
 
     def start(self) -> None:
-        self.answer(self._gpulet.state())
+        if not self._is_broken:
+            self.answer(self._gpulet.state())
 
     async def stop(self) -> None:
         self.is_up = False
@@ -103,6 +108,8 @@ class Wire:
         self._arrive(self._back, self._come, message)
 
     def _arrive(self, last: list[float], act: Callable[..., None], *args: object) -> None:
+        if self._is_broken:
+            return
         chance, loop = self._world.chance, asyncio.get_running_loop()
         takes_s = chance.uniform(0.0, LATE_S) + AGAIN_S * (chance.random() < LOST)
         last[0] = max(last[0] + 1e-6, loop.time() + takes_s)
@@ -118,22 +125,25 @@ class Wire:
 
 
 class World:
-    """A gateway that asks, and everybody behind it."""
+    """A gateway that asks, and everybody behind it; `broken`: a dispatcher and a gpu-let that it does not reach."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, broken: str = "") -> None:
         self.chance = random.Random(seed)
         self.log: list[tuple[str, str, int, Wire]] = []  # of a request: given to a gpu-let in a batch, begun there
         self.ends: Counter[str] = Counter()
         self._asked: dict[str, dict[str, Request]] = {name: {} for name in DISPATCHERS}
         self._is_asked = DISPATCHERS[0]
         gpulets = {name: Gpulet(name, self) for name in GPULETS}
-        self._charges = {name: Charge("s") for name in DISPATCHERS}
+        self._moved: list[Request] = []  # asked of the dispatcher that was given up, until it knows that
+        self._charges = {name: Charge("s", partial(self._let_go, name)) for name in DISPATCHERS}
         self._dispatchers = {
             name: Dispatcher(
                 lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}),
                 lambda _: None,  # type: ignore[arg-type, return-value]
                 clock=asyncio.get_running_loop().time,
-                make_connection=lambda gpulet, _, events: Wire(gpulets[gpulet], self, events),
+                make_connection=lambda gpulet, _, events, name=name: Wire(  # type: ignore[misc]
+                    gpulets[gpulet], self, events, is_broken=name + gpulet == broken
+                ),
                 charge=charge,
             )
             for name, charge in self._charges.items()
@@ -167,8 +177,17 @@ class World:
         moved = self._asked[left]
         for number in moved:
             self.ask(number)
+        self._moved = list(moved.values())
         await asyncio.sleep(self.chance.uniform(0.0, NOTICE_S))
-        for request in moved.values():
+        self._let_go(left)
+
+    def _let_go(self, left: str) -> None:
+        """A dispatcher knows that its gateway has gone, or that another one is in charge: it lets its gateways go. The
+        one that is asked now would be found again at once."""
+        if left == self._is_asked:
+            return
+        moved, self._moved = self._moved, []
+        for request in moved:
             self._dispatchers[left].cancel(request)
         self._charges[left].reached_by("")
 
@@ -177,8 +196,8 @@ class World:
             await dispatcher.close()
 
 
-async def play(seed: int) -> World:
-    world = World(seed)
+async def play(seed: int, broken: str = "") -> World:
+    world = World(seed, broken)
     await asyncio.sleep(1.0)
     numbers = map(str, itertools.count())
     leaves_at = world.chance.randrange(20, 60)
@@ -196,19 +215,37 @@ async def play(seed: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_nobody_begins_what_another_gpulet_was_given_since(seed: int) -> None:
-    """A request that had begun when its dispatcher was given up may run a second time, and only in that order."""
+def begun(seed: int, broken: str = "") -> dict[str, list[tuple[int, str]]]:
+    """Return of each request, in the order in which its runs began, which of all that were given each is, and where."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        world = runner.run(play(seed))
+        world = runner.run(play(seed, broken))
     given: dict[tuple[str, int, Wire], int] = {}
-    begun: dict[str, list[int]] = {}
+    found: dict[str, list[tuple[int, str]]] = {}
     for what, request, batch, wire in world.log:
         if what == "given":
             given[request, batch, wire] = len(given)
         else:
-            begun.setdefault(request, []).append(given[request, batch, wire])
-    assert len(begun) == 100
-    for request, turns in begun.items():
-        assert turns == sorted(turns), f"{request} began for a dispatcher that had been given up, after another run"
-        assert len(turns) <= 2
+            found.setdefault(request, []).append((given[request, batch, wire], wire.peer))
+    assert len(found) == 100
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nobody_begins_what_another_gpulet_was_given_since(seed: int) -> None:
+    """A request that had begun when its dispatcher was given up may run a second time, and only in that order."""
+    for request, runs in begun(seed).items():
+        assert runs == sorted(runs), f"{request} began for a dispatcher that had been given up, after another run"
+        assert len(runs) <= 2
+
+
+def test_but_a_gpulet_that_the_next_dispatcher_does_not_reach() -> None:
+    """Two lines are broken at once, the gateway's and one between the dispatcher that it asks now and a gpu-let: this
+    one alone may begin what it was sent before, and then a request runs twice at most."""
+    late = 0
+    for seed in range(60):
+        for request, runs in begun(seed, "yb").items():
+            assert len(runs) <= 2, request
+            if runs != sorted(runs):
+                late += 1
+                assert runs[-1][1] == "b", f"{request} began where it was known to be given to others"
+    assert late  # else the manual warns for nothing
