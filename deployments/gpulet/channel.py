@@ -51,6 +51,10 @@ class _Peer:
         """See `tenuto.deployments.gpulet.inbox.Source`."""
         return self._channel.read(self, is_fresh=is_fresh)
 
+    def unwatched(self) -> None:
+        """See `tenuto.deployments.gpulet.inbox.Source`."""
+        self._channel.unwatched(self)
+
     def is_obeyed(self) -> bool:
         """Whether what it asked for is to be begun now."""
         return self._channel.is_in_charge(self) and not self.connection.is_lost()
@@ -205,6 +209,7 @@ class Channel:
                 self._take(peer, message, body, time.monotonic())
         except (OSError, WrongFrameError) as error:
             self._lost(peer, error)
+            peer.connection.close()
 
     def read(self, peer: _Peer, *, is_fresh: bool) -> bool:
         """Take what has come from a peer; False where it is not to be watched any more."""
@@ -215,10 +220,16 @@ class Channel:
         except (OSError, WrongFrameError) as error:
             self._lost(peer, error)
             return False
-        if not peer.connection.is_amid_body:
-            return True
-        threading.Thread(target=self._receive, args=(peer,), name=f"gpu-let {self._name} receives", daemon=True).start()
-        return False
+        return not peer.connection.is_amid_body
+
+    def unwatched(self, peer: _Peer) -> None:
+        """Close a peer that is gone, and let a thread receive from one in the middle of a large body."""
+        if peer in self._peers:
+            threading.Thread(
+                target=self._receive, args=(peer,), name=f"gpu-let {self._name} receives", daemon=True
+            ).start()
+        else:
+            peer.connection.close()
 
     def _lost(self, peer: _Peer, error: Exception) -> None:
         if isinstance(error, WrongFrameError):
@@ -230,7 +241,6 @@ class Channel:
             if is_left and peer.sub_cluster is not None:
                 self._in_charge[peer.sub_cluster] = peer, Term(term.number)
         _give_up(peer)  # nobody waits for it
-        peer.connection.close()
         if is_left and state is not None:
             self.announce(state)
 

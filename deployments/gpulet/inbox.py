@@ -30,6 +30,10 @@ class Source(Protocol):
         `is_fresh`: they have ended a wait, and so came just now; else they may have been there for a while.
         """
 
+    def unwatched(self) -> None:
+        """Nobody watches it any more. It may be closed now: its number, which another socket may then have, is
+        forgotten."""
+
 
 class Inbox(Generic[ItemT]):
     """A queue of one reader. Invariant: what was put, or had come to a watched socket, before `close` is still given
@@ -54,7 +58,7 @@ class Inbox(Generic[ItemT]):
         self._ring()
 
     def watch(self, source: Source) -> None:
-        """Let the reader read this socket from now on; any thread may ask. One that is closed is forgotten."""
+        """Let the reader read this socket from now on; any thread may ask."""
         descriptor = source.fileno()
         self._sources[descriptor] = source
         self._epoll.register(descriptor, select.EPOLLIN)
@@ -91,8 +95,9 @@ class Inbox(Generic[ItemT]):
                 return None
 
     def _read(self, descriptor: int, *, is_fresh: bool) -> None:
-        if self._sources[descriptor].readable(is_fresh=is_fresh):
-            return
-        del self._sources[descriptor]
-        with contextlib.suppress(OSError, ValueError):  # it was closed
-            self._epoll.unregister(descriptor)
+        source = self._sources[descriptor]
+        if not source.readable(is_fresh=is_fresh):
+            del self._sources[descriptor]
+            with contextlib.suppress(OSError):  # all are closed at the end
+                self._epoll.unregister(descriptor)
+            source.unwatched()

@@ -46,6 +46,7 @@ _UNHEARD_S = 1
 _COUNT = struct.Struct("i")
 _ACKNOWLEDGED = struct.Struct("120xQ")  # of Linux' tcp_info: bytes that the other machine has acknowledged
 _TIME = struct.Struct("ll")  # s, us
+_GONE = OSError, ValueError  # of a socket: the other end has closed it, or another thread of this process
 _NO_LINGERING = struct.pack("ii", 1, 0)  # a connection that is aborted drops what has not left
 NO_BYTES = memoryview(b"")
 
@@ -393,7 +394,7 @@ class FrameSocket(_End):
             self._shut_down()
 
     def _holds_unread(self) -> bool:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*_GONE):
             return fcntl.ioctl(self._plain, termios.FIONREAD, _COUNT.pack(0)) != _COUNT.pack(0)
         return False
 
@@ -411,7 +412,7 @@ class FrameSocket(_End):
         try:
             waiting = _COUNT.unpack(fcntl.ioctl(self._plain, termios.TIOCOUTQ, _COUNT.pack(0)))[0]
             info = self._plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
-        except OSError:
+        except _GONE:
             return False
         acknowledged = _ACKNOWLEDGED.unpack(info)[0]
         if acknowledged >= marked:

@@ -200,7 +200,8 @@ async def play(seed: int, broken: str = "") -> World:
     world = World(seed, broken)
     await asyncio.sleep(1.0)
     numbers = map(str, itertools.count())
-    leaves_at = world.chance.randrange(20, 60)
+    # One that took charge just now and reaches fewer than the other one is a third loss: its term may come later.
+    leaves_at = world.chance.randrange(50, 90) if broken else world.chance.randrange(20, 60)
     leaving = None
     for turn in range(100):
         world.ask(next(numbers))
@@ -245,7 +246,7 @@ def test_but_a_gpulet_that_the_next_dispatcher_does_not_reach() -> None:
     for seed in range(60):
         for request, runs in begun(seed, "yb").items():
             assert len(runs) <= 2, request
-            if runs != sorted(runs):
-                late += 1
-                assert runs[-1][1] == "b", f"{request} began where it was known to be given to others"
+            late += runs != sorted(runs)
+            there = [run for run in runs if run[1] == "a"]
+            assert there == sorted(there), f"{request} began late where that can be known"
     assert late  # else the manual warns for nothing

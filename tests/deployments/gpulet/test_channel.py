@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from tenuto.deployments.gpulet.channel import ArrivedBatch, Channel
 from tenuto.deployments.gpulet.inbox import Inbox
+from tenuto.deployments.wire.frames import framed
 from tenuto.deployments.wire.messages import BatchRan, GpuletState, Message, RunBatch, TakeCharge, Term
 from tenuto.deployments.wire.peer import Endpoint, PeerConnection
 from tests.instruments.asking import PATIENCE_S, until
@@ -244,3 +246,36 @@ async def test_strangers_get_nothing_from_an_encrypted_socket(channel: Channel) 
         answer = await reader.read()
     assert len(answer) < 16  # TLS' alert at most
     writer.close()
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+async def test_nothing_grows_with_the_number_of_dispatchers_that_are_gone(
+    channel: Channel, worker: Worker, host: str
+) -> None:
+    """Killed ones end without a word, some in the midst of a large body; who stays hears of nothing."""
+    stays = await connected(channel, host)
+    heard: list[Any] = []
+    stays.state_changed = heard.append  # type: ignore[method-assign]
+
+    def held() -> list[int]:
+        files = len(os.listdir("/proc/self/fd"))
+        return [threading.active_count(), files, len(channel._peers), len(worker.inbox._sources)]
+
+    before = [0, 0, 0, 0]
+    for number in range(30):
+        far = await connected(channel, host)
+        far.connection.send(batch(number), [bytes(MOST_BYTES)])
+        await until(lambda far=far, number=number: number in far.answers)  # type: ignore[misc]
+        if number % 3 == 0:
+            ends = RunBatch(1000 + number, "m", [("m", 1)], [], [], [])
+            transport = far.connection._protocol._transport  # type: ignore[union-attr]
+            transport.write(b"".join(framed(ends, [bytes(MOST_BYTES)]))[:-1])
+        await far.connection.stop()
+        if not number:
+            await until(lambda: len(channel._peers) == 1 and len(worker.inbox._sources) == (not host))
+            before[:] = held()
+        await until(lambda: held() == before)
+    assert not heard
+    stays.connection.send(batch(100))
+    await until(lambda: 100 in stays.answers)
+    await stays.connection.stop()

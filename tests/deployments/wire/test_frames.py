@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import ssl
 import struct
+import sys
 import threading
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -303,6 +306,52 @@ def test_threads_exchange_frames_larger_than_what_a_socket_takes() -> None:
         server.receive()
     server.send(BatchFailed(1, ""))  # to nobody: silent
     server.close()
+
+
+def stream(kind: str) -> tuple[socket.socket, socket.socket]:
+    if kind == "unix":
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as waiting:
+        client = socket.create_connection(waiting.getsockname())
+        return waiting.accept()[0], client
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("action", ["tick", "is_lost", "send"])
+def test_whoever_closes_it_in_the_midst_ends_no_other_thread(kind: str, action: str) -> None:
+    """One thread closes a connection that is gone, while another beats or answers: before any line of that."""
+    act: Any = {
+        "tick": lambda end: end.tick(),
+        "is_lost": lambda end: end.is_lost(),
+        "send": lambda end: end.send(BatchFailed(1, "")),
+    }[action]
+    for before in itertools.count():
+        near, far = stream(kind)
+        end = FrameSocket(near)
+        end.watch()
+        lines = 0
+
+        def trace(frame: FrameType, event: str, _argument: Any, end: Any = end, before: int = before) -> Any:
+            nonlocal lines
+            if frame.f_code.co_filename != frames.__file__:
+                return None
+            if event == "line":
+                lines += 1
+                if lines == before:
+                    sys.settrace(None)
+                    end.close()
+            return trace
+
+        sys.settrace(trace)
+        try:
+            act(end)
+        finally:
+            sys.settrace(None)
+            far.close()
+            end.close()
+        if lines < before:
+            break
+    assert before > 3
 
 
 @pytest.mark.parametrize("token", ["guess", "ge\u00fcbt", ""])
