@@ -50,6 +50,7 @@ from tenuto.profiles import Profiles
 Ground = tuple[Profiles, tuple[Gpu, ...]]
 UNCHANGEABLE = ("executor", "host", "port", "proxy_port", "operator_port", "gateways")  # without a new beginning
 _GONE_S = 60.0  # limit: for applications to end
+_EMPTIED_S = 90.0  # limit: gateways may use a gpu-let for a minute more, and then it ends
 _SILENT_S = 300.0  # limit: a stage may take two minutes (`change.ready_timeout_s`) by default, going back another
 _LAUNCHER = "serve/launcher"  # the process that what runs ends with
 
@@ -134,10 +135,10 @@ class Operations:
         every = {gpu.id: gpu for gpu in (*self.ground()[1], *gpus_of(before))}.values()
         there = {application_name(gpu.id) for gpu in every if is_at(gpu, places)}
         held = {application_name(g.id) for g in before.gpulets if application_name(g.gpu) in there}
-        until_s = time.monotonic() + _GONE_S
+        until_s = time.monotonic() + _EMPTIED_S
         while left := [name for name in self.states() if name in held or name.rpartition("-")[0] in there]:
             if time.monotonic() > until_s:
-                raise EnvironmentFaultError(f"{', '.join(left)} did not end within {_GONE_S:g} s. See `ray status`.")
+                raise EnvironmentFaultError(f"{', '.join(left)} did not end within {_EMPTIED_S:g} s. See `ray status`.")
             self._sleep(0.2)
         used = {gpu.label or gpu.address or "" for gpu in every if not is_at(gpu, places)}
         whole = {gpu.label or gpu.address or "" for gpu in every if is_at(gpu, places)} - used
