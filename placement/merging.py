@@ -15,7 +15,7 @@ from dataclasses import replace
 from tenuto.errors import InvalidInputError
 from tenuto.placement.costs import latency_up_to, memory_of
 from tenuto.placement.plan import Plan
-from tenuto.placement.program import Gpulet, MergedGroup, Program, Replica, program_name
+from tenuto.placement.program import MOST_MERGED, Gpulet, MergedGroup, Program, Replica, program_name
 from tenuto.placement.rules import why_apart, why_unmergeable
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
@@ -30,10 +30,11 @@ def apply_merging(
 ) -> Plan:
     """Return the plan with the groups the workload asks for, and notes on each group that was left out and why.
 
-    Explicit groups are merged wherever they may be; `auto` merges models whose merged program was measured
-    (`tenuto merge … -o`) and carries more requests per second there than its members by themselves: full batches in
-    turn in one gpu-let, side by side on their shares in several. A group is left out when some GPU holds only a part of
-    it, or when not even one request would be in time.
+    Explicit groups are merged wherever they may be; `all` merges models of one network wherever they lie on the same
+    GPUs, in groups of up to four, whether it pays or not, as USHER does; `auto` merges models whose merged program was
+    measured (`tenuto merge … -o`) and carries more requests per second there than its members by themselves: full
+    batches in turn in one gpu-let, side by side on their shares in several. A group is left out when some GPU holds
+    only a part of it, or when not even one request would be in time.
 
     Args:
         plan: completed.
@@ -44,7 +45,12 @@ def apply_merging(
     if workload.merge == "off" or not plan.gpulets:
         return plan
     maker = _Maker(plan, workload, profiles, completed)
-    groups = maker.measured_groups() if workload.merge == "auto" else [tuple(sorted(g)) for g in workload.merge]
+    if workload.merge == "auto":
+        groups = maker.measured_groups()
+    elif workload.merge == "all":
+        groups = maker.groups_of_one_network()
+    else:
+        groups = [tuple(sorted(group)) for group in workload.merge]
     for models in groups:
         maker.merge(models, must_pay=workload.merge == "auto")
     if workload.merge == "auto":
@@ -201,7 +207,33 @@ class _Maker:
             )
         return f"{program.name} is merged on {where}: {cost}"
 
-    # --- what `auto` looks for ----------------------------------------------------------------------------------
+    # --- what `all` and `auto` look for ------------------------------------------------------------------------
+
+    def groups_of_one_network(self) -> list[tuple[str, ...]]:
+        """Return the models of one network that lie on the same GPUs, up to four; note those that share some only.
+
+        What they have in common is known once they are loaded; models without are then served by themselves.
+        """
+        hosts: dict[str, list[str]] = {}
+        for gpu, gpulets in self.plan.by_gpu().items():
+            for replica in (replica for gpulet in gpulets for replica in self._replicas(gpulet)):
+                hosts.setdefault(replica.name, []).append(gpu)
+        networks: dict[str, dict[tuple[str, ...], list[str]]] = {}
+        for name, gpus in hosts.items():
+            spec = self.workload[name]
+            if name not in self.taken and why_unmergeable([spec]) is None:
+                networks.setdefault(_network(spec.source or name), {}).setdefault(tuple(gpus), []).append(name)
+        for alike in networks.values():
+            shared = [names for gpus, names in alike.items() if any(set(gpus) & set(o) for o in alike if o != gpus)]
+            if shared:
+                which = " and ".join(", ".join(names) for names in shared)
+                self.notes.append(f"{which} are not merged with each other: they share some GPUs only, and one queue")
+        return [
+            tuple(sorted(names[first : first + MOST_MERGED]))
+            for alike in networks.values()
+            for names in alike.values()
+            for first in range(0, len(names) - 1, MOST_MERGED)
+        ]
 
     def measured_groups(self) -> list[tuple[str, ...]]:
         """Return the groups with a profile row on the type of a GPU that holds them, the largest first."""

@@ -45,6 +45,9 @@ class Replica(StrictModel):
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None
 
 
+MOST_MERGED = 4  # limit: models of a group; a program is built for every combination of them
+
+
 class MergedGroup(StrictModel):
     """Models of one gpu-let that run as one program on the joint batch of all; in a file also written as a plain list.
 
@@ -54,7 +57,7 @@ class MergedGroup(StrictModel):
     sum is counted.
     """
 
-    models: Annotated[tuple[str, ...], Field(min_length=2, max_length=4)]
+    models: Annotated[tuple[str, ...], Field(min_length=2, max_length=MOST_MERGED)]
     batch_size: Annotated[int, Field(ge=1)] | None = None
     latency: LatencyField | None = None
     memory_mib: Annotated[float, Field(ge=0)] | None = None

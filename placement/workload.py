@@ -80,7 +80,7 @@ class Workload(StrictModel):
     models: tuple[ModelSpec, ...] = ()
     applications: tuple[Application, ...] = ()
     mps: MpsUse = "auto"  # CUDA MPS for gpu-lets that share a GPU
-    merge: Literal["off", "auto"] | tuple[tuple[str, ...], ...] = "off"  # models to run as one merged program
+    merge: Literal["off", "auto", "all"] | tuple[tuple[str, ...], ...] = "off"  # models to run as one merged program
     objective: Objective = "weighted"
     spread: Spread | None = None  # of all models that name none
     survive: Annotated[float, Field(gt=0, le=1)] | None = None  # likewise
@@ -142,8 +142,8 @@ class Workload(StrictModel):
 
     @field_validator("merge", mode="before")
     @classmethod
-    def _off_auto_or_groups(cls, value: Any) -> Any:
-        if value in ("off", "auto"):
+    def _by_name_or_groups(cls, value: Any) -> Any:
+        if value in ("off", "auto", "all"):
             return value
         if value is False:
             return "off"
@@ -153,7 +153,7 @@ class Workload(StrictModel):
             for group in groups
         ):
             raise Fault(
-                "must be 'off', 'auto' or a list of groups of two or more models", "Write for example [[a, b]]."
+                "must be 'off', 'auto', 'all' or a list of groups of two or more models", "Write for example [[a, b]]."
             )
         return value
 

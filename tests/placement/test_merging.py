@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tenuto.deployments.serve.diff import diff
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement.merging import apply_merging
 from tenuto.placement.program import MergedGroup, worst_split_ms
 from tenuto.placement.solve import check_plan
 from tenuto.profiles import LatencyTable, LinearLatency, Profile, Profiles
@@ -318,3 +321,47 @@ def test_the_worst_split_is_the_worst_of_all_splits() -> None:
 
 def test_a_group_of_three_has_one_name_whatever_the_order() -> None:
     assert MergedGroup(models=("c", "a", "b")).name == "a+b+c"
+
+
+def test_all_merges_every_network_on_the_same_gpus_whatever_it_costs() -> None:
+    rng = random.Random(7)
+    for _ in range(40):
+        count = rng.randint(2, 9)
+        names = [f"m{index}" for index in range(count)]
+        sources = {name: rng.choice(["resnet50", "bert"]) for name in names}
+        gpus = {name: tuple(sorted(rng.sample(["n0/0", "n0/1"], rng.randint(1, 2)))) for name in names}
+        specs = [
+            {"name": n, "source": sources[n], "rate_rps": 1, "slo_ms": 1e4, "latency": {"alpha_ms": 1, "beta_ms": 1}}
+            for n in names
+        ]
+        asked = Workload.model_validate({"models": specs, "merge": "all"})
+        placed = [(name, gpu) for name in names for gpu in gpus[name]]
+        plan = Plan.from_data(
+            {
+                "policy": {"name": "hand"},
+                "gpus": [{"id": gpu, "type": "v100"} for gpu in ("n0/0", "n0/1")],
+                "gpulets": [
+                    {
+                        "id": f"{gpu}/{name}",
+                        "gpu": gpu,
+                        "share_pct": 10,
+                        "models": [{"name": name, "batch_size": 2, "latency": {"alpha_ms": 1, "beta_ms": 1}}],
+                    }
+                    for name, gpu in placed
+                ],
+            }
+        )
+        made = apply_merging(plan, asked, Profiles([]))
+        for gpu, gpulets in made.by_gpu().items():
+            groups = [group.models for gpulet in gpulets for group in gpulet.merge]
+            members = [name for group in groups for name in group]
+            assert len(members) == len(set(members))
+            for group in groups:
+                assert len({(sources[name], gpus[name]) for name in group}) == 1
+                shares = [g.share_pct for g in gpulets if {r.name for r in g.models} == set(group)]
+                assert shares == [10.0 * len(group)]  # one context with the sum of the shares
+            alone = Counter((sources[n], gpus[n]) for n, g in placed if g == gpu and n not in members)
+            sizes = Counter((sources[n], gpus[n]) for n, g in placed if g == gpu)
+            assert all(alone[kind] == (1 if size % 4 == 1 else 0) for kind, size in sizes.items())
+        partly = {s for s in sources.values() if {("n0/0", "n0/1")} < {gpus[n] for n in names if sources[n] == s}}
+        assert sum("one queue" in note for note in made.notes) == len(partly)
