@@ -106,12 +106,11 @@ class LocalReplica:
         wanted, self._encrypts, self._hangs_s = config.programs, config.encrypt, config.hangs_s
         # The first load has its turn from joining on. Batches run while a later one waits.
         async with turn_of(self._shared if self._is_proved and self._programs.loads(wanted) else None):
-            await self._programs.bring(wanted, self._worker.perform)
+            await self._programs.bring(wanted, self._worker.perform, self._announce)
         if self._shared is not None and not self._is_proved:
             await self._worker.perform(self._shared.prove)  # on the thread that has the CUDA context
             self._is_proved = True
-        spare_the_collector()
-        self._channel.announce(self._state())
+        self._announce()
 
     async def check_health(self) -> None:
         """Raise when this process can no longer run batches; Serve then replaces it."""
@@ -131,6 +130,10 @@ class LocalReplica:
         """Return where this gpu-let listens for a node; another node gets an address of the cluster's network."""
         host = own_address_for(node_id)
         return self._channel.listen(host, encrypted=self._encrypts) if host else self._near
+
+    def _announce(self) -> None:
+        spare_the_collector()
+        self._channel.announce(self._state())
 
     def _state(self) -> GpuletState:
         """Return what this gpu-let is and holds now."""
@@ -189,6 +192,7 @@ class LocalReplica:
         if not self._has_started:
             return
         self._look.cancel()
+        await self._programs.close()
         self._channel.tell(GpuletCloses("it is shutting down"))
         await self._worker.stop(10.0 if self._shared is None else 6.0)
         if self._shared is not None and self._worker.is_alive:

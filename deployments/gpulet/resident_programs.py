@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
+from tenuto.deployments.gpulet.merging_process import merge_elsewhere
 from tenuto.deployments.serve.user_config import ProgramEntry
 from tenuto.deployments.wire.status import GpuletMode
+from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.model_options import captured_sizes
+from tenuto.profiles.networks.programs import Member
+
+OnWorker = Callable[[Callable[[], None]], Awaitable[None]]
 
 logger = logging.getLogger("ray.serve")
 
@@ -29,6 +36,7 @@ class ResidentPrograms:
         self._executor = executor
         self._streaming = streaming
         self._entries: dict[str, ProgramEntry] = {}
+        self._merging: dict[str, asyncio.Task[None]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -43,35 +51,82 @@ class ResidentPrograms:
         return any(self._entries.get(entry.name) != entry for entry in wanted)
 
     async def bring(
-        self, wanted: Sequence[ProgramEntry], on_worker: Callable[[Callable[[], None]], Awaitable[None]]
+        self, wanted: Sequence[ProgramEntry], on_worker: OnWorker, changed: Callable[[], None] = lambda: None
     ) -> None:
         """Unload and load until exactly the wanted programs are resident; unchanged ones are not touched.
+
+        A program of several models is resident with their single graphs, until merged ones take their place.
 
         Args:
             wanted: their entries.
             on_worker: runs something on the worker thread, and raises what it raised.
+            changed: called once a merged program has taken the place of single graphs.
         """
         names = {entry.name for entry in wanted}
         for name in [name for name in self._entries if name not in names]:
+            await self._stop_merging(name)
             await on_worker(functools.partial(self._executor.unload, name))
             del self._entries[name]
         for entry in wanted:
             if self._entries.get(entry.name) == entry:
                 continue
             started = time.monotonic()
-            await on_worker(functools.partial(self._load, entry))
+            await self._stop_merging(entry.name)
+            merges = len(entry.members) > 1 and not self.is_emulated
+            try:
+                await on_worker(functools.partial(self._load, entry))
+            except EnvironmentFaultError:
+                if not merges:
+                    raise
+                # The plan may count on the memory of the merged program alone.
+                logger.warning("gpu-let %s: the graphs of %s do not fit before they are merged", self._id, entry.name)
+                await self._load_merged(entry, on_worker)
+            else:
+                if merges:
+                    self._merging[entry.name] = asyncio.create_task(self._switch(entry, on_worker, changed))
             self._entries[entry.name] = entry
             took_s = time.monotonic() - started
             logger.info(
                 "gpu-let %s: %s is ready up to batch %d (%.1f s)", self._id, entry.name, entry.batch_size, took_s
             )
 
-    def _load(self, entry: ProgramEntry) -> None:
+    async def close(self) -> None:
+        """End what still merges."""
+        for name in list(self._merging):
+            await self._stop_merging(name)
+
+    async def _stop_merging(self, name: str) -> None:
+        task = self._merging.pop(name, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _load_merged(self, entry: ProgramEntry, on_worker: OnWorker) -> None:
+        with tempfile.TemporaryDirectory(prefix="tenuto-") as folder:
+            file = f"{folder}/merged"
+            await merge_elsewhere([Member(m.name, m.source, m.weights_path, m.options) for m in entry.members], file)
+            await on_worker(functools.partial(self._load, entry, file))
+
+    async def _switch(self, entry: ProgramEntry, on_worker: OnWorker, changed: Callable[[], None]) -> None:
+        """Let the merged program take the place of the single graphs between two batches, or say why they stay."""
+        started = time.monotonic()
+        try:
+            await self._load_merged(entry, on_worker)
+        except Exception as error:
+            logger.error("gpu-let %s: %s goes on with single graphs: %s", self._id, entry.name, error)
+            if entry.name not in self._executor.ways():
+                await on_worker(functools.partial(self._load, entry))
+        else:
+            logger.info("gpu-let %s: %s is merged (%.1f s)", self._id, entry.name, time.monotonic() - started)
+        changed()
+
+    def _load(self, entry: ProgramEntry, merged_file: str | None = None) -> None:
         """Build or rebuild one program and warm up the batch sizes from 1 to the planned one."""
         if entry.name in self._entries:
             self._executor.unload(entry.name)
         largest = entry.batch_size
-        self._executor.load(entry, range(1, largest + 1) if self.is_emulated else captured_sizes(largest))
+        sizes = range(1, largest + 1) if self.is_emulated else captured_sizes(largest)
+        self._executor.load(entry, sizes, merged_file)
 
     def largest_batches(self) -> dict[str, int]:
         """Return the planned batch size of every program."""

@@ -101,8 +101,9 @@ class ModelStatus(ModelCounts, kw_only=True):
 
 class GpuletMode(msgspec.Struct, frozen=True):
     """How a gpu-let runs: whether CUDA MPS holds it to its share, whether copies overlap with execution, and how each
-    program runs (`plain`, `compile`, `cuda_graphs`, `merged` or `emulated`). Share and streaming, each on or off, are
-    the four modes of the thesis' dispatcher."""
+    program runs (`plain`, `compile`, `cuda_graphs`, `merged`, `single graphs`, … or `emulated`).
+
+    Share and streaming, each on or off, are the four modes of the thesis' dispatcher."""
 
     share: bool
     streaming: bool

@@ -23,7 +23,6 @@ from tenuto.profiles.networks.cpu_share import cpu_threads
 from tenuto.profiles.networks.inputs import Blocks, as_blocks, random_inputs
 from tenuto.profiles.networks.merging.merge import MergedModels
 from tenuto.profiles.networks.merging.merged_network import MergedNetwork, even_split
-from tenuto.profiles.networks.merging.report import MergeReport
 from tenuto.profiles.networks.model_options import PLAIN
 from tenuto.profiles.networks.programs import lone_program
 from tenuto.profiles.networks.runner import ProgramRunner
@@ -58,7 +57,6 @@ class JointTimes:
 def measure_into(
     book: ProfileBook,
     merged: list[MergedModels],
-    report: MergeReport,
     models: dict[str, LoadedModel],
     *,
     sources: Mapping[str, str],
@@ -76,9 +74,7 @@ def measure_into(
     """
     machine = describe_machine("cpu")
     signatures = {name: loaded.signature for name, loaded in models.items()}
-    networks = [
-        MergedNetwork(found, cluster, signatures) for found, cluster in zip(merged, report.clusters, strict=True)
-    ]
+    networks = [MergedNetwork([found], {name: signatures[name] for name in found.names}) for found in merged]
     measured = [
         measure_joint(network, models, batch_sizes, shares=shares, repetitions=repetitions, report=say)
         for network in networks
@@ -183,7 +179,7 @@ def measure_memory(merged: MergedNetwork, batch_sizes: Sequence[int], meter: Mem
         runner.run(_inputs(runner, split), split)
         peak_mib = meter.peak_mib()
         if peak_mib is not None:
-            found[size] = round(max(peak_mib, merged.report.memory_after_mib), 3)
+            found[size] = round(max(peak_mib, merged.weights_mib), 3)
     return found
 
 
@@ -195,7 +191,7 @@ def profiles_of(
     options: Mapping[str, Any],
 ) -> dict[str, ModelProfile]:
     """Return the profile rows: of the group by the worst split of each joint batch, and of its members alone."""
-    rows = {"+".join(sorted(merged.signatures)): _profile(_worst(times), memory_mib, merged.report.memory_after_mib)}
+    rows = {"+".join(sorted(merged.signatures)): _profile(_worst(times), memory_mib, merged.weights_mib)}
     for name in merged.signatures:
         alone = [(one.share_pct, one.batch_size, one.apart) for one in times if set(one.split) == {name}]
         profile = _profile(alone, {}, None)

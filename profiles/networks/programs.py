@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.profiles.networks.model_options import ModelOptions, RunOptions
+from tenuto.profiles.networks.model_options import PLAIN, ModelOptions, RunOptions
 from tenuto.profiles.networks.network import LoneModel
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from tenuto.profiles.networks.catalogue import LoadedModel
+    from tenuto.profiles.networks.merging.merged_network import Merged, MergedNetwork
 
 
 @dataclass(frozen=True)
@@ -29,45 +30,37 @@ class Member:
 
 
 def load_program(
-    members: Sequence[Member], batch_sizes: Sequence[int], streams: Streams | None = None
+    members: Sequence[Member],
+    batch_sizes: Sequence[int],
+    streams: Streams | None = None,
+    merged_file: str | None = None,
 ) -> ProgramRunner:
     """Build a program on the CPU, or on CUDA where `streams` are given, and run every batch size as warm-up.
 
     Args:
-        members: one model, or several that are merged and then run as one.
+        members: one model, or several that run as one.
         batch_sizes: the planned ones, the rows of all members together.
         streams: of the process, on the first visible CUDA device.
+        merged_file: what `merge_members` wrote of several; without it they run as single graphs in turn. With it only
+            one batch runs as warm-up: requests wait for it, and the single graphs have warmed up most already.
 
     Raises:
-        InvalidInputError: an unknown model or option, weights that do not fit, or models that do not merge.
+        InvalidInputError: an unknown model or option, or weights that do not fit.
         EnvironmentFaultError: not enough memory on the device, or the model cannot be compiled or captured.
     """
     import torch
 
-    from tenuto.profiles.networks.models import build
-
     options = {member.name: ModelOptions.parse(member.options, f"options of {member.name}") for member in members}
-    models: dict[str, LoadedModel] = {
-        member.name: build(
-            member.source or member.name, weights_path=member.weights_path, options=options[member.name].build
-        )
-        for member in members
-    }
-    name = "+".join(models)
+    name = "+".join(options)
     try:
-        if len(models) == 1:
-            runner = lone_program(name, models.pop(name), options[name].run, batch_sizes, streams)
+        if len(members) == 1:
+            runner = lone_program(name, _built(members[0]), options[name].run, batch_sizes, streams)
         else:
-            from tenuto.profiles.networks.merging.merged_network import MergedNetwork, check_run_options
-
-            for member, mine in options.items():
-                check_run_options(member, mine.run)
-            network = MergedNetwork.of(models, batch_sizes)
-            models.clear()
-            with _on(streams):
-                network.settle(_device(streams))
-            runner = ProgramRunner(network, streams)
-        runner.warm_up(max(mine.run.warmup_runs for mine in options.values()))
+            runner = ProgramRunner(_joint_network(members, batch_sizes, streams, merged_file), streams)
+        if merged_file is None:
+            runner.warm_up(max(mine.run.warmup_runs for mine in options.values()))
+        else:
+            runner.warm_up_with(runner.network.warm_up_rows()[len(batch_sizes) - 1])  # the largest joint batch
     except torch.OutOfMemoryError as error:
         raise EnvironmentFaultError(
             f"'{name}' does not fit into the device's memory at batch {max(batch_sizes)}. Plan a smaller batch, fewer "
@@ -75,6 +68,56 @@ def load_program(
             "memory cap."
         ) from error
     return runner
+
+
+def _built(member: Member) -> LoadedModel:
+    from tenuto.profiles.networks.models import build
+
+    options = ModelOptions.parse(member.options, f"options of {member.name}")
+    return build(member.source or member.name, weights_path=member.weights_path, options=options.build)
+
+
+def _joint_network(
+    members: Sequence[Member], batch_sizes: Sequence[int], streams: Streams | None, merged_file: str | None
+) -> MergedNetwork:
+    import torch
+
+    from tenuto.profiles.networks.merging.merged_network import MergedNetwork, check_run_options
+
+    for member in members:
+        check_run_options(member.name, ModelOptions.parse(member.options, f"options of {member.name}").run)
+    # Written by a process of ours from the members of the plan: it is as trusted as their sources.
+    merged: Merged | None = None if merged_file is None else torch.load(merged_file, weights_only=False)
+    clusters = () if merged is None else merged.clusters
+    inside = {name for cluster in clusters for name in cluster.names}
+    with _on(streams):
+        alone = [
+            LoneModel(m.name, _built(m), _device(streams), PLAIN.chosen(None)) for m in members if m.name not in inside
+        ]
+        signatures = {name: signature for each in alone for name, signature in each.signatures.items()}
+        signatures |= {} if merged is None else merged.signatures
+        ordered = {member.name: signatures[member.name] for member in members}
+        network = MergedNetwork([*clusters, *alone], ordered, batch_sizes, None if merged is None else merged.report)
+        network.settle(_device(streams))
+    return network
+
+
+def merge_members(members: Sequence[Member], file: str) -> None:
+    """Merge what can be merged of some models on the CPU and write it to a file for `load_program`.
+
+    PyTorch traces by changing modules for the whole process, so this belongs into one that serves nothing.
+
+    Raises:
+        InvalidInputError: no two of them merge, an unknown model or option, or weights that do not fit.
+    """
+    import torch
+
+    from tenuto.profiles.networks.merging.merged_network import Merged
+
+    merged = Merged.of({member.name: _built(member) for member in members})
+    for cluster in merged.clusters:
+        cluster.settle("cpu")
+    torch.save(merged, file)
 
 
 def lone_program(

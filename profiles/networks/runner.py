@@ -156,11 +156,15 @@ class ProgramRunner:
         self.reserve()
         for rows in self.network.warm_up_rows():
             for _ in range(runs):
-                self.run(self._blank(rows), rows)
+                self.warm_up_with(rows)
         for name, signature in self.signatures.items():
             if self.on_cuda and takes_pixels(signature):
                 rows = {name: self.network.largest_batch}
                 self.run(self._blank(rows, pixels=True), rows)
+
+    def warm_up_with(self, rows: Mapping[str, int]) -> None:
+        """Run one blank batch."""
+        self.run(self._blank(rows), rows)
 
     def _blank(self, rows: Mapping[str, int], *, pixels: bool = False) -> dict[str, Blocks]:
         return {

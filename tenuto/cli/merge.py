@@ -114,7 +114,6 @@ def command(
         joint = measure_into(
             book,
             merged,
-            report,
             models_by_name,
             sources=sources,
             options=parsed,

@@ -16,9 +16,8 @@ from tenuto.batching.virtual.simulator import simulate
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
-from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
-from tests.instruments.live import PATIENCE_S, PORT, bring_up
+from tests.instruments.live import PATIENCE_S, PORT, bring_up, until
 
 from . import residual_networks
 from .residual_networks import CLASSES, SIDE
@@ -93,8 +92,15 @@ def check_answers(url: str) -> list[int]:
     return [parameters["batch_size"] for _, parameters in answers]
 
 
+def how_it_runs(url: str) -> str:
+    (gpulet,) = get_json(f"{url}/status")["gpulets"]
+    return str(gpulet["mode"]["programs"]["base+tuned"])
+
+
 def test_merged_models_answer_as_the_models_by_themselves(url: str) -> None:
-    assert max(check_answers(url)) > 4  # rows of both, beyond what either was planned for
+    assert max(check_answers(url)) > 4  # rows of both, beyond what either was planned for, whether merged by now or not
+    until(lambda: how_it_runs(url) == "merged")
+    assert max(check_answers(url)) > 4
     status = get_json(f"{url}/status")
     (gpulet,) = status["gpulets"]
     assert gpulet["models"] == {"base+tuned": 8}
@@ -102,7 +108,7 @@ def test_merged_models_answer_as_the_models_by_themselves(url: str) -> None:
     assert facts["memory_after_mib"] < facts["memory_before_mib"]
     assert facts["worst_error"] <= 1e-5
     assert list(status["models"]) == ["base", "tuned"]
-    assert all(status["models"][name]["ok"] == 24 for name in ("base", "tuned"))
+    assert all(status["models"][name]["ok"] == 48 for name in ("base", "tuned"))
     metadata = get_json(f"{url}/v2/models/tuned")
     assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, CLASSES]}]
     assert get_json(f"{url}/v2/models/base/ready")["ready"] is True
@@ -129,6 +135,9 @@ def test_merging_is_undone_and_done_again_in_place(launcher: Launcher, url: str)
     assert before["pid"] == apart["pid"] == again["pid"]
 
 
-def test_models_that_do_not_merge_are_refused_with_the_cure(launcher: Launcher) -> None:
-    with pytest.raises(EnvironmentFaultError, match="Remove the group from `merge`"):
-        bring_up(launcher, Deployment(plan=make_plan(merged=True, tuned="stranger"), port=PORT).config())
+def test_models_that_do_not_merge_are_served_by_themselves_and_the_status_says_so(launcher: Launcher, url: str) -> None:
+    bring_up(launcher, Deployment(plan=make_plan(merged=True, tuned="stranger"), port=PORT).config())
+    images = np.random.default_rng(1).standard_normal((2, 3, SIDE, SIDE), dtype=np.float32)
+    assert np.allclose(ask(url, "tuned", images)[0], expected("stranger", images), atol=1e-5)
+    assert how_it_runs(url) == "single graphs"
+    assert get_json(f"{url}/status")["gpulets"][0]["merged"] == {}

@@ -40,12 +40,13 @@ class EmulatedExecutor:
         self._slower = os.environ.get("TENUTO_EMULATED_SLOWER")
         self._loaded: dict[str, _Emulated] = {}
 
-    def load(self, program: ProgramEntry, batch_sizes: Sequence[int]) -> None:
+    def load(self, program: ProgramEntry, batch_sizes: Sequence[int], merged_file: str | None = None) -> None:
         """Take the latency from the plan and signatures from the options or the catalogue; nothing is built.
 
         Raises:
             InvalidInputError: the plan carries no latency for this program, or copies that take longer than a batch.
         """
+        del merged_file
         if program.latency is None:
             raise InvalidInputError(
                 f"'{program.name}' has no latency in the plan. Make the plan again with `tenuto plan`."

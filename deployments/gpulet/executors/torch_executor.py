@@ -6,6 +6,7 @@ in the environment before the process starts; the memory cap is set on PyTorch's
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -65,18 +66,22 @@ class TorchExecutor:
             total_mib = torch.cuda.get_device_properties(0).total_memory / 2**20
             torch.cuda.set_per_process_memory_fraction(min(1.0, memory_mib / total_mib), 0)
 
-    def load(self, program: ProgramEntry, batch_sizes: Sequence[int]) -> None:
+    def load(self, program: ProgramEntry, batch_sizes: Sequence[int], merged_file: str | None = None) -> None:
         """Build a program and run every batch size `warmup_runs` times; see `load_program` for the errors."""
         self.use_threads()
         self.unload(program.name)
         members = [Member(m.name, m.source, m.weights_path, m.options) for m in program.members]
-        loaded = self._programs[program.name] = load_program(members, batch_sizes, self.streams)
+        loaded = self._programs[program.name] = load_program(members, batch_sizes, self.streams, merged_file)
         for note in (*loaded.network.notes, *_other_weights(loaded.network.weights_mib, program.weights_mib)):
             logger.warning("%s: %s", program.name, note)
 
     def unload(self, program: str) -> None:
         """Release a program and return its device memory; one that is not loaded is ignored."""
-        if self._programs.pop(program, None) is not None and self.streams is not None:
+        if self._programs.pop(program, None) is None:
+            return
+        gc.unfreeze()  # a network is in cycles, and `spare_the_collector` kept them out of collections
+        gc.collect()
+        if self.streams is not None:
             self._torch.cuda.empty_cache()
 
     def signature(self, model: str) -> ModelSignature:

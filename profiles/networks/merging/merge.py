@@ -30,47 +30,44 @@ TOLERANCE = 1e-5
 
 
 class MergedModels:
-    """The programs of a cluster: any of its models together, or one alone. All share one copy of the weights."""
+    """The programs of a cluster: any of its models together, or one alone. All share one copy of the weights.
+
+    Once settled it can be pickled: other processes run what one has merged.
+    """
 
     def __init__(self, plan: MergePlan) -> None:
         """Keep the plan; programs are built when first asked for."""
-        self._plan = plan
+        self._plan: MergePlan | None = plan
         self._programs: dict[tuple[str, ...], fx.GraphModule] = {}
-        self._device: torch.device | None = None
+        self._outputs = {name: len(model.outputs) for name, model in plan.models.items()}
         self.names = tuple(plan.models)
+        self.weights_mib = plan.store.size_mib  # of all models, those in common once
 
     def program(self, present: Sequence[str]) -> fx.GraphModule:
         """Return the program of some of the models, in the cluster's order: it takes their inputs one after another and
         returns all their outputs."""
         chosen = tuple(name for name in self.names if name in present)
-        if chosen not in self._programs:
-            self._programs[chosen] = self._placed(build_program(self._plan, chosen))
+        if chosen not in self._programs and self._plan is not None:
+            self._programs[chosen] = build_program(self._plan, chosen)
         return self._programs[chosen]
 
-    def _placed(self, program: fx.GraphModule) -> fx.GraphModule:
-        """Let operators that make a tensor make it on the device the weights were moved to."""
-        if self._device is not None:
-            for node in program.graph.nodes:
-                if "device" in node.kwargs:
-                    node.update_kwarg("device", self._device)
-            program.recompile()
-        return program
-
     def settle(self, device: torch.device | str) -> None:
-        """Move the weights to a device, build the program of every combination of models, and let go of the originals.
+        """Build the program of every combination of models, let go of the originals, and move the weights to a device.
 
         From then on only the merged weights are held; there are 2**models - 1 programs.
         """
-        self._device = torch.device(device)
-        store = self._plan.store
-        store.tensors = {name: tensor.to(self._device) for name, tensor in store.tensors.items()}
-        store.device = self._device
-        self._programs.clear()
         for count in range(1, len(self.names) + 1):
             for present in combinations(self.names, count):
                 self.program(present)
-        for model in self._plan.models.values():
-            model.weights.clear()
+        self._plan = None
+        moved: dict[int, torch.Tensor] = {}
+        for program in self._programs.values():
+            for name, tensor in list(program.named_buffers(remove_duplicate=False)):
+                setattr(program, name, moved.setdefault(id(tensor), tensor.to(device)))
+            for node in program.graph.nodes:  # operators that make a tensor make it there
+                if "device" in node.kwargs:
+                    node.update_kwarg("device", torch.device(device))
+            program.recompile()
 
     def run(self, batches: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, tuple[torch.Tensor, ...]]:
         """Run batches of some of the models together, each of its own size, and return every model's outputs."""
@@ -78,14 +75,9 @@ class MergedModels:
         outputs = list(self.program(chosen)(*(tensor for name in chosen for tensor in batches[name])))
         found = {}
         for name in chosen:
-            count = len(self._plan.models[name].outputs)
+            count = self._outputs[name]
             found[name], outputs = tuple(outputs[:count]), outputs[count:]
         return found
-
-    @property
-    def weights_mib(self) -> float:
-        """The weights of all models, those in common once, in MiB."""
-        return self._plan.store.size_mib
 
 
 def merge_models(

@@ -1,72 +1,82 @@
-"""Several models merged into one program: what a `ProgramRunner` runs as it runs a lone model. Imports torch."""
+"""Several models run as one program: what a `ProgramRunner` runs as it runs a lone model. Imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature
 from tenuto.profiles.networks.merging.merge import MergedModels, merge_models
-from tenuto.profiles.networks.merging.report import MergedCluster
+from tenuto.profiles.networks.merging.report import MergeReport
 from tenuto.profiles.networks.model_options import PLAIN, RunOptions, unmergeable_options
-from tenuto.profiles.networks.network import Tensors, set_backends
+from tenuto.profiles.networks.network import LoneModel, Tensors, set_backends
 
 CURE = "Remove the group from `merge` of the plan (or the workload); the models are then served one by one."
 
 
+@dataclass(frozen=True)
+class Merged:
+    """What merging made of some models: programs of clusters, the report, and the signatures of all of them."""
+
+    clusters: tuple[MergedModels, ...]
+    report: MergeReport
+    signatures: Mapping[str, ModelSignature]
+
+    @classmethod
+    def of(cls, models: Mapping[str, LoadedModel]) -> Merged:
+        """Merge what can be merged of two or more models, as `build` returns them, on the CPU, and check the outputs.
+
+        Raises:
+            InvalidInputError: no two of them merge within the tolerance; the cure is to serve them one by one.
+        """
+        found, report = merge_models({member: (loaded.module, loaded.signature) for member, loaded in models.items()})
+        if not found:
+            reasons = "; ".join(f"{member}: {reason}" for member, reason in report.unmerged.items())
+            raise refused("merge", "+".join(models), f"cannot run as one program ({reasons})", CURE)
+        return cls(tuple(found), report, {name: loaded.signature for name, loaded in models.items()})
+
+
 class MergedNetwork:
-    """The program of a cluster of models, run on joint batches of any of them. Made on the CPU, where it can be run
-    beside the originals; `settle` moves it to its device."""
+    """The program of several models, run on joint batches of any of them: merged graphs and single ones in turn.
+
+    Single graphs are on their device already; `settle` moves merged ones there.
+    """
 
     def __init__(
         self,
-        merged: MergedModels,
-        report: MergedCluster,
+        parts: Sequence[MergedModels | LoneModel],
         signatures: Mapping[str, ModelSignature],
         batch_sizes: Sequence[int] = (),
+        report: MergeReport | None = None,
     ) -> None:
-        """Take a merged cluster as `merge_models` returns it, its report, the signatures of its models, and the planned
-        joint batches."""
-        self.signatures = {name: signatures[name] for name in merged.names}
+        """Take the graphs, each of a cluster of models or of one; the signatures of all in their order; the planned
+        joint batches; and what merging reported of them."""
+        self.signatures = signatures
         self.report = report
-        self._merged = merged
+        self._parts = [(_names(part), part) for part in parts]
         self._sizes = tuple(sorted(batch_sizes))
         self._on_cuda = False
 
-    @classmethod
-    def of(cls, models: Mapping[str, LoadedModel], batch_sizes: Sequence[int] = ()) -> MergedNetwork:
-        """Merge models and check the outputs; the originals are not needed once it is settled.
-
-        Args:
-            models: two or more, as `build` returns them, on the CPU.
-            batch_sizes: the planned joint batches.
-
-        Raises:
-            InvalidInputError: they do not merge into one program, or its outputs are not those of the models within
-                the tolerance; the cure is to serve them one by one.
-        """
-        found, report = merge_models({member: (loaded.module, loaded.signature) for member, loaded in models.items()})
-        for merged, cluster in zip(found, report.clusters, strict=True):
-            if set(merged.names) == set(models):
-                return cls(merged, cluster, {name: loaded.signature for name, loaded in models.items()}, batch_sizes)
-        reasons = "; ".join(f"{member}: {reason}" for member, reason in report.unmerged.items())
-        if not reasons:
-            parts = " and ".join("+".join(cluster.models) for cluster in report.clusters)
-            reasons = f"only {parts} merge with each other"
-        raise refused("merge", "+".join(models), f"cannot run as one program ({reasons})", CURE)
-
     def settle(self, device: torch.device) -> None:
         """Move the weights to the device and let go of the originals."""
-        self._merged.settle(device)
+        for _, part in self._parts:
+            if isinstance(part, MergedModels):
+                part.settle(device)
         self._on_cuda = device.type == "cuda"
 
     def __call__(self, batches: Tensors) -> dict[str, tuple[torch.Tensor, ...]]:
         """Compute the outputs of the models that have a batch; only their operators run."""
         if self._on_cuda:
             set_backends(PLAIN.chosen(None))  # its outputs were compared in fp32
-        return self._merged.run(batches)
+        found: dict[str, tuple[torch.Tensor, ...]] = {}
+        for names, part in self._parts:
+            mine = {name: batches[name] for name in names if name in batches}
+            if mine:
+                found |= part.run(mine) if isinstance(part, MergedModels) else part(mine)
+        return found
 
     def padded(self, rows: int) -> int:
         """Return the rows as they are: a joint batch has too many splits to prepare a few sizes."""
@@ -79,13 +89,15 @@ class MergedNetwork:
 
     @property
     def notes(self) -> Sequence[str]:
-        """Return nothing: it is run in one way only."""
-        return ()
+        """Return why models run by themselves although others are merged."""
+        unmerged = {} if self.report is None else self.report.unmerged
+        return [f"{name} runs by itself: {reason}" for name, reason in unmerged.items()]
 
     @property
     def way(self) -> str:
-        """Return `merged`."""
-        return "merged"
+        """Return `merged`, `merged in part`, or `single graphs` as long as nothing is merged."""
+        lone = [part for _, part in self._parts if isinstance(part, LoneModel)]
+        return "merged" if not lone else "single graphs" if len(lone) == len(self.signatures) else "merged in part"
 
     @property
     def largest_batch(self) -> int:
@@ -95,18 +107,25 @@ class MergedNetwork:
     @property
     def weights_mib(self) -> float:
         """The weights of all models, those in common once."""
-        return self._merged.weights_mib
+        return sum(part.weights_mib for _, part in self._parts)
 
     def facts(self) -> dict[str, float | int]:
-        """Return what merging did: operators with weights and MiB before and after, and the largest error."""
-        report = self.report
+        """Return what merging did: operators with weights and MiB before and after, and the largest error; empty while
+        nothing is merged."""
+        clusters = () if self.report is None else self.report.clusters
+        if not clusters:
+            return {}
         return {
-            "operators_before": report.operators_before,
-            "operators_after": report.operators_after,
-            "memory_before_mib": report.memory_before_mib,
-            "memory_after_mib": report.memory_after_mib,
-            "worst_error": report.worst_error,
+            "operators_before": sum(cluster.operators_before for cluster in clusters),
+            "operators_after": sum(cluster.operators_after for cluster in clusters),
+            "memory_before_mib": sum(cluster.memory_before_mib for cluster in clusters),
+            "memory_after_mib": sum(cluster.memory_after_mib for cluster in clusters),
+            "worst_error": max(cluster.worst_error for cluster in clusters),
         }
+
+
+def _names(part: MergedModels | LoneModel) -> tuple[str, ...]:
+    return part.names if isinstance(part, MergedModels) else tuple(part.signatures)
 
 
 def even_split(names: Sequence[str], size: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 from tenuto.profiles.networks.inputs import as_blocks
-from tenuto.profiles.networks.merging.merged_network import MergedNetwork, even_split
-from tenuto.profiles.networks.programs import Member, load_program
+from tenuto.profiles.networks.merging.merged_network import Merged, MergedNetwork, even_split
+from tenuto.profiles.networks.programs import Member, load_program, merge_members
 from tenuto.profiles.networks.runner import ProgramRunner
 from tests.instruments.mergeable import Attention, Convolutional
 
@@ -75,7 +76,8 @@ def check(runner: ProgramRunner, models: Mapping[str, LoadedModel], sizes: Mappi
 @pytest.fixture(scope="module")
 def three() -> tuple[ProgramRunner, dict[str, LoadedModel]]:
     models = {"a": base(), "b": head(), "c": second_and_head()}
-    network = MergedNetwork.of({"a": base(), "b": head(), "c": second_and_head()}, (3,))
+    merged = Merged.of({"a": base(), "b": head(), "c": second_and_head()})
+    network = MergedNetwork(merged.clusters, merged.signatures, (3,), merged.report)
     network.settle(torch.device("cpu"))
     return ProgramRunner(network), models
 
@@ -115,10 +117,11 @@ def test_originals_are_let_go_and_what_they_have_in_common_is_held_once() -> Non
         held = [(key, copy) for key, copy, storage in copies if not storage.expired()]
         return [key for (key, one), (same, other) in combinations(held, 2) if key == same and torch.equal(one, other)]
 
-    network = MergedNetwork.of(models)
+    merged = Merged.of(models)
     del models, weights
     assert held_twice()
-    network.settle(torch.device("cpu"))
+    for cluster in merged.clusters:
+        cluster.settle("cpu")
     assert not held_twice()
 
 
@@ -139,24 +142,36 @@ def test_warm_up_runs_joint_batches_and_the_largest_of_every_model_alone(
     runner.warm_up(1)
 
 
-@pytest.mark.parametrize("others", [(unlike,), (attention,), (head, unlike)])
+@pytest.mark.parametrize("others", [(unlike,), (attention,)])
 def test_models_that_do_not_merge_are_refused_with_the_cure(others: tuple[Callable[[], LoadedModel], ...]) -> None:
     models = {f"m{number}": factory() for number, factory in enumerate((base, *others))}
     with pytest.raises(InvalidInputError, match=r"cannot run as one program .* Remove the group from `merge`"):
-        MergedNetwork.of(models)
+        Merged.of(models)
 
 
 def member(name: str, factory: str, **options: object) -> Member:
     return Member(name, f"tests.profiles.networks.merging.test_merged_network:{factory}", options=options)
 
 
-def test_a_program_of_two_is_built_warmed_up_and_run_from_its_members() -> None:
-    runner = load_program([member("a", "base", warmup_runs=1), member("b", "head", warmup_runs=1)], [1, 4])
-    given = {"a": as_blocks(images(1)), "b": as_blocks(images(2))}
-    outputs = runner.run(given, {"a": 1, "b": 2})
-    assert (outputs["a"]["y"].shape, outputs["b"]["y"].shape) == ((1, 5), (2, 5))
-    assert runner.signatures["b"].outputs[0].name == "y"
-    assert runner.network.facts()["worst_error"] <= 1e-5
+def three_members() -> list[Member]:
+    return [member("a", "base", warmup_runs=1), member("b", "head"), member("c", "unlike")]
+
+
+def test_single_graphs_and_merged_ones_answer_alike_and_what_does_not_merge_stays_single(tmp_path: Path) -> None:
+    file = str(tmp_path / "merged")
+    merge_members(three_members(), file)
+    models = {"a": base(), "b": head(), "c": unlike()}
+    single, merged = load_program(three_members(), [1, 4]), load_program(three_members(), [1, 4], merged_file=file)
+    for runner in (single, merged):
+        assert list(runner.signatures) == ["a", "b", "c"]
+        for sizes in ({"a": 1, "b": 2, "c": 1}, {"b": 4}, {"c": 2, "a": 2}):
+            check(runner, models, sizes)
+    assert (single.network.way, single.network.facts()) == ("single graphs", {})
+    assert merged.network.way == "merged in part"
+    assert merged.network.weights_mib < single.network.weights_mib
+    assert merged.network.facts()["worst_error"] <= 1e-5
+    (note,) = merged.network.notes
+    assert note.startswith("c runs by itself")
 
 
 def test_options_a_merged_program_does_not_know_are_refused() -> None:

@@ -1,0 +1,54 @@
+"""Merge the models of a program in a process of its own, while their single graphs answer requests (USHER, section 4).
+
+PyTorch traces by changing modules for the whole process, so a gpu-let cannot do it beside the batches it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from tenuto.profiles.measuring.worker_process import WorkerProcess, serve_parent
+from tenuto.profiles.networks.programs import Member, merge_members
+
+
+async def merge_elsewhere(members: Sequence[Member], file: str) -> None:
+    """Run `merge_members` in a process that sees no GPU and yields to all that serves; cancelled, it ends.
+
+    Raises:
+        TenutoError: what `merge_members` raised, or the process was killed.
+    """
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = WorkerProcess(["-m", __name__, file], environment, "+".join(member.name for member in members))
+    process.tell(msgspec.json.encode(members).decode())
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.run_in_executor(None, process.next_event)
+    finally:
+        await loop.run_in_executor(None, process.end)
+
+
+def _merge(report: Callable[[Any], None]) -> None:
+    del report  # a fault is all there is to say
+    os.nice(10)
+    members = msgspec.json.decode(sys.stdin.readline(), type=list[Member])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch
+
+    torch.set_num_threads(1)
+    merge_members(members, sys.argv[1])
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    serve_parent(_merge)
