@@ -9,7 +9,7 @@ LeNet alexnet, GoogLeNet and ResNet-50 resnet50, SSD-MobileNet ssd, VGG-16 vgg19
 The factor is bisected to 0.2 %. A policy may accept more after it refused less, so that six rates up to 10 % above what
 was found are tried as well.
 
-Run: python lab/benchmarks/bench_highest_rates.py [--gpus 4] [--policies gpulet,sbp]
+Run: python lab/benchmarks/bench_highest_rates.py [--gpus 4] [--policies "ideal;gpulet"]
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ POLICIES: dict[str, tuple[str, dict[str, str]]] = {
     "ideal": ("ideal", {}),
     "gpulet": ("gpulet", {}),
     "gpulet+int": ("gpulet", {"interference": "gpulet"}),
+    "gpulet, any turn": ("gpulet", {"merge_without_free": "true"}),
+    "gpulet+int, any turn": ("gpulet", {"interference": "gpulet", "merge_without_free": "true"}),
     "sbp": ("sbp", {"max_batch": "32"}),
     "self-tuning": ("self-tuning", {}),
     "mps-default": ("mps-default", {}),
@@ -87,13 +89,16 @@ def main() -> None:
     """Print the highest rates by policy and scene, in requests per second and relative to the ideal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--policies", default=",".join(POLICIES), help="the first is what the others are compared with")
+    parser.add_argument("--policies", default=";".join(POLICIES), help="the first is what the others are compared with")
     arguments = parser.parse_args()
+    unknown = [label for label in arguments.policies.split(";") if label not in POLICIES]
+    if unknown:
+        parser.error(f"no such policy here: {unknown[0]}. Known: {'; '.join(POLICIES)}.")
     cluster = Cluster.parse(f"v100:{arguments.gpus}")
     print(machine("tenuto"))
     print(f"{arguments.gpus} V100; {STATED}")
     ideal: dict[str, float] = {}
-    for label in arguments.policies.split(","):
+    for label in arguments.policies.split(";"):
         name, options = POLICIES[label]
         policy, start = load_policy(name, options), time.process_time()
         cells, parts = [], []
@@ -104,7 +109,7 @@ def main() -> None:
             cells.append(f"{scene} {found * requests:,.0f} r/s {found / ideal[scene]:.1%}")
             parts.append(found / ideal[scene])
         mean, took = sum(parts) / len(parts), time.process_time() - start
-        print(f"  {label:<12} {', '.join(cells)}; mean {mean:.1%} ({took:.1f} s)", flush=True)
+        print(f"  {label:<20} {', '.join(cells)}; mean {mean:.1%} ({took:.1f} s)", flush=True)
 
 
 def _accepts(policy: Policy, workload: Workload, cluster: Cluster) -> bool:
