@@ -159,7 +159,7 @@ class FrameReader:
         """See that a frame whose beginning is there fits into the room; moves it to the front where it does not."""
         if self._start == self._end:
             self._start = self._end = 0
-        elif len(self._room) - self._start >= needed and self._end < len(self._room):
+        if len(self._room) - self._start >= needed and self._end < len(self._room):
             return
         held = bytes(self._room[self._start : self._end])
         if needed > len(self._room):
