@@ -66,7 +66,8 @@ def go_without(
         for change in foreseen.changes:
             if change.kind != "route-only":
                 tell(f"{change.gpulet}: {change.kind}: {'; '.join(change.reasons)}")
-        less = less_by(found.plan, plan)
+        here = [gpulet for gpulet in found.plan.gpulets if gpulet.gpu not in lost]  # what else is lost is lost already
+        less = less_by(found.plan.model_copy(update={"gpulets": tuple(here)}), plan)
         losses = [f"{name} keeps {left:,.4g} of {rate:,.4g} rps" for name, (rate, left) in less.items()]
         interrupted = dict.fromkeys(name for step in foreseen.steps for name in step.unserved)
         losses += [f"{name} is not served until its new gpu-lets are ready" for name in interrupted]

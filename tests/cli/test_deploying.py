@@ -24,7 +24,7 @@ from tenuto.documents import dump_yaml
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.profiles import Profiles
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
@@ -118,6 +118,7 @@ class DrainedRuns:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.reasons: list[str] = []
+        self.lost: tuple[str, ...] = ()
 
     def settled(self) -> Deployment:
         return Deployment(plan=self.plan)
@@ -126,7 +127,7 @@ class DrainedRuns:
         return Profiles([]), ()
 
     def lost_gpus(self, _gpus: Sequence[object]) -> tuple[str, ...]:
-        return ()
+        return self.lost
 
     def deploy(self, wanted: Deployment, why: str, *, by: str, agrees: Callable[[ForeseenChange], None]) -> bool:
         agrees(foresee(self.plan, wanted.plan))
@@ -174,6 +175,15 @@ def test_a_drain_with_too_little_room_says_who_loses_how_much_and_wants_a_yes(mo
     assert runs.plan.drained == ("n1",)
     assert drained_with(monkeypatch, runs, "undrain", "n1").exit_code == 0
     assert less_by(FULL, runs.plan) == {}
+
+
+def test_what_a_lost_node_served_is_not_what_a_drain_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = make_plan({"n1/0/a": (100.0, ["m"]), "n1/1/a": (100.0, ["m"])}, rate_rps=1000.0)
+    runs = DrainedRuns(there.model_copy(update={"gpus": (*there.gpus, PlannedGpu(id="n0/0", type="v100"))}))
+    assert "too little room" in str(drained_with(monkeypatch, runs, "drain", "n1").exception)
+    runs.lost = ("n1/0", "n1/1")
+    assert drained_with(monkeypatch, runs, "drain", "n1").exit_code == 0
+    assert runs.plan.drained == ("n1",)
 
 
 def test_a_drain_of_a_plan_by_a_policy_that_is_not_here_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
