@@ -6,6 +6,7 @@ ray.io_rayservices.yaml and monitoring.coreos.com_podmonitors.yaml; without it w
 
 import configparser
 import http.server
+import json
 import os
 import shutil
 import subprocess
@@ -16,9 +17,10 @@ import urllib.request
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -272,6 +274,66 @@ def test_the_api_server_would_take_it() -> None:
         Draft7Validator(head[f"{key}Rules"]).validate(policy["spec"][key])
     monitor = yaml.safe_load((KUBERNETES / "podmonitor.yaml").read_text())
     Draft7Validator(crd("monitoring.coreos.com_podmonitors.yaml", "v1")).validate(monitor)
+
+
+# --- the image ----------------------------------------------------------------------------------------------------
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the Dockerfile, in order."""
+    text = (EXAMPLES / "container" / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(name, " ".join(rest.split())) for name, rest in lines]
+
+
+def test_the_image_is_what_the_pods_expect(service: dict[str, Any]) -> None:
+    last = dict(instructions())
+    head, *_ = pods(service)
+    user = head["spec"]["securityContext"]
+    assert last["USER"] == f"{user['runAsUser']}:{user['runAsGroup']}"
+    versions = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert service["spec"]["rayClusterConfig"]["rayVersion"] == versions["ray"]
+    images = {pod["spec"]["containers"][0]["image"] for pod in pods(service)}
+    assert images == {f"registry.example.com/tenuto:{version('tenuto')}"}
+
+
+def test_the_image_ends_when_told_and_says_whether_it_serves() -> None:
+    last = dict(instructions())
+    assert json.loads(last["ENTRYPOINT"]) == ["tenuto"]  # a shell would keep the signal to itself
+    assert json.loads(last["CMD"])[0] == "serve"
+    assert last["STOPSIGNAL"] == "SIGTERM"
+    check = json.loads(last["HEALTHCHECK"].partition("CMD ")[2])
+    server = http.server.HTTPServer(("127.0.0.1", 0), Ready)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    here = [
+        word.replace(f":{Deployment.model_fields['port'].default}/", f":{server.server_port}/") for word in check[1:]
+    ]
+    assert here != check[1:]
+    try:
+        codes = [subprocess.run([sys.executable, *here], stderr=subprocess.DEVNULL).returncode for _ in range(2)]
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert codes == [0, 1]
+
+
+class Ready(http.server.BaseHTTPRequestHandler):
+    """Says once that it is ready, then that it is not."""
+
+    answers: ClassVar[list[int]] = [200, 503]
+
+    def do_GET(self) -> None:
+        assert self.path == "/v2/health/ready"
+        self.send_response(self.answers.pop(0))
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_what_the_image_copies_is_sent_to_its_build() -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("!")}
+    copied = [rest.split()[:-1] for name, rest in instructions() if name == "COPY" and "--from" not in rest]
+    assert {Path(source).parts[0] for sources in copied for source in sources} == allowed
 
 
 # --- systemd and `ray up` -----------------------------------------------------------------------------------------
