@@ -1,0 +1,62 @@
+"""How full USHER's plans make each GPU: Cuti and Muti, the sums of Creq and Mreq of the replicas there (section 3.3).
+
+Run: python -m tenuto_lab.usher_balance PLAN [PROFILE]…
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from tenuto.cli.common import profiles_from
+from tenuto.errors import refused
+from tenuto.placement import Plan
+from tenuto.placement.cluster import Cluster
+from tenuto.profiles import Profiles
+
+
+class GpuBalance(NamedTuple):
+    """One GPU: the sums of its replicas' requirements in percent, and how many models it holds."""
+
+    gpu: str
+    cuti_pct: float
+    muti_pct: float
+    models: int
+
+    @property
+    def apart_pct(self) -> float:
+        """|Cuti - Muti|, in points."""
+        return abs(self.cuti_pct - self.muti_pct)
+
+
+def balances(plan: Plan, profiles: Profiles, compute_metric: str = "achieved_occupancy_pct") -> list[GpuBalance]:
+    """Return the balance of every GPU in use, by the profile's points of the planned batches on the whole GPU.
+
+    Raises:
+        InvalidInputError: a profile lacks a point, its compute metric or its memory.
+    """
+    found = []
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
+    for gpu, gpulets in plan.by_gpu().items():
+        replicas = [replica for gpulet in gpulets for replica in gpulet.models]
+        if not replicas:
+            continue
+        size_mib = Cluster.parse(f"{types[gpu]}:1").gpus[0].memory_mib
+        cuti, muti = 0.0, 0.0
+        for replica in replicas:
+            row = profiles.get(plan.model(replica.name).profile_row, types[gpu])
+            point = row.point(replica.batch_size) if replica.batch_size in row.batch_sizes() else None
+            if point is None or point.memory_mib is None or compute_metric not in point.metrics:
+                rule = f"batch {replica.batch_size} on {types[gpu]} has no memory or no {compute_metric}"
+                raise refused(f"profile of {replica.name}", None, rule, "Give a profile that has both.")
+            cuti += point.metrics[compute_metric]
+            muti += 100.0 * point.memory_mib / size_mib
+        found.append(GpuBalance(gpu, cuti, muti, len({replica.name for replica in replicas})))
+    return found
+
+
+if __name__ == "__main__":
+    planned = Plan.load(sys.argv[1])
+    print(f"{'GPU':<12} {'Cuti %':>8} {'Muti %':>8} {'apart':>8} {'models':>6}")
+    for each in balances(planned, profiles_from(sys.argv[2:], {gpu.type for gpu in planned.gpus})):
+        print(f"{each.gpu:<12} {each.cuti_pct:8.1f} {each.muti_pct:8.1f} {each.apart_pct:8.1f} {each.models:6}")
