@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from tenuto.deployments.control.fit import fitted, gpus_of, renamed
 from tenuto.deployments.control.planning import PlanRequest, incremental, of_workload, trimmed
 from tenuto.deployments.control.steps import not_ready
 from tenuto.deployments.control.worth import Durations
-from tenuto.errors import refused
+from tenuto.errors import InvalidInputError, refused
 from tenuto.placement import Cluster, Gpulet, Plan, Policy, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import IN_FULL, Traffic, expected_of
@@ -103,14 +104,19 @@ def planned_near(
         ]
         return renamed(found.model_copy(update={"gpulets": tuple(gpulets)}), old)
 
+    def possible(plan: Plan, most: int = 0, trial: Trial | None = None) -> Iterator[Plan]:
+        """Yield the same; nothing where the memory limits of what stays leave a new process no room."""
+        with suppress(InvalidInputError):
+            yield whole(plan, most, trial)
+
     def candidates() -> Iterator[Plan]:
-        yield whole(kept)
-        yield whole(kept, most)
+        yield from possible(kept)
+        yield from possible(kept, most)
         yield made_anew
         if at_most is None:
             for _, plan in incremental(request, profiles, kept):
                 if plan is not None:
-                    yield whole(plan)
+                    yield from possible(plan)
 
     def rank(plan: Plan) -> tuple[float, ...]:
         got = {name: model.goodput_rps for name, model in plan.expected.models.items()}
@@ -131,9 +137,9 @@ def planned_near(
     best = min(allowed, key=rank)
     smaller = None if stays else trimmed(request, best)
     if smaller is not None:
-        best = min(best, whole(smaller), key=rank)
+        best = min([best, *possible(smaller)], key=rank)
     if trial is not None and any(spec.survive for spec in workload.models):
-        best = whole(best, most - changes_of(old, best), trial)
+        best = next(possible(best, most - changes_of(old, best), trial), best)
     return best.model_copy(update={"notes": (*best.notes, _told(old, best, made_anew))})
 
 

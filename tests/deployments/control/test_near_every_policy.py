@@ -12,3 +12,7 @@ def test_plans_near_one_that_runs_change_no_more_than_they_must(policy: str) -> 
     found = judged(4, policy)
     assert found.faults == []
     assert found.sums["plans"] + found.sums["refused"] == 5
+
+
+def test_where_limits_of_memory_leave_no_room_beside_what_stays_there_is_a_plan_all_the_same() -> None:
+    assert judged(9113, "wao-usher").faults == []
