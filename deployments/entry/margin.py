@@ -27,7 +27,7 @@ _MOST_MS = 50.0
 # margin serves this part of 1 / SLO more requests.
 _MS_WORTH = 0.5
 _MEMORY = 1e-3  # derived: of one request in shares that are known to a thousandth
-_KEPT = 1.0 - _MEMORY
+_KEPT = 1.0 - _MEMORY  # derived: what is left of a share after each request
 
 
 class Margin:

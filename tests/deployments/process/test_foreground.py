@@ -101,7 +101,7 @@ def taken(orders):
         while not orders.take_reload():
             orders.sleep(0.01)
         say("reloaded")
-    time.sleep(3)  # several looks of the foreground, so that it knows of the process
+    time.sleep(float(sys.argv[2]))  # several looks of the foreground, so that it knows of the process
     vital.kill()
     vital.wait()
     return 3
@@ -125,6 +125,11 @@ class Front:
         assert self.process.stdout is not None
         self.said: list[str] = []
         self.hear("serving")
+
+    def rest(self) -> str:
+        """Read until it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.read()
 
     def reload_twice(self) -> None:
         for _ in range(2):
@@ -223,11 +228,16 @@ def test_a_hang_up_reloads(ended: list[Front]) -> None:
 
 
 def test_what_was_lost_is_said_though_what_serves_ends_by_that_at_once(ended: list[Front]) -> None:
-    front = Front("taken")
-    ended.append(front)
-    front.reload_twice()
-    front.hear("Ray's head (GCS) died: nothing can serve without it: ending all")
-    assert front.code() == 3
+    lost = "Ray's head (GCS) died: nothing can serve without it: ending all"
+    for known_s in (2.0, 8.0, 32.0):  # a busy machine needs longer until the foreground knows of the process
+        front = Front("taken", known_s)
+        ended.append(front)
+        front.reload_twice()
+        said = front.rest()
+        assert front.code() == 3
+        if lost in said:
+            return
+    raise AssertionError(said)
 
 
 def test_what_is_behind_ends_when_the_foreground_is_killed(ended: list[Front]) -> None:
