@@ -24,7 +24,8 @@ class Turns:
     with what it has sent ahead. What carries no load has a turn of its own for each request. A connection finds out
     that the work of a turn is done when it has been read already: what came is kept, and no more is read.
 
-    `left`: work that is left of this turn; none where it is 0 or less.
+    `left`: work that may be done before the loop has another turn; none where it is 0 or less. It is renewed only then:
+    a callback in each turn would have the loop poll once more without a wait.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Turns:
     def spend(self, requests: int, size: int = 0) -> None:
         """Take note of work: of so many requests, and of so many bytes that are looked at one by one."""
         self.left -= requests + size // _WORK_BYTES
-        if self._handle is None:
+        if self.left <= 0:
             self._schedule()
 
     def wait(self, asking: Asking) -> None:
