@@ -29,8 +29,8 @@ def deploy_applications(config: ServeConfig) -> None:
     client = serve_client()
     try:
         # There is no public call for this: `serve.run_many` waits until Serve's proxies answer.
-        built = {app.name: _built(app, schema.logging_config) for app in schema.applications}
         deploy = client._controller.deploy_applications
+        built = {app.name: _built(app, schema.logging_config) for app in schema.applications}
         arguments = dict.fromkeys(built, _application_arguments())
     except (AttributeError, ImportError, TypeError):  # a Ray whose Serve is made otherwise: let it build them itself
         within(_APPLIES_S, client.deploy_apps, schema)
