@@ -1,9 +1,9 @@
 """From records to numbers and a verdict: goodput, attainment, percentiles, the latency split, and whether the run is
 valid.
 
-All definitions are those of docs/metrics.md: attainment divides by offered, percentiles come from raw values, p99
-is given only with at least 459 samples (below that no sample is known to lie above the 99th percentile with 99 %
-confidence)."""
+All definitions are those of docs/reference/metrics.md: attainment divides by offered, percentiles come from raw
+values, p99 is given only with at least 459 samples (below that no sample is known to lie above the 99th
+percentile with 99 % confidence)."""
 
 from __future__ import annotations
 

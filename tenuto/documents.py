@@ -75,7 +75,7 @@ class Fault(ValueError):
         self.rule, self.cure = rule, cure
 
 
-SCHEMA = 1  # format: of plans, profiles, clusters and results; docs/files.md says what a later version reads
+SCHEMA = 1  # format: of plans, profiles, clusters and results; docs/reference/files.md says what a later version reads
 
 
 def _is_known(version: int) -> int:
@@ -169,7 +169,9 @@ def parse_document(model: type[ModelT], data: Any, *, origin: str = "") -> Model
     """
     if data is None or not isinstance(data, (dict, BaseModel)):
         where = origin or model.__name__
-        raise refused(where, data, "must be a mapping of keys to values", "See the file formats in docs/files.md.")
+        raise refused(
+            where, data, "must be a mapping of keys to values", "See the file formats in docs/reference/files.md."
+        )
     try:
         return model.model_validate(data)
     except ValidationError as error:

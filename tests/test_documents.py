@@ -26,7 +26,7 @@ from tests.instruments.scenario import Scenario
 ROOT = Path(__file__).parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): path
-    for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "lab").rglob("*.md")))
+    for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "lab").rglob("*.md")))
 }
 # What takes seconds and needs neither Ray nor a GPU nor a network; `tenuto` as a policy tries plans for longer.
 OURS = ("tenuto", "tenuto_lab", "tests", "lab")  # top packages of this repository
@@ -78,8 +78,8 @@ def test_links_lead_somewhere(page: str) -> None:
 @pytest.mark.parametrize("folder", ["docs", "lab/journal"])
 def test_every_page_is_in_the_index(folder: str) -> None:
     index = (ROOT / folder / "README.md").read_text(encoding="utf-8")
-    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
-    assert linked == {path.name for path in (ROOT / folder).glob("*.md")} - {"README.md"}
+    linked = set(re.findall(r"\]\(((?:\w+/)?[\w-]+\.md)\)", index))
+    assert linked == {str(path.relative_to(ROOT / folder)) for path in (ROOT / folder).rglob("*.md")} - {"README.md"}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -46,7 +46,7 @@ CRDS = Path(os.environ.get("TENUTO_CRDS", "/nowhere"))
 
 @pytest.fixture(scope="module")
 def kubernetes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder as a user has it who did what docs/installing.md says."""
+    """The folder as a user has it who did what docs/reference/installing.md says."""
     folder = tmp_path_factory.mktemp("kubernetes") / "files"
     shutil.copytree(KUBERNETES, folder)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Files of an earlier version are read for as long as docs/files.md promises; those of a later one are refused."""
+"""Files of an earlier version are read for as long as docs/reference/files.md promises, those of a later one not."""
 
 import json
 import shutil

@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_page_of_the_python_surface_runs_and_names_all_of_it() -> None:
-    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     known: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(block, "docs/python.md", "exec"), known)
+        exec(compile(block, "docs/reference/python.md", "exec"), known)
     assert [name for name in tenuto.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 

@@ -47,7 +47,7 @@ class TenutoPolicy(ChoosingOptions, Policy):
 
     name = "tenuto"
     summary = "chooses among other policies' plans by expected queueing; trials in virtual time decide"
-    source = "this project, docs/own-policy.md"
+    source = "this project, docs/reference/own-policy.md"
     readings = "believes the profile; beyond 40 models or GPUs no trials"
     objectives = ("weighted", "total", "each")
     is_tried = True

@@ -1,5 +1,5 @@
 """`control.yaml`: what the controller may do, when it looks again, and what a change must gain. Every key has a default
-that a careful operator would pick; docs/control.md says what each means."""
+that a careful operator would pick; docs/reference/control.md says what each means."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What batches really took: execution times per program and gpu-let, and delays on the way to a gpu-let.
 
-One of the three loops of docs/scheduling.md. Signal: what a batch took over what was planned. Figure: `slowdown` of
-every gpu-let, and `network`, in the status. Learning something costs the same however many gpu-lets and models there
-are, and what single batches differ by is not learned at all.
+One of the three loops of docs/reference/scheduling.md. Signal: what a batch took over what was planned. Figure:
+`slowdown` of every gpu-let, and `network`, in the status. Learning something costs the same however many gpu-lets and
+models there are, and what single batches differ by is not learned at all.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Two parts. The *allowance* is for what happens beyond our socket, which the serv
 a core, executions longer than planned. It is not measured as a delay but controlled by what it is for, the requests
 that are lost: those that leave too late because it is small, and those that are refused because it is large.
 
-One of the three loops of docs/scheduling.md. Signal: answers that leave late. Figure: `margin_ms` in the status.
+One of the three loops of docs/reference/scheduling.md. Signal: answers that leave late. Figure: `margin_ms` in
+the status.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Serve's loop belongs to Ray: how it was started decides which loop it is, and health checks, metrics and proxies run on
 it. Requests have a uvloop to themselves here, and the two meet only where a plan comes in or somebody asks for a
-status. Measured, a server in such a thread is as fast as one without Ray (docs/serving.md).
+status. Measured, a server in such a thread is as fast as one without Ray (docs/reference/serving.md).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Rule(StrEnum):
 
 
 class Loop(StrEnum):
-    """Which loop made the difference for a request that was refused or late; see docs/scheduling.md."""
+    """Which loop made the difference for a request that was refused or late; see docs/reference/scheduling.md."""
 
     MARGIN = "margin"
     MEASURED_TIMES = "measured times"

@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one random draw, no gradient boosting")
     parser.add_argument(
-        "--pairs", type=Path, default=PAIRS_FILE, help="file of measured pairs; see docs/interference.md"
+        "--pairs", type=Path, default=PAIRS_FILE, help="file of measured pairs; see docs/reference/interference.md"
     )
     arguments = parser.parse_args()
     try:

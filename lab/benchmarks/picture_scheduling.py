@@ -1,6 +1,6 @@
-"""Draw the pictures of docs/scheduling.md from real runs: a plan as it was made, a rehearsal as it was replayed.
+"""Draw the pictures of docs/reference/scheduling.md from real runs: a plan as made, a rehearsal as replayed.
 
-python lab/benchmarks/picture_scheduling.py docs
+python lab/benchmarks/picture_scheduling.py docs/pictures
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Walk docs/operating.md's way from the first deploy to the delete on a real Ray of two nodes, with emulated GPUs, and
-print every command with what it said.
+"""Walk docs/reference/operating.md's way from the first deploy to the delete on a real Ray of two nodes, with emulated
+GPUs, and print every command with what it said.
 
     python lab/benchmarks/walk_operating.py
 

@@ -1,4 +1,4 @@
-"""Walk docs/security.md's way with a plain `ray start` and Ray's `serve deploy`: does the token work as is said there?
+"""Walk docs/reference/security.md's way with a plain `ray start` and Ray's `serve deploy`: does the token work as said?
 
 Run with `python -m lab.benchmarks.walk_plain_ray`. It starts a Ray with a home, a folder and ports of its own on this
 machine, deploys a plan with Ray's own command, asks the gateway, asks Ray's ports as a stranger, and ends all of it.

@@ -1,7 +1,7 @@
 """Tenuto's own interference model: a trend in latencies and shares, corrected for pairs of networks that were measured.
 
-It needs nothing of a profile but latencies by batch size and share. docs/interference.md says how it was found, and how
-far it is off on pairs, and on networks, that it was not fitted on.
+It needs nothing of a profile but latencies by batch size and share. docs/reference/interference.md says how it was
+found, and how far it is off on pairs, and on networks, that it was not fitted on.
 """
 
 from __future__ import annotations

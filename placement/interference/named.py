@@ -35,7 +35,7 @@ def canonical_name(choice: bool | str) -> str:
     text = str(choice)
     if text.startswith(FROM_FILE):
         if not Path(text.removeprefix(FROM_FILE)).is_file():
-            cure = "Give constants written with Constants.dump; see docs/interference.md."
+            cure = "Give constants written with Constants.dump; see docs/reference/interference.md."
             raise refused("--option interference", choice, "no such file", cure)
         return text
     name = _SYNONYMS.get(text.lower(), text.lower())

@@ -1,4 +1,4 @@
-"""Figures and verdicts from hand-made records, against the definitions of docs/metrics.md."""
+"""Figures and verdicts from hand-made records, against the definitions of docs/reference/metrics.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/files.md names every key of every file, and its examples are valid."""
+"""docs/reference/files.md names every key of every file, and its examples are valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tenuto.placement.plan import Expected, ExpectedModel, PlannedGpu, PolicyUse
 from tenuto.placement.program import Gpulet, MergedGroup, Replica
 from tenuto.profiles import Fit, LatencyTable, LinearLatency, Measured, ModelProfile, Profile, ProfilePoint
 
-TEXT = (Path(__file__).parents[2] / "docs" / "files.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "files.md").read_text()
 SECTIONS = dict(zip(*[iter(re.split(r"^## (\w+)\n", TEXT, flags=re.MULTILINE)[1:])] * 2, strict=True))
 SCHEMAS: dict[str, tuple[type[BaseModel], ...]] = {
     "Workload": (Workload, ModelSpec, Arrival, Application, Stage, LinearLatency, LatencyTable),

@@ -1,4 +1,4 @@
-"""How policies are found and configured; the policy of docs/custom-policy.md by file and by entry point."""
+"""How policies are found and configured; the policy of docs/guide/your-policy.md by file and by entry point."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tenuto.placement import load_policy, policy_names, solve
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tests.placement.published import equal_rates, placed, thesis, v100s
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "custom-policy.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "guide" / "your-policy.md"
 OURS = ("usher", "wao-usher", "ao-milp", "wsm-milp", "symphony")
 
 

@@ -1,6 +1,6 @@
 """Ours: Symphony's deferred batching with a look ahead at all batches that wait.
 
-Three rules, each in a module of its own; docs/scheduling.md draws them.
+Three rules, each in a module of its own; docs/reference/scheduling.md draws them.
 
 1. *Due* (`due.py`): a batch that has used the part `hold` of the time for which Symphony would hold it takes the
    fastest idle gpu-let.

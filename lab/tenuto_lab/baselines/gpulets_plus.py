@@ -65,7 +65,7 @@ class GpuletsPlus(Policy):
     Options:
         shares: the sizes in percent a gpu-let may have.
         interference: what a neighbour costs: `gpulet`, the linear model with the constants for the GPU type, or one of
-            the others in docs/interference.md; `none`.
+            the others in docs/reference/interference.md; `none`.
         batch: `smallest` that carries the rate, or `largest` within half the SLO.
         order: `rate`, or `load` (rate times the latency of one request on the efficient share).
         booked: `alone` or `beside`, see above.

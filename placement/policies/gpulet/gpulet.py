@@ -46,7 +46,8 @@ class GpuletPolicy(Policy):
     Options:
         interference: what neighbours on a GPU cost: `none`, `gpulet` (or true, the paper's gpulet+int: its linear model
             with the constants for the GPU type), `igniter`, `contention` or `contention:FILE`
-            (docs/interference.md). A model whose profile lacks what the interference model needs gets no neighbours.
+            (docs/reference/interference.md). A model whose profile lacks what the interference model needs gets no
+            neighbours.
         max_partitions: gpu-lets per GPU at most; 2 in the paper.
         shares: the sizes in percent a gpu-let may have; both parts of a split must be among them.
         knee: `curvature` (largest curvature, the paper) or `chord` (furthest above the chord).

@@ -1,4 +1,4 @@
-"""docs/control.md explains every setting, and its example is valid."""
+"""docs/reference/control.md explains every setting, and its example is valid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from tenuto.deployments.control.settings import ControlSettings
 
-TEXT = (Path(__file__).parents[3] / "docs" / "control.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "reference" / "control.md").read_text()
 
 
 def test_every_key_is_explained_and_the_example_is_valid() -> None:

@@ -1,4 +1,4 @@
-"""docs/security.md names a test for each of its lines, and every one of them exists."""
+"""docs/reference/security.md names a test for each of its lines, and every one of them exists."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_every_test_that_is_named_exists() -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "security.md").read_text(encoding="utf-8"))
+    named = re.findall(
+        r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "reference" / "security.md").read_text(encoding="utf-8")
+    )
     assert len(named) > 40
     absent = [
         f"{file}::{name}"
