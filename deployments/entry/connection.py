@@ -595,7 +595,7 @@ class HttpServer:
         self.date_line = b""
         self.places: OpenConnections[HttpConnection] = OpenConnections(limits, self.turned_away)
         self._servers: dict[tuple[str, int], tuple[asyncio.Server, bool]] = {}  # and whether it is shared
-        self.look_at_timeser: asyncio.TimerHandle | None = None
+        self._ticker: asyncio.TimerHandle | None = None
 
     def status(self) -> FrontDoorStatus:
         """Return what it holds, and whom it turned away."""
@@ -623,7 +623,7 @@ class HttpServer:
             lambda: HttpConnection(self), sock=made, backlog=4096, ssl=tls
         )
         self._servers[host, port] = server, is_shared
-        if self.look_at_timeser is None:
+        if self._ticker is None:
             self.look_at_times()
 
     async def stop_listening(self, host: str, port: int) -> None:
@@ -635,7 +635,7 @@ class HttpServer:
         """Once a second."""
         self.date_line = b"date: %b\r\n" % email.utils.formatdate(usegmt=True).encode()
         self._check_time(deque(self.places.taken()))
-        self.look_at_timeser = asyncio.get_running_loop().call_later(1.0, self.look_at_times)
+        self._ticker = asyncio.get_running_loop().call_later(1.0, self.look_at_times)
 
     def _check_time(self, unchecked: deque[HttpConnection]) -> None:
         """Look at some connections in this turn of the loop, and at the others in the next ones."""
@@ -658,8 +658,8 @@ class HttpServer:
 
     def close(self) -> None:
         """End all timers."""
-        if self.look_at_timeser is not None:
-            self.look_at_timeser.cancel()
+        if self._ticker is not None:
+            self._ticker.cancel()
 
 
 def _listener(host: str, port: int, *, is_shared: bool) -> socket.socket:

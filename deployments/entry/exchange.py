@@ -120,9 +120,14 @@ def fail(exchange: Exchange, error: HttpError) -> None:
 
 def crash(exchange: Exchange, error: BaseException) -> None:
     """Respond with what nobody expected, and log it."""
+    fail(exchange, unexpected(exchange.head.url, error))
+
+
+def unexpected(asked: bytes | str, error: BaseException) -> HttpError:
+    """Log an error that nobody expected, and return what the client hears of it."""
     incident = new_incident()
-    logger.error("a request to %r failed (%s)", exchange.head.url, incident, exc_info=error)
-    fail(exchange, HttpError(500, f"internal error. The gateway's log says more under {incident}."))
+    logger.error("a request to %r failed (%s)", asked, incident, exc_info=error)
+    return HttpError(500, f"internal error. The gateway's log says more under {incident}.")
 
 
 def inflated(body: Buffer, encoding: bytes, limit_bytes: int) -> bytes:

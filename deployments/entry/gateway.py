@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
@@ -92,7 +93,7 @@ class Entry:
         operator_app = make_operator_app(self.watched, lambda: self._operators_are_local)
         self._operators = HttpServer(_Cold(self, operator_app), self._arena, few)
         self._grpc: GrpcServer | None = None
-        self._grpc_listen: Listen | None = None
+        self._grpc_listens: tuple[Listen | None, bool] = None, False  # where, and whether with other gateways
         self._app: App | None = None  # of the latest settings
         self._traces: TracesConfig | None = None
         self._encrypts = False
@@ -136,24 +137,32 @@ class Entry:
         self._look_again()
         if old is not None and old is not self._dispatching:
             await old.close()
-        await self._listen(self.server, config.listen, config)
-        await self._listen(self._operators, config.operators, config)
-        await self._follow_grpc(config.grpc, is_shared=bool(config.sub_clusters))
+        shared = bool(config.sub_clusters)
+        await self._listen(self.server, config.listen, is_shared=shared)
+        await self._listen(self._operators, config.operators, is_shared=shared)
+        await self._listen_for_grpc(config.grpc, is_shared=shared)
 
-    async def _follow_grpc(self, wanted: Listen | None, *, is_shared: bool) -> None:
-        if wanted == self._grpc_listen:
+    async def _listen_for_grpc(self, wanted: Listen | None, *, is_shared: bool) -> None:
+        if (wanted, is_shared) == self._grpc_listens:
             return
         if self._grpc is not None:
             await self._grpc.close(_DRAIN_S)
-        self._grpc, self._grpc_listen = None, wanted
-        if wanted is not None:
-            try:
-                from tenuto.deployments.entry.grpc_server import GrpcServer
-            except ImportError as error:
-                raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
-            tls = (wanted.tls_cert, wanted.tls_key) if wanted.tls_cert and wanted.tls_key else None
-            self._grpc = GrpcServer(self.service, self.server.limits)
-            await self._grpc.listen(wanted.host, wanted.port, is_shared=is_shared, tls=tls)
+        self._grpc, self._grpc_listens = None, (None, is_shared)
+        if wanted is None:
+            return
+        try:
+            from tenuto.deployments.entry.grpc_server import GrpcServer
+        except ImportError as error:
+            raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
+        pem = None
+        if wanted.tls_cert and wanted.tls_key:
+            _tls_context(wanted.tls_cert, wanted.tls_key)  # refuses files that gRPC would take without a word
+            pem = Path(wanted.tls_cert).read_bytes(), Path(wanted.tls_key).read_bytes()
+        server = GrpcServer(self.service, self.server.limits)
+        await self._when_free(
+            wanted, "--grpc-port", lambda: server.listen(wanted.host, wanted.port, is_shared=is_shared, tls=pem)
+        )
+        self._grpc, self._grpc_listens = server, (wanted, is_shared)
 
     def _follow_traces(self, wanted: TracesConfig | None) -> None:
         if wanted == self._traces:
@@ -175,23 +184,33 @@ class Entry:
         if self.bundles is not None:
             self.bundles.announce()
 
-    async def _listen(self, server: HttpServer, wanted: Listen | None, config: GatewayConfig) -> None:
+    async def _listen(self, server: HttpServer, wanted: Listen | None, *, is_shared: bool) -> None:
         for host, port in server.addresses:
             if wanted is None or (host, port) != (wanted.host, wanted.port):
                 await server.stop_listening(host, port)
         if wanted is None:
             return
         tls = _tls_context(wanted.tls_cert, wanted.tls_key) if wanted.tls_cert and wanted.tls_key else None
+        await self._when_free(
+            wanted, "--port", lambda: server.listen(wanted.host, wanted.port, is_shared=is_shared, tls=tls)
+        )
+
+    async def _when_free(self, wanted: Listen, option: str, listen: Callable[[], Awaitable[None]]) -> None:
+        """Listen as soon as a gateway that is about to end has left the port.
+
+        Raises:
+            EnvironmentFaultError: somebody keeps the port.
+        """
         until = time.monotonic() + self._taken_s
         while True:
             try:
-                await server.listen(wanted.host, wanted.port, is_shared=bool(config.sub_clusters), tls=tls)
+                await listen()
                 return
             except OSError as error:
                 if time.monotonic() > until:
                     raise EnvironmentFaultError(
                         f"{wanted.host}:{wanted.port} cannot be listened on ({error.strerror}). Choose another port "
-                        "with --port, or move Serve's own HTTP port away."
+                        f"with {option}, or move Serve's own HTTP port away."
                     ) from error
                 await asyncio.sleep(0.5)
 

@@ -18,7 +18,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, json_format, messag
 from google.protobuf.message import DecodeError
 
 from tenuto.deployments.entry.exchange import Head, HttpError
-from tenuto.deployments.entry.oip import DATATYPES, BadRequestError, slo_from
+from tenuto.deployments.entry.oip import DATATYPES, BadRequestError, bytes_tensor, slo_from
 
 Message = Any  # a class made at run time; protobuf has no type for its fields
 
@@ -42,6 +42,7 @@ _CONTENTS = {
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
 }
+_PARAMETERS: dict[type, str] = {bool: "bool_param", int: "int64_param", float: "double_param"}
 
 # A pool of its own: a process may hold another reading of the same protocol, such as Triton's client.
 POOL = descriptor_pool.DescriptorPool()
@@ -210,10 +211,10 @@ def to_answer(asked: Message, lines: bytes, payload: bytes) -> Message:
     document, rest = orjson.loads(payload[:text_bytes]), memoryview(payload)[text_bytes:]
     answer = InferResponse(model_name=document["model_name"], model_version="1", id=asked.id)
     for key, value in document["parameters"].items():
-        _set(answer.parameters[key], value)
+        setattr(answer.parameters[key], _PARAMETERS.get(type(value), "string_param"), value)
     if "predictions" in document:
         found = document["predictions"]
-        labels = b"".join([_length_prefixed(each["label"]) for each in found])
+        labels = bytes_tensor(each["label"] for each in found)
         scores = np.array([each["score"] for each in found], np.float32).tobytes()
         for name, datatype, values in (("label", "BYTES", labels), ("score", "FP32", scores)):
             answer.outputs.add(name=name, datatype=datatype, shape=[len(found)])
@@ -224,16 +225,6 @@ def to_answer(asked: Message, lines: bytes, payload: bytes) -> Message:
         answer.raw_output_contents.append(bytes(rest[:size]))
         rest = rest[size:]
     return answer
-
-
-def _length_prefixed(text: str) -> bytes:
-    encoded = text.encode()
-    return len(encoded).to_bytes(4, "little") + encoded
-
-
-def _set(parameter: Message, value: Any) -> None:
-    kinds = {bool: "bool_param", int: "int64_param", float: "double_param"}
-    setattr(parameter, kinds.get(type(value), "string_param"), value)
 
 
 class Cold(NamedTuple):
@@ -259,12 +250,10 @@ COLD = {
 
 def cold_head(call: Cold, asked: Message, headers: Mapping[bytes, bytes]) -> Head:
     """Return the head of the HTTP request that asks for the same as a call that carries no load."""
-    parts = [
-        getattr(asked, "name", ""),
-        "versions" if getattr(asked, "version", "") else "",
-        getattr(asked, "version", ""),
-    ]
-    model = "".join([f"/{quote(part, safe='')}" for part in parts if part])
+    model = ""
+    if "{model}" in call.route:
+        model = f"/{quote(asked.name, safe='')}" if asked.name else ""
+        model += f"/versions/{quote(asked.version, safe='')}" if asked.version else ""
     return Head(call.method, call.route.replace("{model}", model).encode(), dict(headers))
 
 

@@ -8,18 +8,19 @@ A call is refused before its message is read where its metadata alone says that 
 from __future__ import annotations
 
 import asyncio
-import time
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import orjson
+from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME, enable_server_reflection
 
 from tenuto.deployments.entry.asgi import WholeExchange
 from tenuto.deployments.entry.connection import MOST_PIPELINED
-from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash
+from tenuto.deployments.entry.exchange import Head, HttpError, unexpected
 from tenuto.deployments.entry.framing import KEPT_HEADS
 from tenuto.deployments.entry.grpc_messages import (
     COLD,
@@ -39,10 +40,11 @@ from tenuto.deployments.entry.grpc_messages import (
     to_http,
 )
 from tenuto.deployments.entry.open_connections import Limits
-from tenuto.errors import EnvironmentFaultError
+from tenuto.deployments.entry.service import InferenceService
 
 Context = Any  # grpc.aio.ServicerContext, which has no types
 Headers = dict[bytes, bytes]
+Answer = Callable[[AsyncIterator[bytes], Context], Awaitable[Message]]
 
 _MESSAGE_S = 60.0  # limit: until a call's message has come, as for a body of HTTP
 _IDLE_MS = 300_000  # limit: of a connection without a call, as for HTTP
@@ -60,19 +62,6 @@ _CODES = {
 }
 
 
-class AnsweringService(Protocol):
-    """What answers: `tenuto.deployments.entry.service.InferenceService`."""
-
-    def refusal(self, exchange: Exchange) -> HttpError | None:
-        """Return why a request need not send its body."""
-
-    def handle(self, exchange: Exchange) -> None:
-        """Answer a request whose body is there."""
-
-    def slo_ms(self, model: str) -> float:
-        """Return the SLO of a model in ms."""
-
-
 class FailedCallError(Exception):
     """A call that ends in an error: the HTTP status that means the same, what to do, and the response's raw lines."""
 
@@ -83,30 +72,39 @@ class FailedCallError(Exception):
         self.reason = reason
         self.lines = lines
 
+    @classmethod
+    def of(cls, error: Exception) -> FailedCallError:
+        """Return the failure of a call that an error ended; an error that nobody expected goes to the log."""
+        if isinstance(error, cls):
+            return error
+        if isinstance(error, DecodeError):
+            return cls(400, "the message is not one of this call. See open_inference.proto.")
+        told = error if isinstance(error, HttpError) else unexpected("a gRPC call", error)
+        return cls(told.status, told.message, told.lines())
+
 
 class GrpcServer:
     """One socket. Invariant: the bytes of messages that are not answered stay below `limits.unfinished_bytes`."""
 
-    def __init__(self, service: AnsweringService, limits: Limits) -> None:
+    def __init__(self, service: InferenceService, limits: Limits) -> None:
         """Prepare; must be called on the loop."""
-        self.address: tuple[str, int] | None = None
         self._service = service
         self._limits = limits
         self._server: Any = None
         self._unfinished_bytes = 0
         self._heads: dict[tuple[Any, ...], Head] = {}
 
-    async def listen(self, host: str, port: int, *, is_shared: bool, tls: tuple[str, str] | None) -> None:
+    async def listen(self, host: str, port: int, *, is_shared: bool, tls: tuple[bytes, bytes] | None) -> None:
         """Open the socket.
 
         Args:
             host: address to bind to.
-            port: 0: a free one.
+            port: to listen on.
             is_shared: with other gateways of this machine.
-            tls: files of a certificate and its key.
+            tls: a certificate and its key as PEM; None: not encrypted.
 
         Raises:
-            EnvironmentFaultError: somebody else has the port.
+            OSError: the port belongs to somebody else.
         """
         options = [
             ("grpc.so_reuseport", int(is_shared)),
@@ -120,44 +118,36 @@ class GrpcServer:
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if tls is None:
-                bound = server.add_insecure_port(where)
+                server.add_insecure_port(where)
             else:
-                certificate, key = (Path(name).read_bytes() for name in tls)
-                bound = server.add_secure_port(where, grpc.ssl_server_credentials([(key, certificate)]))
+                server.add_secure_port(where, grpc.ssl_server_credentials([tls[::-1]]))
         except RuntimeError as error:
-            reason = f"{where} cannot be listened on. Choose another port with --grpc-port."
-            raise EnvironmentFaultError(reason) from error
+            raise OSError(errno.EADDRINUSE, "gRPC's library cannot bind to it") from error
         await server.start()
-        self._server, self.address = server, (host, bound)
+        self._server = server
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Take no new calls, and end those under way after so many seconds."""
-        server, self._server, self.address = self._server, None, None
+        server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
 
     def _handlers(self) -> list[Any]:
         # To us every call is a stream: only of streams is the metadata seen before the message.
-        methods = {"ModelInfer": grpc.stream_unary_rpc_method_handler(self._infer, None, _serialize)}
+        methods = {"ModelInfer": _unary(self._infer)}
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream, None, _serialize)
         for name, call in COLD.items():
-            answer = self._cold(call, message(f"inference.{name}Request"))
-            methods[name] = grpc.stream_unary_rpc_method_handler(answer, None, _serialize)
-        health = {"Check": grpc.stream_unary_rpc_method_handler(self._check, None, _serialize)}
+            methods[name] = _unary(self._cold(call, message(f"inference.{name}Request")))
         return [
             grpc.method_handlers_generic_handler(SERVICE, methods),
-            grpc.method_handlers_generic_handler(HEALTH, health),
+            grpc.method_handlers_generic_handler(HEALTH, {"Check": _unary(self._check)}),
         ]
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
     async def _infer(self, requests: AsyncIterator[bytes], context: Context) -> Message:
-        try:
-            headers = await self._admitted(context)
-            data = await _only(requests)
-            return await self._answer(data, headers, context)
-        except FailedCallError as error:
-            return await _abort(context, error)
+        headers = await self._admitted(context, b"/v2")
+        return await self._answer(await _only(requests), headers, context)
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """Answer the requests of a stream in the order in which they end; so many at once as are taken pipelined."""
@@ -166,7 +156,7 @@ class GrpcServer:
 
         async def one(data: bytes) -> None:
             try:
-                found = answer(infer_response=await self._answer(data, dict(headers), context))
+                found = answer(infer_response=await self._answer(data, headers, context))
             except FailedCallError as error:
                 found = answer(error_message=error.reason)
                 found.infer_response.id = error.call_id
@@ -175,7 +165,7 @@ class GrpcServer:
             room.release()
 
         try:
-            headers = await self._admitted(context)
+            headers = await self._admitted(context, b"/v2")
         except FailedCallError as error:
             await _abort(context, error)
         async with asyncio.TaskGroup() as tasks:
@@ -183,16 +173,19 @@ class GrpcServer:
                 tasks.create_task(one(data))
                 await room.acquire()
 
-    def _cold(self, call: Cold, request: Message) -> Callable[[AsyncIterator[bytes], Context], Awaitable[Message]]:
+    def _cold(self, call: Cold, request: Message) -> Answer:
+        # Which model is asked for stands in the message, which comes later.
+        url = b"/v2" if "{model}" in call.route else call.route.encode()
+
         async def answer(requests: AsyncIterator[bytes], context: Context) -> Message:
+            headers = await self._admitted(context, url)
+            asked = request.FromString((await _only(requests))[:MOST_DESCRIBED_BYTES])
             try:
-                headers = headers_of(context.invocation_metadata())
-                found = request.FromString((await _only(requests))[:MOST_DESCRIBED_BYTES])
-                return cold_answer(call, await self._asked(cold_head(call, found, headers), b"", context))
+                return cold_answer(call, (await self._responded(cold_head(call, asked, headers), b"", context))[1])
             except FailedCallError as error:
                 if call.answer.endswith("ReadyResponse") and error.code is grpc.StatusCode.UNAVAILABLE:
                     return message(f"inference.{call.answer}")(ready=False)
-                return await _abort(context, error)
+                raise
 
         return answer
 
@@ -201,43 +194,41 @@ class GrpcServer:
         asked = message("grpc.health.v1.HealthCheckRequest").FromString(await _only(requests))
         answer = message("grpc.health.v1.HealthCheckResponse")
         if asked.service not in ("", SERVICE):
-            return await _abort(context, FailedCallError(404, f"no service '{asked.service}' is here."))
+            raise FailedCallError(404, f"no service '{asked.service}' is here.")
         try:
-            await self._asked(Head(b"GET", b"/v2/health/ready", {}), b"", context)
+            await self._responded(Head(b"GET", b"/v2/health/ready", {}), b"", context)
         except FailedCallError:
             return answer(status="NOT_SERVING")
         return answer(status="SERVING")
 
     # --- what they have in common -----------------------------------------------------------------------------------
 
-    async def _admitted(self, context: Context) -> Headers:
-        """Return what a call's metadata says.
+    async def _admitted(self, context: Context, url: bytes) -> Headers:
+        """Return what a call's metadata says, before its message is read.
 
         Raises:
-            FailedCallError: nobody who says so may ask.
+            FailedCallError: nobody who says so may ask for this URL; a wrong key hears it late, as over HTTP.
         """
         headers = headers_of(context.invocation_metadata())
-        refusal = self._service.refusal(
-            WholeExchange(self._known(Head(b"GET", b"/v2", headers)), b"", _now_ms(), _peer(context))
-        )
+        refusal = self._service.refusal(self._exchange(Head(b"GET", url, headers), b"", context))
         if refusal is not None:
             await asyncio.sleep(refusal.after_s)
             raise FailedCallError(refusal.status, refusal.message, refusal.lines())
         return headers
 
-    def _known(self, head: Head) -> Head:
-        """Return the head that said the same before: where it leads is found once."""
-        key = (head.url, *head.headers.items())
-        found = self._heads.get(key)
-        if found is None:
+    def _exchange(self, head: Head, body: bytes, context: Context) -> WholeExchange:
+        """Return a request, with the head that said the same before: where it leads is found once."""
+        key = (head.method, head.url, *head.headers.items())
+        known = self._heads.get(key)
+        if known is None:
             if len(self._heads) >= KEPT_HEADS:
                 self._heads.clear()
-            found = self._heads[key] = head
-        return found
+            known = self._heads[key] = head
+        return WholeExchange(known, body, self._service.now_ms, _peer(context))
 
     async def _answer(self, data: bytes, headers: Headers, context: Context) -> Message:
         """Return the answer to a `ModelInferRequest`; raises `FailedCallError`."""
-        arrived_ms, asked = _now_ms(), None
+        asked = None
         self._unfinished_bytes += len(data)
         try:
             if self._unfinished_bytes > self._limits.unfinished_bytes:
@@ -252,33 +243,35 @@ class GrpcServer:
 
             is_long = len(data) > MOST_DESCRIBED_BYTES
             asked, head, body = await asyncio.to_thread(read) if is_long else read()
-            exchange = WholeExchange(self._known(head), body, arrived_ms, _peer(context))
-            return to_answer(asked, *await self._responded(exchange))
-        except HttpError as error:
-            raise FailedCallError(error.status, error.message, error.lines()) from None
-        except FailedCallError as error:
-            error.call_id = "" if asked is None else asked.id
-            raise
+            return to_answer(asked, *await self._responded(head, body, context))
+        except Exception as error:
+            failed = FailedCallError.of(error)
+            failed.call_id = "" if asked is None else asked.id
+            raise failed from None
         finally:
             self._unfinished_bytes -= len(data)
 
-    async def _asked(self, head: Head, body: bytes, context: Context) -> bytes:
-        exchange = WholeExchange(head, body, _now_ms(), _peer(context))
-        refusal = self._service.refusal(exchange)
-        if refusal is not None:
-            raise FailedCallError(refusal.status, refusal.message, refusal.lines())
-        return (await self._responded(exchange))[1]
-
-    async def _responded(self, exchange: WholeExchange) -> tuple[bytes, bytes]:
+    async def _responded(self, head: Head, body: bytes, context: Context) -> tuple[bytes, bytes]:
         """Let the service answer; returns raw header lines and payload. Raises `FailedCallError` for an error."""
-        try:
-            self._service.handle(exchange)
-        except Exception as error:
-            crash(exchange, error)
+        exchange = self._exchange(head, body, context)
+        self._service.handle(exchange)
         status, lines, payload = await exchange.response()
         if status != 200:
             raise FailedCallError(status, orjson.loads(payload)["error"], lines)
         return lines, payload
+
+
+def _unary(answer: Answer) -> Any:
+    """Return the handler of a call with one message each way."""
+
+    async def call(requests: AsyncIterator[bytes], context: Context) -> Message:
+        try:
+            return await answer(requests, context)
+        except Exception as error:
+            failed = FailedCallError.of(error)
+        return await _abort(context, failed)
+
+    return grpc.stream_unary_rpc_method_handler(call, None, _serialize)
 
 
 def _serialize(answer: Message) -> bytes:
@@ -305,10 +298,5 @@ async def _abort(context: Context, error: FailedCallError) -> Any:
 
 
 def _peer(context: Context) -> str:
-    """Return where a client is: `ipv4:127.0.0.1:1234` says so with its port."""
-    address: str = context.peer().partition(":")[2].rpartition(":")[0]
-    return address
-
-
-def _now_ms() -> float:
-    return time.monotonic() * 1000.0
+    """Return where a client is, which gRPC says as `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`."""
+    return unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -653,6 +653,12 @@ def _plain(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
+def bytes_tensor(texts: Iterable[str]) -> bytes:
+    """Return texts as the values of a BYTES tensor: each behind its length in four bytes."""
+    encoded = [text.encode() for text in texts]
+    return b"".join([len(text).to_bytes(4, "little") + text for text in encoded])
+
+
 def _classified(
     output: RequestedOutput, tensors: Sequence[OutputTensor], labels: Sequence[str], binary: list[Buffer]
 ) -> dict[str, Any]:
@@ -667,7 +673,7 @@ def _classified(
     if not output.binary:
         entry["data"] = flat
         return entry
-    encoded = b"".join(len(text.encode()).to_bytes(4, "little") + text.encode() for text in flat)
+    encoded = bytes_tensor(flat)
     entry["parameters"] = {"binary_data_size": len(encoded)}
     binary.append(encoded)
     return entry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import time
 from collections.abc import AsyncIterator
 from importlib.resources import files
 from pathlib import Path
@@ -192,6 +193,56 @@ async def test_clients_without_a_key_are_refused_before_their_message_is_read(se
     assert await served.triton.is_server_ready()  # load balancers have no key
     health = served.channel.unary_unary("/grpc.health.v1.Health/Check")
     assert await health(b"") == b"\x08\x01"
+
+
+# Load balancers have no key: for the first two calls everybody's message is read.
+@pytest.mark.parametrize("call", [*list(messages.COLD)[2:], "ModelInfer", "ModelStreamInfer"])
+async def test_every_call_keeps_a_guess_waiting_and_reads_nothing_of_it(served: Served, call: str) -> None:
+    await served.follow(keys=[{"name": "ann", "sha256": hashlib.sha256(b"secret").hexdigest(), "models": ["m"]}])
+    asked = served.channel.stream_stream(f"/{messages.SERVICE}/{call}")
+    service = served.entry.service
+    for _ in range(7):
+        service.guesses.wait_s("127.0.0.1", service.now_ms / 1000.0)
+    began_s = time.monotonic()
+    code = (await asked(metadata=(("x-api-key", "wrong"),), timeout=PATIENCE_S).code()).name
+    assert (code, service.guesses.total) == ("UNAUTHENTICATED", 8)
+    assert time.monotonic() - began_s > 0.2
+
+
+@pytest.mark.parametrize("call", [*messages.COLD, "ModelInfer"])
+@pytest.mark.parametrize("data", [b"\x0a\x05no", b"\xff" * 64, b"\x0a\x02\xff\xfe"], ids=["cut", "noise", "no text"])
+async def test_a_message_that_is_none_is_the_clients_fault(served: Served, call: str, data: bytes) -> None:
+    asked = served.channel.unary_unary(f"/{messages.SERVICE}/{call}")(data, timeout=PATIENCE_S)
+    assert (await asked.code()).name in ("INVALID_ARGUMENT", "NOT_FOUND", "OK")
+    assert "Error" not in await asked.details()
+
+
+async def test_what_breaks_inside_is_told_to_the_log_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_exchange: Any) -> None:
+        raise RuntimeError("a secret of ours")
+
+    monkeypatch.setattr(served.entry.service, "handle", broken)
+    for name, data in (("ModelInfer", messages.InferRequest(model_name="m").SerializeToString()), ("ServerLive", b"")):
+        asked = served.channel.unary_unary(f"/{messages.SERVICE}/{name}")(data, timeout=PATIENCE_S)
+        assert (await asked.code()).name == "INTERNAL"
+        assert "secret" not in await asked.details()
+
+
+async def test_a_port_that_is_left_soon_is_waited_for() -> None:
+    """A gateway that is replaced still has its port for a moment, for gRPC as for HTTP."""
+    before, after = Served(), Served()
+    for each in (before, after):
+        await each.gpulet.start()
+    await before.follow()
+    after.grpc_port = before.grpc_port
+    following = asyncio.create_task(after.follow())
+    await asyncio.sleep(0.1)
+    assert not following.done()
+    await before.close()
+    await following
+    async with client.InferenceServerClient(f"127.0.0.1:{after.grpc_port}") as triton:
+        assert await triton.is_server_live()
+    await after.close()
 
 
 def test_a_picture_or_a_text_is_asked_for_by_one_value_of_bytes() -> None:
