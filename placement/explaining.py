@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import TenutoError, first_line
-from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.cluster import Cluster, Gpu, whole_of
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic
 from tenuto.placement.expectation.sharing import Sharing
@@ -21,6 +21,7 @@ from tenuto.placement.program import Gpulet
 from tenuto.placement.solve import enough_for_all, solve
 from tenuto.placement.surviving import is_at
 from tenuto.profiles import Profiles
+from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of
 
 NARROW = 1.01  # limit: of a search, highest over lowest
 MOST = 1000.0  # limit: of a search, times the rate or the SLO of the plan
@@ -124,6 +125,9 @@ def explain(plan: Plan, gpus: Sequence[Gpu], profiles: Profiles, names: Sequence
     return Explained(models, growth, breaks, one_more, *trying.enough())
 
 
+_ONE_MORE = {"id": "more/0", "uuid": None, "rack": None, "instance": None}
+
+
 class _Trying:
     """Tries changes of one plan."""
 
@@ -133,7 +137,9 @@ class _Trying:
         self._outlook = self._outlooks.of(plan)
         self._promised = self._parts(plan)
         self._in_full = {name for name, part in self._promised.items() if part >= IN_FULL - 1e-3}
-        self._cluster = cluster = Cluster.of(gpus)
+        self._cluster = Cluster.of(gpus)
+        cluster = self._cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in plan.gpus)
+        self._prices = {gpu.device: whole_of(gpu).price_per_hour for gpu in cluster.gpus}
         self._sharing = Sharing(costs_of(plan.workload, cluster, profiles), profiles, plan.streaming)
         self._costs = self._costs_per_hour()
 
@@ -230,17 +236,21 @@ class _Trying:
 
     def _costs_per_hour(self) -> dict[str, float] | None:
         """Return the part of each model of the price of the GPUs that are used; together they are that price."""
-        prices = {gpu.id: gpu.price_per_hour for gpu in self._gpus}
         found = dict.fromkeys((spec.name for spec in self._plan.models), 0.0)
         places = {gpulet.id: place for place, gpulet in enumerate(self._plan.gpulets)}
-        for gpu_id, gpulets in self._plan.by_gpu().items():
-            price = prices.get(gpu_id)
+        by_gpu, together = self._plan.by_gpu(), dict[str, list[tuple[Gpulet, float]]]()
+        for gpu in self._plan.gpus:
+            mig = instance_type_of(gpu.type) if gpu.instance is not None else None
+            part = 1.0 if mig is None else mig.gpcs / ALL_GPCS
+            together.setdefault(gpu.device, []).extend((g, part * g.effective_share_pct) for g in by_gpu[gpu.id])
+        for device, gpulets in together.items():
+            price = self._prices.get(device)
             if gpulets and price is None:
                 return None
-            held = sum(gpulet.effective_share_pct for gpulet in gpulets)
-            for gpulet in gpulets:
+            held = sum(share for _, share in gpulets)
+            for gpulet, share in gpulets:
                 for name, part in self._work(places[gpulet.id]).items():
-                    found[name] += (price or 0.0) * gpulet.effective_share_pct / held * part
+                    found[name] += (price or 0.0) * share / held * part
         return found
 
     def _work(self, place: int) -> dict[str, float]:
@@ -259,7 +269,7 @@ class _Trying:
     def one_more(self, kind: str) -> OneMore:
         """Return what the policy of the plan makes of one GPU more of a type."""
         known = next(gpu for gpu in self._gpus if gpu.type == kind)
-        cluster = Cluster.of([*self._gpus, known.model_copy(update={"id": "more/0", "uuid": None, "rack": None})])
+        cluster = Cluster.of([*self._gpus, known.model_copy(update=_ONE_MORE)])
         try:
             policy = load_policy(self._plan.policy.name, self._plan.policy.options)
             plan = solve(policy, self._plan.workload, cluster, self._profiles)

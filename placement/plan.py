@@ -6,7 +6,7 @@ One schema for every policy. Plans are immutable and comparable; they carry all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +16,9 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import raise_if_any, refused
 from tenuto.placement.application import Application
-from tenuto.placement.cluster import Gpu
+from tenuto.placement.cluster import Gpu, InstancePlace, MigUse
 from tenuto.placement.program import Gpulet
-from tenuto.placement.rules import plan_problems
+from tenuto.placement.rules import layout_problems, plan_problems
 from tenuto.placement.workload import ModelSpec, MpsUse, Objective, Workload
 
 
@@ -30,9 +30,10 @@ class PolicyUsed(StrictModel):
 
 
 class PlannedGpu(StrictModel):
-    """A GPU of the plan. `uuid` None: a logical GPU, emulated on a machine without NVIDIA hardware. `address`: the IP
-    of its node in the Ray cluster, or `label`, a label of that node, on which its gpu-lets run; None: any node. `rack`:
-    where its node stands, if the cluster file says it."""
+    """A GPU of the plan, or one of its MIG instances, see `tenuto.placement.cluster.Gpu`. `uuid` None: a logical GPU,
+    emulated on a machine without NVIDIA hardware, or an instance that is not there yet. `address`: the IP of its node
+    in the Ray cluster, or `label`, a label of that node, on which its gpu-lets run; None: any node. `rack`: where its
+    node stands, if the cluster file says it."""
 
     id: str
     type: str
@@ -40,6 +41,13 @@ class PlannedGpu(StrictModel):
     address: str | None = None
     label: str | None = None
     rack: str | None = None
+    mig: MigUse | None = None
+    instance: InstancePlace | None = None
+
+    @property
+    def device(self) -> str:
+        """The id of the physical GPU: its own, or that of the GPU it is an instance of."""
+        return self.id if self.instance is None else self.instance.gpu
 
     @classmethod
     def of(cls, gpu: Gpu) -> PlannedGpu:
@@ -167,6 +175,11 @@ class Plan(StrictModel):
         place, how = (gpu.id, gpu.type, gpu.uuid, gpu.label or gpu.address), (self.mps, joins, self.streaming)
         return [(g, GpuletProcess(*place, g.share_pct, g.memory_mib, *how)) for g in gpulets]
 
+    def devices(self, gpu_ids: Iterable[str]) -> tuple[str, ...]:
+        """Return the physical GPUs of some of its GPUs and MIG instances, each once, in their order in the plan."""
+        wanted = {*gpu_ids}
+        return tuple(dict.fromkeys(gpu.device for gpu in self.gpus if gpu.id in wanted))
+
     def hosts_of(self, model: str) -> tuple[Gpulet, ...]:
         """Return the gpu-lets on which a model is resident."""
         return tuple(g for g in self.gpulets if any(replica.name == model for replica in g.models))
@@ -175,7 +188,9 @@ class Plan(StrictModel):
         """Return plain data in the key order of the file format."""
         data = self.model_dump(mode="json", by_alias=True)
         for gpu in data["gpus"]:
-            _drop(gpu, address=None, label=None, rack=None)
+            _drop(gpu, address=None, label=None, rack=None, mig=None, instance=None)
+            if "instance" in gpu:
+                _drop(gpu["instance"], gpu_uuid=None)
         for gpulet in data["gpulets"]:
             _drop(gpulet, memory_mib=None, duty_cycle_ms=None, merge=[])
             for group in gpulet.get("merge", ()):
@@ -216,7 +231,9 @@ class Plan(StrictModel):
 
     def check_references(self, origin: str = "plan") -> None:
         """Raise `InvalidInputError` with every rule that its gpu-lets break; see `tenuto.placement.rules`."""
-        raise_if_any(plan_problems({gpu.id: gpu.type for gpu in self.gpus}, self.gpulets, self.models, origin))
+        types = {gpu.id: gpu.type for gpu in self.gpus}
+        found = layout_problems([(gpu.id, gpu.type, gpu.instance) for gpu in self.gpus], origin)
+        raise_if_any([*found, *plan_problems(types, self.gpulets, self.models, origin)])
 
 
 def _read(value: Any) -> Any:

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tenuto.errors import InvalidInputError, Problem, one_of
+from tenuto.placement.cluster import InstancePlace, first_overlap
 from tenuto.placement.program import Gpulet, program_name
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LatencyTable, ModelProfile
-from tenuto.profiles.gpu_types import FAST_CAPABILITY, capability_of_type
+from tenuto.profiles.gpu_types import FAST_CAPABILITY, GPU_TYPES, capability_of_type
+from tenuto.profiles.mig_instances import instance_profiles, instance_type_of, mig_types
 from tenuto.profiles.networks.catalogue import lookup
 from tenuto.profiles.networks.model_options import run_differences, run_option_problems, unmergeable_options
 
@@ -38,6 +40,45 @@ def plan_problems(
     ]
 
 
+def layout_problems(places: Sequence[tuple[str, str, InstancePlace | None]], origin: str) -> list[Problem]:
+    """Return what is wrong with the MIG instances of a plan: types that have no such instance, instances that take the
+    same memory slices, and GPUs that are whole and cut at once.
+
+    Args:
+        places: id and type of the plan's GPUs, and of those that are instances where they lie.
+        origin: what the paths of problems begin with.
+    """
+    found: list[Problem] = []
+    on: dict[str, list[tuple[str, int, int]]] = {}
+    for name, kind, place in places:
+        if place is None:
+            continue
+        where, mig = f"{origin}: gpus.{name}", instance_type_of(kind)
+        known = {} if mig is None else instance_profiles(mig.base)
+        if mig is None:
+            rule, cure = "has a place on a GPU, and its type is no MIG instance's", "Write a type such as a100-3g.20gb."
+            found.append(Problem(f"{where}.type", kind, rule, cure))
+        elif mig.base in GPU_TYPES and not known:
+            cure = f"Place its gpu-lets on the whole GPU. Types with MIG: {', '.join(mig_types())}."
+            found.append(Problem(f"{where}.type", kind, f"GPU type '{mig.base}' has no MIG", cure))
+        elif known and mig.profile not in known:
+            found.append(Problem(f"{where}.type", kind, "no such MIG profile", one_of(mig.profile, known)))
+        elif known and place.gpu_uuid is None and place.start not in (starts := known[mig.profile].starts):
+            rule = f"a {mig.profile} cannot begin at memory slice {place.start}"
+            found.append(Problem(where, place.start, rule, f"It begins at {', '.join(map(str, starts))}."))
+        on.setdefault(place.gpu, []).append((name, place.start, place.slices))
+    for name, _, place in places:
+        if place is None and name in on:
+            rule, cure = "is whole and cut into MIG instances at once", "Keep the GPU, or its instances."
+            found.append(Problem(f"{origin}: gpus", name, rule, cure))
+    for name, placed in on.items():
+        overlap = first_overlap(placed)
+        if overlap is not None:
+            cure = "Begin one of them elsewhere, or leave it away."
+            found.append(Problem(f"{origin}: gpus.{name}", overlap, "take the same memory slices", cure))
+    return found
+
+
 def _reference_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet], origin: str) -> list[Problem]:
     """Return gpu-lets on unknown GPUs or with ids used twice, and models that appear twice on one gpu-let."""
     found: list[Problem] = []
@@ -45,7 +86,12 @@ def _reference_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet],
     for index, gpulet in enumerate(gpulets):
         where = f"{origin}: gpulets.{index}"
         if gpulet.gpu not in gpu_types:
-            cure = one_of(gpulet.gpu, sorted(gpu_types))
+            inside = sorted(name for name in gpu_types if name.startswith(f"{gpulet.gpu}."))
+            cure = (
+                f"It is cut into MIG instances: {', '.join(inside)}."
+                if inside
+                else one_of(gpulet.gpu, sorted(gpu_types))
+            )
             found.append(Problem(f"{where}.gpu", gpulet.gpu, "no such GPU in the plan", cure))
         if gpulet.id in seen:
             found.append(Problem(f"{where}.id", gpulet.id, "id is used twice", "Give each gpu-let its own id."))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from tenuto.errors import InvalidInputError, Problem, one_of, raise_if_any
-from tenuto.placement.cluster import Cluster
+from tenuto.placement.cluster import Cluster, whole_of
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
 from tenuto.placement.expectation.outlook import expected_of
 from tenuto.placement.expectation.sharing import Sharing
@@ -222,6 +222,7 @@ def complete(
     """
     expected = plan.expected
     believed = Believed(goodput_rps=expected.goodput_rps, models=expected.models) if expected.models else None
+    cluster = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in plan.gpus)
     known = {(gpu.id, gpu.type): gpu for gpu in cluster.gpus}
     gpus = tuple(PlannedGpu.of(known[key]) if (key := (gpu.id, gpu.type)) in known else gpu for gpu in plan.gpus)
     streaming = cluster.streams if workload.streaming is None else workload.streaming
@@ -324,9 +325,9 @@ def _with_expectation(plan: Plan, scene: Scene, *, is_tried: bool) -> Plan:
     A model that missed `ATTAINED` in a trial is promised what it got there.
     """
     used = {gpulet.gpu for gpulet in plan.gpulets}
-    prices = {gpu.type: gpu.price_per_hour for gpu in scene.cluster.gpus}
-    costs = [prices.get(gpu.type) for gpu in plan.gpus if gpu.id in used]
-    cost = None if None in costs else round(sum(c for c in costs if c is not None), 6)
+    prices = {gpu.type: whole_of(gpu).price_per_hour for gpu in scene.cluster.gpus}
+    costs = {gpu.device: prices.get(gpu.type) for gpu in plan.gpus if gpu.id in used}
+    cost = None if None in costs.values() else round(sum(c for c in costs.values() if c is not None), 6)
     expected = expected_of(plan)
     assumptions = (*scene.sharing.assumptions(plan), *expected.assumptions)
     reasons = {name: plan.unserved_reasons.get(name, "the policy gave no reason") for name in plan.unserved}
@@ -336,7 +337,7 @@ def _with_expectation(plan: Plan, scene: Scene, *, is_tried: bool) -> Plan:
         if spec.name in models and believed.get(spec.name, spec.rate_rps) < ATTAINED * spec.rate_rps:
             models[spec.name] = models[spec.name].model_copy(update={"goodput_rps": believed[spec.name]})
     total_rps = round(sum(model.goodput_rps for model in models.values()), 6)
-    update = {"gpus_used": len(used), "cost_per_hour": cost, "assumptions": assumptions}
+    update = {"gpus_used": len(costs), "cost_per_hour": cost, "assumptions": assumptions}
     expected = expected.model_copy(update=update | {"models": models, "goodput_rps": total_rps})
     fastest = _fastest(plan)
     for spec in plan.models:

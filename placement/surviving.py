@@ -38,19 +38,20 @@ where the plan is too large to be tried."""
 
 
 def domain_of(gpu: PlannedGpu | Gpu, kind: str) -> str:
-    """Return what is lost together with a GPU: its id, its node, or its rack (a node without a rack is one itself)."""
+    """Return what is lost together with a GPU: the physical GPU with all its MIG instances, its node, or its rack (a
+    node without a rack is one itself)."""
     node = node_of(gpu.id)
-    return {"gpu": gpu.id, "node": node, "rack": gpu.rack or node}[kind]
+    return {"gpu": gpu.device, "node": node, "rack": gpu.rack or node}[kind]
 
 
 def is_at(gpu: PlannedGpu | Gpu, places: Collection[str]) -> bool:
-    """Return whether a GPU, its node or its rack is among some names."""
-    return not {gpu.id, node_of(gpu.id), gpu.rack}.isdisjoint(places)
+    """Return whether a GPU or instance, its physical GPU, its node or its rack is among some names."""
+    return not {gpu.id, gpu.device, node_of(gpu.id), gpu.rack}.isdisjoint(places)
 
 
 def _places(gpus: Iterable[PlannedGpu | Gpu]) -> set[str]:
     """Return the names by which GPUs can be meant: their ids, their nodes and their racks."""
-    return {name for gpu in gpus for name in (gpu.id, node_of(gpu.id), gpu.rack) if name is not None}
+    return {name for gpu in gpus for name in (gpu.id, gpu.device, node_of(gpu.id), gpu.rack) if name is not None}
 
 
 def without(cluster: Cluster, places: Sequence[str]) -> Cluster:

@@ -14,6 +14,7 @@ from importlib import resources
 import msgspec
 
 from tenuto.documents import parse_yaml
+from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of, type_of_instance
 
 FAST_CAPABILITY = (8, 0)
 """format: CUDA's compute capability, from which on everything that is fast is chosen where options leave it open."""
@@ -24,7 +25,8 @@ class GpuType:
     """What is fixed by the kind of device.
 
     `sm_count` is None where compute is not divided into streaming multiprocessors (`cpu`), and so are `capability`,
-    CUDA's compute capability, and `product`, a regular expression of what the driver calls it.
+    CUDA's compute capability, and `product`, a regular expression of what the driver calls it. `like` names the type of
+    the same chip with other memory: what was measured on that one holds here.
     """
 
     memory_mib: int
@@ -32,6 +34,7 @@ class GpuType:
     price_per_hour: float | None = None
     capability: tuple[int, int] | None = None
     product: str | None = None
+    like: str | None = None
 
 
 _DATA = resources.files("tenuto.profiles").joinpath("data", "gpu_types.yaml")
@@ -48,16 +51,35 @@ def memory_mib_of(name: str) -> float | None:
     kind = GPU_TYPES.get(name)
     if kind is not None:
         return float(kind.memory_mib)
-    mig = re.fullmatch(r"(.+)-(?:\dc\.)?\dg\.(\d+)gb(?:\+\S+)?", name)
-    if mig is None or mig[1] not in GPU_TYPES or mig[1] == "cpu":
+    mig = instance_type_of(name)
+    if mig is None or mig.base not in GPU_TYPES or mig.base == "cpu":
         return None
-    return int(mig[2]) * _MIG_MIB_PER_GB
+    return mig.memory_gb * _MIG_MIB_PER_GB
+
+
+def price_of(name: str) -> float | None:
+    """Return what an hour of a known type costs, of a MIG instance its GPCs' part of it; None where it has no price."""
+    mig = instance_type_of(name)
+    kind = GPU_TYPES.get(name if mig is None else mig.base)
+    if kind is None or kind.price_per_hour is None:
+        return None
+    return kind.price_per_hour * (1.0 if mig is None else mig.gpcs / ALL_GPCS)
 
 
 def capability_of_type(name: str) -> tuple[int, int] | None:
     """Return the compute capability of a known type or of a MIG device of one; None for any other, and for `cpu`."""
-    kind = GPU_TYPES.get(name) or GPU_TYPES.get(name.partition("-")[0])
+    mig = instance_type_of(name)
+    kind = GPU_TYPES.get(name if mig is None else mig.base)
     return None if kind is None else kind.capability
+
+
+def measured_as(name: str) -> tuple[str, ...]:
+    """Return the types whose measurements hold for a type: its own first, then of the same chip with other memory; of a
+    MIG instance then those of its GPU, in instances of as many GPCs."""
+    mig = instance_type_of(name)
+    of_gpu = () if mig is None else measured_as(mig.base)
+    kind = GPU_TYPES.get(name)
+    return (name, *((kind.like,) if kind is not None and kind.like is not None else ()), *of_gpu)
 
 
 def is_fast_type(name: str) -> bool:
@@ -71,7 +93,7 @@ def gpu_type_of(name: str) -> str:
     A100-SXM4-40GB MIG 3g.20gb`; of a product that is not known here its name in small letters with dashes."""
     mig = re.fullmatch(r"(.*\S)\s+MIG\s+((?:\d+c\.)?\d+g\.\d+gb(?:\+\S+)?)", name.strip(), re.IGNORECASE)
     if mig is not None:
-        return f"{gpu_type_of(mig[1])}-{mig[2].lower()}"
+        return type_of_instance(gpu_type_of(mig[1]), mig[2].lower())
     for own, kind in GPU_TYPES.items():
         if kind.product is not None and re.search(kind.product, name, re.IGNORECASE):
             return own

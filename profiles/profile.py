@@ -6,17 +6,17 @@ A profile never invents a number: between measured points it interpolates, outsi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml
 from tenuto.errors import MissingProfileError, one_of, refused
+from tenuto.profiles.gpu_types import measured_as
 from tenuto.profiles.latency import LatencyTable, LinearLatency
-
-T = TypeVar("T")
+from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -24,12 +24,16 @@ Positive = Annotated[float, Field(gt=0)]
 class ProfilePoint(StrictModel):
     """One measurement: a batch size on a share of the GPU, alone on the device.
 
-    A value that could not be measured or read is absent (None), never a guess.
+    A value that could not be measured or read is absent (None), never a guess. `mig_gpcs`: it was measured in a MIG
+    instance of so many GPCs, which `share_pct` is of the GPU. `processes_ms`: how long a batch takes each of 2, 3, …
+    equal processes that run it there at once without pause.
     """
 
     batch_size: Annotated[int, Field(ge=1)]
     share_pct: Annotated[float, Field(gt=0, le=100)] = 100.0
+    mig_gpcs: Annotated[int, Field(ge=1, le=ALL_GPCS)] | None = None
     latency_ms: Positive
+    processes_ms: dict[Annotated[int, Field(ge=2)], Positive] = Field(default_factory=dict)
     latency_spread_ms: Annotated[float, Field(ge=0)] | None = None  # half the distance of the 10th and 90th percentile
     throughput_rps: Positive | None = None  # printed separately where more precise than batch / latency
     memory_mib: Annotated[float, Field(ge=0)] | None = None
@@ -85,6 +89,7 @@ class ModelProfile(StrictModel):
             point.model_copy(
                 update={
                     "latency_ms": point.latency_ms * factor,
+                    "processes_ms": {count: ms * factor for count, ms in point.processes_ms.items()},
                     "throughput_rps": None if point.throughput_rps is None else point.throughput_rps / factor,
                 }
             )
@@ -94,6 +99,29 @@ class ModelProfile(StrictModel):
         active = {key: value * factor for key, value in self.coefficients.items() if key in ("k1", "k2", "k3", "k5")}
         update = {"points": points, "line": line, "fit": None, "coefficients": self.coefficients | active}
         return self.model_copy(update=update)
+
+    def inside(self, gpcs: int) -> ModelProfile | None:
+        """Return the profile in a MIG instance of so many GPCs, all of which is its 100 %; None where none was
+        measured."""
+        points = tuple(p.model_copy(update={"share_pct": 100.0}) for p in self.points if p.mig_gpcs == gpcs)
+        return self.model_copy(update={"points": points, "line": None, "fit": None}) if points else None
+
+    def beside_itself(self, batch_size: int, processes: int) -> float | None:
+        """Return how many times as long a batch takes each of several equal processes that run it at once without pause
+        on the whole device; None where that was not measured.
+
+        Between measured batch sizes and numbers of processes it is on the line through the two nearest; beyond the
+        largest number it grows in proportion, as on a device that is full.
+        """
+        known = {p.batch_size: p for p in self.points if p.share_pct == 100.0 and p.processes_ms}
+        if processes < 2 or not known:
+            return 1.0 if processes < 2 else None
+        sizes = sorted(known)
+        low = max((size for size in sizes if size <= batch_size), default=sizes[0])
+        high = min((size for size in sizes if size >= batch_size), default=sizes[-1])
+        weight = (batch_size - low) / (high - low) if high > low else 0.0
+        small, large = (_times_as_long(known[size], processes) for size in (low, high))
+        return small + weight * (large - small)
 
     def shares(self) -> tuple[float, ...]:
         """Return the measured shares in percent, ascending; (100.0,) for a line."""
@@ -176,6 +204,18 @@ class ModelProfile(StrictModel):
         return None if nearest is None else nearest.memory_mib
 
 
+def _times_as_long(point: ProfilePoint, processes: int) -> float:
+    """Return `beside_itself` at a measured batch size."""
+    factors = {1: 1.0} | {count: max(1.0, ms / point.latency_ms) for count, ms in point.processes_ms.items()}
+    most = max(factors)
+    if processes >= most:
+        return factors[most] * processes / most
+    low = max(count for count in factors if count <= processes)
+    high = min(count for count in factors if count >= processes)
+    weight = (processes - low) / (high - low) if high > low else 0.0
+    return factors[low] + weight * (factors[high] - factors[low])
+
+
 class CoRunPart(StrictModel):
     """One of several models that ran at once without pause, with its latency while all of them did."""
 
@@ -216,10 +256,12 @@ class Profile(StrictModel):
 
 
 class Profiles:
-    """Several profile files, looked up by model row and GPU type. Earlier files win over later ones."""
+    """Several profile files, looked up by model row and GPU type. Earlier files win over later ones, and those of a
+    type itself over those that hold for it (`tenuto.profiles.gpu_types.measured_as`)."""
 
     def __init__(self, profiles: Iterable[Profile]) -> None:
         self._profiles = tuple(profiles)
+        self._inside: dict[tuple[int, int], ModelProfile | None] = {}  # one object per row and GPCs, for others' tables
 
     def __iter__(self) -> Any:
         return iter(self._profiles)
@@ -230,25 +272,37 @@ class Profiles:
 
     def for_type(self, gpu_type: str) -> Mapping[str, ModelProfile]:
         """Return every model measured on a GPU type."""
-        return self._first_of(gpu_type, lambda profile: profile.models)
+        found: dict[str, ModelProfile] = {}
+        instance = instance_type_of(gpu_type)
+        for file in self._of_type(gpu_type):
+            for name, model in file.models.items():
+                is_own = instance is None or file.gpu_type == gpu_type
+                there = model if is_own or instance is None else self._within(model, instance.gpcs)
+                if there is not None:
+                    found.setdefault(name, there)
+        return found
+
+    def _within(self, model: ModelProfile, gpcs: int) -> ModelProfile | None:
+        key = (id(model), gpcs)
+        if key not in self._inside:
+            self._inside[key] = model.inside(gpcs)
+        return self._inside[key]
+
+    def _of_type(self, gpu_type: str) -> list[Profile]:
+        return [file for kind in measured_as(gpu_type) for file in self._profiles if file.gpu_type == kind]
 
     def hardware(self, gpu_type: str) -> Mapping[str, float]:
         """Return the hardware coefficients of a GPU type, empty where none are known."""
-        return self._first_of(gpu_type, lambda profile: profile.coefficients)
+        found: dict[str, float] = {}
+        for file in self._of_type(gpu_type):
+            found = {**file.coefficients, **found}
+        return found
 
     def measured(self, row: str, gpu_type: str) -> Measured | None:
         """Return where and when a row was measured; None where its file does not say, or there is none."""
-        files = (file for file in self._profiles if file.gpu_type == gpu_type and row in file.models)
+        files = (file for file in self._of_type(gpu_type) if row in file.models)
         found = next(files, None)
         return None if found is None else found.measured
-
-    def _first_of(self, gpu_type: str, part: Callable[[Profile], Mapping[str, T]]) -> Mapping[str, T]:
-        found: dict[str, T] = {}
-        for profile in self._profiles:
-            if profile.gpu_type == gpu_type:
-                for name, value in part(profile).items():
-                    found.setdefault(name, value)
-        return found
 
     def get(self, row: str, gpu_type: str) -> ModelProfile:
         """Return what is known about a model on a GPU type.

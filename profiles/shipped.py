@@ -8,6 +8,7 @@ from importlib import resources
 
 from tenuto.documents import parse_document, parse_yaml
 from tenuto.errors import one_of, refused
+from tenuto.profiles.gpu_types import measured_as
 from tenuto.profiles.profile import Profile
 
 # Name, GPU type; the first of a type comes first where none is named.
@@ -40,7 +41,8 @@ def load_shipped(name: str) -> Profile:
 
 def shipped_for(gpu_types: Iterable[str], *, except_for: Iterable[Profile] = ()) -> list[Profile]:
     """Return every shipped profile of these GPU types but those, a type's default first."""
-    types, known = set(gpu_types), {profile.name for profile in except_for}
+    types = {kind for wanted in gpu_types for kind in measured_as(wanted)}
+    known = {profile.name for profile in except_for}
     return [load_shipped(name) for name, kind in _SHIPPED.items() if kind in types and name not in known]
 
 
@@ -48,9 +50,8 @@ def default_profiles(gpu_type: str) -> list[Profile]:
     """Return the profiles used when none is named for a GPU type: its first, and those that know other networks only;
     empty where none is shipped."""
     found: list[Profile] = []
-    for name, kind in _SHIPPED.items():
-        if kind == gpu_type:
-            profile = load_shipped(name)
-            if not any(profile.models.keys() & other.models.keys() for other in found):
-                found.append(profile)
+    for name in (name for wanted in measured_as(gpu_type) for name, kind in _SHIPPED.items() if kind == wanted):
+        profile = load_shipped(name)
+        if not any(profile.models.keys() & other.models.keys() for other in found):
+            found.append(profile)
     return found

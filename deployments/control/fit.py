@@ -19,7 +19,7 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import GpuletProcess, PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.placement.surviving import SLIGHT, may_lie, prefers, with_losses
-from tenuto.profiles.gpu_types import GPU_TYPES, memory_mib_of
+from tenuto.profiles.gpu_types import memory_mib_of, price_of
 
 FORBIDDEN = 1e12  # derived: more than all breaks together: models are never where they must not be
 PREFERRED = 1e-6  # derived: less than any model that stays loaded is worth: a preference chooses among equals
@@ -125,11 +125,7 @@ def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
     """Return the GPUs of plans, with the memory and price of their types; without a bound where that is not known."""
     known = {gpu.id: gpu for plan in plans for gpu in plan.gpus}
     return tuple(
-        Gpu(
-            **gpu.model_dump(),
-            memory_mib=memory_mib_of(gpu.type) or float("inf"),
-            price_per_hour=GPU_TYPES[gpu.type].price_per_hour if gpu.type in GPU_TYPES else None,
-        )
+        Gpu(**gpu.model_dump(), memory_mib=memory_mib_of(gpu.type) or float("inf"), price_per_hour=price_of(gpu.type))
         for gpu in known.values()
     )
 

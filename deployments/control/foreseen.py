@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tenuto.deployments.control.fit import gpus_of, renamed
 from tenuto.deployments.control.worth import Durations, stages
-from tenuto.deployments.serve.diff import GpuletChange, diff
+from tenuto.deployments.serve.diff import GpuletChange, LayoutChange, diff
 from tenuto.placement import Plan
 
 
@@ -24,13 +24,15 @@ class ChangeStep:
 @dataclass(frozen=True)
 class ForeseenChange:
     """What happens to every gpu-let, in which steps, and which models are served now and by the new plan no more.
-    `drained`: places that are to hold nothing, `undrained`: those that may hold something again."""
+    `drained`: places that are to hold nothing, `undrained`: those that may hold something again. `layouts`: GPUs that
+    are cut into other MIG instances."""
 
     changes: tuple[GpuletChange, ...]
     steps: tuple[ChangeStep, ...]
     lost: tuple[str, ...]
     drained: tuple[str, ...] = ()
     undrained: tuple[str, ...] = ()
+    layouts: tuple[LayoutChange, ...] = ()
 
 
 def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> ForeseenChange:
@@ -48,7 +50,8 @@ def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> Forese
         steps.append(ChangeStep(tuple(sorted(ids)), tuple(sorted(ids - ready)), without))
     kept = {replica.name for gpulet in wanted.gpulets for replica in gpulet.models}
     ended = tuple(GpuletChange(name, "stop", ("it runs, and no plan has it",)) for name in strays)
-    changes = (*ended, *diff(running, target).changes)
+    found = diff(running, target)
+    changes = (*ended, *found.changes)
     lost = tuple(name for name in served if name not in kept)
     undrained = tuple(name for name in running.drained if name not in wanted.drained)
-    return ForeseenChange(changes, tuple(steps), lost, wanted.drained, undrained)
+    return ForeseenChange(changes, tuple(steps), lost, wanted.drained, undrained, found.layouts)

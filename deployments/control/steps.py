@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan
-from tenuto.placement.cluster import Gpu
+from tenuto.placement.cluster import Gpu, excludes
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
+from tenuto.placement.plan import PlannedGpu
+from tenuto.profiles.gpu_types import memory_mib_of
 
 
 def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> Plan | None:
@@ -23,6 +25,9 @@ def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[
        all at once; where there are none, those in the way of one new gpu-let that cost fewest requests and, if that
        can be, leave every model a replica.
     3. Once nothing is left to start or to load, the target itself.
+
+    What starts in a MIG instance that is not there yet has room once the instances that it takes the place of are
+    empty.
 
     Args:
         now: what runs, all of it ready.
@@ -35,11 +40,30 @@ def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[
     loads = [g for g in target.gpulets if g.id in running and _loads(running[g.id], g)]
     if not starts and not loads:
         return None if now.to_data() == target.to_data() else target
-    beside = _beside(starts, now.gpulets, gpus, now.overcommits or target.overcommits)
+    gpus = (*gpus, *places_to_be(target, gpus))
+    beside = _beside(starts, now, target, now.gpulets, gpus)
     stage = staged(now, target, [*now.gpulets, *beside]) if beside else None
     if stage is not None:
         return stage
     return _with_room(now, target, gpus, rates_rps, starts, loads)
+
+
+def places_to_be(target: Plan, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """Return the MIG instances of a plan that are not there yet, and its GPUs that are still cut into others."""
+    there = {(gpu.id, gpu.type) for gpu in gpus}
+    return tuple(
+        Gpu(**gpu.model_dump(), memory_mib=memory_mib_of(gpu.type) or float("inf"))
+        for gpu in target.gpus
+        if (gpu.id, gpu.type) not in there and (gpu.instance is not None or gpu.mig is not None)
+    )
+
+
+def made_anew(before: Plan, after: Plan) -> tuple[PlannedGpu, ...]:
+    """Return the MIG instances of a plan, and whole GPUs that were cut, that the one before does not have."""
+    known, cut = {(gpu.id, gpu.type) for gpu in before.gpus}, {g.device for g in before.gpus if g.instance is not None}
+    return tuple(
+        gpu for gpu in after.gpus if (gpu.id, gpu.type) not in known and (gpu.instance is not None or gpu.device in cut)
+    )
 
 
 def not_ready(before: Plan, stage: Plan) -> frozenset[str]:
@@ -74,11 +98,10 @@ def staged(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> Plan | None:
         specs[spec.name] = specs[spec.name].model_copy(update={"rate_rps": spec.rate_rps})
     held = {replica.name for gpulet in gpulets for replica in gpulet.models}
     wanted = {spec.name for spec in target.models}
-    known = {gpu.id: gpu for gpu in (*now.gpus, *target.gpus)}
     unserved = tuple(name for name in specs if name in wanted and name not in held)
     stage = target.model_copy(
         update={
-            "gpus": tuple(known.values()),
+            "gpus": _gpus_of_stage(now, target, gpulets),
             "gpulets": tuple(gpulets),
             "models": tuple(spec for name, spec in specs.items() if name in wanted or name in held),
             "unserved": unserved,
@@ -98,18 +121,52 @@ def _loads(before: Gpulet, after: Gpulet) -> bool:
     return not {program.name for program in after.programs} <= {program.name for program in before.programs}
 
 
-def _beside(starts: Sequence[Gpulet], there: Sequence[Gpulet], gpus: Sequence[Gpu], overcommits: bool) -> list[Gpulet]:
+def _gpus_of_stage(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> tuple[PlannedGpu, ...]:
+    """Return the GPUs of both plans; of MIG instances that exclude each other those that hold one of the gpu-lets, or
+    else the target's."""
+    before, after = ({gpu.id: gpu for gpu in plan.gpus} for plan in (now, target))
+    if not any(gpu.instance is not None for gpu in (*now.gpus, *target.gpus)):
+        return tuple((before | after).values())
+    running = {gpulet.id for gpulet in now.gpulets}
+    held = {g.gpu: (before if g.id in running else after)[g.gpu] for g in gpulets}
+    on: dict[str, list[PlannedGpu]] = {}
+    for gpu in (*held.values(), *target.gpus, *now.gpus):
+        there = on.setdefault(gpu.device, [])
+        if not any(gpu.id == other.id or excludes(gpu, other) for other in there):
+            there.append(gpu)
+    return tuple(gpu for there in on.values() for gpu in there)
+
+
+def _in_the_way(start: Gpulet, now: Plan, target: Plan) -> set[str]:
+    """Return the GPUs of the running plan that cannot be there together with the one a new gpu-let is to lie on."""
+    place = next(gpu for gpu in target.gpus if gpu.id == start.gpu)
+    return {gpu.id for gpu in now.gpus if gpu.device == place.device and excludes(place, gpu)}
+
+
+def _beside(
+    starts: Sequence[Gpulet], now: Plan, target: Plan, there: Sequence[Gpulet], gpus: Sequence[Gpu]
+) -> list[Gpulet]:
     """Return those of the new gpu-lets that have room beside what is there, first come first served."""
+    overcommits = now.overcommits or target.overcommits
     by_gpu: dict[str, list[Gpulet]] = {gpu.id: [] for gpu in gpus}
     for gpulet in there:
         by_gpu.setdefault(gpulet.gpu, []).append(gpulet)
-    sizes = {gpu.id: gpu for gpu in gpus}
-    found = []
+    sizes = _sizes(gpus, target)
+    running, found = {gpulet.id for gpulet in there}, []
     for gpulet in starts:
-        if gpulet.gpu in sizes and fits([*by_gpu[gpulet.gpu], gpulet], sizes[gpulet.gpu], overcommits=overcommits):
+        blocked = any(g.id in running for gpu in _in_the_way(gpulet, now, target) for g in by_gpu.get(gpu, ()))
+        room = gpulet.gpu in sizes and not blocked
+        if room and fits([*by_gpu[gpulet.gpu], gpulet], sizes[gpulet.gpu], overcommits=overcommits):
             by_gpu[gpulet.gpu].append(gpulet)
             found.append(gpulet)
     return found
+
+
+def _sizes(gpus: Sequence[Gpu], target: Plan) -> dict[str, Gpu]:
+    """Return the GPUs by id; where a MIG instance becomes another one at the same place, that of the target."""
+    types = {gpu.id: gpu.type for gpu in target.gpus}
+    sizes = {gpu.id: gpu for gpu in gpus}
+    return sizes | {gpu.id: gpu for gpu in gpus if types.get(gpu.id) == gpu.type}
 
 
 def _with_room(
@@ -124,14 +181,16 @@ def _with_room(
     impact = _Impact(now, rates_rps)
     overcommits = now.overcommits or target.overcommits
     stays = {gpulet.id for gpulet in target.gpulets}
-    sizes = {gpu.id: gpu for gpu in gpus}
+    sizes = _sizes(gpus, target)
     # Each way to go on is what is away meanwhile: for what starts, those in its way; what loads, itself.
     ways = [[gpulet.id] for gpulet in loads]
     for start in starts:
-        there = [gpulet for gpulet in now.gpulets if gpulet.gpu == start.gpu]
+        blocking = _in_the_way(start, now, target)
+        blocked = [gpulet.id for gpulet in now.gpulets if gpulet.gpu in blocking]
+        there = [gpulet for gpulet in now.gpulets if gpulet.gpu == start.gpu and gpulet.gpu not in blocking]
         leave = sorted((g for g in there if g.id not in stays), key=lambda g: impact.without([g.id]))
-        for count in range(1, len(leave) + 1):
-            gone = [gpulet.id for gpulet in leave[:count]]
+        for count in range(0 if blocked else 1, len(leave) + 1):
+            gone = [*blocked, *(gpulet.id for gpulet in leave[:count])]
             if fits([*(g for g in there if g.id not in gone), start], sizes[start.gpu], overcommits=overcommits):
                 ways.append(gone)
                 break
@@ -141,7 +200,7 @@ def _with_room(
             away |= set(way)
     loading = {gpulet.id: gpulet for gpulet in loads if gpulet.id in away}
     left = [loading.get(g.id, g) for g in now.gpulets if g.id not in away or g.id in loading]
-    stage = staged(now, target, [*left, *_beside(starts, left, gpus, overcommits)])
+    stage = staged(now, target, [*left, *_beside(starts, now, target, left, gpus)])
     if not away or stage is None:
         return target  # nothing can be done step by step: all at once, as a plain deploy would
     return stage

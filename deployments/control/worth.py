@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.deployments.control.steps import next_stage, not_ready
+from tenuto.deployments.control.steps import made_anew, next_stage, not_ready
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import NOTHING, Outlooks, Traffic
 
+# Limit: of a stage that cuts GPUs anew, until it is measured on one: instances are ended and made one after the other,
+# and a GPU that goes in or out of MIG mode is reset.
+CUTTING_S = 10.0
 MOST_STAGES = 1000  # limit: a gpu-let at a time; more would be a fault of the steps
 
 
@@ -74,6 +77,8 @@ def stages(
         waiting = not_ready(now, stage)
         starts = waiting - {gpulet.id for gpulet in now.gpulets}
         lasts_s = durations.start_s if starts else durations.load_s if waiting else 0.0
+        if made_anew(now, stage):
+            lasts_s += CUTTING_S
         found.append((stage, frozenset(gpulet.id for gpulet in stage.gpulets) - waiting, lasts_s))
         now = stage
     return found

@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tenuto.placement.plan import GpuletProcess, Plan
+from tenuto.placement.cluster import excludes
+from tenuto.placement.plan import GpuletProcess, Plan, PlannedGpu
 from tenuto.placement.program import Gpulet
+from tenuto.profiles.mig_instances import instance_type_of
 
 ChangeKind = Literal["route-only", "reconfigure", "restart", "start", "stop"]
 
@@ -26,11 +28,25 @@ class GpuletChange:
 
 
 @dataclass(frozen=True)
+class LayoutChange:
+    """A GPU that is cut into other MIG instances, the dearest kind of change: the instances that go are emptied first.
+    `before` and `after` are the instances that go and come, as `3g.40gb at 4`, and `all` for the whole GPU; `emptied`
+    are the gpu-lets that end before they can, which carry `rate_rps`."""
+
+    gpu: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    emptied: tuple[str, ...]
+    rate_rps: float
+
+
+@dataclass(frozen=True)
 class PlanDiff:
     """The change of every gpu-let of both plans, by id. `entry_changes`: the gateway gets a new plan to route by."""
 
     changes: tuple[GpuletChange, ...]
     entry_changes: bool
+    layouts: tuple[LayoutChange, ...] = ()
 
 
 def diff(old: Plan, new: Plan) -> PlanDiff:
@@ -46,7 +62,36 @@ def diff(old: Plan, new: Plan) -> PlanDiff:
             changes.append(GpuletChange(name, "start", ("not in the old plan",)))
         else:
             changes.append(_restart(name, then[name], now[name]) or _in_place(old, before[name], new, after[name]))
-    return PlanDiff(tuple(changes), old.to_data() != new.to_data())
+    return PlanDiff(tuple(changes), old.to_data() != new.to_data(), layout_changes(old, new))
+
+
+def layout_changes(old: Plan, new: Plan) -> tuple[LayoutChange, ...]:
+    """Return the GPUs that the new plan cuts into other MIG instances. Idle instances and GPUs count as free."""
+    before, after = _places(old), _places(new)
+    found = []
+    held = old.by_gpu()
+    for device in before.keys() & after.keys():
+        gone = [gpu for gpu in before[device] if any(excludes(gpu, other) for other in after[device])]
+        here = {(gpu.id, gpu.type) for gpu in before[device]}
+        come = [gpu for gpu in after[device] if (gpu.id, gpu.type) not in here]
+        if come and any(gpu.instance is not None for gpu in (*gone, *come)):
+            gpulets = [gpulet for gpu in gone for gpulet in held[gpu.id]]
+            rate = sum(replica.rate_rps or 0.0 for gpulet in gpulets for replica in gpulet.models)
+            shown = (tuple(map(_cut_as, gone)), tuple(map(_cut_as, come)))
+            found.append(LayoutChange(device, *shown, tuple(gpulet.id for gpulet in gpulets), round(rate, 6)))
+    return tuple(sorted(found, key=lambda change: change.gpu))
+
+
+def _places(plan: Plan) -> dict[str, list[PlannedGpu]]:
+    found: dict[str, list[PlannedGpu]] = {}
+    for gpu in plan.gpus:
+        found.setdefault(gpu.device, []).append(gpu)
+    return found
+
+
+def _cut_as(gpu: PlannedGpu) -> str:
+    mig = instance_type_of(gpu.type)
+    return "all" if gpu.instance is None or mig is None else f"{mig.profile} at {gpu.instance.start}"
 
 
 def _restart(gpulet: str, before: GpuletProcess, after: GpuletProcess) -> GpuletChange | None:

@@ -110,12 +110,14 @@ class Sharing:
     def _slowdown(self, replica: Replica, gpulet: Gpulet, others: Sequence[Gpulet], kind: str) -> float:
         """Return the factor while all neighbours run.
 
-        Neighbours without a share of their own run in time slices: beside n of them a batch takes n + 1 times as long
-        (the thesis' own observation, which had no CUDA MPS for them; with it they are no slower). Shares that add up to
-        more than the GPU are worth that much less.
+        Neighbours without a share of their own are as slow as was measured of equal processes, see `_among_equals`.
+        Where that was not measured they run in time slices: beside n of them a batch takes n + 1 times as long (the
+        thesis' own observation, which had no CUDA MPS for them; with it they are no slower). Shares that add up to more
+        than the GPU are worth that much less.
         """
         if gpulet.share_pct is None or any(other.share_pct is None for other in others):
-            return 1.0 + len(others)
+            together = self._among_equals(replica, [gpulet, *others], kind)
+            return 1.0 + len(others) if together is None else together
         total_pct = gpulet.share_pct + sum(other.effective_share_pct for other in others)
         factor = max(1.0, total_pct / WHOLE_GPU_PCT)
         own = self._resident(replica, gpulet, kind)
@@ -124,6 +126,25 @@ class Sharing:
         if own is None or not known:
             return factor
         return factor * self._model(kind).slowdown(own, known)
+
+    def _among_equals(self, replica: Replica, gpulets: Sequence[Gpulet], kind: str) -> float | None:
+        """Return what a batch of the first of gpu-lets without shares takes longer beside the others; None where it was
+        not measured of every model.
+
+        Measured is how much slower as many equal processes are. A process among unequal ones is taken to be as slow as
+        the mean of what the models are among their equals: each uses the device as much as it does there.
+        """
+        factors = [self._among_itself(replica, kind, len(gpulets))]
+        for other in gpulets[1:]:
+            known = [self._among_itself(each, kind, len(gpulets)) for each in other.models]
+            factors.append(None if None in known else max((f for f in known if f is not None), default=1.0))
+        found = [factor for factor in factors if factor is not None]
+        unrestricted = all(gpulet.share_pct is None for gpulet in gpulets)
+        return sum(found) / len(found) if unrestricted and len(found) == len(factors) else None
+
+    def _among_itself(self, replica: Replica, kind: str, processes: int) -> float | None:
+        on = self.costs.get(replica.name, {}).get(kind)
+        return None if on is None else on.profile.beside_itself(replica.batch_size, processes)
 
     def _worst(self, own: Resident | None, other: Gpulet, kind: str) -> Resident | None:
         """Return the batch of a neighbour that disturbs most: its models take turns."""
@@ -158,15 +179,19 @@ class Sharing:
         by_rule: dict[str, set[str]] = {}
         types = {gpu.id: gpu.type for gpu in plan.gpus}
         crowded = set()
-        sliced = False
+        sliced = unequal = False
         for gpu_id, gpulets in plan.by_gpu().items():
             for gpulet in gpulets:
                 for replica in gpulet.models:
                     if replica.latency_rule != "measured":
                         by_rule.setdefault(replica.latency_rule, set()).add(replica.name)
             if len(gpulets) > 1:
-                crowded.add(types.get(gpu_id, ""))
-                sliced = sliced or any(gpulet.share_pct is None for gpulet in gpulets)
+                kind, is_free = types.get(gpu_id, ""), any(gpulet.share_pct is None for gpulet in gpulets)
+                if is_free and self._among_equals(gpulets[0].models[0], gpulets, kind) is not None:
+                    unequal = unequal or len({replica.name for gpulet in gpulets for replica in gpulet.models}) > 1
+                else:
+                    crowded.add(kind)
+                    sliced = sliced or is_free
         names = [spec.name for spec in plan.models]
         found = [
             f"latency on a share: {_RULES[rule]}: {listed([n for n in names if n in by_rule[rule]])}"
@@ -175,6 +200,8 @@ class Sharing:
         ]
         if sliced:
             found.append("gpu-lets without a share beside others: time slices, n + 1 times as long beside n")
+        if unequal:
+            found.append("unequal gpu-lets without a share beside others: the mean of what was measured of equal ones")
         if crowded:
             found.append(f"slowdown beside neighbours on a share: interference model '{INTERFERENCE}'")
             found += stand_ins(INTERFERENCE, sorted(crowded))

@@ -1,5 +1,5 @@
 """A plan as an SVG picture: one bar per GPU, its gpu-lets side by side by share, one colour per model; models that run
-as one merged program have one label over all their colours.
+as one merged program have one label over all their colours. MIG instances are framed, as wide as their compute.
 
 Self-contained and readable on light and dark pages; the colours can be told apart with every common colour-vision
 deficiency, and every part is labelled as well or has a tooltip.
@@ -8,13 +8,15 @@ deficiency, and every part is labelled as well or has a tooltip.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from textwrap import wrap
 
 from tenuto.pages import templates
 from tenuto.placement.copy_times import hidden_copies_ms
-from tenuto.placement.plan import Plan
+from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.program import Gpulet, Program
 from tenuto.placement.shown.table import totals_of, why_unserved
+from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of
 
 # Okabe and Ito's palette without black, then three of Tol's muted set; with more models colours repeat, labels do not.
 PALETTE = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#D55E00", "#0072B2", "#DDCC77", "#882255", "#44AA99")
@@ -39,13 +41,12 @@ def draw(plan: Plan, colours: Mapping[str, str] | None = None) -> str:
         f"{plan.policy.name}: {totals.goodput_rps:,.1f} of {totals.offered_rps:,.1f} rps expected · "
         f"{totals.gpus_used} of {totals.gpus} GPUs used{cost}"
     )
-    bars = [(label, detail, _gpulets(gpulets)) for label, detail, gpulets in _bars(plan)]
     return (
         templates("tenuto.placement.shown")
         .get_template("plan.svg")
         .render(
             title=title,
-            bars=bars,
+            bars=_bars(plan),
             legend=[
                 (colours[name], name, plan.expected.models[name]) for name in colours if name in plan.expected.models
             ],
@@ -56,22 +57,53 @@ def draw(plan: Plan, colours: Mapping[str, str] | None = None) -> str:
     )
 
 
-def _bars(plan: Plan) -> list[tuple[str, str, Sequence[Gpulet]]]:
-    """Return name, detail and gpu-lets of each bar: a GPU, or several with the same gpu-lets."""
-    by_gpu = plan.by_gpu()
-    if len(plan.gpus) <= MOST_SINGLE_BARS:
-        return [(gpu.id, gpu.type, by_gpu[gpu.id]) for gpu in plan.gpus]
-    alike: dict[tuple[object, ...], list[str]] = {}
+@dataclass(frozen=True)
+class _Bar:
+    """One physical GPU, or several with the same gpu-lets. `gpulets` are with where they begin and their width, in
+    percent of the bar, and so are `instances`, MIG instances by profile."""
+
+    label: str
+    detail: str
+    gpulets: Sequence[tuple[Gpulet, float, float]]
+    instances: Sequence[tuple[str, float, float]]
+
+
+def _bars(plan: Plan) -> list[_Bar]:
+    by_gpu, on = plan.by_gpu(), dict[str, list[PlannedGpu]]()
     for gpu in plan.gpus:
-        key = (gpu.type, *((g.share_pct, tuple((p.name, p.batch_size) for p in g.programs)) for g in by_gpu[gpu.id]))
-        alike.setdefault(key, []).append(gpu.id)
-    types = {gpu.id: gpu.type for gpu in plan.gpus}
-    return [(f"{len(ids)} GPUs", f"{types[ids[0]]}, {ids[0]} …", by_gpu[ids[0]]) for ids in alike.values()]
+        on.setdefault(gpu.device, []).append(gpu)
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for device, places in on.items():
+        held = (
+            ((g.share_pct, tuple((p.name, p.batch_size) for p in g.programs)) for g in by_gpu[p.id]) for p in places
+        )
+        what = tuple((p.type, p.instance and p.instance.start, *there) for p, there in zip(places, held, strict=True))
+        alike.setdefault(what if len(on) > MOST_SINGLE_BARS else (device,), []).append(device)
+    return [_bar(on[ids[0]], by_gpu, ids) for ids in alike.values()]
+
+
+def _bar(places: Sequence[PlannedGpu], by_gpu: Mapping[str, Sequence[Gpulet]], ids: Sequence[str]) -> _Bar:
+    first, mig = places[0], instance_type_of(places[0].type)
+    kind = first.type if first.instance is None or mig is None else mig.base
+    label, detail = (ids[0], kind) if len(ids) == 1 else (f"{len(ids)} GPUs", f"{kind}, {ids[0]} …")
+    if first.instance is None:
+        return _Bar(label, detail, list(_gpulets(by_gpu[first.id])), ())
+    gpulets, instances, at = [], [], 0.0
+    for place in sorted(places, key=lambda each: each.instance.start if each.instance is not None else 0):
+        size = instance_type_of(place.type)
+        width = 100.0 * (ALL_GPCS if size is None else size.gpcs) / ALL_GPCS
+        instances.append((place.type if size is None else size.profile, round(at, 3), round(width, 3)))
+        inside = _gpulets(by_gpu[place.id])
+        gpulets += [
+            (g, round(at + begins * width / 100.0, 3), round(part * width / 100.0, 3)) for g, begins, part in inside
+        ]
+        at += width
+    return _Bar(label, detail, gpulets, instances)
 
 
 def _gpulets(gpulets: Sequence[Gpulet]) -> Iterator[tuple[Gpulet, float, float]]:
-    """Give each gpu-let with where it begins and its width, in percent of the bar: its share; equal parts where
-    gpu-lets are unrestricted, less where they over-commit."""
+    """Give each gpu-let of a GPU or instance with where it begins and its width, in percent: its share; equal parts
+    where gpu-lets are unrestricted, less where they over-commit."""
     at, total = 0.0, max(100.0, sum(gpulet.effective_share_pct for gpulet in gpulets))
     equal = len(gpulets) > 1 and any(gpulet.share_pct is None for gpulet in gpulets)
     for gpulet in gpulets:
@@ -119,6 +151,8 @@ def _notes(plan: Plan) -> Iterator[str]:
     if any(gpulet.share_pct is None for gpulet in plan.gpulets):
         turns = any(len(gpulet.programs) > 1 for gpulet in plan.gpulets)
         yield "dashed frame: unrestricted gpu-let" + ("; models in one frame take turns" if turns else "")
+    if any(gpu.instance is not None for gpu in plan.gpus):
+        yield "heavy frame: MIG instance, as wide as its part of the GPU's 7 GPCs"
     if any(gpulet.merge for gpulet in plan.gpulets):
         yield "several colours under one label: models that run as one merged program"
     if plan.streaming:

@@ -88,7 +88,7 @@ def totals_of(plan: Plan) -> PlanTotals:
         believed_rps=None if plan.believed is None else plan.believed.goodput_rps,
         offered_rps=sum(spec.rate_rps for spec in plan.models),
         gpus_used=plan.expected.gpus_used,
-        gpus=len(plan.gpus),
+        gpus=len({gpu.device for gpu in plan.gpus}),
         cost_per_hour=plan.expected.cost_per_hour,
         served=len(plan.models) - len(plan.unserved),
         models=len(plan.models),

@@ -21,6 +21,7 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
     Example: tenuto diff new.yaml --from old.yaml
     """
     from tenuto.deployments.control.foreseen import foresee
+    from tenuto.deployments.control.worth import CUTTING_S
 
     wanted = Plan.load(plan_file)
     if from_file is not None:
@@ -35,6 +36,11 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
         ((c.gpulet, c.kind, "; ".join(c.reasons) or "-") for c in found.changes),
         left=("change", "why"),
     )
+    for layout in found.layouts:
+        ends = f"{', '.join(layout.emptied)} must end first" if layout.emptied else "nothing has to end for it"
+        carries = f", which carry {layout.rate_rps:,.4g} rps" if layout.rate_rps else ""
+        cut = f"{' + '.join(layout.before) or 'free slices'} → {' + '.join(layout.after)}"
+        say(f"{layout.gpu} is cut anew: {cut}: {ends}{carries}; about {CUTTING_S:g} s beside the starts")
     for number, step in enumerate(found.steps, 1):
         starting = ", ".join(step.starting) or "nothing"
         loss = f"; unserved meanwhile: {', '.join(step.unserved)}" if step.unserved else ""
