@@ -265,9 +265,16 @@ class Cluster(StrictModel):
                 if gpu is not None and mig.profile in instance_profiles(mig.base):
                     device = gpu.model_copy(update={"id": place.gpu, "uuid": place.gpu_uuid})
                     made.setdefault(place.gpu, []).append(device.cut(mig.profile, place.start))
-        kept = [gpu for gpu in self.gpus if gpu.device not in made or any((gpu.id, gpu.type) == w[:2] for w in wanted)]
+        given: dict[str, list[Gpu]] = {}
+        stays = {place[:2] for place in wanted}
+        for gpu in self.gpus:
+            kept = given.setdefault(gpu.device, [])
+            if gpu.device not in made or (gpu.id, gpu.type) in stays:
+                kept.append(gpu)
+        for name, gpus in made.items():
+            given.setdefault(name, []).extend(gpus)
         found = self.model_copy()
-        found._given = (*kept, *(gpu for gpus in made.values() for gpu in gpus))
+        found._given = tuple(gpu for there in given.values() for gpu in there)
         return found
 
     @property

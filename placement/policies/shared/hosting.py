@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.cluster import Cluster, Gpu, whole_of
 from tenuto.placement.plan import Expected, ExpectedModel, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.program import Gpulet, Replica, slowest_ms
 from tenuto.placement.workload import Workload
@@ -49,7 +49,7 @@ def hosting_plan(
     gpulets = []
     rates = dict.fromkeys((spec.name for spec in workload.models), 0.0)
     used = []
-    for each in sorted(hosted, key=lambda each: order.get(each.gpu.id, len(order))):
+    for each in sorted(hosted, key=lambda each: order.get(each.gpu.id, order.get(each.gpu.device, len(order)))):
         index = counts.get(each.gpu.id, 0)
         counts[each.gpu.id] = index + 1
         used.append(each.gpu)
@@ -81,7 +81,7 @@ def hosting_plan(
         expected=Expected(
             goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6),
             models=models,
-            gpus_used=len({gpu.id for gpu in used}),
+            gpus_used=len({gpu.device for gpu in used}),
             cost_per_hour=cost_of(used),
         ),
         unserved=tuple(spec.name for spec in workload.models if spec.name not in slowest),
@@ -94,15 +94,18 @@ def hosting_plan(
 
 
 def cost_of(used: Iterable[Gpu]) -> float | None:
-    """Return the price of GPUs per hour, each counted once; None where one has no price."""
-    prices = {gpu.id: gpu.price_per_hour for gpu in used}
+    """Return the price of GPUs per hour, each counted once, and whole where an instance of it is used; None where one
+    has no price."""
+    prices = {gpu.device: whole_of(gpu).price_per_hour for gpu in used}
     known = [price for price in prices.values() if price is not None]
     return round(sum(known), 6) if len(known) == len(prices) else None
 
 
 def planned_gpus(cluster: Cluster, used: Iterable[Gpu]) -> tuple[PlannedGpu, ...]:
     """Return the plan's GPUs: all of a fixed cluster (idle ones are part of the answer), the used ones if elastic."""
-    gpus: Iterable[Gpu] = used if cluster.elastic else cluster.gpus
+    gpus: Iterable[Gpu] = used
+    if not cluster.elastic:
+        gpus = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in used).gpus
     unique = {gpu.id: PlannedGpu.of(gpu) for gpu in gpus}
     return tuple(unique.values())
 

@@ -1,0 +1,1 @@
+"""ParvaGPU: MIG instances with equal processes of one model."""
