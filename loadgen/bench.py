@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,10 +23,11 @@ from tenuto.loadgen.clients.priority import Priority, preferred
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.loadgen.senders.http_sender import HttpSender
-from tenuto.loadgen.senders.payloads import make_bodies
+from tenuto.loadgen.senders.payloads import make_bodies, read_bodies
 from tenuto.loadgen.verdict import Verdict, judge, summarise
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.application import Application
+from tenuto.profiles.networks.model_options import ModelOptions
 
 Progress = Callable[[str], None]
 _SHOWN_ERRORS = 8  # limit: kinds of errors that are printed
@@ -47,6 +48,7 @@ class BenchOptions:
     tensors: Literal["binary", "json"] = "binary"
     via: Literal["http", "handle"] = "http"
     client_priority: Priority = "realtime"  # of the sending threads, where the system allows it
+    bodies: Mapping[str, str] = field(default_factory=dict)  # by model: a file or folder of raw bodies for its hooks
 
     def check(self) -> None:
         """Raise `InvalidInputError` with every setting out of range; those of the schedule are checked when it is
@@ -266,7 +268,12 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool) -> ModelT
     metadata = model_metadata(options.url, spec.name)
     if "inputs" not in metadata:
         raise EnvironmentFaultError(f"{options.url}: '{spec.name}' cannot be asked: {metadata.get('error', metadata)}")
-    bodies = make_bodies(metadata, seed_for(options.seed, "payloads", spec.name), binary=options.tensors == "binary")
+    if spec.name in options.bodies:
+        hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks.hooks
+        bodies = read_bodies(options.bodies[spec.name], hooks)
+    else:
+        generator = seed_for(options.seed, "payloads", spec.name)
+        bodies = make_bodies(metadata, generator, binary=options.tensors == "binary")
     return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies), is_stage)
 
 

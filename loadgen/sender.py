@@ -12,11 +12,15 @@ from typing import Any, Protocol
 @dataclass(frozen=True, slots=True)
 class Body:
     """One request in a form of the Open Inference Protocol: JSON of `json_length` bytes with raw tensors behind it, or
-    JSON alone (None).
+    JSON alone (None). With `is_raw` it is what the model's hooks read.
+
+    `hooks`: the model's own, for senders without a server that runs them.
     """
 
     data: bytes
     json_length: int | None = None
+    is_raw: bool = False
+    hooks: str | None = None
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ FOREIGN_KEYS = {
     "deployments/entry/asgi.py": 14,  # ASGI
     "": 18,  # OpenAPI
     "deployments/entry/gateway.py": 1,  # ASGI
-    "deployments/entry/grpc_messages.py": 11,  # the Open Inference Protocol
+    "deployments/entry/grpc_messages.py": 12,  # the Open Inference Protocol
     "deployments/entry/grpc_server.py": 1,  # the same
     "deployments/entry/oip.py": 8,  # the Open Inference Protocol, and its schema
     "deployments/entry/routes.py": 2,  # OpenAPI, ASGI

@@ -3,8 +3,10 @@ without tasks; what requests share is `SharedService`."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -54,6 +56,11 @@ class SharedService(Protocol):
 
     def gave_up(self, request: Request, alone_ms: float) -> None:
         """A request expired."""
+
+    def wait_for(
+        self, exchange: Exchange, result: asyncio.Future[bytes], then: Callable[[bytes], None], due_ms: float
+    ) -> None:
+        """Go on with a result when it is there; the request expires when it is not there at `due_ms`."""
 
 
 class InferCall(msgspec.Struct, eq=False):
@@ -132,12 +139,17 @@ class InferCall(msgspec.Struct, eq=False):
             arrived_ms=self._exchange.arrived_ms,
             slo_ms=slo_ms,
             client_id=client_id,
-            reserve_ms=service.margin.reserve_ms(slo_ms, model.alone_ms),
+            reserve_ms=service.margin.reserve_ms(slo_ms, model.alone_ms) + self._after_ms,
             yields=self._yields,
         )
         if not self._is_over:
             self._open.append(request)
         return request
+
+    @property
+    def _after_ms(self) -> float:
+        """What is kept of the deadline for the model's own hooks."""
+        return self._model.after_ms if self._parsed is None else 0.0
 
     def _start(self, samples: Sequence[Sequence[InputPart]], early: Request | None) -> None:
         exchange = self._exchange
@@ -164,7 +176,7 @@ class InferCall(msgspec.Struct, eq=False):
     def refused(self, request: Request, refused: Refused) -> None:
         """A sample was not executed: so is the request."""
         if refused.outcome is Outcome.EXPIRED:
-            self._service.gave_up(request, self._model.alone_ms)
+            self._service.gave_up(request, self._model.alone_ms + self._after_ms)
         if self._is_over:
             return
         self._is_over = True
@@ -189,17 +201,39 @@ class InferCall(msgspec.Struct, eq=False):
                 return
         self._is_over = True
         try:
+            hooks = self._model.hooks
+            if parsed is None and hooks is not None:
+                self._keep_time(request, self._after_ms)
+                answer = hooks.postprocess(executed.tensors(row), request.deadline_ms)
+                told = functools.partial(self._respond_hooked, request, executed)
+                service.wait_for(self._exchange, answer, told, request.deadline_ms)
+                return
             self._respond(request, executed, row)
-            left_ms = request.deadline_ms - service.now_ms
-            service.margin.answered(left_ms, self._slo_ms, self._model.alone_ms, request.reserve_ms)
+            self._keep_time(request, 0.0)
             if self._traced is not None:
                 self._trace_executed(request, executed)
         except NotFiniteError as error:
             fail(self._exchange, HttpError(406, str(error)))
+        except HttpError as error:
+            fail(self._exchange, error)
         except Exception as error:
             crash(self._exchange, error)
         finally:
             self._open = []  # they hold this call
+
+    def _keep_time(self, request: Request, after_ms: float) -> None:
+        """Tell the margin how much was left; `after_ms` is what comes yet, and is not the margin's to keep."""
+        margin, left_ms = self._service.margin, request.deadline_ms - self._service.now_ms
+        margin.answered(left_ms - after_ms, self._slo_ms, self._model.alone_ms, request.reserve_ms - after_ms)
+
+    def _respond_hooked(self, request: Request, executed: Executed, answer: bytes) -> None:
+        """Send what the model's own hooks made of its outputs."""
+        shown: Shown = executed.shown or Shown.of(executed)
+        lines, parameters = shown.told(request, executed)
+        text = b'{%b,"prediction":%b,"parameters":%b}' % (self._model.named, answer, parameters)
+        self._reply(200, lines + JSON, [text])
+        if self._traced is not None:
+            self._trace_executed(request, executed)
 
     def _reply(self, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         """Send the response, with the trace it belongs to."""

@@ -15,6 +15,7 @@ import orjson
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 from tenuto.errors import new_incident
+from tenuto.outcome import Outcome
 
 logger = logging.getLogger("ray.serve")
 
@@ -128,6 +129,12 @@ def unexpected(asked: bytes | str, error: BaseException) -> HttpError:
     incident = new_incident()
     logger.error("a request to %r failed (%s)", asked, incident, exc_info=error)
     return HttpError(500, f"internal error. The gateway's log says more under {incident}.")
+
+
+def expired() -> HttpError:
+    """Return the refusal of a request that cannot be answered by its deadline any more."""
+    details = {"outcome": Outcome.EXPIRED.word}
+    return HttpError(504, "the deadline cannot be met. Raise the SLO.", retry_after_s=1.0, details=details)
 
 
 def inflated(body: Buffer, encoding: bytes, limit_bytes: int) -> bytes:

@@ -219,6 +219,9 @@ def to_answer(asked: Message, lines: bytes, payload: bytes) -> Message:
         for name, datatype, values in (("label", "BYTES", labels), ("score", "FP32", scores)):
             answer.outputs.add(name=name, datatype=datatype, shape=[len(found)])
             answer.raw_output_contents.append(values)
+    if "prediction" in document:  # of the model's own hooks: any JSON
+        answer.outputs.add(name="prediction", datatype="BYTES", shape=[1])
+        answer.raw_output_contents.append(bytes_tensor([orjson.dumps(document["prediction"]).decode()]))
     for output in document.get("outputs", ()):
         size = output["parameters"]["binary_data_size"]
         answer.outputs.add(name=output["name"], datatype=output["datatype"], shape=output["shape"])

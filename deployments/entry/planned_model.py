@@ -1,4 +1,4 @@
-"""A model as the gateway sees it: what the plan says of it, its tensors, and how a raw image or text becomes them."""
+"""A model as the gateway sees it: what the plan says of it, its tensors, and the hooks that make them of a raw body."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 import orjson
 
 from tenuto.deployments.entry.oip import RequestReader, TensorSpec
+from tenuto.deployments.entry.own_hooks import OwnHooks
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
-from tenuto.profiles.networks.preprocess import Prediction, postprocess, preprocess
+from tenuto.profiles.networks.hooks import Classifier, Hooks, load_hooks, made_inputs
+from tenuto.profiles.networks.model_options import HookOptions
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,24 @@ class ModelInterface:
         """Build from what a gpu-let reported."""
         return cls(signature, _specs(signature.inputs), _specs(signature.outputs))
 
-    def preprocess(self, body: Buffer) -> list[InputPart]:
-        """Return one tensor per input from an image or a text; blocking, call it off the event loop.
+    def preprocess(self, body: Buffer, hooks: str | None = None) -> list[InputPart]:
+        """Return one tensor per input from a raw body; blocking, call it off the event loop.
+
+        Args:
+            body: an image or a text, or what `hooks` read.
+            hooks: those of one's own; they are run in this process.
 
         Raises:
             InvalidInputError: the body is not what the model reads.
         """
-        arrays = preprocess(self.signature, bytes(body))
-        return [_part(tensor, np.ascontiguousarray(arrays[tensor.name])) for tensor in self.inputs]
+        made: Hooks = Classifier(self.signature) if hooks is None else load_hooks(hooks, self.signature)
+        arrays = made_inputs(self.signature, made.preprocess(bytes(body)))
+        return [_part(tensor, array) for tensor, array in zip(self.inputs, arrays, strict=True)]
 
-    def postprocess(self, outputs: Sequence[OutputTensor]) -> list[Prediction]:
+    def postprocess(self, outputs: Sequence[OutputTensor]) -> Any:
         """Return the most likely classes of one request."""
         arrays = {t.name: np.frombuffer(t.data, dtype=t.dtype).reshape(t.shape) for t in outputs}
-        return postprocess(self.signature, arrays)
+        return Classifier(self.signature).postprocess(arrays)
 
 
 def _specs(tensors: Sequence[TensorSignature]) -> tuple[TensorSpec, ...]:
@@ -48,10 +55,8 @@ def _specs(tensors: Sequence[TensorSignature]) -> tuple[TensorSpec, ...]:
 
 
 def _part(spec: TensorSpec, array: np.ndarray[Any, Any]) -> InputPart:
-    """Return an array as it travels: in its own type where the model takes that, else in the signature's."""
-    if array.dtype.name in spec.accepts:
-        return InputPart(array.tobytes(), array.dtype.name)
-    return InputPart(array.astype(spec.dtype, copy=False).tobytes())
+    """Return an array as it travels."""
+    return InputPart(array.tobytes(), "" if array.dtype.name == spec.dtype else array.dtype.name)
 
 
 class PlannedModel:
@@ -65,11 +70,33 @@ class PlannedModel:
         self.interface: ModelInterface | None = None  # None until a gpu-let has loaded it
         self.is_ready = False
         self.reader = RequestReader(())
+        self.hooks: OwnHooks | None = None  # None: what reads pictures and texts
+        self._hooked: tuple[HookOptions, ModelSignature, float] | None = None  # what they were made for
 
-    def follow(self, slo_ms: float, alone_ms: float, signature: ModelSignature | None, *, is_ready: bool) -> None:
-        """Take what the plan and the gpu-lets say now."""
+    def follow(
+        self, slo_ms: float, alone_ms: float, signature: ModelSignature | None, hooks: HookOptions, *, is_ready: bool
+    ) -> None:
+        """Take what the plan and the gpu-lets say now; on an event loop where the model has hooks of its own."""
         self.slo_ms, self.alone_ms = slo_ms, alone_ms
         if signature is not None and (self.interface is None or self.interface.signature != signature):
             self.interface = ModelInterface.of(signature)
             self.reader = RequestReader(self.interface.inputs)
         self.is_ready = is_ready and self.interface is not None
+        if hooks.hooks is None or self.interface is None:
+            self.close()
+        elif self._hooked != (hooks, self.interface.signature, slo_ms):
+            self.close()
+            self._hooked = hooks, self.interface.signature, slo_ms
+            self.hooks = OwnHooks(self.name, hooks, self.interface.signature, slo_ms)
+
+    @property
+    def after_ms(self) -> float:
+        """What is kept of a deadline for what its own hooks make of its outputs: at most half of what a lone request
+        has to spare, so that requests run and it can become less."""
+        return 0.0 if self.hooks is None else min(self.hooks.after_ms, max(0.0, self.slo_ms - self.alone_ms) / 2.0)
+
+    def close(self) -> None:
+        """End its hooks."""
+        if self.hooks is not None:
+            self.hooks.close()
+        self.hooks = self._hooked = None

@@ -11,14 +11,14 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TypeVar
 from urllib.parse import quote
 
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.call import InferCall
 from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash, fail, inflated
+from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash, expired, fail, inflated
 from tenuto.deployments.entry.heads import Route, began_s, load_path, named_model, slo_of
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.oip import (
@@ -33,10 +33,13 @@ from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
 from tenuto.deployments.security.site import why_foreign
-from tenuto.deployments.wire.tensors import InputPart
+from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tenuto.profiles.networks.model_options import ModelOptions
+
+T = TypeVar("T")
 
 _PRINTABLE = "".join(chr(code) for code in range(33, 127) if code != ord("%"))
 _SITE = {name: name.encode() for name in ("host", "origin", "sec-fetch-site", "sec-fetch-mode")}
@@ -129,12 +132,14 @@ class InferenceService:
         self._dispatching, self._plan = dispatching, plan
         self._generation += 1
         known, self._models = self._models, {}
-        if plan is None:
-            return
-        for spec in plan.models:
-            model = self._models[spec.name] = known.get(spec.name) or PlannedModel(spec.name)
-            signature, is_ready = dispatching.signature(spec.name), dispatching.is_ready(spec.name)
-            model.follow(spec.slo_ms, _alone_ms(plan, spec.name), signature, is_ready=is_ready)
+        if plan is not None:
+            for spec in plan.models:
+                model = self._models[spec.name] = known.get(spec.name) or PlannedModel(spec.name)
+                signature, is_ready = dispatching.signature(spec.name), dispatching.is_ready(spec.name)
+                hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks
+                model.follow(spec.slo_ms, _alone_ms(plan, spec.name), signature, hooks, is_ready=is_ready)
+        for name in known.keys() - self._models.keys():
+            known[name].close()
 
     @property
     def dispatching(self) -> Dispatching:
@@ -318,39 +323,73 @@ class InferenceService:
         model = route.model
         assert model is not None
         interface = self._ready(model)
-        limit = self.max_body_bytes if interface.signature.text is None else _MOST_TEXT_BYTES
+        hooks = model.hooks
+        limit = self.max_body_bytes if hooks is not None or interface.signature.text is None else _MOST_TEXT_BYTES
         if len(exchange.body) > limit:
             raise HttpError(413, f"a text may have {limit >> 10} KiB. Send less of it.")
         slo_ms = model.slo_ms if route.slo_ms is None else route.slo_ms
-        if self._clock() * 1000.0 + model.alone_ms > exchange.arrived_ms + slo_ms:
-            outcome = {"outcome": Outcome.EXPIRED.word}
-            raise HttpError(504, "the deadline cannot be met. Raise the SLO.", retry_after_s=1.0, details=outcome)
+        due_ms = exchange.arrived_ms + slo_ms
+        latest_ms = due_ms - model.alone_ms - model.after_ms
+        if self._clock() * 1000.0 > latest_ms:
+            raise expired()
 
-        def decode() -> list[InputPart]:
-            plain = exchange.body
-            if route.encoding is not None:
-                plain = inflated(plain, route.encoding, limit)
-            return interface.preprocess(plain)
+        def plain() -> Buffer:
+            return exchange.body if route.encoding is None else inflated(exchange.body, route.encoding, limit)
 
-        self._aside(exchange, decode, lambda parts: self._call(exchange, route, model, slo_ms).begin_decoded(parts))
+        def begin(parts: list[InputPart]) -> None:
+            self._call(exchange, route, model, slo_ms).begin_decoded(parts)
+
+        if hooks is None:
+            self._aside(exchange, lambda: interface.preprocess(plain()), begin, due_ms)
+        elif route.encoding is None:
+            self.wait_for(exchange, hooks.preprocess(exchange.body, latest_ms), begin, due_ms)
+        else:
+
+            def preprocess(body: Buffer) -> None:
+                self.wait_for(exchange, hooks.preprocess(body, latest_ms), begin, due_ms)
+
+            self._aside(exchange, plain, preprocess, due_ms)
 
     def _call(self, exchange: Exchange, route: Route, model: PlannedModel, slo_ms: float) -> InferCall:
         traced = None if self.traces is None else self.traces.begin(route.traceparent)
         return InferCall(self, self.dispatching, exchange, route, model, slo_ms, traced)
 
-    def _aside(self, exchange: Exchange, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Run something in a thread, and go on with its result on the loop."""
+    def _aside(
+        self, exchange: Exchange, work: Callable[[], T], then: Callable[[T], None], due_ms: float = math.inf
+    ) -> None:
+        """Run something in a thread, and go on with its result on the loop; `due_ms` as in `wait_for`."""
         if self._decoding >= _MOST_DECODING:
             raise HttpError(429, f"{_MOST_DECODING} bodies wait to be decoded. Retry in a second.", retry_after_s=1.0)
         self._decoding += 1
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        exchange.on_left = future.cancel
-        future.add_done_callback(lambda done: self._go_on(exchange, done, then))
+        future.add_done_callback(self._decoded)
+        self.wait_for(exchange, future, then, due_ms)
 
-    def _go_on(self, exchange: Exchange, done: asyncio.Future[Any], then: Callable[[Any], None]) -> None:
+    def _decoded(self, _done: object) -> None:
         self._decoding -= 1
+
+    def wait_for(self, exchange: Exchange, result: asyncio.Future[T], then: Callable[[T], None], due_ms: float) -> None:
+        """Go on with a result when it is there. The request expires when it is not there at `due_ms`, on the monotonic
+        clock."""
+
+        def expire() -> None:
+            if result.cancel():
+                fail(exchange, expired())
+
+        timer = None
+        if due_ms < math.inf:
+            left_s = max(0.0, due_ms / 1000.0 - self._clock())
+            timer = asyncio.get_running_loop().call_later(left_s, expire)
+        exchange.on_left = result.cancel
+        result.add_done_callback(lambda done: self._go_on(exchange, done, then, timer))
+
+    def _go_on(
+        self, exchange: Exchange, done: asyncio.Future[T], then: Callable[[T], None], timer: asyncio.TimerHandle | None
+    ) -> None:
+        if timer is not None:
+            timer.cancel()
         if done.cancelled():
-            return  # the client has left
+            return  # the client has left, or was answered
         exchange.on_left = None
         error = done.exception()
         if error is None:
@@ -388,7 +427,9 @@ class InferenceService:
         return self._clock() * 1000.0
 
     def close(self) -> None:
-        """End the threads and the traces."""
+        """End the threads, the processes of hooks and the traces."""
+        for model in self._models.values():
+            model.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
             self.traces.close()

@@ -14,9 +14,11 @@ from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.deployments.gpulet.merging_process import merge_elsewhere
 from tenuto.deployments.serve.user_config import ProgramEntry
 from tenuto.deployments.wire.status import GpuletMode
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles.networks.catalogue import ModelSignature
-from tenuto.profiles.networks.model_options import captured_sizes
+from tenuto.profiles.networks.hooks import try_hooks
+from tenuto.profiles.networks.inputs import Arrays, as_blocks
+from tenuto.profiles.networks.model_options import ModelOptions, captured_sizes
 from tenuto.profiles.networks.programs import Member
 
 OnWorker = Callable[[Callable[[], None]], Awaitable[None]]
@@ -127,6 +129,22 @@ class ResidentPrograms:
         largest = entry.batch_size
         sizes = range(1, largest + 1) if self.is_emulated else captured_sizes(largest)
         self._executor.load(entry, sizes, merged_file)
+        try:
+            self._try_hooks(entry)
+        except InvalidInputError:
+            self._executor.unload(entry.name)
+            raise
+
+    def _try_hooks(self, entry: ProgramEntry) -> None:
+        """Refuse hooks that cannot work before any request needs them; raises `InvalidInputError`."""
+        for member in entry.members:
+            name, hooks = member.name, ModelOptions.parse(member.options, f"options of {member.name}").hooks.hooks
+            if hooks is not None:
+
+                def run(inputs: Arrays, name: str = name) -> Arrays:
+                    return self._executor.run(entry.name, {name: as_blocks(inputs)}, {name: 1})[0][name]
+
+                try_hooks(hooks, self._executor.signature(name), run)
 
     def largest_batches(self) -> dict[str, int]:
         """Return the planned batch size of every program."""

@@ -9,7 +9,7 @@ from typing import Any
 from tenuto.deployments.entry.oip import BadRequestError, RequestReader
 from tenuto.deployments.entry.python_handle import TenutoHandle
 from tenuto.deployments.wire.answers import Answer
-from tenuto.errors import EnvironmentFaultError, TenutoError
+from tenuto.errors import EnvironmentFaultError, TenutoError, UnavailableError
 from tenuto.loadgen.sender import Body, OnReply, Reply
 
 Prepared = tuple[str, list[Any], float | None]  # model, parts, SLO in ms
@@ -40,10 +40,15 @@ class HandleSender:
         assert self._handle is not None
         try:
             interface = self._handle.interface(model)
-            request = RequestReader(interface.inputs).read(body.data, body.json_length)
+            if body.is_raw:
+                parts = interface.preprocess(body.data, body.hooks)
+                if any(part.dtype for part in parts):
+                    raise UnavailableError("its pictures travel as pixels. Use HTTP.")
+            else:
+                parts = RequestReader(interface.inputs).read(body.data, body.json_length).parts[0]
         except (BadRequestError, TenutoError) as error:
             raise EnvironmentFaultError(f"'{model}' cannot be asked over the handle: {error}") from error
-        return model, [part.data for part in request.parts[0]], slo_ms
+        return model, [part.data for part in parts], slo_ms
 
     def send(self, prepared: Prepared, request_id: str, token: int, slo_ms: float | None = None) -> None:
         """Send with the next bundle."""

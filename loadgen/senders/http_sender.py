@@ -205,7 +205,10 @@ class HttpSender:
             headers["X-SLO-Ms"] = f"{slo_ms:g}"
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        line, rest = post_bytes(f"/v2/models/{model}/infer", body.data, headers, self._host).split(b"\r\n", 1)
+        path = f"/predict/{model}" if body.is_raw else f"/v2/models/{model}/infer"
+        if body.is_raw:
+            headers["Content-Type"] = "application/octet-stream"
+        line, rest = post_bytes(path, body.data, headers, self._host).split(b"\r\n", 1)
         return line, rest
 
     def send(self, prepared: tuple[bytes, bytes], request_id: str, token: int, slo_ms: float | None = None) -> None:

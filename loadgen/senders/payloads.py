@@ -1,15 +1,16 @@
-"""Request bodies in the binary or the JSON tensor form, made once from a model's metadata and drawn from a pool while
-sending."""
+"""Request bodies, drawn from a pool while sending: in the binary or the JSON tensor form, made once from a model's
+metadata, or the user's own files."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tenuto.errors import InvalidInputError
+from tenuto.errors import InvalidInputError, refused
 from tenuto.loadgen.sender import Body
 
 _DTYPES = {
@@ -73,6 +74,28 @@ def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, 
         document = {"inputs": described, "parameters": {"binary_data_output": True}}
         text = json.dumps(document, separators=(",", ":")).encode()
         bodies.append(Body(text + b"".join(parts), len(text)))
+    return bodies
+
+
+def read_bodies(path: str, hooks: str | None) -> list[Body]:
+    """Return a file, or every file of a folder in the order of their names, as raw bodies for a model's hooks.
+
+    Args:
+        path: of them.
+        hooks: the model's own, None where it has none.
+
+    Raises:
+        InvalidInputError: there is none, or one cannot be read.
+    """
+    try:
+        files = sorted(file for file in Path(path).iterdir() if file.is_file()) if Path(path).is_dir() else [Path(path)]
+        bodies = [Body(file.read_bytes(), is_raw=True, hooks=hooks) for file in files]
+    except OSError as error:
+        raise refused(
+            "--body", path, f"cannot be read ({error.strerror})", "Give a file, or a folder of files."
+        ) from error
+    if not bodies:
+        raise refused("--body", path, "is a folder without files", "Put one file there for each body.")
     return bodies
 
 

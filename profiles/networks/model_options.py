@@ -1,20 +1,21 @@
 """A model's `options`, separated by whom they concern; read without torch, so that a plan can be checked anywhere.
 
-How a model is run and what a batch costs on an emulated GPU have names of their own; every other key says how the model
-is built: `BuildOptions` for a network of the catalogue, keyword arguments for a user's factory.
+How a model is run, its hooks and what a batch costs on an emulated GPU have names of their own; every other key says
+how the model is built: `BuildOptions` for a network of the catalogue, keyword arguments for a user's factory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from tenuto.documents import ProblemsBelow, StrictModel, parse_document
+from tenuto.documents import Fault, ProblemsBelow, StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.gpu_types import FAST_CAPABILITY
+from tenuto.profiles.networks.catalogue import is_factory
 
 
 class BuildOptions(StrictModel):
@@ -156,27 +157,51 @@ class CostOptions(StrictModel):
     copy_out_ms: float | None = Field(default=None, ge=0, strict=True)
 
 
+class HookOptions(StrictModel):
+    """What a gateway makes of raw bodies and of outputs: the user's own `hooks` (`package.module:factory`, see
+    `tenuto.profiles.networks.hooks`), in how many processes of each gateway."""
+
+    hooks: str | None = None
+    hook_processes: int = Field(default=2, ge=1, le=64)
+
+    @field_validator("hooks")
+    @classmethod
+    def _is_named(cls, hooks: str | None) -> str | None:
+        if hooks is not None and not is_factory(hooks):
+            raise Fault("names no hooks", "write package.module:factory")
+        return hooks
+
+
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options of one model in three parts; `build` is still unread, as only who builds knows its keys."""
+    """The options of one model in four parts; `build` is still unread, as only who builds knows its keys."""
 
     build: Mapping[str, Any]
     run: RunOptions
     cost: CostOptions
+    hooks: HookOptions = field(default_factory=HookOptions)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], origin: str) -> ModelOptions:
         """Separate and check a model's options.
 
         Raises:
-            InvalidInputError: a value of how the model is run, or of what it costs, is wrong.
+            InvalidInputError: a value of how the model is run, of its hooks, or of what it costs, is wrong.
         """
-        run = {key: value for key, value in options.items() if key in RunOptions.model_fields}
-        cost = {key: value for key, value in options.items() if key in CostOptions.model_fields}
-        build = {key: value for key, value in options.items() if key not in run and key not in cost}
+        named = {key for kind in (RunOptions, CostOptions, HookOptions) for key in kind.model_fields}
+        build = {key: value for key, value in options.items() if key not in named}
+        run, cost, hooks = _of(RunOptions, options), _of(CostOptions, options), _of(HookOptions, options)
         return cls(
-            build, parse_document(RunOptions, run, origin=origin), parse_document(CostOptions, cost, origin=origin)
+            build,
+            parse_document(RunOptions, run, origin=origin),
+            parse_document(CostOptions, cost, origin=origin),
+            parse_document(HookOptions, hooks, origin=origin),
         )
+
+
+def _of(kind: type[StrictModel], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that one kind of them knows."""
+    return {key: value for key, value in options.items() if key in kind.model_fields}
 
 
 def run_differences(
@@ -208,18 +233,19 @@ def captured_sizes(largest: int) -> tuple[int, ...]:
 
 
 def run_option_problems(options: Mapping[str, Any], path: str, *, on_cpu: bool = False) -> list[Problem]:
-    """Return all that is wrong with how a model shall be run, one problem per key.
+    """Return all that is wrong with how a model shall be run and with its hooks, one problem per key.
 
     Args:
         options: of the model in a workload or plan; keys that say how it is built are not judged.
         path: of the options, such as `models.0.options`.
         on_cpu: whether it runs on a CPU, where there are no CUDA graphs.
     """
-    given = {key: value for key, value in options.items() if key in RunOptions.model_fields}
-    wrong = _problems_of(given)
+    given = _of(RunOptions, options)
+    wrong = _problems_of(RunOptions, given)
     # One wrong value must not hide what the others contradict.
     right = {key: value for key, value in given.items() if key not in {problem.path for problem in wrong}}
-    found = [*wrong, *(_problems_of(right) if wrong else ())]
+    found = [*wrong, *(_problems_of(RunOptions, right) if wrong else ())]
+    found += _problems_of(HookOptions, _of(HookOptions, options))
     if on_cpu and RunOptions(cuda_graphs=right.get("cuda_graphs")).cuda_graphs:
         rule = "CUDA graphs need an NVIDIA GPU, and it runs on a CPU"
         cure = "Remove it; `compile: true` works on a CPU."
@@ -227,9 +253,9 @@ def run_option_problems(options: Mapping[str, Any], path: str, *, on_cpu: bool =
     return [replace(problem, path=f"{path}.{problem.path}") for problem in found]
 
 
-def _problems_of(run: Mapping[str, Any]) -> tuple[Problem, ...]:
+def _problems_of(kind: type[StrictModel], given: Mapping[str, Any]) -> tuple[Problem, ...]:
     try:
-        parse_document(RunOptions, run)
+        parse_document(kind, given)
     except InvalidInputError as error:
         return error.problems
     return ()

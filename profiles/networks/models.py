@@ -5,8 +5,6 @@ Nothing is downloaded and nothing is unpickled. torch, torchvision and transform
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +26,7 @@ from tenuto.profiles.networks.catalogue import (
 )
 from tenuto.profiles.networks.exported import load_exported
 from tenuto.profiles.networks.model_options import BuildOptions
-from tenuto.profiles.networks.places import check_factory, check_path
+from tenuto.profiles.networks.places import check_path, imported
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +54,6 @@ def build(
         check_path(weights_path, "weights_path")
     try:
         if is_factory(source):
-            check_factory(source)
             return _from_factory(source, weights_path, options)
         if is_exported(source):
             return _from_file(source, weights_path, options)
@@ -167,21 +164,7 @@ def _from_file(source: str, weights_path: str | None, options: dict[str, Any]) -
 
 def _from_factory(source: str, weights_path: str | None, options: dict[str, Any]) -> LoadedModel:
     """Call a user's factory with the model's options, and `weights_path` when one is given."""
-    module_name, _, function_name = source.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # as `python -m` does: a model beside the workload file is found
-    try:
-        target: Any = importlib.import_module(module_name)
-        for part in function_name.split("."):
-            target = getattr(target, part)
-    except (ImportError, AttributeError) as error:
-        raise refused(
-            "model",
-            source,
-            f"cannot be imported ({error})",
-            "Install the package, or start where the module lies; write package.module:factory.",
-        ) from error
+    target = imported(source, "model")
     arguments = options if weights_path is None else {**options, "weights_path": weights_path}
     try:
         made = target(**arguments)

@@ -1,4 +1,4 @@
-"""Where models may come from: the factories and paths that whoever runs the machine allows.
+"""Where models and hooks may come from: the factories and paths that whoever runs the machine allows.
 
 A plan is a file that people hand on, and its `source: package.module:factory` is code that runs once deployed. Two
 environment variables of the processes that load models say what is allowed; unset, as on a machine of one's own,
@@ -10,8 +10,11 @@ everything is:
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 from tenuto.errors import refused
 
@@ -19,7 +22,36 @@ FACTORIES = "TENUTO_FACTORIES"
 MODEL_PATHS = "TENUTO_MODEL_PATHS"
 
 
-def check_factory(source: str) -> None:
+def imported(source: str, what: str) -> Any:
+    """Return what `package.module:name` names; modules of the working folder are found too, as by `python -m`.
+
+    Args:
+        source: that text.
+        what: the key that named it.
+
+    Raises:
+        InvalidInputError: it is outside of the allowed packages, or cannot be imported.
+    """
+    check_factory(source, what)
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # a model beside the workload file is found
+    module, _, name = source.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise refused(
+            what,
+            source,
+            f"cannot be imported ({error})",
+            "Install the package, or start where the module lies; write package.module:factory.",
+        ) from error
+    return found
+
+
+def check_factory(source: str, what: str = "source") -> None:
     """Raise `InvalidInputError` for a factory outside of the allowed packages; called before anything is imported."""
     allowed = os.environ.get(FACTORIES)
     if allowed is None:
@@ -28,7 +60,7 @@ def check_factory(source: str) -> None:
     names = [name.strip() for name in allowed.split(",") if name.strip()]
     if not any(module == name or module.startswith(name + ".") for name in names):
         listed = ", ".join(names) or "none"
-        raise refused("source", source, f"factories are allowed from: {listed}", f"Add its package to {FACTORIES}.")
+        raise refused(what, source, f"factories are allowed from: {listed}", f"Add its package to {FACTORIES}.")
 
 
 def check_path(path: str | Path, what: str) -> None:

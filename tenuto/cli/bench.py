@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from tenuto.cli.common import command_line, json_option, notice, printed_as_json, say, tell
+from tenuto.cli.common import command_line, json_option, named_values, notice, printed_as_json, say, tell
 from tenuto.cli.deploying import address_option, endpoint_of
 from tenuto.cli.tables import number, print_run
-from tenuto.errors import refused
+from tenuto.errors import Problem, one_of, raise_if_any, refused
 
 
 @click.command(
@@ -36,6 +36,13 @@ from tenuto.errors import refused
     type=click.Choice(["binary", "json"]),
     default="binary",
     help="How inputs travel: raw bytes behind a JSON header, or JSON numbers.",
+)
+@click.option(
+    "--body",
+    "given",
+    multiple=True,
+    metavar="MODEL=PATH",
+    help="Send this file, or the files of this folder in turn, as they are, for the model's hooks (repeatable).",
 )
 @click.option(
     "--via",
@@ -61,7 +68,13 @@ from tenuto.errors import refused
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @json_option
 def command(
-    target: str, address: str | None, folder: str | None, key_file: str | None, force: bool, **asked: Any
+    target: str,
+    address: str | None,
+    folder: str | None,
+    key_file: str | None,
+    force: bool,
+    given: tuple[str, ...],
+    **asked: Any,
 ) -> int:
     """Send a plan's load to a running endpoint, open-loop, and judge it by goodput.
 
@@ -84,8 +97,12 @@ def command(
     url = endpoint_of(address or (target if "://" in target else None), operators=False)
     plan = Plan.from_data(served_plan(url), origin=url) if "://" in target else Plan.load(target)
     out = prepare_report(Path(folder), force=force) if folder is not None else None
-    options = BenchOptions(url, **asked)  # its fields by name are the other options
     served, applications, notes = asked_of(plan)
+    bodies = named_values("--body", given, "digits=pictures/")
+    names = [spec.name for spec in served]
+    unknown = (name for name in bodies if name not in names)
+    raise_if_any(Problem("--body", name, "is no model that is asked", one_of(name, names)) for name in unknown)
+    options = BenchOptions(url, bodies=bodies, **asked)  # its fields by name are the other options
     for note in notes:
         tell(note)
     result = run_bench(served, options, tell, applications=applications)

@@ -280,3 +280,25 @@ def profiles_from(names: Iterable[str], gpu_types: Iterable[str]) -> Profiles:
         for gpu_type in gpu_types:
             loaded += default_profiles(gpu_type)
     return Profiles(loaded)
+
+
+def named_values(where: str, texts: Iterable[str], example: str = "tuned=resnet50") -> dict[str, str]:
+    """Return texts of the form NAME=VALUE as a mapping.
+
+    Args:
+        where: the option or argument, for errors.
+        texts: as they were given.
+        example: of one.
+
+    Raises:
+        InvalidInputError: one has another form, or a name is given twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not (name and separator and value):
+            raise refused(where, text, "must read NAME=VALUE", f"Write for example {example}.")
+        if name in found:
+            raise refused(where, name, "is given twice", "Give each name once: base=…, tuned=….")
+        found[name] = value
+    return found

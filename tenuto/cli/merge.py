@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.cli.common import Numbers, command_line, json_option, notice, output_option, printed_as_json, say, tell
+from tenuto.cli.common import (
+    Numbers,
+    command_line,
+    json_option,
+    named_values,
+    notice,
+    output_option,
+    printed_as_json,
+    say,
+    tell,
+)
 from tenuto.cli.tables import print_table
 from tenuto.errors import Problem, one_of, raise_if_any, refused
 from tenuto.options import split_pairs
@@ -73,8 +83,10 @@ def command(
 
     Example: tenuto merge base=resnet50 tuned=resnet50 --reseed tuned=layer4,fc --option image_size=64 -o merged.yaml
     """
-    sources = _pairs("MODEL", tuple(text if "=" in text else f"{text.rpartition('.')[2]}={text}" for text in models))
-    files, prefixes = _pairs("--weights", weights), _pairs("--reseed", reseeded)
+    sources = named_values(
+        "MODEL", tuple(text if "=" in text else f"{text.rpartition('.')[2]}={text}" for text in models)
+    )
+    files, prefixes = named_values("--weights", weights), named_values("--reseed", reseeded)
     problems = [
         Problem(option, name, "is no name of a model", one_of(name, sources))
         for option, given in (("--weights", files), ("--reseed", prefixes))
@@ -129,18 +141,6 @@ def command(
     if not printed_as_json(data):
         _print(data)
     return 0 if data["clusters"] else 1
-
-
-def _pairs(where: str, texts: tuple[str, ...]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in texts:
-        name, separator, value = text.partition("=")
-        if not (name and separator and value):
-            raise refused(where, text, "must read NAME=VALUE", "Write for example tuned=resnet50.")
-        if name in found:
-            raise refused(where, name, "is given twice", "Give each copy a name: base=…, tuned=….")
-        found[name] = value
-    return found
 
 
 def _reseed(module: Any, name: str, prefixes: str, seed: int) -> None:

@@ -1,0 +1,78 @@
+"""A model of one's own with hooks of one's own on a real local Ray: raw bodies in, answers of one's own out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.launcher import Launcher
+from tenuto.errors import EnvironmentFaultError
+from tenuto.loadgen.bench import BenchOptions, run_bench
+from tenuto.placement import Plan
+from tests.instruments.live import PORT, bring_up, post, until
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+
+def make_plan(hooks: str = "Numbers") -> Plan:
+    replica = {"name": "own", "batch_size": 4, "latency": {"alpha_ms": 1.0, "beta_ms": 5.0}}
+    own: dict[str, Any] = {
+        "name": "own",
+        "source": "tests.instruments.own_models:scale",
+        "rate_rps": 20,
+        "slo_ms": 60_000,
+        "options": {"factor": 3.0, "hooks": f"tests.instruments.own_hooks:{hooks}"},
+    }
+    return Plan.from_data(
+        {
+            "policy": {"name": "hand"},
+            "gpus": [{"id": "n0/0", "type": "cpu"}],
+            "gpulets": [{"id": "n0/0/a", "gpu": "n0/0", "models": [replica]}],
+            "models": [own],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def url(launcher: Launcher) -> str:
+    bring_up(launcher, Deployment(plan=make_plan(), port=PORT, scheduler="eager").config())
+
+    def works() -> bool:  # the processes of hooks start beside the gateway
+        return post(f"{launcher.base_url}/predict/own", b"[1, 2, 3, 4]")[0] == 200
+
+    until(works)
+    return launcher.base_url
+
+
+def test_a_raw_body_gets_the_answer_of_the_hooks(url: str) -> None:
+    status, answer = post(f"{url}/predict/own", b"[1, 2, 3, 4]")
+    assert (status, answer["prediction"]) == (200, {"sums": {"y": 30.0, "total": 10.0}})
+    assert answer["parameters"]["emulated"] is False
+    status, answer = post(f"{url}/predict/own", b"[1, 2]")
+    assert status == 500  # another shape than the model's is the hooks' fault
+    assert post(f"{url}/predict/own", b"none") == (400, {"error": "the body is no list of 4 numbers. Send JSON."})
+
+
+def test_a_hook_that_hangs_leaves_the_other_process_to_the_others(url: str) -> None:
+    status, answer = post(f"{url}/predict/own", b"spin", X_SLO_Ms="200")
+    assert (status, answer["outcome"]) == (504, "expired")
+    assert post(f"{url}/predict/own", b"[1, 2, 3, 4]")[0] == 200
+
+
+@pytest.mark.parametrize("via", ["http", "handle"])
+def test_a_bench_sends_bodies_as_they_are(url: str, via: Any, tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(b"[1, 2, 3, 4]")
+    (tmp_path / "two").write_bytes(b"[0, 0, 0, 1]")
+    options = BenchOptions(url, duration_s=2.0, clients=0, via=via, bodies={"own": str(tmp_path)})
+    result = run_bench(make_plan().models, options)
+    assert result.errors == []
+    found = result.summary["models"]["own"]
+    assert found["ok"] == found["offered"] > 0
+
+
+def test_hooks_that_fail_with_their_own_example_end_the_deployment(launcher: Launcher) -> None:
+    with pytest.raises(EnvironmentFaultError, match="failed with their own example"):
+        bring_up(launcher, Deployment(plan=make_plan("Halves"), port=PORT, scheduler="eager").config())
