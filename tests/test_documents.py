@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib.util
 import io
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -28,10 +30,12 @@ PAGES = {
     str(path.relative_to(ROOT)): path
     for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "lab").rglob("*.md")))
 }
+GUIDE = sorted(page for page in PAGES if page.startswith("docs/guide/"))
 # What takes seconds and needs neither Ray nor a GPU nor a network; `tenuto` as a policy tries plans for longer.
 OURS = ("tenuto", "tenuto_lab", "tests", "lab")  # top packages of this repository
 QUICK = ("plan", "simulate", "goodput", "capacity", "policies", "profiles")
-LONG = ("--policy tenuto", "http://", "--elastic")
+LONG = ("--policy tenuto", "http://", "--elastic", "--compare tenuto")
+MADE_BEFORE = ("cpu.yaml", "more.yaml", "one-each")  # what a page measures, installs, or makes with others' commands
 
 
 def blocks(text: str, *languages: str) -> list[str]:
@@ -41,9 +45,10 @@ def blocks(text: str, *languages: str) -> list[str]:
 
 def shell_lines(text: str) -> Iterator[str]:
     """What a reader would type: lines of blocks, without prompts and remarks, and commands within sentences."""
-    for block in blocks(text, "bash", ""):
-        for line in block.replace("\\\n", " ").splitlines():
-            yield from re.split(r"\s+&&\s+", re.sub(r"\s+#.*", "", line.strip().removeprefix("$ ")))
+    typed = [line for block in blocks(text, "bash", "") for line in block.replace("\\\n", " ").splitlines()]
+    typed += [line for block in blocks(text, "console") for line in block.splitlines() if line.startswith("$ ")]
+    for line in typed:
+        yield from re.split(r"\s+&&\s+", re.sub(r"\s+#.*", "", line.strip().removeprefix("$ ")))
     prose = re.sub(r"```.*?```", "", text, flags=re.S)
     yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose))
 
@@ -57,6 +62,17 @@ def commands(text: str) -> list[list[str]]:
     return found
 
 
+@functools.cache
+def made_pages() -> frozenset[Path]:
+    """Where pages that `scripts/site` makes of the code would lie."""
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "scripts" / "site_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return frozenset(ROOT / "docs" / place for place in module.MADE)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = PAGES[page].read_text(encoding="utf-8")
@@ -66,6 +82,8 @@ def test_links_lead_somewhere(page: str) -> None:
         if "://" in target:
             continue
         file = (PAGES[page].parent / path).resolve() if path else PAGES[page]
+        if file in made_pages():
+            continue  # what leads there is tried where the site is built
         if not file.exists():
             broken.append(target)
         elif anchor:
@@ -79,6 +97,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_every_page_is_in_the_index(folder: str) -> None:
     index = (ROOT / folder / "README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(((?:\w+/)?[\w-]+\.md)\)", index))
+    linked -= {str(path.relative_to(ROOT / folder)) for path in made_pages() if path.is_relative_to(ROOT / folder)}
     assert linked == {str(path.relative_to(ROOT / folder)) for path in (ROOT / folder).rglob("*.md")} - {"README.md"}
 
 
@@ -88,6 +107,8 @@ def test_commands_options_and_scripts_exist(page: str) -> None:
     unknown = []
     for verb, *words in commands(text):
         command = load_verb(verb)
+        if isinstance(command, click.Group) and words:
+            command = command.commands.get(words[0], command)
         if command is None:
             unknown.append(verb)
             continue
@@ -194,30 +215,80 @@ def test_quick_commands_work_in_order(page: str, tmp_path: Path, monkeypatch: py
     """With the page's own workload where it has one, the README's otherwise, and the files that are named."""
     text = PAGES[page].read_text(encoding="utf-8")
     readme = PAGES["README.md"].read_text(encoding="utf-8")
-    (workload,) = [block for block in blocks(text, "yaml") if "# workload.yaml" in block][:1] or [
-        block for block in blocks(readme, "yaml") if "# workload.yaml" in block
-    ]
     monkeypatch.chdir(tmp_path)
-    Path("workload.yaml").write_text(workload, encoding="utf-8")
-    Path("cluster.yaml").write_text(Cluster.parse("v100:4").dump(), encoding="utf-8")
+    write_files_of(text, readme)
+    gpus = [{"type": "v100", "count": 2}]
+    nodes = [{"name": name, "label": f"tenuto-node={name}", "gpus": gpus} for name in ("n0", "n1")]
+    Path("cluster.yaml").write_text(Cluster.model_validate({"nodes": nodes}).dump(), encoding="utf-8")
     Path("profile.yaml").write_text(load_shipped("thesis-v100").dump(), encoding="utf-8")
-    for block in blocks(text, "python"):
-        if block.startswith("# my_policies.py"):
-            Path("my_policies.py").write_text(block, encoding="utf-8")
     if not any("plan.yaml" in words for words in quick_commands(text) if words[0] == "plan"):
         run("plan", "workload.yaml", "--policy", "usher", "--gpus", "v100:4", "-o", "plan.yaml")
     for words in quick_commands(text):
-        if "one-each" not in words:  # of a package that the reader has installed
+        if not any(name in words for name in MADE_BEFORE):
             is_run = words[0] in ("simulate", "goodput", "capacity") and "--duration-s" not in words
             run(*words, *(("--duration-s", "2") if is_run else ()))
 
 
-def run(*words: str) -> None:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+def write_files_of(text: str, fallback: str) -> None:
+    """Write the files that a page shows by name; the workload of another page where it has none."""
+    shown = [*blocks(fallback, "yaml", "python"), *blocks(text, "yaml", "python")]
+    for block in shown:
+        if named := re.match(r"# (workload\.yaml|my_policies\.py)\n", block):
+            Path(named[1]).write_text(block, encoding="utf-8")
+
+
+def run(*words: str) -> str:
+    """Run a command, which must work, and return what a terminal would show."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), pytest.raises(SystemExit) as ended:
         main(list(words))
-    assert ended.value.code == 0, f"tenuto {shlex.join(words)}: {err.getvalue()}"
-    assert out.getvalue() or err.getvalue()
+    assert ended.value.code == 0, f"tenuto {shlex.join(words)}: {shown.getvalue()}"
+    assert shown.getvalue()
+    return shown.getvalue()
+
+
+def sessions(text: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Quick commands of what a page shows of a terminal, each with the lines below it."""
+    for block in blocks(text, "console"):
+        for shown in re.split(r"^\$ ", block, flags=re.M)[1:]:
+            command, *lines = shown.splitlines()
+            is_quick = re.match(rf"tenuto ({'|'.join(QUICK)})\b", command) and not any(x in command for x in LONG)
+            if is_quick and not any(file in command for file in MADE_BEFORE):
+                yield shlex.split(command)[1:], lines
+
+
+def _told(line: str) -> str:
+    """A line without what differs from run to run: the layout, and how long it took."""
+    return re.sub(r"in [\d.]+ s$", "in a while", " ".join(line.split()))
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDE if [*sessions(PAGES[page].read_text("utf-8"))]])
+def test_commands_of_the_guide_print_what_it_shows(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line by line in order; `…` stands for lines that are left out."""
+    monkeypatch.chdir(tmp_path)
+    text = PAGES[page].read_text(encoding="utf-8")
+    write_files_of(text, PAGES["docs/guide/ten-models.md"].read_text(encoding="utf-8"))
+    for words, lines in sessions(text):
+        printed = iter([_told(line) for line in run(*words).splitlines()])
+        missing = [line for line in lines if line != "…" and _told(line) not in printed]
+        assert missing == [], shlex.join(words)
+
+
+@pytest.mark.parametrize("page", GUIDE)
+def test_pages_of_the_guide_are_short_and_without_dated_figures(page: str) -> None:
+    text = PAGES[page].read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    assert re.findall(r"\b20\d\d-\d\d-\d\d\b", text) == []
+
+
+def test_every_page_of_the_guide_leads_to_the_next() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    order = [f"docs/{place}" for place in re.findall(r"^\d+\. \[.*?\]\((guide/[\w-]+\.md)\)", index, re.M)]
+    assert sorted(order) == GUIDE
+    for page, after in itertools.pairwise(order):
+        assert re.search(rf"^Next: \[.*\]\({Path(after).name}\)\.$", PAGES[page].read_text(encoding="utf-8"), re.M), (
+            page
+        )
 
 
 @pytest.mark.parametrize("verb", verb_names())
