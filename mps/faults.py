@@ -84,6 +84,8 @@ class XidEvents:
             nvml.nvmlInit()
             self._events = nvml.nvmlEventSetCreate()
             handle = nvml.nvmlDeviceGetHandleByUUID(gpu_uuid)
+            if gpu_uuid.startswith("MIG-"):  # events are the whole GPU's
+                handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
             nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
         except (nvml.NVMLError, AttributeError) as error:
             raise EnvironmentFaultError(f"Xid events of {gpu_uuid} cannot be watched: {error}.") from error

@@ -43,6 +43,9 @@ class Nvml(Protocol):
     def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
     def nvmlDeviceGetAttributes(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int: ...
+    def nvmlDeviceGetGpuInstanceById(self, handle: Any, number: int) -> Any: ...
+    def nvmlGpuInstanceGetInfo(self, instance: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ class GpuDevice:
 
     `type` is a name of our GPU types, or the product's name in lower case with dashes; that of a MIG device has its
     profile appended, such as a100-3g.20gb. `is_mig`: a GPU in MIG mode without a MIG device, on which nothing can run.
-    `parent_uuid`: the physical GPU of a MIG device, None for whole GPUs.
+    `parent_uuid`: the physical GPU of a MIG device, None for whole GPUs. `start`: the memory slice where it begins;
+    None also where the driver does not tell, as to a user who may not cut the GPU. `has_mig`: whether the GPU could be
+    in MIG mode, `resets`: whether it changes that mode at its next reset.
     """
 
     uuid: str
@@ -65,6 +70,9 @@ class GpuDevice:
     is_mig: bool
     compute_mode: str
     parent_uuid: str | None = None
+    start: int | None = None
+    has_mig: bool = False
+    resets: bool = False
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data; `compute_capability` as text such as 8.0."""
@@ -131,9 +139,9 @@ def read_inventory(
         EnvironmentFaultError: no driver, no binding, or a GPU whose SM count CUDA does not tell.
     """
     nvml = nvml or load_nvml()
-    with _running(nvml):
+    with answering(nvml):
         try:
-            driver = _text(nvml.nvmlSystemGetDriverVersion())
+            driver = text_of(nvml.nvmlSystemGetDriverVersion())
             handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
             counts = sm_counts() if handles else {}
             whole = [(handle, _device(nvml, handle, driver, counts)) for handle in handles]
@@ -151,7 +159,7 @@ class GpuProcesses:
     def on(self, uuid: str) -> tuple[int, ...]:
         """Return the pids with a compute context on a GPU, CUDA MPS clients included; raises `EnvironmentFaultError`
         when NVML fails."""
-        with _running(self._nvml):
+        with answering(self._nvml):
             try:
                 handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
                 found = {int(p.pid) for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
@@ -164,7 +172,8 @@ class GpuProcesses:
 
 
 @contextlib.contextmanager
-def _running(nvml: Nvml) -> Iterator[None]:
+def answering(nvml: Nvml) -> Iterator[None]:
+    """Hold NVML open; raises `EnvironmentFaultError` where no driver answers."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -178,7 +187,7 @@ def _running(nvml: Nvml) -> Iterator[None]:
 
 
 def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) -> GpuDevice:
-    uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
+    uuid, name = text_of(nvml.nvmlDeviceGetUUID(handle)), text_of(nvml.nvmlDeviceGetName(handle))
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         total, free = int(memory.total), int(memory.free)
@@ -186,16 +195,18 @@ def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) 
         total = free = 0
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     try:
-        is_mig = nvml.nvmlDeviceGetMigMode(handle)[0] == 1
+        mode, pending = nvml.nvmlDeviceGetMigMode(handle)
+        has_mig = True
     except nvml.NVMLError:  # not supported: a GPU from before MIG
-        is_mig = False
+        mode, pending, has_mig = 0, 0, False
+    is_mig = mode == 1
     # With MIG on, CUDA shows instances and no whole GPU; 0 then says that there is nothing to share by SMs.
     if uuid not in sm_counts and not is_mig:
         raise EnvironmentFaultError(f"CUDA does not show {name} ({uuid}), which NVML does. Check nvidia-smi -L.")
     try:
-        mode = nvml.nvmlDeviceGetComputeMode(handle)
+        compute_mode = nvml.nvmlDeviceGetComputeMode(handle)
     except nvml.NVMLError:  # as in containers that hide it
-        mode = -1
+        compute_mode = -1
     return GpuDevice(
         uuid=uuid,
         name=name,
@@ -206,7 +217,9 @@ def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) 
         sm_count=int(sm_counts.get(uuid, 0)),
         driver=driver,
         is_mig=is_mig,
-        compute_mode=_COMPUTE_MODES.get(mode, "unknown"),
+        compute_mode=_COMPUTE_MODES.get(compute_mode, "unknown"),
+        has_mig=has_mig,
+        resets=mode != pending,
     )
 
 
@@ -221,14 +234,14 @@ def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ..
         except nvml.NVMLError:  # no device in this place
             continue
         attributes, memory = nvml.nvmlDeviceGetAttributes(part), nvml.nvmlDeviceGetMemoryInfo(part)
-        name = _text(nvml.nvmlDeviceGetName(part))
+        name = text_of(nvml.nvmlDeviceGetName(part))
         if " MIG " not in name:  # drivers before 450.80 give the GPU's name
             slices, gib = int(attributes.gpuInstanceSliceCount), round(int(attributes.memorySizeMB) / 1024)
             name = f"{name} MIG {slices}g.{gib}gb"
         found.append(
             replace(
                 gpu,
-                uuid=_text(nvml.nvmlDeviceGetUUID(part)),
+                uuid=text_of(nvml.nvmlDeviceGetUUID(part)),
                 name=name,
                 type=gpu_type_of(name),
                 memory_mib=int(memory.total) >> 20,
@@ -236,11 +249,21 @@ def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ..
                 sm_count=int(attributes.multiprocessorCount),
                 is_mig=False,
                 parent_uuid=gpu.uuid,
+                start=_start(nvml, handle, part),
             )
         )
     return tuple(found)
 
 
-def _text(value: Any) -> str:
-    """NVML's binding gave bytes before release 12."""
+def _start(nvml: Nvml, handle: Any, part: Any) -> int | None:
+    """Return the memory slice where a MIG device's instance begins; None where the driver does not tell."""
+    try:
+        instance = nvml.nvmlDeviceGetGpuInstanceById(handle, nvml.nvmlDeviceGetGpuInstanceId(part))
+        return int(nvml.nvmlGpuInstanceGetInfo(instance).placement.start)
+    except nvml.NVMLError:  # as to users who may not cut it
+        return None
+
+
+def text_of(value: Any) -> str:
+    """Return a text of NVML's binding, which gave bytes before release 12."""
     return value.decode() if isinstance(value, bytes) else str(value)

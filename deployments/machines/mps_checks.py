@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tenuto.deployments.machines.finding import Finding
@@ -38,6 +38,26 @@ def check_gpus(
     found = [Finding("nvidia driver", "ok", f"{devices[0].driver}, {len(devices)} GPUs")]
     for device in devices:
         found += [_check_gpu(device), *_check_processes(device, others)]
+    return [*found, *_check_layouts(devices)]
+
+
+def _check_layouts(devices: Sequence[GpuDevice]) -> list[Finding]:
+    """Return a line for every GPU that MIG can cut: how it is cut, and what it waits for."""
+    found = []
+    of = {device.parent_uuid or device.uuid: device for device in devices if device.has_mig}
+    for uuid, device in of.items():
+        parts = [each for each in devices if each.parent_uuid == uuid]
+        cut = ", ".join(f"{each.type} at {'?' if each.start is None else each.start}" for each in parts)
+        layout = cut or ("in MIG mode, without instances" if device.is_mig else "whole; it could be cut (MIG is off)")
+        name = f"layout {uuid[4:12]}"
+        if device.resets:
+            cure = f"end what uses it, then nvidia-smi --gpu-reset -i {uuid}"
+            found.append(Finding(name, "fail", f"{layout}; its MIG mode changes at its next reset", cure))
+        elif any(each.start is None for each in parts):
+            cure = "as root, or with access to /proc/driver/nvidia/capabilities/mig/config, plans can address places"
+            found.append(Finding(name, "note", f"{layout}: this user is not told where", cure))
+        else:
+            found.append(Finding(name, "ok", layout))
     return found
 
 
@@ -62,7 +82,7 @@ def _check_gpu(device: GpuDevice) -> Finding:
         f"compute mode {device.compute_mode}"
     )
     if device.is_mig:
-        cure = f"nvidia-smi -i {device.uuid} -mig 0"
+        cure = f"nvidia-smi -i {device.uuid} -mig 0, or let plans cut it: tenuto cluster --mig managed"
         return Finding(name, "fail", f"{found}, in MIG mode without a MIG device", cure)
     if device.compute_mode == "prohibited":
         return Finding(name, "fail", found, f"nvidia-smi -i {device.uuid} -c EXCLUSIVE_PROCESS")

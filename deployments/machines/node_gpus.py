@@ -10,7 +10,8 @@ from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.placement import Cluster
-from tenuto.placement.cluster import GpuGroup, Node
+from tenuto.placement.cluster import GpuGroup, GroupInstance, MigUse, Node
+from tenuto.profiles.mig_instances import instance_profiles, instance_type_of
 
 
 def read_ray_inventory(
@@ -60,26 +61,52 @@ def _inventory_or_reason(read: Callable[[], tuple[GpuDevice, ...]]) -> tuple[Gpu
         return str(error)
 
 
-def cluster_of(nodes: Mapping[str | None, Sequence[GpuDevice]], *, name: str = "n0") -> Cluster:
+def cluster_of(nodes: Mapping[str | None, Sequence[GpuDevice]], *, name: str = "n0", mig: MigUse = "fixed") -> Cluster:
     """Return the cluster file's content: nodes `n0`, `n1`, … by address; equal neighbours make one group.
 
-    A node without an address is this machine alone, called `name`. MIG devices are GPUs of their own types.
+    A node without an address is this machine alone, called `name`. A GPU that is cut is told with its MIG instances
+    and where they begin; where the driver does not tell that, MIG devices are GPUs of their own types. `mig`: what may
+    be done to the layouts.
 
     Raises:
-        EnvironmentFaultError: a GPU in MIG mode without a MIG device, which runs nothing.
+        EnvironmentFaultError: a GPU in MIG mode without a MIG device, which runs nothing, and may not be cut.
     """
     made = []
     for index, (address, devices) in enumerate(nodes.items()):
         sliced = [device.uuid for device in devices if device.is_mig]
-        if sliced:
+        if sliced and mig == "fixed":
             raise EnvironmentFaultError(
-                f"{', '.join(sliced)}: in MIG mode without a MIG device. Make some (nvidia-smi mig -cgi 9,9 -C), or "
-                f"turn it off: nvidia-smi -i {sliced[0]} -mig 0"
+                f"{', '.join(sliced)}: in MIG mode without a MIG device. Make some (nvidia-smi mig -cgi 9,9 -C), let "
+                f"plans make them (--mig managed), or turn it off: nvidia-smi -i {sliced[0]} -mig 0"
             )
-        groups = []
-        for (kind, memory_mib), equal in groupby(devices, key=lambda device: (device.type, device.memory_mib)):
-            uuids = tuple(device.uuid for device in equal)
-            groups.append(GpuGroup(type=kind, count=len(uuids), uuids=uuids, memory_mib=memory_mib))
+        groups: list[GpuGroup] = []
+        for _, together in groupby(devices, key=lambda device: device.parent_uuid or device.is_mig):
+            parts = list(together)
+            groups += _cut_group(parts, mig) or _plain_groups(parts, mig)
         label = re.sub(r"[^A-Za-z0-9._-]", "-", name) if address is None else f"n{index}"
         made.append(Node(name=label, gpus=tuple(groups), address=address))
     return Cluster(nodes=tuple(made))
+
+
+def _cut_group(parts: Sequence[GpuDevice], mig: MigUse) -> list[GpuGroup]:
+    """Return the GPU of some MIG devices with its instances; none where it is not told how it is cut."""
+    types = [instance_type_of(part.type) for part in parts]
+    base, parent = types[0].base if types[0] is not None else "", parts[0].parent_uuid
+    known, instances = instance_profiles(base), []
+    for part, kind in zip(parts, types, strict=True):
+        if kind is None or part.start is None or kind.profile not in known:
+            return []
+        instances.append(GroupInstance(profile=kind.profile, start=part.start, uuid=part.uuid))
+    if parent is None:
+        return []
+    placed = tuple(sorted(instances, key=lambda instance: instance.start))
+    return [GpuGroup(type=base, uuids=(parent,), mig=mig, instances=placed)]
+
+
+def _plain_groups(devices: Sequence[GpuDevice], mig: MigUse) -> list[GpuGroup]:
+    found = []
+    for (kind, memory_mib, is_mig), equal in groupby(devices, key=lambda d: (d.type, d.memory_mib, d.is_mig)):
+        uuids = tuple(device.uuid for device in equal)
+        managed = mig if is_mig else None
+        found.append(GpuGroup(type=kind, count=len(uuids), uuids=uuids, memory_mib=memory_mib, mig=managed))
+    return found

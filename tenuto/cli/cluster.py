@@ -14,13 +14,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tenuto.mps.inventory import GpuDevice
+    from tenuto.placement.cluster import MigUse
 
 
 @click.command(name="cluster", short_help="List the GPUs of this machine or Ray cluster; write a cluster file.")
 @click.option("--address", metavar="ADDRESS", help="Ray cluster whose nodes to ask, or `auto`; default: this machine.")
+@click.option(
+    "--mig",
+    type=click.Choice(["fixed", "managed"]),
+    default="fixed",
+    show_default=True,
+    help="Whether plans may cut the GPUs in MIG mode into other instances.",
+)
 @click.option("-o", "--output", metavar="FILE", help="Write the cluster file here.")
 @json_option
-def command(address: str | None, output: str | None) -> int:
+def command(address: str | None, mig: MigUse, output: str | None) -> int:
     """List GPUs by UUID with type, memory, SMs, driver and modes.
 
     Exit code 3 where there is no driver or GPU.
@@ -37,7 +45,7 @@ def command(address: str | None, output: str | None) -> int:
             raise EnvironmentFaultError("the NVIDIA driver answers, but this machine has no GPU. Check nvidia-smi -L.")
     else:
         nodes = _ray_nodes(address)
-    cluster = cluster_of(nodes)
+    cluster = cluster_of(nodes, mig=mig)
     if output is not None:
         write_file(output, cluster.dump(), what=f"{len(cluster.gpus)} GPUs on {len(cluster.nodes)} nodes")
     told = [
@@ -97,5 +105,6 @@ def _print(names: list[str], nodes: Mapping[str | None, tuple[GpuDevice, ...]]) 
 
 def _mig(device: GpuDevice) -> str:
     if device.parent_uuid is not None:
-        return "device"
-    return "on, empty" if device.is_mig else "off"
+        return "device" if device.start is None else f"at {device.start}"
+    mode = "on, empty" if device.is_mig else "off" if device.has_mig else "none"
+    return f"{mode}, reset pending" if device.resets else mode

@@ -111,3 +111,12 @@ class FakeNvml:
         return SimpleNamespace(
             multiprocessorCount=handle.sm_count, gpuInstanceSliceCount=handle.slices, memorySizeMB=handle.memory_mib
         )
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int:
+        return int(self.gpus[-1].parts.index(handle))
+
+    def nvmlDeviceGetGpuInstanceById(self, handle: Any, number: int) -> Any:
+        raise self.NVMLError("Insufficient Permissions")
+
+    def nvmlGpuInstanceGetInfo(self, instance: Any) -> Any:
+        raise self.NVMLError("Insufficient Permissions")

@@ -9,6 +9,7 @@ from tenuto.mps import inventory
 from tenuto.mps.inventory import GpuProcesses, read_inventory
 from tenuto.placement import Cluster
 
+from .fake_mig import FakeMigGpu, FakeMigNvml
 from .fake_nvml import A100, V100, FakeGpu, FakeNvml, FakePart
 
 COUNTS = {A100: 108, V100: 80}  # CUDA's order differs from NVML's
@@ -138,3 +139,24 @@ def test_the_verb_shows_mig_devices_with_what_is_copied_from_it(
     out = capsys.readouterr().out
     assert PARTS[1] in out
     assert "a100-1g.5gb" in out
+
+
+def test_a_gpu_that_is_cut_is_one_group_with_its_places(tmp_path: Path) -> None:
+    nvml = FakeMigNvml(FakeMigGpu(), FakeGpu(V100))
+    for profile, start in (("3g.20gb", 4), ("2g.10gb", 0)):
+        nvml.gpu.cut(profile, start)
+    path = tmp_path / "cluster.yaml"
+    devices = read_inventory(nvml, lambda: {V100: 80})
+    path.write_text(cluster_of({None: devices}, mig="managed").dump(), encoding="utf-8")
+    first, second, whole = Cluster.load(path).gpus
+    assert [(gpu.id, gpu.type, gpu.uuid, gpu.mig) for gpu in (first, second)] == [
+        ("n0/0.0", "a100-2g.10gb", devices[1].uuid, "managed"),
+        ("n0/0.4", "a100-3g.20gb", devices[0].uuid, "managed"),
+    ]
+    assert first.instance is not None
+    assert (first.instance.gpu_uuid, whole.id, whole.mig) == (A100, "n0/1", None)
+
+
+def test_an_empty_gpu_in_mig_mode_may_be_cut_by_plans() -> None:
+    (gpu,) = cluster_of({None: read_inventory(FakeMigNvml(FakeMigGpu()), dict)}, mig="managed").gpus
+    assert (gpu.type, gpu.uuid, gpu.mig, gpu.instance) == ("a100", A100, "managed", None)

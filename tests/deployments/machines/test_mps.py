@@ -10,7 +10,8 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.others import OtherProcess
 from tenuto.mps.processes import Processes
-from tests.mps.fake_nvml import V100, FakeGpu, FakeNvml, FakePart
+from tests.mps.fake_mig import FakeMigGpu, FakeMigNvml
+from tests.mps.fake_nvml import A100, V100, FakeGpu, FakeNvml, FakePart
 
 
 class NoProcesses(Processes):
@@ -69,13 +70,35 @@ def test_what_is_wrong_with_a_gpu_comes_with_its_repair(changes: dict[str, objec
 def test_other_processes_are_named_and_a_mig_device_is_a_gpu() -> None:
     part = FakePart("MIG-22222222-aaaa-aaaa-aaaa-aaaaaaaaaaaa")
     found = read_inventory(FakeNvml(FakeGpu(V100, mig=1, parts=[None, part])), dict)
-    driver, mig, others = check_gpus(
+    driver, mig, others, layout = check_gpus(
         lambda: found, lambda uuid: (OtherProcess(7, "python", 1001), OtherProcess(8, None, None))
     )
     assert driver.state == "ok"
     assert (mig.name, mig.state) == ("mig 22222222", "ok")
     assert (others.name, others.state) == ("mig 22222222 others", "note")
     assert "process 7 (python, user 1001), process 8 of another container" in others.found
+    assert (layout.state, layout.found) == ("note", "a100-3g.20gb at ?: this user is not told where")
+
+
+@pytest.mark.parametrize(
+    ("cuts", "changes", "state", "told"),
+    [
+        ((("3g.20gb", 4), ("1g.5gb", 0)), {}, "ok", "a100-3g.20gb at 4, a100-1g.5gb at 0"),
+        ((), {"mig": 0}, "ok", "whole; it could be cut (MIG is off)"),
+        ((), {}, "ok", "in MIG mode, without instances"),
+        ((), {"mig": 0, "pending": 1}, "fail", "its MIG mode changes at its next reset"),
+    ],
+)
+def test_every_gpu_that_can_be_cut_has_a_line_with_its_layout(
+    cuts: tuple[tuple[str, int], ...], changes: dict[str, object], state: str, told: str
+) -> None:
+    nvml = FakeMigNvml(FakeMigGpu(**changes))  # type: ignore[arg-type]
+    for cut in cuts:
+        nvml.gpu.cut(*cut)
+    found = check_gpus(lambda: read_inventory(nvml, lambda: {A100: 108}), lambda uuid: ())[-1]
+    assert (found.name, found.state) == ("layout 22222222", state)
+    assert told in found.found
+    assert ("--gpu-reset" in found.cure) == (state == "fail")
 
 
 def test_a_driver_that_does_not_answer_is_one_failed_line() -> None:
