@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
 import sys
+import tempfile
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -17,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.testing import CliRunner
 from pydantic import BaseModel
 
 import tenuto
 
 ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "docs" / "reference"
 FOLDERS = ("profiles", "mps", "placement", "batching", "deployments", "loadgen")
 # Pages and files outside docs/ that pages lead to. The site has them at the same place below its root.
 ALSO = ("CHANGELOG.md", "CONTRIBUTING.md", "lab/*.md", "lab/journal/*", "examples/**/*", "deployments/data/*.proto")
@@ -84,9 +88,14 @@ def keys_page() -> str:
     lines = [
         "# Keys of the files",
         "",
-        "Made of the schemas that read the files. [File formats](files.md) has examples, and what keys do together.",
+        "Made of the schemas that read the files. Meanings are those of [file formats](files.md) and of",
+        "[the controller](control.md).",
         "",
     ]
+    files = re.split(r"^## ", (REFERENCE / "files.md").read_text(encoding="utf-8"), flags=re.M)
+    explained = {section.partition("\n")[0]: _explained(section) for section in files}
+    explained["Control"] = _explained((REFERENCE / "control.md").read_text(encoding="utf-8"))
+    shown: set[type[BaseModel]] = set()
     for title, schema in (
         ("Workload", Workload),
         ("Cluster", Cluster),
@@ -95,11 +104,41 @@ def keys_page() -> str:
         ("Control", ControlSettings),
     ):
         lines += [f"## {title}", ""]
-        for model in _below(schema):
+        for model in (each for each in _below(schema) if each not in shown):
+            shown.add(model)
             lines += [f"### {title}: {model.__name__}", ""] if model is not schema else []
             lines += [_plain(inspect.getdoc(model) or ""), ""]
-            lines += _table(("key", "type", "default"), _keys(model))
+            lines += _table(("key", "type", "default", "meaning"), _keys(model, explained[title]))
+    lines += [
+        "## Result",
+        "",
+        "`result.json` of `tenuto simulate -o`, made of a short run. `tenuto bench -o` writes the same, and what only",
+        "a real run has. [What is measured](metrics.md) defines the figures.",
+        "",
+        *_table(("key", "type"), ((f"`{key}`", kind) for key, kind in _result().items())),
+    ]
     return "\n".join(lines)
+
+
+def _result() -> dict[str, str]:
+    """Return the keys of a result, each with its type, by making one: only the code that writes it has them."""
+    from tenuto.cli import root
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "w.yaml").write_text("models: [{name: resnet50, rate_rps: 100, slo_ms: 200}]\n", encoding="utf-8")
+        words = ["simulate", f"{folder}/w.yaml", "--gpus", "v100:1", "--duration-s", "2", "-o", f"{folder}/run"]
+        CliRunner().invoke(root, words, catch_exceptions=False, standalone_mode=False)
+        return dict(_flat(json.loads(Path(folder, "run", "result.json").read_text(encoding="utf-8"))))
+
+
+def _flat(document: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    kinds = {bool: "true or false", int: "whole number", float: "number", str: "text", list: "list", dict: "mapping"}
+    for key, value in document.items():
+        key = {"resnet50": "MODEL", "n0/0/a": "GPULET"}.get(key, key)
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield before + key, kinds.get(type(value), "null where not known")
 
 
 def _below(schema: type[BaseModel]) -> list[type[BaseModel]]:
@@ -118,7 +157,19 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models(inner)
 
 
-def _keys(model: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
+def _explained(page: str) -> list[dict[str, str]]:
+    """Return what the tables of a written page say of keys: the last cell of each row, by the keys in its first."""
+    tables = []
+    for table in re.findall(r"(?:^\|.*\n)+", page, re.M):
+        rows = [re.split(r" (?<!\\)\| ", row.strip("| ")) for row in table.splitlines()]
+        rows = [[*row[:-1], row[-1].replace("](#", "](files.md#")] for row in rows]
+        tables.append({key: row[-1] for row in rows for key in re.findall(r"`([\w.]+)`", row[0])})
+    return tables
+
+
+def _keys(model: type[BaseModel], tables: list[dict[str, str]]) -> Iterator[tuple[str, str, str, str]]:
+    short = [{key.rpartition(".")[2]: meaning for key, meaning in table.items()} for table in tables]
+    said = max(short, key=lambda table: len(table.keys() & model.model_fields.keys()), default={})
     for name, field in model.model_fields.items():
         bounds = [str(rule) for rule in field.metadata if re.match(r"(Gt|Ge|Lt|Le|MaxLen|MinLen)\(", str(rule))]
         kind = _type(field.annotation) + "".join(f", {_bound(rule)}" for rule in bounds)
@@ -127,7 +178,7 @@ def _keys(model: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
         else:
             value = field.get_default(call_default_factory=True)
             default = "" if isinstance(value, BaseModel) or value in ((), {}, None) else f"`{value}`"
-        yield f"`{field.alias or name}`", kind, default
+        yield f"`{field.alias or name}`", kind, default, said.get(field.alias or name, "")
 
 
 _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}

@@ -14,6 +14,8 @@ import click
 import pytest
 
 from tenuto.cli import VERBS, load_verb
+from tenuto.deployments.operator.exposition import render_metrics
+from tests.instruments.shown_status import ShownServer
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,6 +70,15 @@ def options(name: str, command: click.Command | None) -> Iterator[str]:
 def test_the_site_says_every_command_and_option(site: Path) -> None:
     text = text_of(site, "commands")
     assert [each for verb in VERBS for each in options(f"tenuto {verb}", load_verb(verb)) if each not in text] == []
+
+
+def test_every_metric_is_on_the_site(site: Path) -> None:
+    server = ShownServer(models=5, gpulets=8)
+    server.second()
+    named = re.findall(r"^# HELP (\S+) \S", render_metrics(server.status()), re.M)
+    text = text_of(site, "metric-names")
+    assert len(named) > 30
+    assert [name for name in named if name not in text] == []
 
 
 @pytest.mark.parametrize("page", ["commands", "keys", "python-names", "policies", "metric-names", "log-lines"])

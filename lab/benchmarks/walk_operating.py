@@ -1,5 +1,5 @@
-"""Walk docs/reference/operating.md's way from the first deploy to the delete on a real Ray of two nodes, with emulated
-GPUs, and print every command with what it said.
+"""Walk the way that lab/journal/faults.md shows, from the first deploy to the delete on a real Ray of two nodes, with
+emulated GPUs, and print every command with what it said.
 
     python lab/benchmarks/walk_operating.py
 
