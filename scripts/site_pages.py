@@ -431,3 +431,8 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
         return f"[{found[1]}]({os.path.relpath(there, Path(place).parent)}{hash_}{anchor})"
 
     return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", led, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Take away what Markdown leaves of a bar in a table's code."""
+    return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace("\\|", "|"), html)
