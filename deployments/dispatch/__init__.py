@@ -1,1 +1,2 @@
-"""The dispatcher: the asyncio driver of the scheduler core, and what it knows of requests and gpu-lets."""
+"""The dispatcher: the asyncio driver of the scheduler core. It keeps the open requests and the gpu-lets'
+connections."""

@@ -1,5 +1,5 @@
-"""What a dispatcher counts, remembers and tells of requests and batches: counts and histograms per model, the last
-ended requests, what happened to gpu-lets and plans, and what the autoscale advice is made of."""
+"""What a dispatcher counts and remembers for operators: counts and histograms per model, the last requests that ended,
+events of gpu-lets and plans, and the counts behind the autoscale advice."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus
 from tenuto.placement.plan import ExpectedModel
 from tenuto.placement.workload import ModelSpec
 
-_KEPT_EVENTS = 256  # limit: events that a status tells of; older ones are in the log
+_KEPT_EVENTS = 256  # limit: events that a status contains; older ones are in the log
 
 
 class ModelCounters(ModelCounts, kw_only=True):
-    """Counts since the dispatcher started, as the status has them; `batches` and `batched` give the mean batch size.
+    """Counts of one model since the dispatcher started, with the fields of the status. `batches` and `batched` give the
+    mean batch size.
 
     The histograms are of executed requests, in seconds: `latency_s` from arrival to answer, `batching_s` the wait for a
-    batch, `gpulet_queue_s` the wait at the gpu-let. Their buckets lie around the SLO; they start anew when it changes.
+    batch, `gpulet_queue_s` the wait at the gpu-let. Their buckets lie around the SLO. When the SLO changes, the
+    histograms start anew.
     """
 
     execution_ms: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=512))
@@ -42,7 +44,7 @@ class ModelCounters(ModelCounts, kw_only=True):
             self.latency_s, self.batching_s, self.gpulet_queue_s, self.execution_s = (Histogram(bounds) for _ in "1234")
 
     def status(self, spec: ModelSpec, expected: ExpectedModel | None, queued: int) -> ModelStatus:
-        """Return them beside what the plan says of the model and expects of it."""
+        """Return the counts, and beside them what the plan asks of the model and expects of it."""
         self.slo_ms, self.rate_rps, self.queued, self.counted_at_s = spec.slo_ms, spec.rate_rps, queued, time.time()
         self.planned_goodput_rps = expected.goodput_rps if expected else None
         self.planned_latency_ms = expected.latency_ms if expected else None
@@ -59,13 +61,13 @@ class ModelCounters(ModelCounts, kw_only=True):
 
 
 class EventLog:
-    """The last things that happened to gpu-lets and plans, for operators."""
+    """The last events of gpu-lets and plans, for operators."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
 
     def add(self, what: str, why: str) -> None:
-        """Note an event: what happened, to whom and why."""
+        """Note an event: what happened, and in `why` to which gpu-let or plan and for what reason."""
         self._events.appendleft(Event(time.time(), what, why))
 
     def newest(self) -> list[Event]:
@@ -74,7 +76,8 @@ class EventLog:
 
 
 class Accounts:
-    """Invariant: every request that was submitted and is not open any more is counted under exactly one end."""
+    """Invariant: every submitted request that is no longer open is counted under exactly one outcome or as
+    cancelled."""
 
     def __init__(self) -> None:
         self.counters: defaultdict[str, ModelCounters] = defaultdict(ModelCounters)
@@ -83,7 +86,7 @@ class Accounts:
         self.events = EventLog()
 
     def executed(self, requests: list[Request], executed: Executed, now_ms: float) -> None:
-        """Count and remember requests of one model that are answered now; after its deadline an answer is `late`."""
+        """Count and remember requests of one model that are answered now. After its deadline an answer is `late`."""
         counters = self.counters[requests[0].name]
         good = sum([now_ms <= request.deadline_ms for request in requests])
         counters.ok += good
@@ -109,7 +112,7 @@ class Accounts:
         self.ended.add_refused(request, refused, now_ms)
 
     def batch_sent(self, batch: Batch) -> None:
-        """Count a batch that left, for each model in it."""
+        """Count a batch that was sent, for each model in it."""
         for model, rows in batch.members:
             counters = self.counters[model]
             counters.batches += 1

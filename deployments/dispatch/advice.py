@@ -1,4 +1,4 @@
-"""The autoscale advice of a running dispatcher: counts what ended and how long GPUs were busy, window by window."""
+"""The autoscale advice of a running dispatcher. It counts ended requests and how long GPUs were busy, by windows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tenuto.placement import Plan
 
 logger = logging.getLogger("ray.serve")
 
-# Three windows of ten seconds must agree before GPUs are released: a pause of clients is no reason to.
+# Three windows of ten seconds must agree before GPUs are released, so that a short pause of clients releases none.
 LIVE_OPTIONS = AutoscaleOptions(settle_windows=3)
 
 
 class LiveAdvice:
-    """Times are seconds of the dispatcher's clock. A GPU is busy while any of its gpu-lets is, at most all the time."""
+    """Times are seconds of the dispatcher's clock. A GPU is busy while any of its gpu-lets is."""
 
     def __init__(self, options: AutoscaleOptions = LIVE_OPTIONS) -> None:
         self._options = options
@@ -28,7 +28,7 @@ class LiveAdvice:
         self._since_s = 0.0
 
     def follow(self, plan: Plan, now_s: float) -> None:
-        """From now on the GPUs of this plan are in use."""
+        """Count with the GPUs of this plan from now on."""
         self._gpu_of = {gpulet.id: gpulet.gpu for gpulet in plan.gpulets}
         gpus = max(1, len(set(self._gpu_of.values())))
         if self._advisor is None:
@@ -38,7 +38,7 @@ class LiveAdvice:
             self.tick(now_s)
             self._take(self._advisor.set_gpus(now_s, gpus))
             if self._latest is not None and self._latest.gpus != gpus:
-                self._latest = None  # it was about other GPUs
+                self._latest = None  # that advice was for another number of GPUs
         self._busy_s = dict.fromkeys(self._gpu_of.values(), 0.0)
 
     def ended(self, *, good: int = 0, bad: int = 0) -> None:
@@ -47,23 +47,23 @@ class LiveAdvice:
         self._bad += bad
 
     def executed(self, gpulet: str, execution_ms: float) -> None:
-        """Count a batch; one of a gpu-let that left the plan is not counted."""
+        """Count a batch. A batch of a gpu-let that left the plan does not count."""
         gpu = self._gpu_of.get(gpulet)
         if gpu is not None:
             self._busy_s[gpu] = self._busy_s.get(gpu, 0.0) + execution_ms / 1000.0
 
     def tick(self, now_s: float) -> None:
-        """Hand over the counts; call about once a second. Logs when the advice changes."""
+        """Hand the counts to the advisor; call about once a second. A change of the advice is logged."""
         if self._advisor is None:
             return
         passed_s = now_s - self._ticked_s
         busy_s = 0.0
         for gpu, busy in self._busy_s.items():
-            # A batch is counted when it ends: what exceeds the time that passed belongs to the ticks before.
+            # A batch is counted when it ends. Busy time beyond the time since the last tick belongs to earlier ticks.
             busy_s += min(busy, passed_s)
             self._busy_s[gpu] = 0.0
         good, bad, self._good, self._bad = self._good, self._bad, 0, 0
-        # What happened between two ticks belongs to the window of the first.
+        # Events between two ticks belong to the window of the first tick.
         self._take(self._advisor.add(self._ticked_s, good=good, bad=bad, busy_gpu_s=busy_s))
         self._take(self._advisor.add(now_s))
         self._ticked_s = now_s
@@ -77,7 +77,7 @@ class LiveAdvice:
             self._latest = advice
 
     def status(self, now_s: float) -> AdviceStatus | None:
-        """Return the latest advice and for how long it has been the same; None before the first window ended."""
+        """Return the latest advice and how long it has been the same; None before the first window ended."""
         return None if self._latest is None else _told(self._latest, max(0.0, now_s - self._since_s))
 
 

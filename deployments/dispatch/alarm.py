@@ -1,5 +1,5 @@
-"""A timer of an event loop to the microsecond: loops count theirs in whole ms, which alone makes them up to 1.5 ms
-early or late. A Linux timer descriptor wakes a loop within some 50 µs."""
+"""A precise timer for an event loop. Timers of asyncio count whole ms, so they ring up to 1.5 ms early or late. A Linux
+timer descriptor wakes a loop within some 50 µs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 _ABSOLUTE = 1  # format: TFD_TIMER_ABSTIME
-_FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)  # TFD_NONBLOCK and TFD_CLOEXEC have the values of these
+_FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)  # TFD_NONBLOCK and TFD_CLOEXEC have these values
 
 
 class _Timespec(ctypes.Structure):
@@ -25,29 +25,29 @@ class _Setting(ctypes.Structure):
 
 
 class Alarm(Protocol):
-    """Rings once for each time it is set. Set anew or cleared, it does not ring for what it was set for before."""
+    """Rings once for each time it is set. When it is set again or cleared, it does not ring for the earlier time."""
 
     def set(self, at_s: float) -> None:
-        """Ring at that time of its clock, at once where it has passed."""
+        """Ring when the clock says `at_s`; at once, if that has passed."""
 
     def clear(self) -> None:
         """Do not ring."""
 
     def close(self) -> None:
-        """Let go of everything; a closed one is not set again."""
+        """Free the timer; a closed alarm must not be set again."""
 
 
 def alarm(on_ring: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> Alarm:
-    """Return an alarm on the running event loop: a descriptor's where the clock is the system's, else the loop's, which
-    may ring early too.
+    """Return an alarm on the running event loop. With the system's clock on Linux it is a timer descriptor; otherwise
+    it is a timer of the loop, which may ring early too.
 
     Args:
-        on_ring: what to call.
-        clock: in seconds; another than the system's must pass as the loop's time does.
+        on_ring: called when the alarm rings.
+        clock: returns seconds; a clock other than the system's must run as fast as the loop's time.
     """
     loop = asyncio.get_running_loop()
     if sys.platform == "linux" and clock is time.monotonic:
-        # Called with the interpreter's lock held: that takes less than giving it back and asking for it again.
+        # PyDLL keeps Python's lock during a call: releasing the lock and taking it again would cost more than the call.
         library = ctypes.PyDLL(None, use_errno=True)
         descriptor = int(library.timerfd_create(time.CLOCK_MONOTONIC, _FLAGS))
         if descriptor >= 0:
@@ -84,7 +84,7 @@ class _DescriptorAlarm:
         try:
             os.read(self._descriptor, 8)
         except BlockingIOError:
-            return  # set anew since it rang
+            return  # the alarm was set again after it rang
         if self._is_set:
             self._is_set = False
             self._on_ring()

@@ -1,12 +1,13 @@
-"""Which of the dispatchers of a sub-cluster has its gpu-lets: they hear of each other only from these.
+"""Which dispatcher of a sub-cluster is in charge of its gpu-lets. Dispatchers learn of each other only from gpu-lets.
 
-Of two terms the gpu-lets obey the later one. A term names the gateways that reach its dispatcher, and none once that
-dispatcher is gone. Another dispatcher that is asked takes charge only where all of these reach it too, or where more
-reach it. Two that each have a gateway of their own therefore never take charge from each other in turns: both
-would have the same gateways, and a gateway that reaches both asks one.
+A dispatcher in charge has a *term*: a number, and the names of the gateways that reach it (none, once the dispatcher is
+gone). Of two terms, gpu-lets obey the one with the higher number. When another dispatcher gets requests, it takes
+charge only if all gateways of the present term reach it too, or if more gateways reach it. So two dispatchers never
+take charge from each other in turns: for that both would need the same gateways, but a gateway that reaches both asks
+only one of them.
 
-Whoever takes charge sends no batch before every gpu-let that it reaches has heard so: the last one might begin what the
-dispatcher before had sent there, while another gpu-let runs it.
+A dispatcher that takes charge sends no batch before every gpu-let that it reaches has confirmed the new term. Otherwise
+a gpu-let might still begin a batch of the former dispatcher while another gpu-let runs the same requests.
 """
 
 from __future__ import annotations
@@ -20,40 +21,40 @@ from tenuto.deployments.wire.peer import Connection
 
 logger = logging.getLogger("ray.serve")
 
-_DRAWN_BITS = 31  # derived: half of an int64; of a term, so that two that have heard of the same one never choose equal
+_DRAWN_BITS = 31  # derived: half of an int64: the random bits of a term, so that no two dispatchers choose the same
 
 
 class Charge:
-    """Invariant: while this dispatcher is in charge it has claimed every gpu-let that is connected, with one term."""
+    """Invariant: while this dispatcher is in charge, it has claimed every connected gpu-let with the same term."""
 
     def __init__(self, sub_cluster: str = "", on_superseded: Callable[[], None] = lambda: None) -> None:
-        """Wait to be asked.
+        """Begin without charge.
 
         Args:
-            sub_cluster: whose gpu-lets these are; "" where nobody else schedules.
-            on_superseded: called when another dispatcher has taken charge: what is open here must be cancelled.
+            sub_cluster: the sub-cluster of the gpu-lets; "" when there is no other dispatcher.
+            on_superseded: called when another dispatcher has taken charge; it must cancel all open requests.
         """
         self._sub_cluster = sub_cluster
         self._on_superseded = on_superseded
         self._gateways: frozenset[str] = frozenset()
-        self._lately: frozenset[str] = frozenset()  # with those that were connected until a moment ago
-        self._number = 0  # of this dispatcher's term, 0 while it is not in charge
-        self._latest = 0  # heard of
+        self._lately: frozenset[str] = frozenset()  # these gateways, and those that left a moment ago
+        self._number = 0  # of this dispatcher's term; 0 while it is not in charge
+        self._latest = 0  # the highest number of any term that gpu-lets told of
         self._gpulets: dict[str, Connection[GpuletState]] = {}
-        self._unheard: set[str] = set()  # gpu-lets that have yet to say that they obey
-        self._later: list[Callable[[], None]] = []
+        self._unheard: set[str] = set()  # gpu-lets that have not confirmed the term yet
+        self._later: list[Callable[[], None]] = []  # batches that wait until all have
 
     def take(self) -> bool:
-        """Have the gpu-lets to this dispatcher alone from now on, if they can be had; return whether it has them."""
+        """Take charge of the gpu-lets, if that is allowed; return whether this dispatcher is in charge."""
         if not self._number and self.can_be_had():
             self._number = (self._latest >> _DRAWN_BITS) + 1 << _DRAWN_BITS | secrets.randbits(_DRAWN_BITS)
             self._claim_all()
-            # One that is near finds the claim before it begins another batch, and may not answer before that.
+            # A gpu-let on this machine reads the claim before it begins another batch, so nobody need wait for it.
             self._unheard = {name for name, each in self._gpulets.items() if each.is_up and not each.is_near}
         return self._number > 0
 
     def once_obeyed(self, send: Callable[[], None]) -> None:
-        """Send a batch once every gpu-let that was connected when charge was taken obeys, or is gone."""
+        """Call `send` once every gpu-let that was connected when charge was taken has confirmed the term or is gone."""
         if self._unheard:
             self._later.append(send)
         else:
@@ -67,11 +68,12 @@ class Charge:
         )
 
     def reached_by(self, gateways: Iterable[str], lately: Iterable[str] = ()) -> None:
-        """Take note of the gateways that are connected now; without any, somebody else may have the gpu-lets.
+        """Take note of the gateways that are connected now. Without any, this dispatcher gives up charge.
 
         Args:
             gateways: their names.
-            lately: those that have just gone, maybe with the dispatcher in charge: the gpu-lets are about to notice.
+            lately: names of gateways that have just left. They may have died with the dispatcher in charge, which the
+                gpu-lets are about to notice.
         """
         self._gateways = frozenset(gateways)
         self._lately = self._gateways.union(lately)
@@ -81,7 +83,7 @@ class Charge:
             self._leave()
 
     def heard(self, connection: Connection[GpuletState]) -> None:
-        """Take note of a gpu-let that has connected or said anew what it is."""
+        """Take note of a gpu-let that has connected or sent its state again."""
         self._gpulets[connection.peer] = connection
         number = self._term_at(connection).number
         self._latest = max(self._latest, number)
@@ -99,7 +101,8 @@ class Charge:
         self._obeys(connection.peer)
 
     def _leave(self) -> None:
-        """Be in charge no more. What waits is sent all the same: gpu-lets refuse what they are not to begin."""
+        """Give up charge. Waiting batches are sent all the same, as gpu-lets refuse batches that they must not
+        begin."""
         self._number = 0
         self._unheard.clear()
         self._send()

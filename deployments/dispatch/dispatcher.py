@@ -1,8 +1,8 @@
 """The driver of the scheduler core: requests in, batches out to gpu-lets, answers back.
 
-It lives in the gateway's process, so that a request crosses no process boundary alone; only whole batches travel. The
-core decides, this module carries out: it owns the clock, the timer and the open requests. Nothing on the way of a
-request is a task or a future: everything happens in callbacks of one event loop.
+It lives in the gateway's process, or in a process of its own for a sub-cluster, so that only whole batches and bundles
+cross process boundaries. The core decides and this module carries out: it owns the clock, the timer and the open
+requests. A request costs no task and no future: everything happens in callbacks of one event loop.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ SchedulerFactory = Callable[[Plan, NetworkDelay], Scheduler]
 
 _TOO_LATE = "the deadline could not be met; it was not executed. Lower the rate, raise the SLO or add GPUs"
 _NOT_BACK = "its batch did not come back by its deadline; the gpu-let that executes it may hang"
-_LEAST_OVERDUE_MS = 20.0  # limit: what a loop may stand still for: no answer is given up sooner after its deadline
+_LEAST_OVERDUE_MS = 20.0  # limit: a loop may stand still this long; no answer is given up sooner after its deadline
 _NO_ANSWER = "the gpu-let that executed this batch died; send the request again"
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A model that can be asked: its index and its program's in the core, what is allowed, what one takes alone, its
-    largest planned batch."""
+    """A model that can be asked for: its index and its program's index in the core, its SLO, the planned latency of a
+    request alone, and its largest planned batch."""
 
     index: int
     program: int
@@ -93,12 +93,12 @@ class Dispatcher:
             build_scheduler: makes the scheduler core of a plan.
             find_gpulet: returns the function that finds a gpu-let by its id.
             max_queued: requests of one program that may wait; more are rejected with a time to retry after.
-            way: measures the way to gpu-lets.
+            way: measures the delays to gpu-lets.
             clock: monotonic seconds.
             make_connection: makes the connections to gpu-lets.
-            compute: runs what the core wants computed aside; by default in another process.
+            compute: runs the replays of rehearsals; by default in another process.
             on_change: called when a gpu-let comes, goes or changes what it holds, and after a new plan.
-            charge: which of several dispatchers has the gpu-lets; by default this one alone.
+            charge: says whether this dispatcher is in charge of the gpu-lets; by default it always is.
         """
         self._build_scheduler = build_scheduler
         self._on_change = on_change
@@ -121,10 +121,10 @@ class Dispatcher:
         self._rehearsals: Rehearsals | None = None  # of the scheduler
         self._runner = RehearsalRunner(compute)
         self._ticker: asyncio.TimerHandle | None = None
-        self._overdue: asyncio.TimerHandle | None = None  # rings when a batch that runs may be
+        self._overdue: asyncio.TimerHandle | None = None  # rings when a running batch may be overdue
 
     def configure(self, build_scheduler: SchedulerFactory, *, max_queued: int) -> None:
-        """Take new settings; they hold from the next `apply`."""
+        """Set what the next `apply` will use."""
         self._build_scheduler = build_scheduler
         self._max_queued = max_queued
 
@@ -136,13 +136,13 @@ class Dispatcher:
         return self._plan
 
     def apply(self, plan: Plan, standby: Sequence[str] = ()) -> None:
-        """Serve `plan` from now on. Waiting requests move over; batches that run are answered;
-        gpu-lets of both plans keep their connections.
+        """Serve `plan` from now on. Waiting requests move to its scheduler, running batches are still answered, and
+        gpu-lets that are in both plans keep their connections.
 
-        Gpu-lets on `standby`, by id, are connected to and not used: a later plan that has one need not wait for that.
+        The gpu-lets with the ids in `standby` are connected but not used, so that a later plan can use them at once.
 
         Raises:
-            InvalidInputError: a scheduler that aborts running batches, which gpu-lets cannot.
+            InvalidInputError: the scheduler aborts running batches, which gpu-lets cannot do.
         """
         now = self._time.now_ms
         self.way.follow(plan)
@@ -189,7 +189,7 @@ class Dispatcher:
         self._on_change()
 
     def _tick(self) -> None:
-        """Once a second, whether or not anything arrives."""
+        """Do the work of every second: advice, fading factors, delays. It does not depend on arrivals."""
         now_s = self._clock()
         self.accounts.advice.tick(now_s)
         for program, gpulet, factor in self._latency_ratios.fade(now_s):
@@ -210,13 +210,13 @@ class Dispatcher:
         self._carry_out(now)
 
     def _withhold(self, gpulet: AttachedGpulet, now: float) -> None:
-        """Let the core use a gpu-let no more, until it is offered again."""
+        """Stop the core from using a gpu-let until it is offered again."""
         gpulet.is_used = False
         if gpulet.index is not None:
             self._scheduler.gpulet_lost(now, gpulet.index)
 
     async def close(self) -> None:
-        """Answer everything that waits as failed, and disconnect."""
+        """Answer every open request as failed, and disconnect."""
         self._time.close()
         self._runner.close()
         for timer in (self._ticker, self._overdue):
@@ -239,17 +239,17 @@ class Dispatcher:
         reserve_ms: float = 0.0,
         yields: bool = False,
     ) -> Request:
-        """Ask the core for a request whose tensors are not read yet. `asker.refused` may be called before this returns:
-        then whoever sent it need not be read. Else `start` or `cancel` must follow at once.
+        """Give the core a request whose tensors are not read yet. When `asker.refused` is called before this returns,
+        the tensors need not be read. Otherwise `start` or `cancel` must follow at once.
 
         Args:
             model: a model of the plan.
-            asker: is told the end.
-            arrived_ms: when it came, on the monotonic clock; default now.
-            slo_ms: time allowed from then; the model's SLO by default. Zero or less is expired at once.
-            client_id: what the client calls it; travels to the gpu-let's log.
-            reserve_ms: kept of the deadline for the way back to the client.
-            yields: it only fills batches up: it is turned away where a full one of its model waits for a gpu-let.
+            asker: is told how the request ended.
+            arrived_ms: when the request came, on the monotonic clock; default now.
+            slo_ms: time allowed from then; the model's SLO by default. With zero or less the request expires at once.
+            client_id: the client's id of the request; it travels to the gpu-let's log.
+            reserve_ms: time kept of the deadline for the way back to the client.
+            yields: the request may only fill up batches: when a full batch of its model waits, it is turned away.
 
         Raises:
             KeyError: the plan has no such model.
@@ -283,7 +283,7 @@ class Dispatcher:
     def start(self, request: Request, parts: Sequence[InputPart], memory: Held | None = None) -> None:
         """Give an admitted request its tensors, one per input in the order of the signature, for one sample.
 
-        `memory` is what they lie in where others read it too: it is held for as long as gpu-lets may.
+        `memory` is the shared memory in which they lie, if any. It is held for as long as gpu-lets may read it.
         """
         request.parts = parts
         request.memory = memory
@@ -291,7 +291,7 @@ class Dispatcher:
             self._carry_out(self._time.now_ms)
 
     def cancel(self, request: Request) -> None:
-        """Forget a request whose client went away; one that already runs is not taken back, but nobody is told."""
+        """Forget a request whose client went away. When it already runs, it runs on, but its answer goes nowhere."""
         if self._open.pop(request.id, None) is None:
             return
         self.accounts.counters[request.name].cancelled += 1
@@ -301,8 +301,8 @@ class Dispatcher:
         self._carry_out(now)
 
     def _enqueue(self, request: Request, now: float) -> None:
-        """Give the core a request that it does not know, or not any more."""
-        # The core takes off its own budget for the way back, which this request need not keep.
+        """Give the core a request that it does not hold."""
+        # The core subtracts its own budget for the way back. It is added here, as this request has its own reserve.
         deadline_ms = request.deadline_ms - request.reserve_ms + self.way.told.response_ms
         rehearsals = self._rehearsals
         if rehearsals is not None and (replay := rehearsals.arrived(now, request.model, deadline_ms)) is not None:
@@ -310,12 +310,12 @@ class Dispatcher:
         self._scheduler.add_request(now, request.model, request.id, deadline_ms)
 
     def _reject(self, request: Request, rule: Rule, reason: str) -> None:
-        """Refuse a request for which others of its model are in the way now."""
+        """Refuse a request because too many others of its model wait."""
         wait_s = max(0.1, self._asked[request.name].slo_ms / 1000.0)
         self._refuse(request, Refused(Outcome.REJECTED, f"{reason}; retry in {wait_s:g} s", wait_s, rule=rule))
 
     def _refuse(self, request: Request, refused: Refused) -> None:
-        """End an open request that is not executed; silent for one that is not open any more."""
+        """End an open request with a refusal; does nothing for a request that is no longer open."""
         if self._open.pop(request.id, None) is not None:
             self.accounts.refused(request, refused, self._time.clock_ms)
             request.asker.refused(request, refused)
@@ -374,7 +374,7 @@ class Dispatcher:
         )
         gpulet.running[batch.number] = batch
         if not requests:
-            # Every client left between decision and dispatch; keep the core's account of the gpu-let straight.
+            # Every client left between the decision and now. The core still expects the end of this batch.
             asyncio.get_running_loop().call_soon(self._empty_batch_done, gpulet, batch)
             return
         batch.take()
@@ -385,7 +385,7 @@ class Dispatcher:
             self._look_for_overdue()
 
     def _send(self, gpulet: AttachedGpulet, batch: Batch) -> None:
-        """Send a batch, unless its gpu-let is gone and its requests are asked of others."""
+        """Send a batch, unless its gpu-let is gone and its requests were given to others."""
         if batch.number in gpulet.running:
             gpulet.connection.send(*pack_batch(batch, shares_memory=gpulet.connection.shares_memory))
 
@@ -396,8 +396,8 @@ class Dispatcher:
             self._carry_out(now)
 
     def _look_for_overdue(self) -> None:
-        """Answer requests in batches that may never come back: their deadline has passed by as much again as the batch
-        was to take. What comes a little late still has its answer that way."""
+        """Refuse requests whose batch may never come back. A request counts as such when its deadline has passed by as
+        long as its batch was to take. So a batch that is only a little late is still answered."""
         now, next_ms = self._time.clock_ms, INF
         hanging = []
         for gpulet in self._fleet.attached():
@@ -415,11 +415,11 @@ class Dispatcher:
             self._count_out(hanging)
 
     def _answer_overdue(self, gpulet: AttachedGpulet, batch: Batch, now: float) -> float:
-        """Answer what is overdue in a batch; return when the next of its requests will be."""
-        more_ms = max(_LEAST_OVERDUE_MS, batch.finish_ms - batch.start_ms)
+        """Refuse the overdue requests of a batch; return when the next of its requests will be overdue."""
+        grace_ms = max(_LEAST_OVERDUE_MS, batch.finish_ms - batch.start_ms)
         next_ms = INF
         for request in batch.requests:
-            overdue_ms = request.deadline_ms + more_ms
+            overdue_ms = request.deadline_ms + grace_ms
             if overdue_ms > now:
                 next_ms = min(next_ms, overdue_ms)
             else:
@@ -427,7 +427,7 @@ class Dispatcher:
         return next_ms
 
     def _count_out(self, hanging: Sequence[AttachedGpulet]) -> None:
-        """Tell the core that gpu-lets are lost whose batch should long have ended, until they answer."""
+        """Tell the core that gpu-lets which hang are lost, until they answer."""
         now = self._time.now_ms
         for gpulet in dict.fromkeys(hanging):
             self.accounts.events.add("gpu-let hangs", f"{gpulet.id}: a batch should have ended {GIVEN_UP_S:g} s ago")
@@ -435,7 +435,7 @@ class Dispatcher:
         self._carry_out(now)
 
     def _expire(self, request: Request, rule: Rule) -> None:
-        """Refuse a request whose deadline cannot be met, and say where only what was kept of it was in the way."""
+        """Refuse a request whose deadline cannot be met. When it could be met but for the reserve, name the margin."""
         asked = self._asked.get(request.name)
         alone_ms = asked.alone_ms if asked is not None else 0.0
         loop = Loop.MARGIN if self._time.clock_ms + alone_ms <= request.deadline_ms else Loop.NONE
@@ -446,23 +446,23 @@ class Dispatcher:
         rehearsals.learn(computed.result, now, computed.cpu_ms)
         self._carry_out(now)
 
-    # --- what gpu-lets say (ConnectionEvents) -------------------------------------------------------------------------
+    # --- events of gpu-lets (ConnectionEvents) ------------------------------------------------------------------------
 
     def peer_connected(self, connection: GpuletConnection) -> None:
-        """A gpu-let is connected."""
+        """Take note that a gpu-let is connected."""
         gpulet = self._fleet.behind(connection)
         gpulet.failures = 0
         self.accounts.events.add("gpu-let connected", gpulet.id)
         self.state_changed(connection)
 
     def state_changed(self, connection: GpuletConnection) -> None:
-        """A gpu-let said anew what it holds."""
+        """Take note that a gpu-let sent its state, which says what it holds."""
         self._charge.heard(connection)
         self._offer_now(self._fleet.behind(connection))
         self._on_change()
 
     def peer_lost(self, connection: GpuletConnection, reason: str) -> None:
-        """A gpu-let is gone, and what ran there with it."""
+        """Take note that a gpu-let is gone, and retry the requests of its batches."""
         gpulet = self._fleet.behind(connection)
         now = self._time.now_ms
         gpulet.lost += 1
@@ -476,7 +476,7 @@ class Dispatcher:
         self._on_change()
 
     def message_came(self, connection: GpuletConnection, message: Message, body: memoryview) -> None:
-        """A gpu-let answers a batch, or closes."""
+        """Take a message of a gpu-let: the answer to a batch, or that it closes."""
         gpulet = self._fleet.behind(connection)
         if isinstance(message, BatchRan):
             self._batch_ran(gpulet, message, body)
@@ -490,7 +490,7 @@ class Dispatcher:
     def _batch_ran(self, gpulet: AttachedGpulet, ran: BatchRan, body: memoryview) -> None:
         batch = self._fleet.take(gpulet, ran.number)
         if batch is None:
-            return  # of a gpu-let that was given up
+            return  # the batch of a gpu-let that was given up
         now = self._time.now_ms
         gpulet.failures = 0
         gpulet.batches += 1
@@ -499,7 +499,7 @@ class Dispatcher:
             if batch.generation == self._generation:
                 self._learn(gpulet, batch, ran, now)
             self._done(gpulet, batch, now)
-            # The gpu-let is idle: the next batch leaves before this one's answers are taken apart.
+            # The gpu-let is idle, so the next batch is sent before the answers of this one are taken apart.
             if self._scheduler.next_wake_ms <= now:
                 self._scheduler.wake(now)
             self._carry_out(now)
@@ -517,7 +517,7 @@ class Dispatcher:
             self._answer(requests, executed)
 
     def _answer(self, requests: list[Request], executed: Executed) -> None:
-        """Answer the requests of one model in a batch; those whose clients went away meanwhile are not counted."""
+        """Answer the requests of one model in a batch. Requests whose client went away meanwhile are not counted."""
         opened = self._open
         rows = [(request, row) for row, request in enumerate(requests) if opened.pop(request.id, None) is not None]
         if not rows:
@@ -527,14 +527,14 @@ class Dispatcher:
             request.asker.executed(request, executed, row)
 
     def _learn(self, gpulet: AttachedGpulet, batch: Batch, ran: BatchRan, now: float) -> None:
-        """Tell the core what a batch of the present plan really took."""
+        """Learn from a batch of the present plan: the delay to the gpu-let, and measured over planned latency."""
         assert gpulet.index is not None
         copies_ms = ran.copy_in_ms + ran.copy_out_ms
         if copies_ms:
             self.way.record_copies(copies_ms, batch.size)
         if math.isnan(ran.queue_ms):
-            pass  # it came while the batch before ran: nobody knows when
-        elif gpulet.connection.shares_memory:  # and with it a clock
+            pass  # the batch came while another one ran, so nobody knows when it arrived
+        elif gpulet.connection.shares_memory:  # the same machine, so the same clock
             self.way.record_way(ran.started_at_ms - ran.queue_ms - ran.copy_in_ms - batch.sent_ms)
         else:
             self.way.record_way((now - batch.sent_ms - ran.execution_ms - ran.queue_ms - copies_ms) / 2.0)
@@ -546,21 +546,21 @@ class Dispatcher:
             self._scheduler.update_latency(batch.program, gpulet.index, factor)
 
     def _budget(self) -> NetworkDelay:
-        """Return the delays that the core is to plan with from now on; its time waits for as long as requests keep."""
+        """Return the delays that the core must plan with from now on, and set the patience of its time."""
         told = self.way.budget()
         self._time.patience_ms = max(LEAST_PATIENCE_MS, told.response_ms)
         return told
 
     def _done(self, gpulet: AttachedGpulet, batch: Batch, now: float) -> None:
-        """Tell the core; one still busy with a batch of an older plan is handed to the core once it is idle."""
+        """Tell the core that a batch ended. A gpu-let that ran a batch of an older plan is offered to the core now."""
         if not gpulet.is_used:
             self._offer(gpulet, now)
         elif gpulet.index is not None and batch.generation == self._generation:
             self._scheduler.batch_done(now, gpulet.index)
 
     def _batch_failed(self, gpulet: AttachedGpulet, failed: BatchFailed) -> None:
-        """Run its requests elsewhere where they are not to blame, and leave the gpu-let alone for a moment: one that
-        fails at once is idle at once, and would draw all the traffic there is."""
+        """Retry the requests if the gpu-let says that they may be retried, and let the gpu-let rest for a moment. A
+        gpu-let that fails batches at once would be idle at once and draw all the traffic."""
         batch = self._fleet.take(gpulet, failed.number)
         if batch is None:
             return
@@ -589,7 +589,7 @@ class Dispatcher:
         self._offer_now(gpulet)
 
     def _closes(self, gpulet: AttachedGpulet, message: GpuletCloses) -> None:
-        """Send nothing more there; what it has begun it answers."""
+        """Send no more batches to a gpu-let that closes. It still answers the batches that it has begun."""
         logger.warning("gpu-let %s closes: %s", gpulet.id, message.reason)
         gpulet.is_closing = True
         self.accounts.events.add("gpu-let closes", f"{gpulet.id}: {message.reason}")
@@ -600,7 +600,7 @@ class Dispatcher:
         self._on_change()
 
     def _retry_or_fail(self, batch: Batch, now: float, reason: str) -> None:
-        """Queue the requests of a lost batch once more; the core drops those whose deadline no longer allows it."""
+        """Queue the requests of a lost batch once more. The core drops those whose deadline cannot be met any more."""
         for request in batch.requests:
             if request.id not in self._open:
                 continue
@@ -621,11 +621,11 @@ class Dispatcher:
         return self._fleet.is_ready(model)
 
     def signature(self, model: str) -> ModelSignature | None:
-        """Return a model's signature as reported by the first of its gpu-lets that ever connected; None before."""
+        """Return a model's signature as its first connected gpu-let reported it; None before one connected."""
         return self._fleet.signature(model)
 
     async def status(self) -> DispatchingStatus:
-        """Return the plan, the gpu-lets as they are, counts and measured against planned latencies."""
+        """Return the plan, the state of the gpu-lets, the counts, and measured beside planned latencies."""
         plan, accounts, told_ms = self._plan, self.accounts, self.way.told
         if plan is None:
             return DispatchingStatus(events=accounts.events.newest())
@@ -654,20 +654,20 @@ class Dispatcher:
         return {name: waiting[name] for name in self._asked}
 
     async def ended(self, id: str | None, limit: int) -> list[EndedRequest]:
-        """Return the last requests that ended, newest first; with an id, those of it."""
+        """Return the last requests that ended, newest first; with an id, only those with this id."""
         return self.accounts.ended.newest(id, limit)
 
     async def meet(self, told: GatewayReport) -> list[GatewayReport]:
-        """Return what is told: a gateway that schedules by itself is alone."""
+        """Return the gateway's own report: a gateway that schedules by itself is the only one."""
         return [told]
 
     def connected(self) -> dict[str, int]:
-        """Return none: it is no sub-cluster's."""
+        """Return nothing: there are no sub-clusters."""
         return {}
 
     def gpulets(self) -> list[GpuletStatus]:
-        """Return what every gpu-let reported when it connected, whether it is up, and what batches take there over
-        their plan."""
+        """Return for every gpu-let what it reported when it connected, whether it is up, and measured over planned
+        latency of its programs."""
         programs = self._scheduler.system.programs
         measured = self._latency_ratios.measured(self._clock())
         return self._fleet.descriptions(
@@ -683,7 +683,7 @@ def _removed(model: str) -> Refused:
 
 
 def _alone_ms(system: System) -> list[float]:
-    """Return what a batch of one takes on the fastest gpu-let, by model; 0 for models that none hosts."""
+    """Return the planned latency of a batch of one on the fastest gpu-let, by model; 0 for models that none hosts."""
     fastest: dict[int, float] = {}
     for hosts in system.distinct_hosts():
         for program, host in hosts.items():

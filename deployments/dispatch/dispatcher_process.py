@@ -1,8 +1,9 @@
-"""The dispatcher of a sub-cluster in a process of its own, fed in bundles by several gateways.
+"""The dispatcher of a sub-cluster in a process of its own. Several gateways send it requests in bundles.
 
-Its gateways' connections are to it what HTTP connections are to a gateway: one that closes cancels what it asked for.
-It takes charge of the gpu-lets when the first requests come, where it may (`charge`). When another one has taken it,
-because a gateway could not hear this one, it lets all its gateways go: they ask the other one what was asked here.
+When a gateway's connection closes, the requests of that gateway are cancelled, as a closed HTTP connection cancels its
+request. The dispatcher takes charge of the gpu-lets when the first requests come, if it may (`charge`). When another
+dispatcher takes charge, because some gateway could not reach this one, this one disconnects all its gateways. These
+then send their requests to the other dispatcher.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from tenuto.outcome import Outcome
 
 logger = logging.getLogger("ray.serve")
 
-_DRAIN_S = 8.0  # limit: for what is under way; Serve gives the process 10 s
+_DRAIN_S = 8.0  # limit: for requests that are under way; Serve gives the process 10 s to end
 _LEFT = "its client went away"
 _NOT_IN_CHARGE = Refused(
     Outcome.FAILED,
@@ -61,8 +62,8 @@ _NOT_IN_CHARGE = Refused(
 
 
 class _Asked:
-    """A request of a gateway. It stands for the gateway's shared memory as a `Slot` does for our own: a gateway whose
-    client went away is answered once no gpu-let reads that memory any more."""
+    """A request of a gateway. It also counts who reads the gateway's shared memory, as a `Slot` does for our own
+    memory: when the client went away, the gateway is answered once no gpu-let reads that memory any more."""
 
     __slots__ = ("_gateway", "_holders", "_number", "request")
 
@@ -83,7 +84,7 @@ class _Asked:
         self.fail(refused)
 
     def fail(self, refused: Refused) -> None:
-        """Send the refusal of a request that could not even be asked for."""
+        """Send a refusal, also of a request that was never given to the dispatcher."""
         self._send(AnsweredRequest(self._number, refused))
 
     def _send(self, answered: AnsweredRequest, size_bytes: int = 0) -> None:
@@ -92,18 +93,18 @@ class _Asked:
             self._gateway.outbox.add(answered, size_bytes)
 
     def hold(self) -> None:
-        """A batch has it."""
+        """Note that a batch contains the request."""
         self._holders += 1
 
     def release(self) -> None:
-        """A batch let go, or its client went away."""
+        """Note that a batch has ended, or that the client went away."""
         self._holders -= 1
         if not self._holders and self._gateway.asked.pop(self._number, None) is not None:
             self._gateway.outbox.add(AnsweredRequest(self._number, Refused(Outcome.FAILED, _LEFT)))
 
 
 class _Gateway:
-    """One connection: what it asked for and was not answered, and what waits to be sent to it."""
+    """One connection of a gateway: its requests that are not answered yet, and the answers that wait to be sent."""
 
     def __init__(self, protocol: FrameProtocol, hello: Hello) -> None:
         self.protocol = protocol
@@ -118,7 +119,7 @@ class _Gateway:
 
 
 class BundleServer:
-    """Serves one dispatcher to gateways over sockets, on the event loop of the dispatcher."""
+    """Lets gateways use one dispatcher over sockets, on the dispatcher's event loop."""
 
     def __init__(self, dispatcher: Dispatcher, charge: Charge | None = None) -> None:
         self.dispatcher = dispatcher
@@ -128,15 +129,15 @@ class BundleServer:
         self._identity = Identity()
         self._arenas = MappedArenas()
         self._gateways: dict[int, _Gateway] = {}
-        self._lately: list[str] = []  # names of gateways that went a moment ago
+        self._lately: list[str] = []  # names of gateways that left a moment ago
         self._servers: dict[tuple[str, bool], asyncio.Server] = {}
         self._endpoints: dict[tuple[str, bool], Endpoint] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_announced = False
 
     async def listen(self, host: str = "", *, encrypted: bool = False) -> Endpoint:
-        """Listen, and return where: for this machine alone without a host, else on a free port of that address, which
-        speaks TLS where it is to be `encrypted`."""
+        """Listen, and return where. Without a host, only this machine can connect. With a host, it is a free port of
+        that address, with TLS if `encrypted`."""
         encrypted = encrypted and bool(host)
         known = self._endpoints.get((host, encrypted))
         if known is not None:
@@ -164,7 +165,7 @@ class BundleServer:
         protocol.send(state)
 
     def _on_lost(self, protocol: FrameProtocol, _error: BaseException | None) -> None:
-        """The gateway is gone, and its clients with it: their places are freed."""
+        """Cancel the requests of a gateway that is gone: its clients are gone too."""
         gateway = self._gateways.pop(id(protocol), None)
         if gateway is None:
             return
@@ -172,9 +173,9 @@ class BundleServer:
             logger.warning("a gateway is gone with %d requests under way; they are cancelled", len(gateway.asked))
         gateway.outbox.drop()
         asked, gateway.asked = gateway.asked, {}
-        for one in asked.values():
-            if one.request is not None:
-                self.dispatcher.cancel(one.request)
+        for question in asked.values():
+            if question.request is not None:
+                self.dispatcher.cancel(question.request)
         self._lately.append(gateway.name)
         asyncio.get_running_loop().call_later(GIVEN_UP_S, self._forget_gateway)
         self._count_gateways()
@@ -186,11 +187,11 @@ class BundleServer:
     def _count_gateways(self) -> None:
         self._charge.reached_by((gateway.name for gateway in self._gateways.values()), self._lately)
         if not self._gateways:
-            self.started_at_s = time.time()  # the youngest of the dispatchers: gateways ask the oldest
+            self.started_at_s = time.time()  # gateways ask the oldest dispatcher, so without gateways this one is young
         self.announce()
 
     def step_back(self) -> None:
-        """Let all gateways go, as another dispatcher is in charge, and wait."""
+        """Disconnect all gateways, as another dispatcher is in charge."""
         for gateway in list(self._gateways.values()):
             gateway.protocol.abort()
 
@@ -227,7 +228,7 @@ class BundleServer:
                 continue
             if row.number in gateway.asked:
                 asked.request = request
-                # Whoever holds `asked` holds the gateway's memory, as a slot of our own is held.
+                # Holding `asked` holds the gateway's memory, as holding a slot holds our own.
                 self.dispatcher.start(request, parts, asked if bundle.arenas else None)
         for number in bundle.left:
             left = gateway.asked.get(number)
@@ -257,7 +258,7 @@ class BundleServer:
         protocol.send(Told(asked.number, Raw(pack(found))))
 
     def state(self) -> DispatcherState:
-        """Return what gateways answer for without asking."""
+        """Return what gateways must know to answer questions about readiness and signatures by themselves."""
         dispatcher, is_eligible = self.dispatcher, self._charge.can_be_had()
         names = [spec.name for spec in dispatcher.plan.models] if dispatcher.plan is not None else []
         found = ((name, dispatcher.signature(name)) for name in names)
@@ -273,7 +274,7 @@ class BundleServer:
         )
 
     def announce(self) -> None:
-        """Tell every gateway the state soon, once for all changes of this turn of the loop."""
+        """Send every gateway the state soon, once for all changes of this turn of the loop."""
         if not self._is_announced:
             self._is_announced = True
             asyncio.get_running_loop().call_soon(self._announce_now)
@@ -286,7 +287,7 @@ class BundleServer:
             gateway.protocol.send(state)
 
     async def close(self, drain_s: float = _DRAIN_S) -> None:
-        """Take no new gateways, let what is under way end within `drain_s`, answer the rest as failed, disconnect."""
+        """Take no new gateways, let open requests end within `drain_s`, answer the rest as failed, and disconnect."""
         for server in self._servers.values():
             server.close()
         until = time.monotonic() + drain_s
@@ -303,7 +304,7 @@ class DispatcherReplica:
 
     def __init__(self) -> None:
         run_at_normal_priority()
-        spare_the_collector()  # while nobody asks yet
+        spare_the_collector()  # now, while no requests come
         self._loop = OwnLoop("dispatcher")
         self._server: BundleServer | None = None
         self._encrypts = False
@@ -340,7 +341,8 @@ class DispatcherReplica:
         self._server.dispatcher.apply(config.plan, config.standby)
 
     async def endpoint(self, node_id: str = "") -> Endpoint:
-        """Return where this dispatcher listens for a node; another node gets an address of the cluster's network."""
+        """Return where this dispatcher listens for a node. For another node it is an address of the cluster's
+        network."""
         if self._server is None:
             raise RuntimeError("no plan is applied yet")
         return await self._loop.run(self._server.listen(own_address_for(node_id), encrypted=self._encrypts))
@@ -350,7 +352,7 @@ class DispatcherReplica:
         await self._loop.answers("the dispatcher")
 
     async def __del__(self) -> None:
-        """Let what is under way end, then disconnect; Serve calls this at the end."""
+        """Let open requests end, then disconnect. Serve calls this when it stops the process."""
         if self._server is not None:
             await self._loop.run(self._server.close())
         await self._loop.close()

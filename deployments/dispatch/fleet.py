@@ -1,7 +1,7 @@
-"""The gpu-lets of the present plan as the dispatcher sees them: their connections, what runs on each, who may be used.
+"""The gpu-lets of the present plan as the dispatcher sees them: connections, running batches, and which may be used.
 
-It follows plan changes: unchanged gpu-lets keep their connections and what runs, removed ones answer what they run
-before their connection closes. It decides nothing about batches.
+When the plan changes, unchanged gpu-lets keep their connections and their batches. Removed gpu-lets answer their
+batches before their connection closes. The fleet decides nothing about batches.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tenuto.placement.program import Program
 from tenuto.profiles.networks.catalogue import ModelSignature
 
 GpuletConnection = Connection[GpuletState]
-# Makes the connection to a gpu-let from its id, what finds it and who is told.
+# Makes the connection to a gpu-let from its id, the function that finds it, and the object that is told of events.
 ConnectionFactory = Callable[[str, Finder, ConnectionEvents[GpuletState]], GpuletConnection]
 
 _LAST_ANSWERS_S = 30.0  # limit: for the batches of a gpu-let that the plan no longer has
-_FIRST_REST_S = 0.1  # limit: between the first two tries to connect; twice as long after each further failure
-_LONGEST_REST_S = 5.0  # limit: of that rest, so that one which is back is found soon
+_FIRST_REST_S = 0.1  # limit: the rest of a gpu-let after its first failure; twice as long after each further one
+_LONGEST_REST_S = 5.0  # limit: the longest rest, so that a gpu-let that works again is soon used
 
 
 def gpulet_connection(gpulet_id: str, find: Finder, events: ConnectionEvents[GpuletState]) -> GpuletConnection:
@@ -46,23 +46,23 @@ class AttachedGpulet:
     running: dict[int, Batch] = field(default_factory=dict)
     is_used: bool = False  # the core may use it
     is_closing: bool = False  # it said that it runs no more batches
-    is_resting: bool = False  # it failed a batch a moment ago
-    failures: int = 0  # one after the other
-    busy_ms: float = 0.0  # what its batches took
-    predicted_ms: float = 0.0  # what the plan says that they take
+    is_resting: bool = False  # a batch failed there a moment ago
+    failures: int = 0  # in a row
+    busy_ms: float = 0.0  # measured time of its batches
+    predicted_ms: float = 0.0  # planned time of its batches
     batches: int = 0
-    lost: int = 0  # times that its connection ended
+    lost: int = 0  # how often its connection ended
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is connected, willing, and holds what the plan says; it may still run a batch of the last one."""
+        """Whether it is connected, takes batches and holds the plan's programs. It may still run an earlier batch."""
         state = self.connection.state
         if state is None or not self.connection.is_up or self.is_closing or self.is_resting:
             return False
         return all(state.programs.get(program.name, 0) >= program.batch_size for program in self.programs)
 
     def lose(self) -> list[Batch]:
-        """It is gone: return and forget what ran there."""
+        """Return and forget the batches of a gpu-let that is gone."""
         lost = list(self.running.values())
         for batch in lost:
             batch.let_go()
@@ -72,8 +72,8 @@ class AttachedGpulet:
         return lost
 
     def rest_s(self) -> float:
-        """Return how long it is left alone after one more failure: longer each time, so that one that fails at once
-        draws no traffic."""
+        """Count a failure; return how long the gpu-let must rest. Each rest is longer, so that a gpu-let that fails all
+        batches at once does not draw the traffic."""
         self.failures += 1
         return min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** (self.failures - 1))
 
@@ -91,14 +91,14 @@ class Fleet:
 
         Args:
             find_gpulet: returns the function that finds a gpu-let by its id.
-            events: told what connections bring.
-            make_connection: makes them.
+            events: is told what happens on connections.
+            make_connection: makes the connections.
         """
         self._find_gpulet = find_gpulet
         self._events = events
         self._make_connection = make_connection
         self._gpulets: list[AttachedGpulet] = []
-        self._standby: list[AttachedGpulet] = []  # connected, for a plan to come
+        self._standby: list[AttachedGpulet] = []  # connected for a later plan
         self._by_connection: dict[int, AttachedGpulet] = {}
         self._plan: Plan | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -112,7 +112,7 @@ class Fleet:
         return iter(self._gpulets)
 
     def attached(self) -> Iterator[AttachedGpulet]:
-        """Return all that are connected to, also those that leave the plan or may join it."""
+        """Return all gpu-lets with a connection, also those that left the plan or are on standby."""
         return iter(self._by_connection.values())
 
     def behind(self, connection: GpuletConnection) -> AttachedGpulet:
@@ -122,8 +122,8 @@ class Fleet:
     # --- plan changes -------------------------------------------------------------------------------------------
 
     def adopt(self, plan: Plan, standby: Sequence[str] = ()) -> None:
-        """Follow a plan: no gpu-let is used until `offer` says so; connections of unchanged ids stay. Those on
-        `standby` are connected to as well."""
+        """Take over a plan. No gpu-let is used until `offer` says so; connections of unchanged ids stay. The gpu-lets
+        with ids in `standby` are connected as well."""
         old = {gpulet.id: gpulet for gpulet in (*self._gpulets, *self._standby)}
         self._plan = plan
         self._gpulets = []
@@ -147,7 +147,7 @@ class Fleet:
         return gpulet
 
     def _retire(self, gpulet: AttachedGpulet) -> None:
-        """Let a removed gpu-let answer what it runs, then close its connection."""
+        """Let a removed gpu-let answer its batches, then close its connection."""
 
         async def close_when_idle() -> None:
             limit = asyncio.get_running_loop().time() + _LAST_ANSWERS_S
@@ -170,10 +170,10 @@ class Fleet:
         for gpulet in self._gpulets:
             gpulet.lose()
 
-    # --- who may be used ----------------------------------------------------------------------------------------
+    # --- which gpu-lets may be used -----------------------------------------------------------------------------
 
     def offer(self, gpulet: AttachedGpulet) -> bool:
-        """Return whether a gpu-let has just become usable."""
+        """Mark a gpu-let as used if the core may use it now; return whether this changed."""
         if gpulet.index is None or gpulet.is_used or gpulet.running or not gpulet.is_ready:
             return False
         gpulet.is_used = True
@@ -190,7 +190,7 @@ class Fleet:
         )
 
     def signature(self, model: str) -> ModelSignature | None:
-        """Return a model's signature as reported by the first of its gpu-lets that ever connected; None before."""
+        """Return a model's signature as its first connected gpu-let reported it; None before one connected."""
         for gpulet in self._gpulets:
             state = gpulet.connection.state
             if state is not None and model in state.signatures:
@@ -198,9 +198,9 @@ class Fleet:
         return None
 
     def descriptions(self, slowdowns: Mapping[int, Mapping[str, float]]) -> list[GpuletStatus]:
-        """Return what every gpu-let said it is and holds, for the status, and whether it is up.
+        """Return for the status what every gpu-let reported, and whether it is up.
 
-        `slowdowns`: by index, what batches of its programs took lately over what the plan says.
+        `slowdowns`: by index of the gpu-let and program, measured over planned latency of recent batches.
         """
         found = []
         planned_ones = () if self._plan is None else self._plan.gpulets
@@ -221,10 +221,10 @@ class Fleet:
             found.append(described if state is None else state.described(described))
         return found
 
-    # --- what runs ----------------------------------------------------------------------------------------------
+    # --- running batches ----------------------------------------------------------------------------------------
 
     def take(self, gpulet: AttachedGpulet, number: int) -> Batch | None:
-        """Return an answered batch and forget it; None for one that is not known."""
+        """Return an answered batch and forget it; None if its number is not known."""
         batch = gpulet.running.pop(number, None)
         if batch is not None:
             batch.let_go()

@@ -1,4 +1,4 @@
-"""Histograms of what every request and every batch adds to: fixed buckets, counts and a sum, as Prometheus has them."""
+"""Histograms with fixed buckets, counts and a sum, as Prometheus has them. Every request and batch adds to some."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from tenuto.deployments.wire.status import Buckets
 
-# unit: bounds of a histogram, in parts of the SLO: fine around it, where attainment is decided, coarse where only the
-# order matters.
+# unit: bounds of a histogram, in parts of the SLO. They are fine around the SLO, where attainment is decided, and
+# coarse elsewhere.
 _PARTS_OF_SLO = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 5.0)
 
 BATCH_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)  # unit: bounds of a histogram
@@ -20,7 +20,7 @@ def buckets_around(slo_ms: float) -> tuple[float, ...]:
 
 
 class Histogram:
-    """Counts of values up to each bound, and above the last; adding one costs about half a microsecond."""
+    """Counts of values up to each bound and above the last. To add a value costs about half a microsecond."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -36,7 +36,7 @@ class Histogram:
         return self._bounds
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value, in the unit of the bounds, as often as it occurred."""
+        """Count a value, in the unit of the bounds, `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
@@ -48,5 +48,5 @@ class Histogram:
         self._sum += sum(values)
 
     def buckets(self) -> Buckets:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         return Buckets(list(self._bounds), list(self._counts), self._sum)

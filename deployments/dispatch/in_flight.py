@@ -1,5 +1,5 @@
-"""What a dispatcher knows of a request and of a batch while they are its own; a batch on the wire, put together from
-its requests, and the gpu-let's answer taken apart by model."""
+"""A request and a batch as the dispatcher knows them. Here a batch is packed for the wire from its requests, and the
+gpu-let's answer is split by model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from tenuto.deployments.wire.tensors import Buffer, InputPart, cut_rows
 
 
 class Asker(Protocol):
-    """Whoever asks. One of the two is called, once, unless the request is cancelled before."""
+    """The sender of a request. Exactly one of its methods is called, once, unless the request is cancelled before."""
 
     def executed(self, request: Request, executed: Executed, row: int) -> None:
-        """The request ran, as this row of that model's part of a batch."""
+        """Take the answer: the request ran as row `row` of its model's part of a batch."""
 
     def refused(self, request: Request, refused: Refused) -> None:
-        """The request did not run, or failed."""
+        """Take the refusal: the request did not run, or failed."""
 
 
 class Request(msgspec.Struct, eq=False):
     """A request between its admission and its end. Times are ms on the dispatcher's clock.
 
-    `model` is its index in the present plan. `parts` holds one tensor per input of the model, in signature order, from
-    `Dispatcher.start` on; `memory` what they lie in, if others read it too. `client_id` is what its client calls it;
-    `reserve_ms` is kept of its deadline for the way back. `is_waiting`: in no batch. `yields`: others of its model go
-    first.
+    `model` is its model's index in the present plan. `parts` holds one tensor per input of the model, in signature
+    order, from `Dispatcher.start` on. `memory` is the shared memory in which the tensors lie, if any. `client_id` is
+    the client's id of the request. `reserve_ms` is kept of the deadline for the way back. `is_waiting`: the request is
+    in no batch. `yields`: other requests of its model go first.
 
-    It does not know its batch, nor does who asked know it after its end: what refers to itself is left to Python's
-    collector, which stops the process for 85 ms where 50,000 objects wait for it.
+    A request does not refer to its batch, and its asker forgets it at its end. Otherwise there would be cycles of
+    references, which only Python's collector frees; with 50,000 objects that stops the process for 85 ms.
     """
 
     id: int
@@ -56,10 +56,10 @@ class Request(msgspec.Struct, eq=False):
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A batch from its dispatch until its answer. Moments are ms; those of the plan as the core dates them.
+    """A batch from its dispatch until its answer. Times are ms: `sent_ms` on the clock, the others in the core's time.
 
-    `members` are the models in it with their rows, in the order of the requests. `sent_ms` is on the clock, which is a
-    little earlier than `dispatched_ms` where the core was woken early. `generation` is that of the plan.
+    `members` are its models with their number of rows, in the order of the requests. `start_ms` and `finish_ms` are the
+    core's estimates. `generation` counts the plans: it tells under which plan the batch was made.
     """
 
     number: int
@@ -76,7 +76,7 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Rows of all members."""
+        """The number of rows of all members."""
         return len(self.requests)
 
     def take(self) -> None:
@@ -88,14 +88,14 @@ class Batch:
                 self._held.append(request.memory)
 
     def let_go(self) -> None:
-        """No gpu-let reads the requests' memory any more."""
+        """Release the requests' memory, as no gpu-let reads it any more."""
         for memory in self._held:
             memory.release()
         self._held.clear()
 
 
 def pack_batch(batch: Batch, *, shares_memory: bool) -> tuple[RunBatch, list[Buffer]]:
-    """Return the message and the body of a batch that has requests, for a gpu-let that can map our memory or not."""
+    """Return the message and the body of a batch with requests. `shares_memory`: the gpu-let can map our memory."""
     requests = batch.requests
     ids = [request.client_id for request in requests]
     if len(batch.members) == 1 and len(requests[0].parts) == 1:
@@ -117,16 +117,16 @@ def pack_batch(batch: Batch, *, shares_memory: bool) -> tuple[RunBatch, list[Buf
 def split_reply(
     batch: Batch, ran: BatchRan, body: memoryview, *, gpulet: str, emulated: bool, shares_clock: bool, way_ms: float
 ) -> Iterator[tuple[list[Request], Executed]]:
-    """Return the requests of each model in the batch with what became of them; nothing is copied.
+    """Return the requests of each model in a batch with their results; nothing is copied.
 
     Args:
-        batch: as it was sent.
-        ran: what came back.
-        body: its outputs.
-        gpulet: which one ran it.
-        emulated: whether it only waited.
-        shares_clock: whether its moments are on this machine's clock; else the start is not known here.
-        way_ms: what the way there takes as a rule, for a batch whose arrival the gpu-let did not see.
+        batch: the batch as it was sent.
+        ran: the gpu-let's answer.
+        body: the outputs in the answer.
+        gpulet: the id of the gpu-let.
+        emulated: whether the gpu-let only emulates a GPU.
+        shares_clock: whether the gpu-let has this machine's clock; otherwise the start of the batch is not known here.
+        way_ms: the usual delay to the gpu-let, for a batch whose arrival the gpu-let did not see.
     """
     started_ms = ran.started_at_ms if shares_clock else math.nan
     queue_ms = max(0.0, ran.started_at_ms - batch.sent_ms - way_ms) if math.isnan(ran.queue_ms) else ran.queue_ms

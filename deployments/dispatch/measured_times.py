@@ -1,8 +1,8 @@
-"""What batches really took: execution times per program and gpu-let, and delays on the way to a gpu-let.
+"""Measured times of batches: execution times per program and gpu-let, and delays on the way to a gpu-let.
 
-One of the three loops of docs/reference/scheduling.md. Signal: what a batch took over what was planned. Figure:
-`slowdown` of every gpu-let, and `network`, in the status. Learning something costs the same however many gpu-lets and
-models there are, and what single batches differ by is not learned at all.
+This is one of the three loops of docs/reference/scheduling.md. Its signal is measured over planned execution time. It
+is shown as `slowdown` of every gpu-let and as `network` in the status. To learn costs the same however many gpu-lets
+and models there are. Differences between single batches are not learned.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.placement import Plan
 from tenuto.placement.copy_times import longest_copies_ms
 
-_WEIGHT = 0.3  # derived: part of a batch in the average: a change is followed to 90 % within seven batches
-# derived: mean deviations of single batches: an average is that far off by chance once in a hundred batches
+_WEIGHT = 0.3  # derived: weight of the newest batch in the average: seven batches follow a change to 90 %
+# derived: in mean deviations of single batches: an average is that far off by chance once in a hundred batches
 _CHANCE = 3.0
-_FADES_AFTER_S = 2.0  # derived: without a batch: longer than any client waits
-_FADES_TO = 0.7  # derived: part of what it exceeds 1 by, each second: from 40 to below 2 within the 10 s after
-_LOOKED_AT = 128  # derived: ways and copies of so many batches; their median is within 0.1 standard deviations
-_LEAST = 16  # limit: batches, below which what was said at the beginning holds
-# limit: more is a processor that is busy, whatever the network: without a bound it could stop all sending
+_FADES_AFTER_S = 2.0  # derived: time without a batch after which a factor fades: longer than any client waits
+_FADES_TO = 0.7  # derived: each second this part of a factor's excess over 1 is left: 40 falls below 2 within 10 s
+_LOOKED_AT = 128  # derived: batches that a median is taken over, so that it is within 0.1 standard deviations
+_LEAST = 16  # limit: with fewer batches the starting value holds
+# limit: a longer delay comes from a busy processor and not from the network; without a bound it could stop all sending
 _MOST_WAY_MS = 4.0
 
 
 @dataclass(slots=True)
 class _Ratio:
-    """One program on one gpu-let."""
+    """The ratio of one program on one gpu-let."""
 
     average: float = 1.0
     told: float = 1.0
-    deviation: float = 0.0  # of single batches from the average, in the mean
+    deviation: float = 0.0  # mean deviation of single batches from the average
     recorded_s: float = 0.0
 
 
 class LatencyRatios:
     """Follows the ratio of measured to planned execution time for each (program, gpu-let).
 
-    A factor that nothing confirms fades towards 1: one so large that no deadline could be met would let nothing run,
-    and would never be measured again.
+    A factor that no batch confirms fades towards 1. Without that, a factor so large that no deadline can be met would
+    let no batch run, and would never be measured again.
     """
 
     def __init__(self) -> None:
         self._ratios: dict[tuple[int, int], _Ratio] = {}
 
     def restart(self) -> None:
-        """Forget everything; indices mean something else now."""
+        """Forget everything, as indices have another meaning in a new plan."""
         self._ratios.clear()
 
     def record(self, program: int, gpulet: int, ratio: float, now_s: float) -> float | None:
-        """Take one batch's measured/planned ratio; return the new factor where the average moved by more than single
-        batches make it move by chance."""
+        """Take the measured/planned ratio of one batch. Return the new factor when the average moved by more than
+        chance explains; else None."""
         key = (program, gpulet)
         known = self._ratios.get(key)
         if known is None:
@@ -67,7 +67,7 @@ class LatencyRatios:
         return known.told
 
     def fade(self, now_s: float) -> list[tuple[int, int, float]]:
-        """Return the (program, gpu-let, factor) that fade; call once a second."""
+        """Lower the factors that no batch confirms; return them as (program, gpu-let, factor). Call once a second."""
         faded = []
         for (program, gpulet), known in self._ratios.items():
             if known.told > 1.0 and now_s - known.recorded_s > _FADES_AFTER_S:
@@ -85,42 +85,42 @@ class LatencyRatios:
 
 
 class WayMeter:
-    """Measures the way of a batch from its dispatch to its arrival at the gpu-let, and what its copies take; says which
-    delays the core is to plan with.
+    """Measures how long batches are on their way to gpu-lets and how long their copies take, and says which delays the
+    core must plan with.
 
-    The median: what is longer now and then belongs to the margin. What a batch waits at the gpu-let, it waits for our
-    own work: a delay of our own making that came back into the budget would feed itself. Neither are the way back and
-    the way to the client a part of it: see `tenuto.deployments.entry.margin`.
+    It takes the median; the margin covers longer delays, which are rare. The time that a batch waits at the gpu-let is
+    not part of the way: we cause it ourselves, and if it were budgeted it would grow by itself. The way back to the
+    client is no part either: see `tenuto.deployments.entry.margin`.
     """
 
     def __init__(self, ctrl_ms: float = 1.0, response_ms: float = 0.0) -> None:
-        """Take what to budget until enough was measured, and until requests keep something for the way back."""
+        """`ctrl_ms`: the delay to budget until enough is measured; `response_ms`: the same for the way back."""
         self.told = NetworkDelay(response_ms=response_ms)  # what the core budgets
-        self._reserved_ms, self._reserved = 0.0, 0  # by requests that were sent since the last budget
-        self._copied = 0  # requests of the largest batch whose copies are part of the way, where they are streamed
-        self._copies_ms = 0.0  # by plan, until they are measured
+        self._reserved_ms, self._reserved = (0.0, 0)  # sum and count of requests since the last budget
+        self._copied = 0  # requests of the largest batch, when the plan streams and copies are part of the way
+        self._copies_ms = 0.0  # planned time of these copies, until they are measured
         self._ctrl_ms = ctrl_ms
         self._way: deque[float] = deque(maxlen=_LOOKED_AT)
         self._copy_ms: deque[float] = deque(maxlen=_LOOKED_AT)
 
     def follow(self, plan: Plan) -> None:
-        """From now on copies are part of the way where this plan streams."""
+        """Take over a plan: when it streams, copies are part of the way."""
         self._copied, self._copies_ms = 0, 0.0
         if plan.streaming:
             self._copied = max((p.batch_size for gpulet in plan.gpulets for p in gpulet.programs), default=1)
             self._copies_ms = longest_copies_ms(plan)
 
     def reserve(self, kept_ms: Sequence[float]) -> None:
-        """Take what the requests of a batch keep of their deadlines for the way back."""
+        """Note how much time the requests of a batch keep of their deadlines for the way back."""
         self._reserved_ms += sum(kept_ms)
         self._reserved += len(kept_ms)
 
     def record_way(self, way_ms: float) -> None:
-        """Take the time between a batch's dispatch and its arrival at the gpu-let."""
+        """Note the time from a batch's dispatch to its arrival at the gpu-let."""
         self._way.append(min(_MOST_WAY_MS, max(0.0, way_ms)))
 
     def record_copies(self, copies_ms: float, batch_size: int) -> None:
-        """Take what a batch's copies took, where streaming keeps them apart from the execution."""
+        """Note how long the copies of a streamed batch took."""
         self._copy_ms.append(copies_ms / batch_size)
 
     def delay(self) -> NetworkDelay:
@@ -128,12 +128,13 @@ class WayMeter:
         return NetworkDelay(ctrl_ms=_median(self._way, self._ctrl_ms), data_ms_per_request=_median(self._copy_ms, 0.0))
 
     def budget(self) -> NetworkDelay:
-        """Return the delays that the core is to plan with from now on, and keep them as `told`."""
+        """Return the delays that the core must plan with from now on, and keep them as `told`."""
         way = self.delay()
         ctrl_ms, data_ms = way.ctrl_ms, way.data_ms_per_request
         if self._copied:
-            # Nobody knows the size of the batch behind the one that runs: what is sent ahead would be guessed too
-            # small under overload. With a delay per request 26 % less was served then (test_streaming_dispatch.py).
+            # The copies of the largest batch are budgeted for every batch. A batch is sent ahead before its size is
+            # known; with a delay per request, it was guessed too small under overload, and 26 % less was served
+            # (test_streaming_dispatch.py).
             ctrl_ms, data_ms = ctrl_ms + (data_ms * self._copied or self._copies_ms), 0.0
         kept_ms = self._reserved_ms / self._reserved if self._reserved else self.told.response_ms
         self._reserved_ms, self._reserved = 0.0, 0

@@ -1,5 +1,5 @@
-"""Replays run aside, in a process of their own: a thread would hold up the dispatcher by Python's lock. The process
-stays, because starting one costs more than most replays."""
+"""Replays of rehearsals run in another process, because a thread would hold up the dispatcher by Python's lock. The
+process stays, because starting one costs more than most replays."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from tenuto.batching.rehearsal.replay import Replay, Replayed
 
 logger = logging.getLogger("ray.serve")
 
-_LONGEST_S = 60.0  # limit: of a rehearsal, after which it is given up
-_ENDS_S = 60.0  # limit: after a kill
+_LONGEST_S = 60.0  # limit: after this time a replay is given up
+_ENDS_S = 60.0  # limit: the wait for a process to end after a kill
 _LENGTH = struct.Struct("<Q")
-# Runs only when nobody else wants the core: at the lowest niceness it would still keep it until the end of its time
-# slice, some 3 ms. Before anything is imported, which takes 0.8 s just when the first requests come.
+# The process runs only when no other process wants the core. The lowest niceness is not enough: such a process still
+# keeps the core until the end of its time slice, some 3 ms. These lines come before any import, because imports take
+# 0.8 s just when the first requests come.
 LAST_IN_LINE = """
 import os
 try:
@@ -34,7 +35,7 @@ _PROGRAM = f"from {__name__} import serve; serve()"
 
 
 class Computed(NamedTuple):
-    """What a replay came to, and what it took of a core; None where nobody measured it."""
+    """The result of a replay, and the CPU time it took; None if that was not measured."""
 
     result: list[Replayed]
     cpu_ms: float | None
@@ -45,27 +46,27 @@ Compute = Callable[[Replay], Awaitable[Computed]]
 
 
 class RehearsalProcess:
-    """A process of the lowest priority that runs one replay after the other; started with the first."""
+    """A process of the lowest priority that runs one replay after the other. The first replay starts it."""
 
     def __init__(self, longest_s: float = _LONGEST_S, first: str = LAST_IN_LINE) -> None:
-        """`longest_s`: what takes longer is given up; `first`: what the process runs before anything else."""
+        """`longest_s`: a replay that takes longer is given up; `first`: code that the process runs before all else."""
         self._longest_s = longest_s
         self._program = first + _PROGRAM
         self._process: subprocess.Popen[bytes] | None = None
 
     async def run(self, job: Replay) -> Computed:
-        """Return what a replay comes to, and the CPU time it took.
+        """Return the result of a replay, and the CPU time it took.
 
         Raises:
             EOFError: the process ended.
-            OSError: it could not be started, or ended.
-            TimeoutError: it took too long, and was ended.
+            OSError: the process could not be started, or ended.
+            TimeoutError: the replay took too long; the process was ended.
         """
         try:
             async with asyncio.timeout(self._longest_s):
                 return await asyncio.get_running_loop().run_in_executor(None, self._run, pickle.dumps(job))
         except BaseException:
-            self.close()  # half an answer may still come
+            self.close()  # otherwise half an answer might still come and be read as the next one
             raise
 
     def _run(self, job: bytes) -> Computed:
@@ -81,7 +82,7 @@ class RehearsalProcess:
         prefix = process.stdout.read(_LENGTH.size)
         if len(prefix) < _LENGTH.size:
             raise EOFError("the process has ended")
-        # What our own child wrote.
+        # Our own child wrote these bytes, so they are safe to unpickle.
         return Computed(*pickle.loads(process.stdout.read(*_LENGTH.unpack(prefix))))
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class RehearsalProcess:
             process.wait(_ENDS_S)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(OSError):  # what was not written any more
+                    with contextlib.suppress(OSError):  # bytes that could no longer be written
                         pipe.close()
 
 
@@ -100,17 +101,17 @@ class RehearsalRunner:
     """Runs one replay at a time; a result that comes after `close` is dropped."""
 
     def __init__(self, compute: Compute | None = None) -> None:
-        """`compute`: what runs it, by default another process."""
+        """`compute`: runs a replay; by default another process does."""
         self._process = RehearsalProcess()
         self._compute = compute or self._process.run
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, replay: Replay, due_in_ms: float, learn: Callable[[Computed], None]) -> None:
-        """Start one; returns at once. `learn` is called on the event loop when the result is due, or later."""
+        """Start a replay and return at once. `learn` is called on the event loop when the result is due, or later."""
         self._task = asyncio.create_task(self._run(replay, due_in_ms, learn), name="rehearsal")
 
     def close(self) -> None:
-        """Wait for no result any more."""
+        """Drop the replay that runs, and end the process."""
         if self._task is not None:
             self._task.cancel()
         self._process.close()
@@ -128,7 +129,7 @@ class RehearsalRunner:
 
 
 def serve() -> None:
-    """Be that process: run what comes until nothing comes any more."""
+    """Run replays from stdin until it ends: the main function of the process."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while prefix := source.read(_LENGTH.size):
         began = time.process_time()

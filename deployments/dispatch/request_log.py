@@ -1,7 +1,7 @@
-"""The last requests that ended, with their id and times: what joins a client's record with a gpu-let's.
+"""The last requests that ended, with their id and times. The id joins a client's record with a gpu-let's.
 
-All times of a record are ms after `received_at_s`, on one clock. `start_ms` and `end_ms` are None for a gpu-let whose
-clock is not this one's (another node): the difference of two clocks is never printed as a duration.
+All times of a record are ms after `received_at_s`, on one clock. `start_ms` and `end_ms` are None when the gpu-let is
+on another node, with another clock: the difference of two clocks is never printed as a duration.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from tenuto.deployments.wire.answers import Executed, Refused, late_loop
 from tenuto.deployments.wire.status import EndedRequest
 
 _KEPT = 4096  # limit: requests that the log shows
-# When it ended (wall clock, s), id, model, arrival, end and deadline (ms), and what became of it. Neither the request
-# nor its inputs or outputs are kept: of an execution only its times.
+# The end (wall clock, s), id, model, arrival, end and deadline (ms), and the times or the refusal. The request itself,
+# its inputs and its outputs are not kept.
 _Ended = tuple[float, str, str, float, float, float, "_Times | Refused"]
 _Times = tuple[str, int, float, float, float, float]
 _times_of = attrgetter("gpulet", "batch_size", "sent_ms", "started_ms", "execution_ms", "planned_ms")
 
 
 class RequestLog:
-    """Keeps the last few thousand; adding costs about a microsecond."""
+    """Keeps the last few thousand requests; to add one costs about a microsecond."""
 
     def __init__(self) -> None:
         self._ended: deque[_Ended] = deque(maxlen=_KEPT)
 
     def add_executed(self, requests: list[Request], executed: Executed, ended_ms: float) -> None:
-        """Take the requests of a batch that are answered now."""
+        """Keep the requests of a batch that are answered now."""
         times, now_s = _times_of(executed), time.time()
         self._ended.extend(
             [(now_s, r.client_id, r.name, r.arrived_ms, ended_ms, r.deadline_ms, times) for r in requests]
         )
 
     def add_refused(self, request: Request, refused: Refused, ended_ms: float) -> None:
-        """Take a request that is refused now."""
+        """Keep a request that is refused now."""
         times = request.arrived_ms, ended_ms, request.deadline_ms
         self._ended.append((time.time(), request.client_id, request.name, *times, refused))
 
     def newest(self, request_id: str | None = None, limit: int = 100) -> list[EndedRequest]:
-        """Return the newest records first; with an id, those of that id (a request of several samples has several)."""
+        """Return records, the newest first; with an id, only those with this id. (A request with several samples has
+        several records.)"""
         matching = (ended for ended in reversed(self._ended) if request_id is None or ended[1] == request_id)
         return [_record(ended) for ended in islice(matching, max(0, limit))]
 

@@ -1,4 +1,4 @@
-"""The scheduler of a dispatcher that has no plan yet: it knows no model, so that nothing can be asked of it."""
+"""The scheduler of a dispatcher that has no plan yet. It knows no model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tenuto.batching.core.system import System
 
 
 class UnplannedScheduler(Scheduler):
-    """Decides nothing; whoever asks it for a model made a mistake."""
+    """Decides nothing. To give it a request is a mistake of the caller, and raises KeyError."""
 
     name = "no plan"
     summary = "nothing is planned yet"
@@ -22,16 +22,16 @@ class UnplannedScheduler(Scheduler):
         return False
 
     def batch_done(self, now_ms: float, gpulet: int) -> None:
-        """There is no gpu-let."""
+        """Do nothing: there is no gpu-let."""
 
     def wake(self, now_ms: float) -> None:
-        """Nothing is due."""
+        """Do nothing: nothing is due."""
 
     def gpulet_lost(self, now_ms: float, gpulet: int) -> None:
-        """There is no gpu-let."""
+        """Do nothing: there is no gpu-let."""
 
     def gpulet_back(self, now_ms: float, gpulet: int) -> None:
-        """There is no gpu-let."""
+        """Do nothing: there is no gpu-let."""
 
     def queued(self, program: int) -> int:  # noqa: ARG002
         return 0

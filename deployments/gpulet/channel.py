@@ -1,11 +1,11 @@
 """A gpu-let's sockets: dispatchers connect here, batches come in and answers go out.
 
-No event loop: dispatchers of this machine are read by the worker itself (`tenuto.deployments.gpulet.inbox`), those of
-other machines, and those that send large bodies, by a thread each, so that bodies come while a batch runs. Answers
-leave from the worker, and beats from a thread that watches the dispatchers.
+There is no event loop. The worker itself reads dispatchers of this machine (`tenuto.deployments.gpulet.inbox`). A
+dispatcher of another machine, or one that sends large bodies, has a thread of its own, so that bodies come while a
+batch runs. The worker sends answers; another thread sends beats and watches the dispatchers.
 
-Of the dispatchers of one sub-cluster one is in charge, the one that took charge last. A batch of another one is not
-begun, nor one whose dispatcher has gone: its requests were given to others.
+Of the dispatchers of one sub-cluster, the one that took charge last is in charge. Batches of the others are not begun.
+Neither are batches whose dispatcher is gone, as their requests were given to other gpu-lets.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tenuto.deployments.wire.tensors import Buffer
 
 logger = logging.getLogger("ray.serve")
 
-_HANDSHAKE_S = 5.0  # limit: for the first words of a dispatcher
+_HANDSHAKE_S = 5.0  # limit: time for a dispatcher's TLS handshake
 
 
 class _Peer:
-    """A connected dispatcher, and its batches that are not answered."""
+    """A connected dispatcher, and its batches that are not answered yet."""
 
     def __init__(self, connection: FrameSocket, channel: Channel) -> None:
         self.connection = connection
         self.running: dict[int, ArrivedBatch] = {}
-        self.sub_cluster: str | None = None  # which it schedules for, where others may take charge
+        self.sub_cluster: str | None = None  # None: it is the only dispatcher
         self._channel = channel
 
     def fileno(self) -> int:
@@ -56,13 +56,13 @@ class _Peer:
         self._channel.unwatched(self)
 
     def is_obeyed(self) -> bool:
-        """Whether what it asked for is to be begun now."""
+        """Whether batches of this dispatcher may be begun now."""
         return self._channel.is_in_charge(self) and not self.connection.is_lost()
 
 
 class ArrivedBatch:
-    """One batch between arrival at the gpu-let and answer. `received_at` is on the monotonic clock, in s; NaN for one
-    that came while another ran, and was read after that."""
+    """One batch from its arrival at the gpu-let to its answer. `received_at` is on the monotonic clock in s; it is NaN
+    when the batch came while another one ran, and was read only afterwards."""
 
     __slots__ = ("_peer", "body", "is_aborted", "message", "received_at")
 
@@ -75,20 +75,20 @@ class ArrivedBatch:
 
     @property
     def program(self) -> str:
-        """What is to run."""
+        """The program to run."""
         return self.message.program
 
     @property
     def size(self) -> int:
-        """Rows of all members."""
+        """The number of rows of all members."""
         return self.message.size
 
     def is_given_up(self) -> bool:
-        """Whether its dispatcher has gone, or another one is in charge; for the worker."""
+        """Whether the batch's dispatcher is gone, or another one is in charge. The worker asks this."""
         return self.is_aborted or not self._peer.is_obeyed()
 
     def answer(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Send the answer; any thread may. Silent when the dispatcher is gone."""
+        """Send the answer; any thread may call this. Does nothing when the dispatcher is gone."""
         self._peer.running.pop(self.message.number, None)
         self._peer.connection.send(message, buffers)
 
@@ -102,10 +102,10 @@ class Channel:
         """Prepare; `listen` begins.
 
         Args:
-            name: of the gpu-let, for threads and logs.
-            token: what whoever connects must present.
-            on_batch: takes a batch, on whatever thread read it; must not wait.
-            watch: lets the worker read a dispatcher of this machine.
+            name: the gpu-let's id, for threads and logs.
+            token: the token that a dispatcher must present.
+            on_batch: takes a batch, on the thread that read it; must not wait.
+            watch: lets the worker read the socket of a dispatcher of this machine.
         """
         self._name = name
         self._token = token
@@ -121,8 +121,8 @@ class Channel:
         threading.Thread(target=self._beat, name=f"gpu-let {name} beats", daemon=True).start()
 
     def listen(self, host: str = "", *, encrypted: bool = False) -> Endpoint:
-        """Listen and return where: for this machine alone without a host, else on a free port of that address, which
-        speaks TLS where it is to be `encrypted`."""
+        """Listen, and return where. Without a host, only this machine can connect. With a host, it is a free port of
+        that address, with TLS if `encrypted`."""
         tls = self._identity.context if host and encrypted else None
         known = self._listeners.get((host, encrypted))
         if known is None:
@@ -138,7 +138,7 @@ class Channel:
         return Endpoint(address, self._token, "" if tls is None else self._identity.certificate)
 
     def announce(self, state: GpuletState) -> None:
-        """Tell everyone who is connected, and whoever connects later, what this gpu-let is and holds."""
+        """Send the state of this gpu-let to all connected dispatchers, and to each that connects later."""
         with self._lock:
             terms = {name: term for name, (_, term) in self._in_charge.items()}
             state = self._state = msgspec.structs.replace(state, terms=terms)
@@ -153,7 +153,7 @@ class Channel:
             peer.connection.send(message)
 
     def close(self) -> None:
-        """Take no more connections and close those there are."""
+        """Take no more connections, and close all."""
         self._is_closed.set()
         for made in self._listeners.values():
             with contextlib.suppress(OSError):
@@ -173,7 +173,7 @@ class Channel:
             ).start()
 
     def _greet(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Take a peer that presents the token."""
+        """Take a peer if it presents the token, and close its connection if not."""
         way: socket.socket | TlsSocket = connection
         if tls is not None:
             way = TlsSocket(connection, tls)
@@ -212,7 +212,7 @@ class Channel:
             peer.connection.close()
 
     def read(self, peer: _Peer, *, is_fresh: bool) -> bool:
-        """Take what has come from a peer; False where it is not to be watched any more."""
+        """Take the messages that have come from a peer; False when the worker must stop watching it."""
         received_at = time.monotonic() if is_fresh else math.nan
         try:
             for message, body in peer.connection.received():
@@ -223,7 +223,7 @@ class Channel:
         return not peer.connection.is_amid_body
 
     def unwatched(self, peer: _Peer) -> None:
-        """Close a peer that is gone, and let a thread receive from one in the middle of a large body."""
+        """Close a peer that is gone. A peer that sends a large body gets a thread instead."""
         if peer in self._peers:
             threading.Thread(
                 target=self._receive, args=(peer,), name=f"gpu-let {self._name} receives", daemon=True
@@ -240,7 +240,7 @@ class Channel:
             is_left = holder is peer and bool(term.gateways)
             if is_left and peer.sub_cluster is not None:
                 self._in_charge[peer.sub_cluster] = peer, Term(term.number)
-        _give_up(peer)  # nobody waits for it
+        _give_up(peer)  # nobody waits for its answers
         if is_left and state is not None:
             self.announce(state)
 
@@ -254,8 +254,8 @@ class Channel:
             logger.warning("gpu-let %s: nobody asked for a %s", self._name, type(message).__name__)
 
     def _put_in_charge(self, peer: _Peer, wanted: TakeCharge) -> None:
-        """Let a dispatcher take charge, unless another one has with a later term; whoever is not in charge hears so
-        from the terms in the state."""
+        """Let a dispatcher take charge, unless another one has a later term. The terms in the state tell dispatchers
+        whether they are in charge."""
         peer.sub_cluster = name = wanted.sub_cluster
         with self._lock:
             state, (before, term) = self._state, self._holder(peer)
@@ -271,11 +271,11 @@ class Channel:
             self.announce(state)
 
     def _holder(self, peer: _Peer) -> tuple[_Peer | None, Term]:
-        """Return which dispatcher of a dispatcher's sub-cluster is in charge, or was last, and by which term."""
+        """Return the dispatcher in charge of this peer's sub-cluster, or the one that was last, and its term."""
         return self._in_charge.get(peer.sub_cluster or "", (None, Term()))
 
     def is_in_charge(self, peer: _Peer) -> bool:
-        """Whether no other dispatcher of its sub-cluster has taken charge."""
+        """Whether no other dispatcher of the peer's sub-cluster has taken charge."""
         return peer.sub_cluster is None or self._holder(peer)[0] is peer
 
     def _beat(self) -> None:
@@ -285,6 +285,6 @@ class Channel:
 
 
 def _give_up(peer: _Peer) -> None:
-    """Begin nothing more of what a dispatcher asked for."""
+    """Mark all batches of a dispatcher so that none of them is begun."""
     for batch in list(peer.running.values()):
         batch.is_aborted = True

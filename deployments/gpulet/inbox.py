@@ -1,7 +1,8 @@
-"""What a gpu-let's worker has to do next: what other threads put, and what comes on sockets that it reads itself.
+"""The queue of a gpu-let's worker: items that other threads put, and messages on sockets that the worker reads itself.
 
-A batch that came over a thread of its own woke that thread, which woke the worker: one wake-up more, of 50 to 130 µs on
-a shared machine. The worker reads when it would otherwise wait; what comes while it works stays in the socket.
+If another thread read the socket, a batch would wake that thread, which would wake the worker. The second wake-up costs
+50 to 130 µs on a shared machine. So the worker reads whenever it would otherwise wait; while it works, messages stay in
+the socket.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 ItemT = TypeVar("ItemT")
 
-_SLEPT_S = 1e-4  # limit: a wait that ended sooner found something there
+_SLEPT_S = 1e-4  # limit: a wait that ended sooner found bytes that were there already
 
 
 class Source(Protocol):
@@ -25,19 +26,19 @@ class Source(Protocol):
         """Return its descriptor."""
 
     def readable(self, *, is_fresh: bool) -> bool:
-        """Bytes have come: read them and put what they are. Return whether to go on watching.
+        """Read the bytes that have come, and put the items in them. Return whether to go on watching.
 
-        `is_fresh`: they have ended a wait, and so came just now; else they may have been there for a while.
+        `is_fresh`: the bytes have ended a wait, so they came just now; otherwise they may have come a while ago.
         """
 
     def unwatched(self) -> None:
-        """Nobody watches it any more. It may be closed now: its number, which another socket may then have, is
-        forgotten."""
+        """Learn that the worker has stopped watching. The socket may be closed now: its number is forgotten, so another
+        socket may get it."""
 
 
 class Inbox(Generic[ItemT]):
-    """A queue of one reader. Invariant: what was put, or had come to a watched socket, before `close` is still given
-    out."""
+    """A queue with one reader. Invariant: items that were put, or came to a watched socket, before `close` are still
+    given out."""
 
     def __init__(self) -> None:
         self._items: deque[ItemT] = deque()
@@ -49,7 +50,7 @@ class Inbox(Generic[ItemT]):
         self._is_closed = False
 
     def __bool__(self) -> bool:
-        """Whether something waits that was put, or read already."""
+        """Whether an item waits that was put or read already."""
         return bool(self._items)
 
     def put(self, item: ItemT) -> None:
@@ -58,13 +59,13 @@ class Inbox(Generic[ItemT]):
         self._ring()
 
     def watch(self, source: Source) -> None:
-        """Let the reader read this socket from now on; any thread may ask."""
+        """Let the reader read this socket from now on; any thread may call this."""
         descriptor = source.fileno()
         self._sources[descriptor] = source
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def close(self) -> None:
-        """Give out what is there and then None; any thread may ask."""
+        """Let `get` give out the items that are there, and then None; any thread may call this."""
         self._is_closed = True
         self._ring()
 
@@ -73,10 +74,10 @@ class Inbox(Generic[ItemT]):
             os.eventfd_write(self._bell, 1)
 
     def get(self) -> ItemT | None:
-        """Wait for the next item and return it; None when it is closed and empty. For one thread."""
+        """Wait for the next item and return it; None when the inbox is closed and empty. For one thread only."""
         items = self._items
         while True:
-            # From here on `put` rings: what it added before is seen below, what it adds later ends the wait.
+            # From here on `put` rings. Items that were put before are seen below; later ones end the wait.
             self._waits = True
             waits = not items and not self._is_closed
             begun_s = time.monotonic()
@@ -98,6 +99,6 @@ class Inbox(Generic[ItemT]):
         source = self._sources[descriptor]
         if not source.readable(is_fresh=is_fresh):
             del self._sources[descriptor]
-            with contextlib.suppress(OSError):  # all are closed at the end
+            with contextlib.suppress(OSError):  # the socket may be closed already, at the end
                 self._epoll.unregister(descriptor)
             source.unwatched()

@@ -1,6 +1,6 @@
-"""Merge the models of a program in a process of its own, while their single graphs answer requests (USHER, section 4).
+"""Merges the models of a program in a process of its own, while their single graphs answer requests (USHER, section 4).
 
-PyTorch traces by changing modules for the whole process, so a gpu-let cannot do it beside the batches it runs.
+PyTorch changes modules for the whole process while it traces, so a gpu-let cannot trace beside the batches it runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tenuto.profiles.networks.programs import Member, merge_members
 
 
 async def merge_elsewhere(members: Sequence[Member], file: str) -> None:
-    """Run `merge_members` in a process that sees no GPU and yields to all that serves; cancelled, it ends.
+    """Run `merge_members` in a process that sees no GPU and has low priority. When this call is cancelled, it ends.
 
     Raises:
-        TenutoError: what `merge_members` raised, or the process was killed.
+        TenutoError: the error of `merge_members`, or the process was killed.
     """
     environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = WorkerProcess(["-m", __name__, file], environment, "+".join(member.name for member in members))
@@ -35,7 +35,7 @@ async def merge_elsewhere(members: Sequence[Member], file: str) -> None:
 
 
 def _merge(report: Callable[[Any], None]) -> None:
-    del report  # a fault is all there is to say
+    del report  # only errors are reported, which `serve_parent` does
     os.nice(10)
     members = msgspec.json.decode(sys.stdin.readline(), type=list[Member])
     threading.Thread(target=_end_with_parent, daemon=True).start()

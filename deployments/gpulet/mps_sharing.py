@@ -1,8 +1,9 @@
-"""A gpu-let on a GPU that is shared through CUDA MPS: joined before CUDA starts, proved after the warm-up, watched.
+"""A gpu-let on a GPU that is shared through CUDA MPS. It joins before CUDA starts, is proved after the warm-up, and is
+watched from then on.
 
-The daemon has no owner among Ray's actors: each gpu-let holds a kernel lock on its GPU's folder, the first one starts
-the daemon and a reaper outside Ray stops it. An actor per node would be one more process whose death takes the
-knowledge of who is there with it, and `serve deploy` alone would have nobody to start it.
+No Ray actor owns the daemon. Each gpu-let holds a kernel lock on its GPU's folder; the first one starts the daemon, and
+a reaper outside Ray stops it. If an actor per node owned it, the death of that actor would lose the list of gpu-lets,
+and `serve deploy` alone would have no process that starts the actor.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from tenuto.mps.sm_count import VisibleDevice, free_memory_mib, visible_devices
 logger = logging.getLogger("ray.serve")
 
 _VOLTA = (7, 0)  # format: compute capability from which CUDA MPS limits shares
-_UNANSWERED = 3  # limit: health checks in a row: a busy node may make the daemon late once
-_OTHERS_LEAVE_S = 20  # limit: a gpu-let of the last plan that ran without CUDA MPS takes half of that to go
+_UNANSWERED = 3  # limit: unanswered health checks in a row: on a busy node the daemon may be late once
+_OTHERS_LEAVE_S = 20  # limit: a gpu-let of the last plan that ran without CUDA MPS takes half of this time to end
 
 
 class SharedGpu:
@@ -53,7 +54,7 @@ class SharedGpu:
         watch_xids: Callable[[str], XidEvents | None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Take what the plan asks for; the rest are the edges to driver and daemon, replaced in tests.
+        """`spec` is what the plan asks for. The other arguments are the edges to driver and daemon; tests replace them.
 
         Raises:
             ControlError: the daemon's folder has too long a path.
@@ -79,11 +80,12 @@ class SharedGpu:
         self._unanswered = 0
 
     def join(self) -> None:
-        """Check the GPU and this process's environment, start the daemon if need be, and wait for this one's turn.
+        """Check the GPU and this process's environment, start the daemon if need be, and wait for this gpu-let's turn.
 
         Raises:
             EnvironmentFaultError: the GPU is not here or cannot be shared, the environment is not what the plan asks
-                for, the daemon cannot be had, the GPU faulted too often, or others use it where CUDA MPS is required.
+                for, the daemon cannot be started, the GPU faulted too often, or other processes use the GPU although
+                the plan requires CUDA MPS.
         """
         self._check_environment()
         self._check_gpu()
@@ -105,12 +107,13 @@ class SharedGpu:
         """Hold the GPU's admission while a running gpu-let loads more models.
 
         Raises:
-            EnvironmentFaultError: another's start takes too long, or this process has to leave.
+            EnvironmentFaultError: the start of another gpu-let takes too long, or this process has to leave.
         """
         return self._daemon.turn(self._is_lost.is_set)
 
     def _check_others(self) -> None:
-        """See who else is on the GPU: where CUDA MPS is required nobody may be, else it is told in the status."""
+        """Look for other processes on the GPU. When CUDA MPS is required there must be none; else the status shows
+        them."""
         for _ in range(_OTHERS_LEAVE_S):
             self._others = self._read_others(self._daemon)
             known = [other for other in self._others or () if other.name is not None]
@@ -126,7 +129,7 @@ class SharedGpu:
             logger.warning("gpu-let %s: also on %s: %s", self._id, self._uuid, ", ".join(map(str, self._others)))
 
     def _check_environment(self) -> None:
-        """CUDA has read these by the time anyone could notice that they are wrong, so they are compared before."""
+        """Compare this process's environment with the plan, before CUDA starts and reads it."""
         wanted = client_environment(self._uuid, self._share_pct, self._memory_mib)
         wrong = [
             f"{key} is {self._environment.get(key, 'not set')} instead of {value}"
@@ -188,9 +191,9 @@ class SharedGpu:
         )
 
     def check(self) -> None:
-        """Raise `EnvironmentFaultError` once this process has lost its GPU: a fault, or the daemon is gone.
+        """Raise `EnvironmentFaultError` once this process has lost its GPU, by a fault or because the daemon is gone.
 
-        A daemon that does not answer is forgiven twice in a row.
+        The daemon may fail to answer twice in a row.
         """
         fatal = FATAL_XIDS.intersection(() if self._xids is None else self._xids.look())
         if fatal:
@@ -210,7 +213,7 @@ class SharedGpu:
         self._unanswered = 0
         if status == "FAULT":
             self._is_lost.set()
-            with contextlib.suppress(ControlError):  # busy for ten seconds: another gpu-let writes it down
+            with contextlib.suppress(ControlError):  # busy for ten seconds: then another gpu-let notes the fault
                 self._daemon.note_fault()
             raise self._refused("a fault of one gpu-let hit all of this GPU; each has to start again")
         if self._attachment is not None and self._client not in clients:
@@ -219,12 +222,12 @@ class SharedGpu:
 
     @property
     def _client(self) -> int:
-        """This process in the daemon's words."""
+        """The daemon's number for this process."""
         proved = self._attachment
         return self._pid if proved is None or proved.client is None else proved.client
 
     def status(self) -> MpsStatus:
-        """Return what was given."""
+        """Return what CUDA MPS gave this gpu-let."""
         wanted = client_environment(self._uuid, self._share_pct, self._memory_mib)
         return MpsStatus(
             uuid=self._uuid,
@@ -237,15 +240,15 @@ class SharedGpu:
         )
 
     def terminate(self) -> None:
-        """End this process's work on the GPU before the process is killed with work in flight, which would be undefined
-        behaviour for its neighbours. A daemon that refuses is logged; nothing else can be done then."""
+        """End this process's work on the GPU before the process is killed. To kill it at work would be undefined
+        behaviour for its neighbours. When the daemon refuses, that is logged, as nothing else can be done."""
         try:
             self._daemon.terminate(self._client)
         except ControlError as error:
             logger.error("gpu-let %s: its work on the GPU could not be ended: %s", self._id, error)
 
     def leave(self) -> None:
-        """Count this process out; the daemon ends after the last. Safe at any time and more than once."""
+        """Leave the GPU; the daemon ends after the last process left. Safe at any time and more than once."""
         self._is_lost.set()
         self._admission.close()
         self._daemon.leave()
@@ -257,7 +260,7 @@ class SharedGpu:
 
 @contextlib.asynccontextmanager
 async def turn_of(shared: SharedGpu | None) -> AsyncIterator[None]:
-    """Hold the admission of a shared GPU, if it is one, without blocking the event loop while waiting for it.
+    """Hold the admission of a shared GPU, if there is one. The wait for it does not block the event loop.
 
     Raises:
         EnvironmentFaultError: see `SharedGpu.turn`.
@@ -274,10 +277,9 @@ async def turn_of(shared: SharedGpu | None) -> AsyncIterator[None]:
 
 
 def join_shared_gpu(spec: GpuletSpec, *, has_driver: bool) -> SharedGpu | None:
-    """Join a gpu-let to its GPU before CUDA starts; None where the plan asks for no CUDA MPS, or no GPU
-    is used.
+    """Join a gpu-let to its GPU before CUDA starts; None when the plan asks for no CUDA MPS or no GPU is used.
 
-    Without a driver the choice of the executor says what is missing.
+    Without a driver this returns None too; `make_executor` then says what is missing.
 
     Raises:
         EnvironmentFaultError: the GPU cannot be shared as planned.
@@ -290,7 +292,7 @@ def join_shared_gpu(spec: GpuletSpec, *, has_driver: bool) -> SharedGpu | None:
 
 
 def _xid_events(uuid: str) -> XidEvents | None:
-    """Return the GPU's Xid events where the driver reports them to this process."""
+    """Return the GPU's Xid events; None when the driver does not report them to this process."""
     try:
         return XidEvents(uuid, load_nvml())
     except EnvironmentFaultError as error:

@@ -1,8 +1,8 @@
 """A gpu-let: one Serve replica, one process, one share of one GPU, one or more resident programs.
 
-This is what Serve talks to. Batches come over the gpu-let's own sockets (`tenuto.deployments.gpulet.channel`), run on
-its worker thread (`tenuto.deployments.gpulet.worker`), and never touch the event loop. The replica reports ready only
-once all its models are warmed up (`tenuto.deployments.gpulet.resident_programs`).
+Serve talks to this class. Batches come over the gpu-let's own sockets (`tenuto.deployments.gpulet.channel`), run on its
+worker thread (`tenuto.deployments.gpulet.worker`), and never touch the event loop. The replica reports ready only once
+all its models are warmed up (`tenuto.deployments.gpulet.resident_programs`).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from tenuto.deployments.wire.peer import Endpoint
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError
 
-_LOOK_S = 1.0  # limit: between two looks for a batch that hangs, which `hangs_s` allows for
-_LAST_WORDS_S = 0.2  # limit: between the notice that the device is lost and the end of the process
+_LOOK_S = 1.0  # limit: time between two looks for a batch that hangs; `hangs_s` allows for it
+_LAST_WORDS_S = 0.2  # limit: time between the notice that the device is lost and the end of the process
 
 
 class LocalReplica:
-    """Serves the models of one gpu-let in any process with a loop; `reconfigure` changes models and batch sizes in
-    place."""
+    """Serves the models of one gpu-let in any process with an event loop. `reconfigure` changes models and batch sizes
+    without a restart."""
 
     _has_started = False
 
     @classmethod
     async def start(cls, spec: GpuletSpec | None, config: GpuletConfig) -> LocalReplica:
-        """Construct and configure one, as Serve does with a `ServeApplication`'s."""
+        """Construct and configure a replica, as Serve does."""
         assert spec is not None
         replica = cls.__new__(cls)
         await replica.__init__(spec.model_dump(mode="json"))  # type: ignore[misc]
@@ -60,7 +60,7 @@ class LocalReplica:
         """Choose the executor and start listening.
 
         Args:
-            spec: what only a restart can change; see `GpuletSpec`.
+            spec: the settings that only a restart can change; see `GpuletSpec`.
 
         Raises:
             InvalidInputError: unknown keys or unusable values.
@@ -78,10 +78,10 @@ class LocalReplica:
             streaming = make_streaming(self._executor) if self._spec.streaming else None
         except BaseException:
             if self._shared is not None:
-                self._shared.leave()  # the next gpu-let of this GPU need not wait for the end of this process
+                self._shared.leave()  # so that the next gpu-let of this GPU need not wait until this process ends
             raise
         self._programs = ResidentPrograms(self._id, self._executor, streaming)
-        self._failure: str | None = None  # of the GPU's CUDA MPS
+        self._failure: str | None = None  # why the GPU's CUDA MPS failed
         self._token = secrets.token_hex(16)
         self._worker = WorkerThread(self._id, self._executor, streaming, self._programs, self._on_fault)
         self._channel = Channel(self._id, self._token, self._worker.put, self._worker.watch)
@@ -104,7 +104,7 @@ class LocalReplica:
         """
         config = read_gpulet_config(user_config, self._id)
         wanted, self._encrypts, self._hangs_s = config.programs, config.encrypt, config.hangs_s
-        # The first load has its turn from joining on. Batches run while a later one waits.
+        # The first load holds its turn since `join`. A later load waits for its turn while batches run.
         async with turn_of(self._shared if self._is_proved and self._programs.loads(wanted) else None):
             await self._programs.bring(wanted, self._worker.perform, self._announce)
         if self._shared is not None and not self._is_proved:
@@ -115,10 +115,10 @@ class LocalReplica:
     async def check_health(self) -> None:
         """Raise when this process can no longer run batches; Serve then replaces it."""
         if self._shared is not None and self._is_proved:
-            try:  # also when this process is lost already: it may be the only one that sees the fault
+            try:  # also when this process has failed already, as it may be the only one that sees a fault of the GPU
                 await self._loop.run_in_executor(None, self._shared.check)
             except EnvironmentFaultError as error:
-                # A client of a faulted server has to go, even when the server recovers.
+                # The failure is kept: a client of a faulted server has to end, even when the server recovers.
                 self._failure = self._failure or str(error)
         failure = self._worker.fault or self._failure
         if failure is not None:
@@ -127,7 +127,7 @@ class LocalReplica:
             raise EnvironmentFaultError(f"the worker thread of gpu-let {self._id} has ended")
 
     async def endpoint(self, node_id: str = "") -> Endpoint:
-        """Return where this gpu-let listens for a node; another node gets an address of the cluster's network."""
+        """Return where this gpu-let listens for a node. For another node it is an address of the cluster's network."""
         host = own_address_for(node_id)
         return self._channel.listen(host, encrypted=self._encrypts) if host else self._near
 
@@ -136,7 +136,7 @@ class LocalReplica:
         self._channel.announce(self._state())
 
     def _state(self) -> GpuletState:
-        """Return what this gpu-let is and holds now."""
+        """Return the present state of this gpu-let."""
         return GpuletState(
             gpulet=self._id,
             gpu=self._spec.gpu.id,
@@ -169,8 +169,8 @@ class LocalReplica:
             self._on_fault(self._worker.fault)
 
     def _on_fault(self, reason: str) -> None:
-        """No batch can run here any more: say so, and end the process, which Serve then replaces. Called by the
-        worker."""
+        """Tell the dispatchers that no batch can run here any more, and end the process. Serve then replaces it. The
+        worker calls this."""
         self._channel.tell(GpuletCloses(reason))
         self._loop.call_soon_threadsafe(self._loop.call_later, _LAST_WORDS_S, self._leave)
 
@@ -179,7 +179,7 @@ class LocalReplica:
             self._shared.leave()
         self.end_process(1)
 
-    # Nothing but a new process helps a lost CUDA context, and it may hang whoever tears it down.
+    # Only a new process helps when a CUDA context is lost, and an orderly end of this one might hang.
     end_process: Callable[[int], None] = staticmethod(os._exit)
 
     async def records(self) -> list[dict[str, Any]]:
@@ -188,7 +188,7 @@ class LocalReplica:
         return self._worker.records()
 
     async def close(self) -> None:
-        """Finish what runs, then release the device."""
+        """Finish the batches that run, then release the device."""
         if not self._has_started:
             return
         self._look.cancel()
@@ -196,7 +196,7 @@ class LocalReplica:
         self._channel.tell(GpuletCloses("it is shutting down"))
         await self._worker.stop(10.0 if self._shared is None else 6.0)
         if self._shared is not None and self._worker.is_alive:
-            # Serve kills this process in a moment, and a client killed at work harms its neighbours.
+            # Serve will soon kill this process, and a client that is killed at work harms its neighbours.
             await asyncio.get_running_loop().run_in_executor(None, self._shared.terminate)
         self._channel.close()
         self._executor.close()
@@ -205,15 +205,15 @@ class LocalReplica:
 
 
 class GpuletReplica(LocalReplica):
-    """The same, created and ended by Serve."""
+    """A replica that Serve creates and ends."""
 
     async def __del__(self) -> None:
-        """Serve calls this once requests have drained, and also where `__init__` failed."""
+        """Close the replica. Serve calls this when requests have drained, and also when `__init__` failed."""
         await self.close()
 
 
 def _node_id() -> str:
-    """Return Ray's name of this node; "" where the process is none of Ray's."""
+    """Return Ray's id of this node; "" when Ray did not start this process."""
     if "ray" not in sys.modules:
         return ""
     import ray

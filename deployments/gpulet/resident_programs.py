@@ -1,4 +1,4 @@
-"""The programs that are resident on a gpu-let: loaded and warmed up as its entries in the plan say, or released."""
+"""The resident programs of a gpu-let: they are loaded, warmed up and released as the plan says."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ logger = logging.getLogger("ray.serve")
 class ResidentPrograms:
     """Invariant: a new program is resident only once it is loaded and warmed up.
 
-    It is changed on the event loop and asked there and on the worker thread.
+    Only the event loop changes this object; the worker thread also reads it.
     """
 
     def __init__(self, gpulet_id: str, executor: Executor, streaming: StreamingExecutor | None) -> None:
-        """Start with none; `streaming` is what runs them where the gpu-let streams."""
+        """Start without programs. `streaming`: runs programs if the gpu-let streams."""
         self._id = gpulet_id
         self._executor = executor
         self._streaming = streaming
@@ -45,7 +45,7 @@ class ResidentPrograms:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether nothing really runs."""
+        """Whether the GPU is only emulated."""
         return self._executor.device.startswith("emulated")
 
     def loads(self, wanted: Sequence[ProgramEntry]) -> bool:
@@ -57,12 +57,12 @@ class ResidentPrograms:
     ) -> None:
         """Unload and load until exactly the wanted programs are resident; unchanged ones are not touched.
 
-        A program of several models is resident with their single graphs, until merged ones take their place.
+        A program of several models first runs their single graphs, until the merged graph takes their place.
 
         Args:
-            wanted: their entries.
-            on_worker: runs something on the worker thread, and raises what it raised.
-            changed: called once a merged program has taken the place of single graphs.
+            wanted: the entries of the wanted programs.
+            on_worker: runs a function on the worker thread, and raises what the function raised.
+            changed: called when a merged program has replaced its single graphs.
         """
         names = {entry.name for entry in wanted}
         for name in [name for name in self._entries if name not in names]:
@@ -80,7 +80,7 @@ class ResidentPrograms:
             except EnvironmentFaultError:
                 if not merges:
                     raise
-                # The plan may count on the memory of the merged program alone.
+                # The plan may have counted the memory of the merged program only.
                 logger.warning("gpu-let %s: the graphs of %s do not fit before they are merged", self._id, entry.name)
                 await self._load_merged(entry, on_worker)
             else:
@@ -93,7 +93,7 @@ class ResidentPrograms:
             )
 
     async def close(self) -> None:
-        """End what still merges."""
+        """Stop all merging that is under way."""
         for name in list(self._merging):
             await self._stop_merging(name)
 
@@ -110,7 +110,7 @@ class ResidentPrograms:
             await on_worker(functools.partial(self._load, entry, file))
 
     async def _switch(self, entry: ProgramEntry, on_worker: OnWorker, changed: Callable[[], None]) -> None:
-        """Let the merged program take the place of the single graphs between two batches, or say why they stay."""
+        """Replace the single graphs of a program by the merged one, between two batches. If that fails, log why."""
         started = time.monotonic()
         try:
             await self._load_merged(entry, on_worker)
@@ -151,7 +151,7 @@ class ResidentPrograms:
         return {name: entry.batch_size for name, entry in self._entries.items()}
 
     def planned_s(self, name: str) -> float:
-        """Return what the largest batch of a program is planned to take, in s; 0 where the plan does not say."""
+        """Return the planned latency of the largest batch of a program in s; 0 when the plan has none."""
         entry = self._entries.get(name)
         if entry is None or entry.latency is None:
             return 0.0
@@ -163,5 +163,5 @@ class ResidentPrograms:
         return {name: self._executor.signature(name) for name in members}
 
     def mode(self, *, is_shared: bool) -> GpuletMode:
-        """Return how they run; `is_shared`: as a client of CUDA MPS."""
+        """Return how the programs run. `is_shared`: the process is a client of CUDA MPS."""
         return GpuletMode(is_shared, self._streaming is not None, self._executor.ways())

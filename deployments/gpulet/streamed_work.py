@@ -1,7 +1,7 @@
-"""The two threads of a gpu-let that streams: one takes batches in and launches them, the other answers them.
+"""The two threads of a gpu-let that streams. The first stages and launches batches; the second answers them.
 
-At most two batches are under way: one executes, one is staged behind it. Loading, unloading and joint batches of
-merged models happen between batches, on the first thread, as in a gpu-let that does not stream.
+At most two batches are under way: one executes, and one is staged behind it. Loading, unloading and batches of merged
+models happen between batches, on the first thread, as in a gpu-let that does not stream.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.runner import STREAMED_DEPTH, BatchTimes
 
-_ENDS_S = 60.0  # limit: for what has been launched
+_ENDS_S = 60.0  # limit: time for launched batches to end
 
 
 class _Batch(Protocol):
@@ -52,18 +52,17 @@ class StreamedWork(Generic[Work]):
         otherwise: Callable[[Any], None],
         name: str = "gpu-let",
     ) -> None:
-        """Prepare; `run` is the first thread's whole life.
+        """Prepare; the first thread must call `run`.
 
         Args:
-            items: what to do; None ends it.
-            streaming: the device.
-            as_batch: returns an item that is to be streamed, None for others.
+            items: gives out the items to do; None is the last.
+            streaming: the executor of the device.
+            as_batch: returns an item as a batch if it can be streamed, else None.
             take: returns a batch's inputs, or None when it was answered without being run.
-            done: answers a batch: its outputs, its times, and how long in ms it waited at this gpu-let, not counting
-                copies.
+            done: answers a batch, from its outputs, its times, and its wait at this gpu-let in ms without copies.
             failed: answers a batch that could not be run.
-            otherwise: does everything else; no batch is under way then.
-            name: of the second thread.
+            otherwise: does an item that cannot be streamed; no batch is under way then.
+            name: the name of the second thread.
         """
         self._items = items
         self._streaming = streaming
@@ -77,7 +76,7 @@ class StreamedWork(Generic[Work]):
         self._finisher = threading.Thread(target=self._finish_all, name=f"{name} answers", daemon=True)
 
     def run(self) -> None:
-        """Do everything until None comes, and return when every batch is answered."""
+        """Do all items until None comes; return when every batch is answered."""
         self._finisher.start()
         while (item := self._items.get()) is not None:
             work = self._as_batch(item)
@@ -93,14 +92,14 @@ class StreamedWork(Generic[Work]):
                 for _ in range(STREAMED_DEPTH):
                     self._room.release()
         self._launched.put(None)
-        self._finisher.join(_ENDS_S)  # what hangs on a GPU ends with the process
+        self._finisher.join(_ENDS_S)  # a batch that hangs on a GPU ends only with the process
 
     def _wait_until_empty(self) -> None:
         for _ in range(STREAMED_DEPTH):
             self._room.acquire()
 
     def _begin(self, work: Work) -> bool:
-        """Copy a batch in and launch it; False when it is not under way afterwards."""
+        """Copy a batch in and launch it; False if it was answered instead."""
         queued_ms = (time.monotonic() - work.received_at) * 1000.0
         try:
             inputs = self._take(work)
@@ -113,7 +112,7 @@ class StreamedWork(Generic[Work]):
         try:
             self._streaming.launch(staged)
         except Exception as error:
-            with contextlib.suppress(Exception):  # the device is gone, as the error of the launch says
+            with contextlib.suppress(Exception):  # the error of the launch already says that the device is gone
                 self._streaming.discard(staged)
             self._failed(work, error)
             return False
@@ -132,5 +131,5 @@ class StreamedWork(Generic[Work]):
             self._room.release()
             try:
                 self._done(work, outputs, times, queued_ms + times.wait_ms)
-            except Exception as error:  # or nobody would answer the batches behind this one
+            except Exception as error:  # an error here must not end the thread: it answers the batches behind this one
                 self._failed(work, error)

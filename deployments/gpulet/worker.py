@@ -1,6 +1,6 @@
-"""A gpu-let's worker thread: it owns the device, runs batches one after another and what has to happen between two.
+"""A gpu-let's worker thread. It owns the device, runs batches one after another, and does other work between batches.
 
-It knows neither sockets nor Serve: batches are put from elsewhere, and know themselves where their answers belong.
+It knows neither sockets nor Serve: others give it batches, and a batch sends its own answer.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class WorkerThread:
         """Start the thread; must be called on the event loop that `perform` is called on.
 
         Args:
-            gpulet_id: for logs, the thread's name and errors.
+            gpulet_id: the id for logs, errors and the thread's name.
             executor: runs batches.
-            streaming: runs those that can be streamed, where the gpu-let streams.
-            programs: what is resident; batches of others are refused.
-            on_fault: told on the thread, once, when no batch can run here any more.
+            streaming: runs batches that can be streamed, if the gpu-let streams.
+            programs: the resident programs; batches of other programs are refused.
+            on_fault: called once, on the thread, when no batch can run here any more.
         """
         self._id = gpulet_id
         self._executor = executor
@@ -63,23 +63,23 @@ class WorkerThread:
         self._inbox: Inbox[_Item] = Inbox()
         self._arenas = MappedArenas()
         self._recent: deque[dict[str, Any]] = deque(maxlen=1024)
-        self._begun: dict[int, tuple[float, str]] = {}  # by the batch's `id`: when, and of which program
+        self._begun: dict[int, tuple[float, str]] = {}  # by `id(batch)`: when it began, and its program
         self.fault: str | None = None  # why no batch can run here any more
         self._thread = threading.Thread(target=self._work, name=f"gpulet {gpulet_id}", daemon=True)
         self._thread.start()
 
-    # --- what others call ---------------------------------------------------------------------------------------
+    # --- for other threads --------------------------------------------------------------------------------------
 
     def put(self, batch: ArrivedBatch) -> None:
-        """Run a batch behind those that wait; one that is marked as aborted before its turn is not run."""
+        """Run a batch after those that wait. When it is marked as aborted before its turn, it is not run."""
         self._inbox.put(batch)
 
     def watch(self, source: Source) -> None:
-        """Read this socket whenever there is nothing else to do."""
+        """Read this socket from now on, whenever the worker would otherwise wait."""
         self._inbox.watch(source)
 
     def perform(self, action: Callable[[], None]) -> asyncio.Future[None]:
-        """Run something between two batches on the thread; the future carries what it raised."""
+        """Run a function on the thread, between two batches. The future has the error that it raised."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._inbox.put((action, future))
         return future
@@ -90,12 +90,11 @@ class WorkerThread:
         return self._thread.is_alive()
 
     def longest(self) -> tuple[float, str] | None:
-        """Return since when the oldest batch has been with the device, in monotonic s, and its program; None where no
-        batch is."""
+        """Return when the oldest batch on the device began (monotonic s), and its program; None if none runs."""
         return next(iter(self._begun.copy().values()), None)
 
     async def stop(self, timeout_s: float) -> None:
-        """Finish what was put or had come and end the thread; returns after `timeout_s` even where it still runs."""
+        """Finish all batches that have come, and end the thread. Returns after `timeout_s` even if it still runs."""
         self._inbox.close()
         await self._loop.run_in_executor(None, self._thread.join, timeout_s)
 
@@ -104,7 +103,7 @@ class WorkerThread:
         clock in s."""
         return list(self._recent)
 
-    # --- the thread's side --------------------------------------------------------------------------------------
+    # --- on the thread ------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         if self._streaming is not None:
@@ -123,7 +122,7 @@ class WorkerThread:
             self._do(item)
 
     def _do(self, item: _Item) -> None:
-        """Run one batch, or an action between two."""
+        """Run one batch, or one action between batches."""
         if isinstance(item, ArrivedBatch):
             self._run(item)
             return
@@ -157,7 +156,7 @@ class WorkerThread:
         batch.answer(ran, [buffer for _, _, buffers in packed for buffer in buffers])
 
     def _refusal(self, batch: ArrivedBatch) -> Message | None:
-        """Return the answer to a batch that is not to be run."""
+        """Return the answer to a batch that must not be run; None if it may run."""
         number = batch.message.number
         if batch.is_given_up():
             return BatchFailed(number, "the batch was given up before it ran", may_retry=True)
@@ -169,10 +168,10 @@ class WorkerThread:
         return None
 
     def _inputs(self, batch: ArrivedBatch) -> dict[str, Blocks]:
-        """Return the inputs by member; the gateway has checked shapes and types.
+        """Return the inputs by member. The gateway has already checked their shapes and types.
 
         Raises:
-            OSError, ValueError: shared memory that is not there.
+            OSError, ValueError: the shared memory of an input is gone.
         """
         message, body = batch.message, batch.body
         found: dict[str, Blocks] = {}
@@ -187,7 +186,7 @@ class WorkerThread:
         return found
 
     def _take(self, batch: ArrivedBatch) -> Blocks | None:
-        """Return the inputs of a batch to be streamed; None when it was refused."""
+        """Return the inputs of a batch that is streamed; None when the batch was refused."""
         refusal = self._refusal(batch)
         if refusal is not None:
             batch.answer(refusal)
@@ -196,7 +195,7 @@ class WorkerThread:
         return self._inputs(batch)[batch.program]
 
     def _streamed(self, batch: ArrivedBatch, outputs: Arrays, times: BatchTimes, queue_ms: float) -> None:
-        """Answer a streamed batch. Its copies are part of its way, as they keep no other batch from executing."""
+        """Answer a streamed batch. Its copies count as part of its way, as other batches execute meanwhile."""
         self._begun.pop(id(batch), None)
         described, buffers = pack_outputs(outputs, batch.size)
         copies = (times.staging_ms + times.copy_in_ms, times.copy_out_ms)
@@ -212,7 +211,7 @@ class WorkerThread:
         members: list[tuple[int, list[RowOutput]]],
         copies: tuple[float, float] = (0.0, 0.0),
     ) -> BatchRan:
-        """Note a batch that ran and return the message of its answer."""
+        """Record a batch that ran, and return the message of its answer."""
         requests = batch.message.request_ids
         self._recent.append(
             {
@@ -226,8 +225,8 @@ class WorkerThread:
         return BatchRan(batch.message.number, begun_s * 1000.0, execution_ms, queue_ms, *copies, members)
 
     def _failed(self, batch: ArrivedBatch, error: Exception) -> None:
-        """Answer a batch that could not be run. What the model said goes to the log: it may name what clients may not
-        know."""
+        """Answer a batch that could not be run. The error itself only goes to the log, as it may contain things that
+        clients must not know."""
         self._begun.pop(id(batch), None)
         incident = new_incident()
         text = "gpu-let %s: a batch of %d for %s failed (%s)"
@@ -242,7 +241,7 @@ class WorkerThread:
 
 
 def _streamable(item: _Item) -> ArrivedBatch | None:
-    """Return a batch that can be streamed: those of merged models run by themselves."""
+    """Return the item if it is a batch that can be streamed. Batches of merged models cannot."""
     if isinstance(item, ArrivedBatch) and item.message.members[0][0] == item.program:
         return item
     return None

@@ -1,1 +1,1 @@
-"""The checks of `tenuto doctor`: the environment, GPUs and CUDA MPS, each with its cure."""
+"""The machines of a cluster: their GPUs, figures of their drivers, and the checks of `tenuto doctor`."""

@@ -1,6 +1,6 @@
-"""What the driver says of this node's GPUs, for operators: memory, power, clocks, temperature, Xid errors.
+"""Figures of this node's GPUs from the driver, for operators: memory, power, clocks, temperature, Xid errors.
 
-Read through NVML, which creates no CUDA context. A GPU of another node is that node's gateway's to tell.
+They are read through NVML, which creates no CUDA context. For the GPUs of another node, its own gateway reports.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tenuto.mps.faults import XidEvents
 
 logger = logging.getLogger("ray.serve")
 
-_EVERY_S = 5.0  # limit: between two looks at a GPU
+_EVERY_S = 5.0  # limit: time between two looks at a GPU
 _SM_CLOCK = 1  # format: NVML_CLOCK_SM
 _CORE_TEMPERATURE = 0  # format: NVML_TEMPERATURE_GPU
 
 
 class DeviceNvml(Protocol):
-    """The part of the module `pynvml` that is used; the tests give a fake one."""
+    """The part of the module `pynvml` that is used; tests give a fake."""
 
     @property
     def NVMLError(self) -> type[Exception]: ...
@@ -41,12 +41,12 @@ class DeviceNvml(Protocol):
 
 
 def load_device_nvml() -> DeviceNvml | None:
-    """Return NVML; None where its package or the driver is not there."""
+    """Return NVML; None if its package or the driver is missing."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no package, no library, no driver: each has a kind of its own
+    except Exception:  # no package, no library, no driver: each raises another kind
         return None
     module: DeviceNvml = pynvml
     return module
@@ -58,7 +58,7 @@ class DeviceFigures:
     def __init__(
         self, load: Callable[[], DeviceNvml | None] = load_device_nvml, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Take what loads NVML, when figures are first asked for, and a clock in seconds."""
+        """`load` loads NVML, when figures are first asked for; `clock` returns seconds."""
         self._load = load
         self._clock = clock
         self._nvml: DeviceNvml | None = None
@@ -69,7 +69,7 @@ class DeviceFigures:
         self._latest: list[DeviceStatus] = []
 
     async def read(self) -> list[DeviceStatus]:
-        """Return the figures of each GPU in base units; one that a GPU does not tell is None."""
+        """Return the figures of each GPU in base units; a figure that a GPU does not tell is None."""
         if self._clock() - self._read_s >= _EVERY_S:
             self._read_s = self._clock()
             self._latest = await asyncio.to_thread(self._read)  # a driver under load takes milliseconds

@@ -1,4 +1,4 @@
-"""Environment checks behind `tenuto doctor`: one line each, with the repair command where something is wrong."""
+"""The environment checks of `tenuto doctor`. Each gives one line, with the repair command if something is wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tenuto.deployments.process.ray_token import guard_of, is_refused, readable_
 
 
 def _python() -> Finding:
-    """An older one than 3.11 cannot run this."""
+    """Return the version. (A Python older than 3.11 cannot run this code at all.)"""
     return Finding("python", "ok", platform.python_version())
 
 
@@ -38,7 +38,7 @@ def _torch() -> Finding:
 
 
 def check_ray_token() -> Finding:
-    """Whoever can talk to a Ray without a token can run code on it."""
+    """Check Ray's token: anybody who can talk to a Ray without a token can run code on it."""
     name = "ray authentication"
     if is_refused():
         return Finding(
@@ -67,7 +67,7 @@ def check_ray_token() -> Finding:
 
 
 def check_running_ray(find: Callable[[], str] = running_ray) -> Finding:
-    """Whether the Ray that commands would join lets anybody in, or not even us. Asks it for nothing but that."""
+    """Check whether the Ray that commands would join lets anybody in, or does not even let us in."""
     name, address = "running ray", find().removeprefix("ray://")
     if not address:
         return Finding(name, "ok", "none")
@@ -106,7 +106,7 @@ def _ray() -> Finding:
 
 
 def _gpus() -> list[Finding]:
-    """A machine without a driver is in order: it emulates GPUs, and runs real models on the processor."""
+    """Check the GPUs. A machine without a driver is fine: it emulates GPUs, and runs real models on the processor."""
     if has_nvidia_devices():
         return check_gpus()
     return [Finding("nvidia driver", "note", "none; GPUs without a uuid are emulated, `cpu` runs real models")]
@@ -152,7 +152,7 @@ def _port(port: int) -> Finding:
 
 
 def _leftovers() -> Finding:
-    """HAProxy outlives a Ray that was killed, and keeps the port."""
+    """Look for HAProxy: it outlives a Ray that was killed, and keeps the port."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""The checks of `tenuto doctor` about GPUs and CUDA MPS; without a driver they are notes, since nothing is broken."""
+"""The checks of `tenuto doctor` for GPUs and CUDA MPS. Without a driver they are notes, since nothing is broken."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from tenuto.mps.others import OtherProcess, others_on
 from tenuto.mps.processes import Processes
 
 _VOLTA = (7, 0)  # format: compute capability from which CUDA MPS limits shares
-_LEAST_FREE_MIB = 1024  # limit: a CUDA context and one small model
+_LEAST_FREE_MIB = 1024  # limit: memory for a CUDA context and one small model
 
 
 def check_gpus(
     read: Callable[[], tuple[GpuDevice, ...]] = read_inventory,
     others: Callable[[str], tuple[OtherProcess, ...] | None] = others_on,
 ) -> list[Finding]:
-    """Check the driver and, on every GPU and MIG device, what CUDA MPS needs: Volta or newer, free memory, nobody else.
+    """Check the driver, and on every GPU and MIG device what CUDA MPS needs: Volta or newer, free memory, no other
+    user.
 
     Args:
         read: finds the GPUs.
@@ -102,14 +103,14 @@ def check_mps(
     user: int | None = None,
     others: Callable[[], tuple[int, ...]] | None = None,
 ) -> list[Finding]:
-    """Check the control program, the folder of pipes and its user, leftovers of ours, and daemons of others.
+    """Check the control program, the folder of pipes and its owner, our leftovers, and daemons of others.
 
     Args:
-        has_driver: whether the node has GPUs; without, a missing program is a note.
+        has_driver: whether the node has GPUs; without GPUs a missing program is a note.
         root: folder of the daemons; default TENUTO_MPS_ROOT or the usual one.
-        processes: what is known of processes; replaced in tests.
+        processes: reads facts about processes; replaced in tests.
         which: finds a program.
-        user: whose folder it must be; default this process's user.
+        user: the user who must own the folder; default this process's user.
         others: finds daemons that Tenuto did not start.
     """
     base = root if root is not None else mps_root()
@@ -202,7 +203,7 @@ def foreign_daemons(base: Path, proc: Path = Path("/proc")) -> tuple[int, ...]:
             continue
         try:
             variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # another user's: certainly not ours
+        except OSError:  # another user's process, which is certainly not ours
             variables = []
         pipes = [value.split(b"=", 1)[1] for value in variables if value.startswith(b"CUDA_MPS_PIPE_DIRECTORY=")]
         if not pipes or not Path(os.fsdecode(pipes[0])).is_relative_to(base):

@@ -1,4 +1,4 @@
-"""The GPUs of every Ray node, and the cluster file they make."""
+"""The GPUs of every Ray node, and the cluster file that lists them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tenuto.profiles.mig_instances import instance_profiles, instance_type_of
 def read_ray_inventory(
     timeout_s: float = 120.0, read: Callable[[], tuple[GpuDevice, ...]] = read_inventory
 ) -> dict[str, tuple[GpuDevice, ...]]:
-    """Return the GPUs of every living node of the connected Ray cluster that has any, by the node's address.
+    """Return the GPUs of the connected Ray cluster, by the address of their node. Nodes without GPUs are left out.
 
     Args:
-        timeout_s: for each node's answer.
-        read: finds a node's GPUs, in a task on it.
+        timeout_s: limit for each node's answer.
+        read: finds a node's GPUs, in a task on that node.
 
     Raises:
-        EnvironmentFaultError: a node with GPUs did not answer, or none has a GPU.
+        EnvironmentFaultError: a node with GPUs did not answer, or no node has a GPU.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -41,7 +41,7 @@ def read_ray_inventory(
     for address, answer in asked.items():
         try:
             devices = ray.get(answer, timeout=timeout_s)
-        except Exception as error:  # Ray wraps a lost node and a timeout in kinds of its own
+        except Exception as error:  # Ray has several kinds of errors for a lost node or a timeout
             raise EnvironmentFaultError(f"node {address} did not tell its GPUs: {error}. See `ray status`.") from error
         if isinstance(devices, str):
             if nodes[address]["Resources"].get("GPU"):

@@ -1,1 +1,1 @@
-"""What operators see: status, metrics, environment checks."""
+"""What operators see: the status, metrics and web pages."""

@@ -1,6 +1,6 @@
-"""What operators ask of a running server, on a port of its own: the live page, status, last requests, metrics.
+"""The routes for operators of a running server, on a port of their own: the live page, status, last requests, metrics.
 
-Nothing here belongs before clients: it names other clients' requests, and what the machine is.
+Clients must not see these: they name other clients' requests, and details of the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tenuto.deployments.operator.web_pages import add_docs, live_page
 from tenuto.deployments.security.site import why_foreign
 from tenuto.deployments.wire.status import EndedRequest, SystemStatus
 
-_MOST_REQUESTS = 4096  # limit: of the log in one answer
+_MOST_REQUESTS = 4096  # limit: requests of the log in one answer
 
 
 class Watched(Protocol):
@@ -32,13 +32,14 @@ class Watched(Protocol):
         """Return the gpu-lets that cannot be used yet."""
 
     async def status(self) -> SystemStatus:
-        """Return the plan, the gpu-lets and the counts; raises `TimeoutError` where a dispatcher does not answer."""
+        """Return the plan, the gpu-lets and the counts; raises `TimeoutError` if a dispatcher does not answer."""
 
     async def waiting(self) -> dict[str, int]:
         """Return how many requests of each model wait for a batch; raises as `status` does."""
 
     async def ended(self, id: str | None, limit: int) -> list[EndedRequest]:
-        """Return the last requests that ended, newest first; with an id, those of it; raises as `status` does."""
+        """Return the last requests that ended, newest first; with an id, only those with it; raises as `status`
+        does."""
 
 
 def make_operator_app(watched: Watched, is_local: Callable[[], bool] = lambda: True) -> FastAPI:
@@ -76,8 +77,8 @@ def make_operator_app(watched: Watched, is_local: Callable[[], bool] = lambda: T
 
 
 def add_error_answers(app: FastAPI, here: str) -> None:
-    """Say as `{"error": …}` that a dispatcher does not answer, and that nothing is known by a path; `here` is what
-    /docs describes."""
+    """Answer `{"error": …}` when a dispatcher does not answer, and for unknown paths. `here` names what /docs
+    describes."""
 
     @app.exception_handler(TimeoutError)
     async def _timeout(_request: Request, error: TimeoutError) -> JSONResponse:
@@ -91,8 +92,8 @@ def add_error_answers(app: FastAPI, here: str) -> None:
 
 
 def add_operator_routes(app: FastAPI, watched: Watched, is_local: Callable[[], bool] = lambda: True) -> None:
-    """Add the routes to an application. `is_local`: whether only this machine reaches them, so that a request which
-    names another host, or comes from another site's page, is refused with 403."""
+    """Add the routes to an application. `is_local`: whether only this machine reaches them. Then requests that name
+    another host, or come from another site's page, are refused with 403."""
     view = LiveView(watched.status)
 
     async def refuse_foreign(request: Request) -> None:
@@ -134,7 +135,7 @@ def add_operator_routes(app: FastAPI, watched: Watched, is_local: Callable[[], b
 
     @router.get("/metrics", tags=["status"], summary="The figures of /status as Prometheus text")
     async def metrics() -> Response:
-        # In a thread: fifty models make half a megabyte, and requests are not to wait for it.
+        # In a thread: fifty models make half a megabyte, and requests must not wait for that.
         text = await asyncio.to_thread(render_metrics, await watched.status())
         return Response(text, media_type=CONTENT_TYPE)
 
@@ -142,5 +143,5 @@ def add_operator_routes(app: FastAPI, watched: Watched, is_local: Callable[[], b
 
 
 def _json(data: Any) -> Response:
-    """Return JSON without FastAPI's walk through it, which takes ten times as long as writing it."""
+    """Return JSON. FastAPI's own way would walk through the data first, which takes ten times as long as writing it."""
     return Response(msgspec.json.encode(data), media_type="application/json")

@@ -1,8 +1,8 @@
-"""The status of a server as Prometheus text: names and units as that field has them (seconds, ratios, `_total`).
+"""The status of a server as Prometheus text, with Prometheus' names and units (seconds, ratios, `_total`).
 
-A pure function of the status (`GET /status`): what a scrape shows is what an operator reads there. Everything that
-dashboards and alerts name comes from here, and a test holds them to it. The text is written here and only read by
-Prometheus' library (in the tests): its writer takes tens of times as long, which requests would wait for.
+It is a pure function of the status, so a scrape shows what an operator reads at `GET /status`. Dashboards and alerts
+may only name metrics from here; a test checks that. We write the text ourselves, because the writer of Prometheus'
+library takes tens of times as long, and requests would wait. Tests read it with that library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tenuto.deployments.wire.status import Buckets, ModelStatus, SystemStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Parts of a request's time on the server, in order; `proxy` only where a proxy in front says when it began.
+# Parts of a request's time on the server, in order. `proxy` is only there if a proxy in front says when it began.
 STAGES: dict[str, Callable[[ModelStatus], Buckets | None]] = {
     "proxy": lambda model: model.proxy_s,
     "batching": lambda model: model.batching_s,
@@ -24,18 +24,19 @@ STAGES: dict[str, Callable[[ModelStatus], Buckets | None]] = {
 }
 
 T = TypeVar("T")
-Metric = list[str]  # the lines of one, without an end
+Metric = list[str]  # the lines of one metric, without line ends
 
 
 def render_metrics(status: SystemStatus) -> str:
-    """Return the metrics of a server's status; one that is not known yet is left out."""
+    """Return the metrics of a server's status; metrics that are not known yet are left out."""
     parts = (_requests, _planned, _gpulets, _delays, _gateway, _advice, _schedulers, _controller, _devices)
     lines = [line for part in parts for metric in part(status) for line in metric]
     return "\n".join(lines) + "\n" if lines else ""
 
 
 class _Rows(Generic[T]):
-    """Things of one kind, each with the values of its labels; a figure that is None of one is left out for it."""
+    """Objects of one kind, each with the values of its labels. A figure that is None for an object is left out
+    there."""
 
     def __init__(self, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], T]]) -> None:
         self._rows = [
@@ -44,11 +45,11 @@ class _Rows(Generic[T]):
         ]
 
     def counter(self, name: str, meaning: str, read: Callable[[T], float | None]) -> Metric:
-        """Return what only grows."""
+        """Return a figure that only grows."""
         return self._plain(f"tenuto_{name}_total", "counter", meaning, read, 1.0)
 
     def gauge(self, name: str, meaning: str, read: Callable[[T], float | None], scale: float = 1.0) -> Metric:
-        """Return what rises and falls, `scale` times what the status has."""
+        """Return a figure that rises and falls: the value in the status times `scale`."""
         return self._plain(f"tenuto_{name}", "gauge", meaning, read, scale)
 
     def _plain(self, full: str, kind: str, meaning: str, read: Callable[[T], float | None], scale: float) -> Metric:
@@ -61,7 +62,7 @@ class _Rows(Generic[T]):
         return [f"# HELP {full} {meaning}", f"# TYPE {full} {kind}", *lines] if lines else []
 
     def histogram(self, name: str, meaning: str, read: Callable[[T], Buckets | None]) -> Metric:
-        """Return a distribution by its buckets."""
+        """Return a distribution with its buckets."""
         full = f"tenuto_{name}"
         lines = []
         for labels, thing in self._rows:
@@ -103,7 +104,7 @@ def _requests(status: SystemStatus) -> Iterator[Metric]:
     )
     yield _Rows(("model", "stage"), stages).histogram(
         "request_stage_seconds",
-        "Parts of that: before a proxy in front, for a batch, at the gpu-let, executing.",
+        "Stages of a request's time: before a proxy in front, wait for a batch, wait at the gpu-let, execution.",
         lambda found: found,
     )
     yield each.histogram("batch_size", "Requests of one batch.", lambda m: m.batch_sizes)
@@ -130,19 +131,17 @@ def _gpulets(status: SystemStatus) -> Iterator[Metric]:
     yield each.gauge("gpulet_share_ratio", "Share of the GPU that its process may use.", lambda g: g.share_pct, 1e-2)
     yield each.counter("gpulet_busy_seconds", "Time spent executing.", lambda g: g.busy_s)
     yield each.counter("gpulet_batches", "Batches executed.", lambda g: g.batches)
-    yield each.counter(
-        "gpulet_predicted_seconds", "What the plan says that these batches take.", lambda g: g.predicted_s
-    )
-    yield each.counter("gpulet_lost", "Times that a connected gpu-let went away.", lambda g: g.lost)
+    yield each.counter("gpulet_predicted_seconds", "Time that these batches take by the plan.", lambda g: g.predicted_s)
+    yield each.counter("gpulet_lost", "How often the connection to a gpu-let ended.", lambda g: g.lost)
     places = _Rows(("place",), (((place,), place) for place in status.drained))
-    yield places.gauge("drained", "1 for a node, rack or GPU that is to hold nothing.", lambda _place: True)
+    yield places.gauge("drained", "1 for a drained node, rack or GPU, which must hold nothing.", lambda _place: True)
 
 
 def _delays(status: SystemStatus) -> Iterator[Metric]:
     network = status.network
     parts = [] if network is None else [(("before",), network.ctrl_ms), (("after",), network.response_ms)]
     yield _Rows(("part",), parts).gauge(
-        "budget_seconds", "Kept of deadlines: before execution, and for the way back.", float, 1e-3
+        "budget_seconds", "Time kept of deadlines: before execution, and for the way back.", float, 1e-3
     )
 
 
@@ -154,7 +153,10 @@ def _gateway(status: SystemStatus) -> Iterator[Metric]:
         for reason, count in gateway.front_door.turned_away.items()
     ]
     yield each.gauge(
-        "margin_seconds", "Kept of deadlines for late timers and busy processors.", lambda g: g.margin.margin_ms, 1e-3
+        "margin_seconds",
+        "Time kept of deadlines for late timers and busy processors.",
+        lambda g: g.margin.margin_ms,
+        1e-3,
     )
     yield each.gauge("late_answers_ratio", "Share of recent answers that left late.", lambda g: g.margin.late_share)
     yield each.counter(
@@ -167,7 +169,7 @@ def _gateway(status: SystemStatus) -> Iterator[Metric]:
     yield _counts(("reason", "gateway"), turned_away).counter(
         "requests_turned_away", "Requests refused before they reached the scheduler, by reason.", float
     )
-    yield each.counter("wrong_keys", "Keys that were shown and that nobody has.", lambda g: g.front_door.wrong_keys)
+    yield each.counter("wrong_keys", "Requests that showed an unknown key.", lambda g: g.front_door.wrong_keys)
     yield each.gauge("start_time_seconds", "When the gateway started (Unix time).", lambda g: g.started_at_s)
     known = [((status.version,), 1)] if status.version else []
     yield _counts(("version",), known).gauge("build_info", "1, with the version.", float)
@@ -187,17 +189,13 @@ def _schedulers(status: SystemStatus) -> Iterator[Metric]:
     told = enumerate(status.schedulers)
     each = _Rows(("subcluster",), (((str(number),), s) for number, s in told if s.rehearsals is not None))
     yield each.counter("rehearsals", "Replays of arrivals under other settings.", lambda s: s.rehearsals)
-    yield each.gauge("rehearsed_hold_ratio", "Part of the time they have for which batches are held.", lambda s: s.hold)
+    yield each.gauge("rehearsed_hold_ratio", "Part of Symphony's holding time that batches are held.", lambda s: s.hold)
     yield each.gauge("rehearsed_defend_ratio", "Part of the staggered batch that is defended.", lambda s: s.defend)
     yield each.gauge(
-        "rehearsed_gain_ratio",
-        "Share of requests that the last change was expected to lose less.",
-        lambda s: s.expected_gain,
+        "rehearsed_gain_ratio", "Share of the requests that the last change should save.", lambda s: s.expected_gain
     )
     yield each.gauge(
-        "rehearsed_spared_ratio",
-        "Share of GPU time that the last change was expected to spare.",
-        lambda s: s.expected_spared,
+        "rehearsed_spared_ratio", "Share of the GPU time that the last change should save.", lambda s: s.expected_spared
     )
 
 

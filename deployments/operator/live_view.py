@@ -1,5 +1,5 @@
-"""What the live page and `tenuto status --watch` show: the last two minutes of a server, sampled while
-somebody looks."""
+"""The figures of the live page and of `tenuto status --watch`: the last two minutes of a server. They are sampled only
+while somebody looks."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ logger = logging.getLogger("ray.serve")
 
 _EVERY_S = 1.0  # unit: a point of the history
 _KEPT = 120  # limit: points of the history
-_SAMPLES = 12  # limit: statuses; a window and a little
-_WINDOW_S = 10.0  # unit: of the figures; long enough for a percentile at some tens of requests per second
-_LOOKED_S = 30.0  # limit: sampling ends that long after the last look
+_SAMPLES = 12  # limit: statuses that are kept: a window and a little more
+_WINDOW_S = 10.0  # unit: the window of the figures; long enough for a percentile at some tens of requests per second
+_LOOKED_S = 30.0  # limit: sampling ends this long after the last look
 
 
 class RateHistory(msgspec.Struct, frozen=True):
-    """Rates of every model from sample to sample, oldest first; None where it was not there. `at_s`: before the last
-    sample, in seconds."""
+    """Rates of every model from sample to sample, oldest first; None while the model was not there. `at_s`: seconds
+    relative to the last sample."""
 
     at_s: list[float]
     models: dict[str, ModelHistory]
 
 
 class ModelHistory(msgspec.Struct, frozen=True):
-    """Of one model."""
+    """The rates of one model."""
 
     goodput_rps: list[float | None]
     offered_rps: list[float | None]
 
 
 class LiveStatus(WatchedStatus, frozen=True, kw_only=True):
-    """The document at `GET /live`: the status without its distributions, of its plan the GPUs and which of them are
-    drained, with the figures of the last ten seconds, or as many as somebody looks for, and the history of two minutes.
+    """The document at `GET /live`: the status without its distributions; of its plan only the GPUs and which of them
+    are drained; the figures of the last ten seconds, or since the first look; and the history of two minutes.
     """
 
     models: dict[str, ModelCounts]
@@ -57,21 +57,21 @@ class _PlannedGpu(msgspec.Struct):
 
 
 class _PlannedGpus(msgspec.Struct):
-    """What is read of a plan."""
+    """The keys of a plan that are read here."""
 
     gpus: list[_PlannedGpu] = []
     drained: list[str] = []
 
     def aside(self) -> list[str]:
-        """Return the GPUs that are to hold nothing, by themselves or with their node or rack."""
+        """Return the GPUs that are drained, by themselves or with their node or rack."""
         places = set(self.drained)
         return [g.id for g in self.gpus if places & {g.id, node_of(g.id), g.rack}]
 
 
 class LiveView:
-    """Samples a status once a second from the first look on, and says what happened lately.
+    """Samples a status once a second after the first look, and computes recent figures.
 
-    Nobody looks: nothing is sampled. All methods must be called on one event loop.
+    While nobody looks, nothing is sampled. All methods must be called on one event loop.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LiveView:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Take what returns the status, a clock in seconds and what waits for some."""
+        """`status` returns the status, `clock` seconds; `sleep` waits for some seconds."""
         self._status = status
         self._clock, self._sleep = clock, sleep
         self._samples: deque[tuple[float, SystemStatus]] = deque(maxlen=_SAMPLES)
@@ -91,8 +91,8 @@ class LiveView:
         self._beginning = asyncio.Lock()
 
     async def look(self) -> LiveStatus:
-        """Return what there is to see; the first look begins the sampling, and takes a second: figures are of the time
-        between two samples."""
+        """Return the present view. The first look begins the sampling and takes a second, as figures need two
+        samples."""
         self._looked_s = self._clock()
         async with self._beginning:
             if self._sampler is None or self._sampler.done():
@@ -117,7 +117,7 @@ class LiveView:
         )
 
     async def sample(self) -> None:
-        """Take one sample; while somebody looks, that is done once a second."""
+        """Take one sample. While somebody looks, this happens once a second."""
         status = await self._status()
         now_s = self._clock()
         if self._samples and now_s > self._samples[-1][0]:

@@ -1,4 +1,4 @@
-"""What several dispatchers and gateways report to operators, merged into what one of each would say."""
+"""The reports of several dispatchers and gateways, merged into one status for operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tenuto.placement import Plan
 def merge_dispatchers(
     reports: Sequence[DispatchingStatus], plan: Plan | None, gpulets: Sequence[GpuletStatus]
 ) -> DispatchingStatus:
-    """Return one report: the models and schedulers of all, of delays the largest, of advice the sum."""
+    """Return one report: the models and schedulers of all, the largest delays, and the sum of all advice."""
     known = {gpulet.id: gpulet for report in reports for gpulet in report.gpulets}
     networks = [report.network for report in reports if report.network is not None]
     return DispatchingStatus(
@@ -53,8 +53,8 @@ def merge_system(
     version: str,
     now_s: float,
 ) -> SystemStatus:
-    """Return the status of a whole system: what the dispatchers report, and the figures of all gateways as one, with
-    each of them beside it. Of counts the sum, of margins the largest, of GPUs those of every node."""
+    """Return the status of a whole system: the dispatchers' report, each gateway, and the figures of all gateways as
+    one. These are the sum of counts, the largest margin, and the GPUs of every node."""
     gateways = sorted((report.gateway for report in reports), key=lambda gateway: gateway.id)
     margins = [gateway.margin for gateway in gateways]
     doors = [gateway.front_door for gateway in gateways]
@@ -88,7 +88,7 @@ def merge_system(
 
 
 def _added(one: Buckets | None, other: Buckets) -> Buckets:
-    """Return the sum of two histograms; of the first where the second has other buckets, as after a changed SLO."""
+    """Return the sum of two histograms. When the second has other buckets, as after a changed SLO, return the first."""
     if one is None:
         return other
     if one.le != other.le:

@@ -1,5 +1,5 @@
-"""The pages of a server: the live page of operators, and /docs of any application. Neither loads anything from
-elsewhere."""
+"""The pages of a server: the live page for operators, and /docs of any application. They load nothing from other
+sites."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Page(NamedTuple):
 
 @cache
 def live_page() -> Page:
-    """Return the live page. Its own script may run, no other: names that come from plans and clients stay text."""
+    """Return the live page. Only its own script may run, so names that come from plans and clients stay text."""
     html = templates(__package__).get_template("live.html").render()
     script = re.search(r"<script>(.*?)</script>", html, re.DOTALL)
     assert script is not None

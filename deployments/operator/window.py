@@ -1,7 +1,8 @@
-"""What happened between two statuses of a server: rates, attainment, percentiles, utilisation.
+"""Figures between two statuses of a server: rates, attainment, percentiles, utilisation.
 
-Counts in a status only grow, so that every figure here is a difference of two of them; one definition for the live
-page, for `tenuto status --watch` and for tests. A server that was started anew in between counts from zero.
+Counts in a status only grow, so every figure here is the difference of two counts. The live page, `tenuto status
+--watch` and tests share these definitions. When a server was restarted in between, its later counts are taken as they
+are.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from tenuto.deployments.wire.status import Buckets, GpuletStatus, ModelStatus, S
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """One model over a window. Rates are per second; times are ms and None where nothing was executed.
+    """One model over a window. Rates are per second; times are ms, and None if nothing was executed.
 
-    `ended_rps` ended in any way, and `attainment` is theirs. `p50_ms` and `p99_ms` are interpolated inside histogram
-    buckets, so that they are as exact as the buckets are narrow: to a few percent around the SLO. `unknown_proxy_share`
-    is the share of requests of which no proxy said when they began.
+    `ended_rps` counts requests that ended with any outcome; `attainment` is the part of them that was ok. `p50_ms` and
+    `p99_ms` are interpolated inside histogram buckets, so they are as exact as the buckets are narrow: to a few percent
+    around the SLO. `unknown_proxy_share` is the share of requests for which no proxy said when they began.
     """
 
     offered_rps: float
@@ -33,7 +34,7 @@ class ModelFigures:
 
 @dataclass(frozen=True)
 class GpuletFigures:
-    """One gpu-let over a window. `measured_to_predicted`: what batches took, over what the plan says they take."""
+    """One gpu-let over a window. `measured_to_predicted`: measured over planned time of its batches."""
 
     utilisation: float
     batches_rps: float
@@ -51,12 +52,12 @@ class WindowFigures:
 
 
 def between(before: SystemStatus, after: SystemStatus, seconds: float) -> WindowFigures:
-    """Return what happened between two statuses of one server.
+    """Return the figures between two statuses of one server.
 
     Args:
-        before: the earlier one.
-        after: the later one.
-        seconds: from one to the other; positive.
+        before: the earlier status.
+        after: the later status.
+        seconds: the time between the two; positive.
     """
     gpulets = {gpulet.id: gpulet for gpulet in before.gpulets}
     models = {n: _model(before.models.get(n, ModelStatus()), model, seconds) for n, model in after.models.items()}
@@ -70,9 +71,9 @@ def between(before: SystemStatus, after: SystemStatus, seconds: float) -> Window
 
 
 def quantile_s(histogram: Buckets, quantile: float) -> float | None:
-    """Return a quantile of a histogram, in the unit of its bounds; None where it is empty.
+    """Return a quantile of a histogram, in the unit of its bounds; None if it is empty.
 
-    Linear inside a bucket, as Prometheus' `histogram_quantile`; what lies above the last bound counts as that bound.
+    It is linear inside a bucket, as Prometheus' `histogram_quantile`. Values above the last bound count as that bound.
     """
     counts, bounds = histogram.counts, histogram.le
     upto = list(accumulate(counts))
@@ -121,7 +122,7 @@ def _grown(then: float, now: float) -> float:
 
 
 def _grown_buckets(then: Buckets, now: Buckets) -> Buckets:
-    """Return what a histogram grew by; all of it where its buckets are others, or it counts from zero again."""
+    """Return by how much a histogram grew. When its buckets changed or it was reset, return all of it."""
     if then.le != now.le or sum(then.counts) > sum(now.counts):
         return now
     return Buckets(now.le, [b - a for a, b in zip(then.counts, now.counts, strict=True)])

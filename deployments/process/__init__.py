@@ -1,1 +1,1 @@
-"""What every process of ours needs, whatever it does: limits on waiting, a way to end."""
+"""What every process of ours needs: its own event loop, limits on waiting, its Ray, and a way to end."""

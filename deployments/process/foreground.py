@@ -1,17 +1,17 @@
-"""The process in the foreground of a command that serves. What serves runs in a process behind it, because a call of
-Ray can block for ever, or end its process.
+"""The process in the foreground of a command that serves. A process behind it does the serving, because a call of Ray
+can block for ever or end its process.
 
-The foreground does little, so that it always can: it takes signals, keeps limits, looks at the processes below it, and
-ends all of them. It holds no lock and asks nothing of Ray. Every process that is started below it is its own to end,
-also one whose parent was killed (`PR_SET_CHILD_SUBREAPER`).
+The foreground does so little that nothing can block it: it takes signals, keeps limits, watches the processes below it,
+and ends them. It holds no lock and asks nothing of Ray. It can end every process below it, also one whose parent was
+killed (`PR_SET_CHILD_SUBREAPER`).
 
 | signal | while it starts | while it serves | while it drains |
 |---|---|---|---|
 | SIGINT, SIGTERM | ends at once: 130, 143 | drains: 0 | ends at once: 130, 143 |
 | SIGHUP | reloads once it serves | reloads | - |
 
-On a cluster that was there before, what was begun is removed first. One more signal while it ends everything leaves at
-once, whatever still runs.
+When the command joined a running cluster, it first removes there what it has begun. One more signal while the
+foreground ends everything makes it leave at once, whatever still runs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # format: of prctl(2)
-_LOOK_S = 1.0  # limit: between looks at the processes below; a death is to be said within 3 s
-_HUNG_S = 10.0  # limit: a process that is stopped for so long is dead, and is killed: who watches it can start another
-# limit: until it serves; the longest part, the loading of models, has a limit of its own that is shorter
+_LOOK_S = 1.0  # limit: time between looks at the processes below; a death must be reported within 3 s
+_HUNG_S = 10.0  # limit: a process that is stopped this long counts as dead and is killed, so that it can be replaced
+# limit: time until the command serves; the longest part, loading models, has a shorter limit of its own
 _START_S = 900.0
 # limit: Serve gives the entry, then gpu-lets, 10 s each to finish; a busy machine takes three times that
 DRAIN_S = 60.0
-_LEFT_S = 5.0  # limit: for what still runs when the process behind has ended
-_LOST = 3  # format: exit code: the environment failed, and whoever supervises may start again
+_LEFT_S = 5.0  # limit: time for other processes to end after the process behind has ended
+_LOST = 3  # format: exit code: the environment failed, and a supervisor may start the command again
 
-# The processes of a Ray and a Serve of our own: a part of the command line, what it is, and what its death means.
+# Processes of our own Ray and Serve: a part of the command line, what the process is, and what its death means.
 # Replicas are not listed: Serve starts them again, and the status shows it.
 _VITAL = "nothing can serve without it: ending all"
 _UNNEEDED, _AGAIN, _AGENT = "what serves does not need it", "it is started again", "Ray's raylet ends with it"
@@ -54,16 +54,16 @@ _KNOWN = (
     ("ray::ProxyActor", "Serve's proxy", _AGAIN),
     ("ray::ServeReplica:tenuto-control", "the controller", _AGAIN),
 )
-# End by themselves after their last client, and may have clients of other deployments (`tenuto.mps.reaper`).
+# These end by themselves after their last client, which may be of another deployment (`tenuto.mps.reaper`).
 _OWN_ENDS = ("nvidia-cuda-mps", "tenuto.mps.reaper")
 
 
 class Stopped(BaseException):
-    """The foreground wants an end. As `KeyboardInterrupt`: no failure that anybody handles."""
+    """The foreground orders an end. It is no `Exception`, as `KeyboardInterrupt` is none, so that nobody handles it."""
 
 
 class Orders:
-    """What the foreground wants of the process behind it, and what that says of itself."""
+    """The line between the foreground and the process behind it: orders come in, and reports go out."""
 
     def __init__(self, line: socket.socket, limit_s: float) -> None:
         self._line = line
@@ -73,31 +73,31 @@ class Orders:
         threading.Thread(target=self._read, name="orders", daemon=True).start()
 
     def _read(self) -> None:
-        with suppress(OSError):  # reset, where the foreground died before it read what was said to it
+        with suppress(OSError):  # the connection is reset if the foreground died before it read our reports
             while word := self._line.recv(1):
                 if word == b"r":
                     self._to_reload.set()
                 else:
                     self.to_stop.set()
-        self.to_stop.set()  # the foreground was killed: nobody is left to keep the limit
+        self.to_stop.set()  # the foreground was killed, so this process must keep the limit itself
         time.sleep(self._limit_s)
         os._exit(_LOST)
 
     def joined(self) -> None:
-        """Say that it has joined a cluster that was there before: what it begins there does not end with it."""
+        """Report that this process has joined a running cluster, so what it begins there does not end with it."""
         self._line.send(b"j")
 
     def serving(self) -> None:
-        """Say that it serves from now on."""
+        """Report that this process serves from now on."""
         self._line.send(b"s")
 
     def ending(self) -> None:
-        """Say that it ends what it started: what dies from now on is no loss."""
+        """Report that this process ends what it started, so deaths of processes from now on are no loss."""
         with suppress(OSError):
             self._line.send(b"e")
 
     def sleep(self, seconds: float) -> None:
-        """Wait for so long; raises `Stopped` as soon as an end is wanted."""
+        """Wait; raises `Stopped` as soon as the foreground orders an end."""
         if self.to_stop.wait(seconds):
             raise Stopped
 
@@ -114,25 +114,25 @@ class _Below:
 
     pid: int
     command: str
-    state: str  # as in /proc: R, S, …; T: stopped, Z: ended, and nobody has asked for its exit code
+    state: str  # as in /proc: R, S, …; T: stopped; Z: ended, but its parent has not read its exit code
 
 
 def run_in_front(work: Callable[[Orders], int], tell: Callable[[str], None]) -> int:
-    """Fork, let `work` run in the process behind, and return its exit code once nothing of it runs any more.
+    """Fork, let `work` run in the process behind, and return its exit code when it and all its processes have ended.
 
     Args:
         work: serves until its orders say otherwise; returns an exit code, and raises nothing.
-        tell: is told what happens.
+        tell: is called with messages about what happens.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    others = frozenset(_below(frozenset()))  # are not for this to end
+    others = frozenset(_below(frozenset()))  # processes that were there before, which must not be ended
     mine, its = socket.socketpair()
     child = os.fork()
     if child == 0:
         code = _LOST
         try:
             mine.close()
-            os.setsid()  # a terminal's Ctrl-C and hang-up come to the foreground alone
+            os.setsid()  # so that a terminal's Ctrl-C and hang-up come only to the foreground
             leave_signals_to_the_foreground()
             code = work(Orders(its, DRAIN_S))
         finally:
@@ -143,16 +143,16 @@ def run_in_front(work: Callable[[Orders], int], tell: Callable[[str], None]) -> 
 
 
 def leave_signals_to_the_foreground() -> None:
-    """Let signals do nothing in the process behind. Not ignored: what it starts would inherit that. `ray.init` puts a
-    handler of its own, so that this is called again after it."""
+    """Let signals do nothing in the process behind. They are handled and not ignored, as processes that it starts would
+    inherit that. `ray.init` sets its own handlers, so call this again after it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 
 @contextmanager
 def _signals() -> Iterator[int]:
-    """Yield a file descriptor that gives the number of each signal as a byte. Handlers do nothing: Python runs them
-    between any two instructions, one inside the other, and what they did could be half done."""
+    """Yield a file descriptor that gives the number of each signal as a byte. The handlers themselves do nothing,
+    because Python runs them between any two instructions, even one inside the other."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -175,9 +175,9 @@ class _Foreground:
     ) -> None:
         self._child, self._line, self._taken, self._others, self._tell = child, line, taken, others, tell
         self._is_serving = self._is_draining = self._is_joined = False
-        self._code: int | None = None  # of an end in the middle of the start
+        self._code: int | None = None  # the exit code when the start was interrupted
         self._until_at = time.monotonic() + _START_S
-        self._known: dict[int, str] = {}  # processes that are looked for, by number
+        self._known: dict[int, str] = {}  # processes of `_KNOWN` that run, by pid
         self._stopped_at: dict[int, float] = {}
 
     def run(self) -> int:
@@ -188,17 +188,17 @@ class _Foreground:
             if code is not None:
                 return self._end(code)
             if self._line.fileno() in ready:
-                said = self._line.recv(16)
-                if b"e" in said and not self._is_draining:
+                report = self._line.recv(16)
+                if b"e" in report and not self._is_draining:
                     self._is_draining, self._until_at = True, time.monotonic() + DRAIN_S
-                elif b"j" in said:
+                elif b"j" in report:
                     self._is_joined = True
-                elif said and not self._is_draining:
+                elif report and not self._is_draining:
                     self._is_serving, self._until_at = True, float("inf")
-                elif not said:
+                elif not report:
                     self._line.close()
             below = _below(self._others)
-            is_lost = not self._is_draining and self._lost(below)  # said also where what serves ended by that at once
+            is_lost = not self._is_draining and self._lost(below)  # before `_reap`, so that the cause is reported too
             ended = self._reap(below)
             if ended is not None:
                 if os.WIFSIGNALED(ended):
@@ -216,7 +216,7 @@ class _Foreground:
                 return self._end(_LOST)
 
     def _obey(self, taken: bytes) -> int | None:
-        """Take signals; return the exit code where everything is to end at once."""
+        """Take signals; return the exit code when everything must end at once."""
         for number in taken:
             if number == signal.SIGHUP:
                 with suppress(OSError):
@@ -232,17 +232,17 @@ class _Foreground:
         return None
 
     def _reap(self, below: dict[int, _Below]) -> int | None:
-        """Take the exit states of what ended below; return that of the process behind, None while it runs."""
+        """Take the exit states of processes that ended; return that of the process behind, None while it runs."""
         found = None
         for pid in [process.pid for process in below.values() if process.state == "Z"]:
-            with suppress(ChildProcessError):  # of another process below
+            with suppress(ChildProcessError):  # the child of another process
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended == self._child:
                     found = status
         return found
 
     def _lost(self, below: dict[int, _Below]) -> bool:
-        """Say which known processes have ended since the last look; return whether nothing can serve any more."""
+        """Report which known processes have ended since the last look; return whether serving has become impossible."""
         gone = {self._known[pid] for pid in self._known if pid not in below or below[pid].state == "Z"}
         self._known = {
             pid: what
@@ -256,8 +256,8 @@ class _Foreground:
         return any(what in gone for _, what, then in _KNOWN if then is _VITAL)
 
     def _kill_hung(self, below: dict[int, _Below]) -> None:
-        """Kill what has been stopped for long, so that it is started again, or its loss is seen. But not what serves
-        does without: the death of a stopped agent would take all with it."""
+        """Kill processes that have been stopped for long, so that they are started again or their loss is seen.
+        Processes that serving does not need are spared, as the death of a stopped agent of Ray would end all."""
         now = time.monotonic()
         stopped = {pid: process for pid, process in below.items() if process.state == "T"}
         for pid in stopped.keys() - self._stopped_at.keys():
@@ -272,7 +272,7 @@ class _Foreground:
                     os.kill(pid, signal.SIGKILL)
 
     def _end(self, code: int, patience_s: float = 0.0) -> int:
-        """End everything below, at once or as far as it has not ended by itself until then; return the exit code."""
+        """End all processes below; those that have not ended after `patience_s` are killed. Return the exit code."""
         soon = time.monotonic() + patience_s
         late = soon + _LEFT_S
         while time.monotonic() < late:
@@ -305,7 +305,7 @@ def _name_of(process: _Below) -> str:
 
 
 def _below(others: frozenset[int]) -> dict[int, _Below]:
-    """Return all processes below this one, by number, but for some others and what is below those."""
+    """Return all processes below this one by pid, without `others` and the processes below those."""
     children: dict[int, list[tuple[int, str]]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):

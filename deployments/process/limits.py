@@ -1,5 +1,5 @@
-"""A limit for every call that may block. Most calls of Ray and Serve take no timeout, and wait for ever for a process
-that has stopped. `tests/deployments/process/test_limits.py` finds the calls that are made without one."""
+"""A limit for every call that may block. Most calls of Ray and Serve have no timeout and wait for ever for a stopped
+process. `tests/deployments/process/test_limits.py` finds calls without a limit."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tenuto.errors import EnvironmentFaultError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Fitted: on two busy cores Ray and Serve answered everything but a start within 3 s. A limit that is too long costs
-# that much waiting where Ray hangs; one that is too short refuses a cluster that is only slow.
+# Fitted: on two busy cores Ray and Serve answered all calls but a start within 3 s. When the limit is too long, users
+# wait that long for a Ray that hangs. When it is too short, a cluster that is only slow is refused.
 ANSWER_S = 20.0
 
 
 def within(limit_s: float, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return what a call returns, or raise what it raises, within `limit_s` seconds.
 
-    The call runs on a thread of its own. One that takes longer goes on there, and its result is lost: Python cannot
-    end a thread.
+    The call runs on a thread of its own. When it takes longer, it goes on there, as Python cannot end a thread, and its
+    result is lost.
 
     Raises:
-        EnvironmentFaultError: nothing came in time.
+        EnvironmentFaultError: the call took too long.
     """
     found: Future[T] = Future()
 
@@ -39,7 +39,7 @@ def within(limit_s: float, call: Callable[P, T], *args: P.args, **kwargs: P.kwar
     try:
         return found.result(limit_s)
     except TimeoutError:
-        if found.done():  # the call's own
+        if found.done():  # the call itself raised this TimeoutError
             raise
         name = getattr(call, "__qualname__", repr(call))
         raise EnvironmentFaultError(

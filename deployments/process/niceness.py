@@ -1,4 +1,4 @@
-"""Ray starts its workers at niceness 15, where anything else on the machine delays them by whole time slices."""
+"""The niceness of our processes. Ray starts its workers at niceness 15, so other programs delay them by time slices."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ logger = logging.getLogger("ray.serve")
 
 
 def run_at_normal_priority() -> None:
-    """Run this process at niceness 0 where the system allows it; `RAY_worker_niceness=0` for `ray start` needs no
-    permission."""
+    """Run this process at niceness 0 if the system allows it. (Starting Ray with `RAY_worker_niceness=0` needs no
+    permission.)"""
     if os.getpriority(os.PRIO_PROCESS, 0) <= 0:
         return
     try:
-        # Threads keep the niceness they were started with: every one of them has to be told.
+        # Each thread has a niceness of its own, so it is set for every thread.
         for thread in os.listdir("/proc/self/task"):
             os.setpriority(os.PRIO_PROCESS, int(thread), 0)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, for what carries load inside a Serve replica.
+"""An event loop in a thread of its own, for the requests in a Serve replica.
 
-Serve's loop belongs to Ray: how it was started decides which loop it is, and health checks, metrics and proxies run on
-it. Requests have a uvloop to themselves here, and the two meet only where a plan comes in or somebody asks for a
+Serve's loop belongs to Ray: Ray decides which kind of loop it is, and runs health checks, metrics and proxies on it.
+Our requests have a uvloop for themselves. The two loops meet only when a plan comes, or when somebody asks for a
 status. Measured, a server in such a thread is as fast as one without Ray (docs/reference/serving.md).
 """
 
@@ -17,13 +17,13 @@ from tenuto.errors import EnvironmentFaultError
 
 ResultT = TypeVar("ResultT")
 
-_STANDSTILL_S = 4.0  # limit: less than what Serve waits for the answer, so that Serve's log says why
-# limit: objects more than before: at 700 (the default) requests under way are looked at all the time
+_STANDSTILL_S = 4.0  # limit: shorter than Serve waits for a health check, so that Serve's log says why it failed
+# limit: new objects before a collection; with 700 (the default) open requests would be looked at all the time
 _COLLECT_AFTER = 5_000
 
 
 class OwnLoop:
-    """Runs until `close`. Coroutines are handed over by `run`."""
+    """Runs until `close`. Give it coroutines by `run`."""
 
     def __init__(self, name: str) -> None:
         """Start the thread."""
@@ -42,8 +42,8 @@ class OwnLoop:
         """Return once the loop has had a turn; for health checks.
 
         Raises:
-            EnvironmentFaultError: it has ended.
-            TimeoutError: it stands still.
+            EnvironmentFaultError: the loop has ended.
+            TimeoutError: the loop stands still.
         """
         if not self._thread.is_alive():
             raise EnvironmentFaultError(f"the event loop of {owner} has ended")
@@ -51,11 +51,11 @@ class OwnLoop:
             await self.run(asyncio.sleep(0))
 
     async def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run a coroutine there and wait for it on the caller's loop."""
+        """Run a coroutine on this loop, and wait for it on the caller's loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
     async def close(self) -> None:
-        """End the loop and its thread; what still runs there is dropped."""
+        """End the loop and its thread. Coroutines that still run there are dropped."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 5.0)
 
@@ -63,7 +63,7 @@ class OwnLoop:
 def elsewhere(
     find: Callable[[], Awaitable[ResultT]], loop: asyncio.AbstractEventLoop
 ) -> Callable[[], Awaitable[ResultT]]:
-    """Return a function that runs `find` on another loop: what asks Ray does so on Ray's."""
+    """Return a function that runs `find` on another loop. (Calls to Ray must run on Ray's loop.)"""
 
     async def there() -> ResultT:
         return await find()
@@ -75,11 +75,12 @@ def elsewhere(
 
 
 def spare_the_collector() -> None:
-    """Keep what is loaded by now out of garbage collections: with Ray and FastAPI in the process a full one takes 160
-    to 250 ms, in which no request is answered.
+    """Keep all present objects out of garbage collections. With Ray and FastAPI in the process a full collection takes
+    160 to 250 ms, in which no request is answered.
 
-    What requests leave needs no collection (see `tenuto.deployments.dispatch.in_flight.Request`): one of 50,000 objects
-    that did took 85 ms, every 5 s at 850 requests a second. Called again, it looks at what has come since alone.
+    Requests leave no garbage that needs a collection (see `tenuto.deployments.dispatch.in_flight.Request`). When they
+    did, 50,000 objects took 85 ms, every 5 s at 850 requests a second. A second call only looks at objects that came
+    since the first.
     """
     gc.collect()
     gc.freeze()

@@ -1,9 +1,10 @@
-"""Joining a Ray cluster: whether one answers at an address, asked before Ray is (`ray.init` takes 80 s to give up on a
-wrong one and then ends the process), a Ray that listens on the loopback interface alone, and where a Ray that was
-started here says its address.
+"""Joining a Ray cluster: whether a Ray answers at an address, how to join a Ray that listens only on the loopback
+interface, and where commands find the address of a Ray that was started here.
 
-Whoever is joined is shown Ray's token. Ray's own note of the last cluster lies in `/tmp/ray`, which Ray opens to every
-user of the machine, so it is never read here: an address is given by the user, or stands in a folder of ours alone.
+The address is tried before Ray tries it, as `ray.init` takes 80 s to give up on a wrong address and then ends the
+process. A Ray that is joined is shown the token, so addresses must be trusted. Ray notes its last cluster in
+`/tmp/ray`, which it opens to every user of the machine; this note is never read here. An address comes from the user,
+or from a folder that only we can write.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from tenuto.errors import EnvironmentFaultError
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
 
-# Ray's own switch for "this machine alone", named after the systems where it is the default: with it the addresses of
-# its head, its agents and its workers stay on the loopback interface instead of becoming the machine's own.
+# Ray's own switch for "this machine only", named after the systems where that is the default. With it, Ray's head,
+# agents and workers listen on the loopback interface and not on the machine's own address.
 _ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
-# What opens any HTTP/2 connection (RFC 9113 §3.4): the preface and an empty SETTINGS frame, which the server answers
+# The beginning of any HTTP/2 connection (RFC 9113 §3.4): the preface and an empty SETTINGS frame. The server answers
 # with a SETTINGS frame. Ray speaks gRPC, which is HTTP/2.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _SETTINGS = 4  # format: the type of that frame
-_LISTENS = "0A"  # a socket's state in /proc/net/tcp, see proc(5)
+_LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp, see proc(5)
 # The address of a Unix socket holds 107 bytes (unix(7)). Below the folder Ray 2.60 makes a session, named by time and
 # process, and sockets in it: /session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store
-_LONGEST_FOLDER = 107 - 64  # limit: what those leave
+_LONGEST_FOLDER = 107 - 64  # limit: the rest of the 107 bytes
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
@@ -45,8 +46,8 @@ def why_unreachable(address: str, timeout_s: float = 5.0) -> str | None:
     """Return why no Ray cluster can be at an address; None when one may be, or when the address is Ray's to resolve.
 
     Args:
-        address: `host:port`, `ray://host:port`, or `auto`: what RAY_ADDRESS says, or the Ray that we started here.
-        timeout_s: for the connection, and again for the first answer.
+        address: `host:port`, `ray://host:port`, or `auto`: the address in RAY_ADDRESS, or the Ray that we started here.
+        timeout_s: limit for the connection, and again for the first answer.
     """
     address = _resolved(address)
     bare = address.removeprefix("ray://")
@@ -57,10 +58,10 @@ def why_unreachable(address: str, timeout_s: float = 5.0) -> str | None:
 
 
 def join_ray(address: str = "auto") -> None:
-    """Join a running cluster, also one that listens on this machine's loopback interface alone.
+    """Join a running cluster, also one that listens only on this machine's loopback interface.
 
     Raises:
-        ConnectionError: none answers there, with the reason.
+        ConnectionError: no cluster answers there; the message says why.
     """
     import ray
 
@@ -78,7 +79,7 @@ def join_ray(address: str = "auto") -> None:
 
 
 def _refuse_unguarded(address: str) -> None:
-    """Raise `ConnectionError` where Ray would try for 20 s to come in without the token that is asked for."""
+    """Raise `ConnectionError` if the cluster asks for a token that we cannot show; Ray itself would try for 20 s."""
     if address.startswith("ray://"):
         return
     guard = guard_of(address, shows_token=may_show_token(address))
@@ -96,13 +97,14 @@ def _refuse_unguarded(address: str) -> None:
 
 
 def may_show_token(address: str) -> bool:
-    """Whether Ray's token may be shown to the cluster at an address: on this machine, or where somebody said so."""
+    """Whether Ray's token may be shown to the cluster at an address: it is on this machine, or RAY_AUTH_MODE says
+    so."""
     return _is_of_this_machine(address) or os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """Let a Ray that is started or joined in this block use the loopback interface; its processes inherit that."""
+    """Let a Ray that is started or joined in this block use the loopback interface. Its processes inherit this."""
     from ray._private import ray_constants
 
     before, was_set = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(_ONE_MACHINE)
@@ -126,9 +128,9 @@ def _is_of_this_machine(address: str) -> bool:
 
 
 def _use_token() -> None:
-    """Show Ray's token to a cluster of this machine, where there is one and the environment does not say otherwise.
+    """Let Ray show its token to a cluster of this machine, if there is one and the environment does not forbid it.
 
-    Ray 2.60 does so for `auto` alone, which is an address by the time Ray gets it from us; and it warns of it.
+    Ray 2.60 does this by itself only for the address `auto`, but we give it a real address. Ray's warning is silenced.
     """
     from ray._private.authentication import authentication_token_setup as setup
 
@@ -147,7 +149,7 @@ def cluster_address() -> str:
 
 
 def own_address_for(node_id: str) -> str:
-    """Return by which address a process on a Ray node reaches this one; empty: from the same node, without one."""
+    """Return the address by which processes on a Ray node reach this one; empty for processes on the same node."""
     if not node_id:
         return ""
     import ray
@@ -156,7 +158,7 @@ def own_address_for(node_id: str) -> str:
 
 
 def _is_on_loopback_alone(address: str) -> bool:
-    """Whether Ray would look for a cluster at this machine's own address, where it is not."""
+    """Whether the cluster listens only on loopback, so that Ray would look for it in vain at the machine's address."""
     import ray
 
     host, _, port = address.rpartition(":")
@@ -182,7 +184,7 @@ def _why_not_ray(host: str, port: int, timeout_s: float) -> str | None:
 
 
 def running_ray() -> str:
-    """Return the address of the Ray that commands join by themselves; empty where none answers.
+    """Return the address of the Ray that commands join by default; empty if none answers.
 
     Raises:
         EnvironmentFaultError: there are several.
@@ -193,8 +195,8 @@ def running_ray() -> str:
 
 @dataclass(frozen=True)
 class KnownDeployment:
-    """A deployment that this user brought up on this machine: the address of its Ray, its name, and where clients and
-    operators are answered; all but the first empty while it starts."""
+    """A deployment that this user brought up on this machine: the address of its Ray, its name, and the URLs for
+    clients and operators. While it starts, all but the first are empty."""
 
     address: str
     name: str = ""
@@ -206,9 +208,10 @@ class KnownDeployment:
 
 
 def known_deployments() -> list[KnownDeployment]:
-    """Return the deployments that this user brought up on this machine, and whose Ray runs, in order.
+    """Return the deployments that this user brought up on this machine and whose Ray runs, in order.
 
-    A port that one left may be somebody else's now, so that one counts only while a socket of ours listens there.
+    The port of an ended deployment may belong to another user now. So a deployment counts only while a socket of this
+    user listens there.
     """
     try:
         files = sorted(_notes().glob("*")) if _is_ours_alone(_own_folder()) else []
@@ -224,7 +227,7 @@ def _is_listened_to_by_us(address: str) -> bool:
 
 
 def _resolved(address: str) -> str:
-    """Return what `auto` means: what RAY_ADDRESS says, or the Ray of the deployment here; empty where neither does.
+    """Return the address that `auto` means: RAY_ADDRESS, or the Ray of the deployment here; empty if there is none.
 
     Raises:
         EnvironmentFaultError: there are several.
@@ -243,11 +246,11 @@ def _resolved(address: str) -> str:
 def make_session_folder() -> Path:
     """Make and return the folder for the sessions of a Ray that is started here.
 
-    Ray lets every user of the machine write where its sessions are, so they lie in a folder that only its owner can
-    enter. RAY_TMPDIR says where that is (default: /tmp).
+    Ray lets every user of the machine write into its sessions, so they lie in a folder that only this user can enter.
+    RAY_TMPDIR says where (default: /tmp).
 
     Raises:
-        EnvironmentFaultError: it cannot be made, is open to others, or has too long a path for Ray's sockets.
+        EnvironmentFaultError: the folder cannot be made, is open to others, or its path is too long for Ray's sockets.
     """
     folder = _own_folder()
     cure = "Set RAY_TMPDIR to a folder of your own with a short path."
@@ -266,16 +269,17 @@ def make_session_folder() -> Path:
 
 
 def announce(known: KnownDeployment) -> None:
-    """Let other commands of this user find what was just brought up here; on another machine's Ray, nobody is told."""
+    """Let other commands of this user find a deployment that was just brought up here. For a Ray on another machine
+    this does nothing."""
     if not _is_of_this_machine(known.address):
         return
     make_session_folder()
     _notes().mkdir(parents=True, exist_ok=True)
     for file in _notes().glob("*"):
         if not _is_listened_to_by_us(file.name):
-            file.unlink(missing_ok=True)  # it is gone
+            file.unlink(missing_ok=True)  # that deployment is gone
     write_whole(_notes() / known.address.rpartition(":")[2], json.dumps(asdict(known)))
-    # Where Ray's own commands look with RAY_TMPDIR set to our folder.
+    # Ray's own commands look there when RAY_TMPDIR is our folder.
     write_whole(_notes().with_name("ray_current_cluster"), known.address)
 
 
@@ -289,15 +293,15 @@ def _is_ours_alone(folder: Path) -> bool:
 
 
 def _notes() -> Path:
-    """Return the folder with a file for every Ray that was started here, by its port."""
+    """Return the folder that has a file for every Ray started here, named by its port."""
     return _own_folder() / "ray" / "started"
 
 
 def _listeners(port: int) -> set[int]:
-    """Return the users whose TCP sockets listen on a port of this machine, on whichever address."""
+    """Return the users whose TCP sockets listen on a port of this machine, on any address."""
     users = set()
     for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):  # without IPv6 there is no second one
+        with contextlib.suppress(OSError):  # without IPv6 there is no second table
             for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:

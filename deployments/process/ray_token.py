@@ -1,8 +1,8 @@
-"""Ray's authentication token: where it is, and that there is one before a Ray is started here.
+"""Ray's authentication token: where it is, and how it is made before a Ray is started here.
 
-Whoever can talk to a Ray cluster can run code on it (its job agent takes commands), so the token is what stands between
-a process of another user, or another machine, and a shell. Ray reads it from RAY_AUTH_TOKEN, else from the file that
-RAY_AUTH_TOKEN_PATH names, else from `~/.ray/auth_token`; RAY_AUTH_MODE=disabled turns it off.
+Anybody who can talk to a Ray cluster can run code on it, as its job agent takes commands. Only the token keeps
+processes of other users and machines from that. Ray reads the token from RAY_AUTH_TOKEN, else from the file that
+RAY_AUTH_TOKEN_PATH names, else from `~/.ray/auth_token`. RAY_AUTH_MODE=disabled turns it off.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Literal
 
 from tenuto.documents import write_whole
 
-_TOKEN_BYTES = 32  # limit: 256 bits, which nobody guesses
-_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # asks Ray's head nothing, and changes nothing
+_TOKEN_BYTES = 32  # limit: 256 bits, which nobody can guess
+_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # a call that reads nothing and changes nothing
 
-# What a Ray does with who comes with our token, or without one: `open` takes everybody, `ours` takes our token,
-# `theirs` wants another, `closed` wants one and was not shown ours; `unknown` is no Ray, or one behind TLS.
+# What a Ray asks of those who connect. `open`: no token. `ours`: our token. `theirs`: another token. `closed`: some
+# token, but ours was not shown. `unknown`: it is no Ray, or it is behind TLS.
 Guard = Literal["open", "ours", "theirs", "closed", "unknown"]
 
 
 def token_file() -> Path | None:
-    """Return the file that holds the token, whether or not it exists; None where the environment has the token."""
+    """Return the file that holds the token, whether or not it exists; None if the environment has the token."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return None
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -32,7 +32,7 @@ def token_file() -> Path | None:
 
 
 def token() -> str:
-    """Return the token; empty where there is none, or where it cannot be read."""
+    """Return the token; empty if there is none or it cannot be read."""
     given, file = os.environ.get("RAY_AUTH_TOKEN", ""), token_file()
     if file is None:
         return given.strip()
@@ -43,7 +43,7 @@ def token() -> str:
 
 
 def guard_of(address: str, *, shows_token: bool = True, timeout_s: float = 5.0) -> Guard:
-    """Return what the Ray at `host:port` asks for; `shows_token`: whether it may see ours."""
+    """Return what the Ray at `host:port` asks for. `shows_token`: whether it may be shown our token."""
     import grpc
 
     def is_let_in(metadata: tuple[tuple[str, str], ...]) -> bool | None:
@@ -67,12 +67,13 @@ def guard_of(address: str, *, shows_token: bool = True, timeout_s: float = 5.0) 
 
 
 def is_refused() -> bool:
-    """Whether somebody turned Ray's authentication off in the environment."""
+    """Whether the environment turns Ray's authentication off."""
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled"
 
 
 def make_token() -> None:
-    """Write a new token where Ray looks for one and finds none; Ray's own would be readable by everybody.
+    """Write a new token into the file where Ray looks for it, if there is none. Ray's own file would be readable by
+    everybody.
 
     Raises:
         OSError: the folder cannot be written.

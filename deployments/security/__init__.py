@@ -1,1 +1,1 @@
-"""Who may ask: keys of clients, and what each of them may do."""
+"""Access: the keys of clients, and what each client may do."""

@@ -1,5 +1,5 @@
-"""Wrong keys, counted by the address they come from, and answered later and later. Right ones are never kept waiting:
-behind a proxy all clients have one address."""
+"""Wrong keys, counted by the address they come from. The more come, the later they are answered. A right key never
+waits, as behind a proxy all clients have the same address."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import logging
 
 logger = logging.getLogger("ray.serve")
 
-# limit: wrong keys of an address that are answered at once: a client that is configured wrongly tries a few times
+# limit: so many wrong keys of an address are answered at once, as a wrongly configured client tries a few times
 _FREE = 5.0
-_FIRST_S = 0.1  # limit: what the next one waits; each further one waits twice as long
-_LONGEST_S = 2.0  # limit: of that wait; the connection is held so long
-_HALVED_S = 30.0  # limit: until an address has half as many to its name
+_FIRST_S = 0.1  # limit: the wait of the next wrong key; each further one waits twice as long
+_LONGEST_S = 2.0  # limit: the longest wait, during which the connection is held
+_HALVED_S = 30.0  # limit: time in which the count of an address halves
 MOST_ADDRESSES = 4096  # limit: addresses that are remembered
 
 
 class Guesses:
-    """How many wrong keys came lately from where."""
+    """Counts recent wrong keys by address."""
 
     def __init__(self) -> None:
         self.total = 0
-        self._lately: dict[str, tuple[float, float]] = {}  # by address, the latest last: how many, and when it was
+        self._lately: dict[str, tuple[float, float]] = {}  # by address, the latest last: (count, time of the last key)
 
     def wait_s(self, address: str, now_s: float) -> float:
         """Count a wrong key; return how long its answer has to wait, in seconds.
 
         Args:
-            address: of the client, "" where it is not known.
-            now_s: the clock.
+            address: the client's address, "" if it is not known.
+            now_s: the present time.
         """
         self.total += 1
         place = _network(address)
@@ -45,7 +45,7 @@ class Guesses:
 
 
 def _network(address: str) -> str:
-    """Return whom an address belongs to: a client of IPv6 has a whole /64 of them."""
+    """Return the network that is counted for an address: a client of IPv6 may have a whole /64 of addresses."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

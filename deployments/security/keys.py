@@ -1,7 +1,7 @@
-"""API keys: who a client is, which models it may ask for, and how often.
+"""API keys: which client a request comes from, which models the client may ask for, and how often.
 
-Only hashes are kept. Keys are 256 random bits, so that a plain SHA-256 is as good as a slow hash: there is nothing to
-guess. Looking one up takes a hash and a dictionary, and happens once per connection and head.
+Only hashes are kept. A key is 256 random bits, which nobody can guess, so a plain SHA-256 is as good as a slow hash. To
+look a key up takes a hash and a dictionary, once per connection and head.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from tenuto.documents import Fault, StrictModel, load_document, parse_document
 from tenuto.errors import Problem, raise_if_any
 
 ENVIRONMENT = "TENUTO_API_KEYS"
-_PREFIX = "tenuto_"  # lets scanners for leaked secrets find one
-_MOST_KEY_BYTES = 512  # limit: of a key in a head
-_RECENT_WEIGHT = 0.5  # derived: two seconds make three quarters; part of the last second
-_LEAST_PART = 0.01  # limit: of a key's rate that every gateway may use, whatever the others are asked
+_PREFIX = "tenuto_"  # lets scanners for leaked secrets find keys
+_MOST_KEY_BYTES = 512  # limit: bytes of a key in a head
+_RECENT_WEIGHT = 0.5  # derived: weight of the last second in a mean, so that two seconds weigh three quarters
+_LEAST_PART = 0.01  # limit: the part of a key's rate that every gateway may use, whatever the other gateways get
 
 
 class KeyEntry(StrictModel):
-    """One client. `sha256`: of its key, in hex. `models`: names, or patterns with `*`. `rate_rps`: requests per second,
-    on average, with as many as `burst` at once (default: a second's worth); none where absent."""
+    """One client. `sha256`: the hash of its key, in hex. `models`: names of models, or patterns with `*`. `rate_rps`:
+    the most requests per second on average (absent: no limit). `burst`: the most at once (default: a second's
+    worth)."""
 
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")]
     sha256: str
@@ -60,7 +61,7 @@ def read_keys(file: str | Path | None) -> tuple[KeyEntry, ...]:
     """Return the clients of a file and of TENUTO_API_KEYS (`NAME:SHA256,NAME:SHA256`).
 
     Raises:
-        InvalidInputError: with every problem found; two clients of one name or one key are one.
+        InvalidInputError: lists every problem; one problem is two clients with the same name or key.
     """
     entries: list[KeyEntry] = []
     if file is not None:
@@ -81,7 +82,7 @@ def _twice(key: str, values: Sequence[str]) -> Iterable[Problem]:
 
 
 def presented_key(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """Return the key in `Authorization: Bearer KEY` or `X-Api-Key: KEY`; None where neither is there."""
+    """Return the key in `Authorization: Bearer KEY` or `X-Api-Key: KEY`; None if there is neither."""
     bearer = headers.get(b"authorization")
     if bearer is not None and bearer[:7].lower() == b"bearer ":
         return bearer[7:].strip()
@@ -89,9 +90,10 @@ def presented_key(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 class Caller:
-    """A client that has shown its key. One object per client, so that all its connections share its rate.
+    """A client that has shown its key. There is one object per client, so that all its connections share its rate.
 
-    Where several gateways serve, each gives out a part of the rate, which follows where the client asks; see `share`.
+    When several gateways serve, each gives out a part of the rate: the more the client asks there, the more; see
+    `share`.
     """
 
     __slots__ = ("_asked", "_burst", "_filled_s", "_gateways", "_part", "_tokens", "asked_rps", "entry")
@@ -99,8 +101,8 @@ class Caller:
     def __init__(self, entry: KeyEntry) -> None:
         """Take an entry of the key file; the bucket is full."""
         self.entry = entry
-        self.asked_rps = 0.0  # here, in the last seconds, what was refused among it
-        self._asked = 0  # since the last `share`
+        self.asked_rps = 0.0  # requests per second to this gateway in the last seconds, refused ones included
+        self._asked = 0  # requests since the last `share`
         self._part, self._gateways = 1.0, 1
         self._burst = float(entry.burst or max(1.0, entry.rate_rps or 1.0))
         self._tokens = self._burst
@@ -108,15 +110,15 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """What the key file calls it."""
+        """The client's name in the key file."""
         return self.entry.name
 
     def may_ask(self, model: str) -> bool:
-        """Whether a model is among those of its key."""
+        """Whether the client may ask for a model."""
         return any(fnmatchcase(model, pattern) for pattern in self.entry.models)
 
     def wait_s(self, now_s: float) -> float:
-        """Take one request from the bucket; return 0, or how long to wait for one where it is empty."""
+        """Take a token for one request; return 0, or how long to wait for a token if there is none."""
         if self.entry.rate_rps is None:
             return 0.0
         self._asked += 1
@@ -130,18 +132,18 @@ class Caller:
         return (1.0 - self._tokens) / rate
 
     def count(self, seconds: float) -> None:
-        """Take note of how often it asked since the last call, `seconds` ago."""
+        """Update `asked_rps` by the requests since the last call, `seconds` ago."""
         self.asked_rps += _RECENT_WEIGHT * (self._asked / seconds - self.asked_rps)
         self._asked = 0
 
     def share(self, asked_rps: Sequence[float]) -> None:
-        """Take the part of the rate that belongs to this gateway: as much as it is asked here of all that is asked.
+        """Set this gateway's part of the rate: the part of the client's requests that come to this gateway.
 
-        The parts of all gateways add up to one where all know the same; who is not asked keeps a hundredth, so that the
-        first request there is answered.
+        The parts of all gateways add up to one if all know the same figures. A gateway that gets no requests keeps a
+        hundredth, so that the first request there is answered.
 
         Args:
-            asked_rps: how often it asks each gateway, this one among them.
+            asked_rps: the client's requests per second to each gateway, with this one among them.
         """
         if self.entry.rate_rps is None:
             return
@@ -160,7 +162,7 @@ class Callers:
         self._by_hash = {entry.sha256: Caller(entry) for entry in entries}
 
     def follow(self, entries: Sequence[KeyEntry]) -> None:
-        """Take the key file anew; clients whose entry is the same keep what they have left of their rate."""
+        """Take a changed key file. Clients with an unchanged entry keep their tokens."""
         old = self._by_hash
         self._by_hash = {}
         for entry in entries:
@@ -168,10 +170,10 @@ class Callers:
             self._by_hash[entry.sha256] = known if known is not None and known.entry == entry else Caller(entry)
 
     def count(self, seconds: float) -> dict[str, float]:
-        """Return how often each client with a rate asked here lately, per second, by its name.
+        """Return recent requests per second to this gateway, by client, for clients with a rate limit.
 
         Args:
-            seconds: since the last call.
+            seconds: the time since the last call.
         """
         limited = [caller for caller in self._by_hash.values() if caller.entry.rate_rps is not None]
         for caller in limited:
@@ -182,7 +184,7 @@ class Callers:
         """Share the rates with the other gateways; see `Caller.share`.
 
         Args:
-            asked_rps: what `count` returned at every gateway.
+            asked_rps: the results of `count` at all gateways.
         """
         for caller in self._by_hash.values():
             caller.share([asked.get(caller.name, 0.0) for asked in asked_rps])
@@ -191,7 +193,7 @@ class Callers:
         return bool(self._by_hash)
 
     def find(self, key: bytes) -> Caller | None:
-        """Return who shows a key; None for one that nobody has."""
+        """Return the client with this key; None if there is none."""
         if len(key) > _MOST_KEY_BYTES:
             return None
         return self._by_hash.get(hashlib.sha256(key).hexdigest())

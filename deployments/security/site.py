@@ -1,4 +1,5 @@
-"""Pages of other sites do not reach ports that ask for no key through a browser on this machine."""
+"""Protection of ports that ask for no key: pages of other sites must not reach them through a browser of this
+machine."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from functools import cache
 
 
 def why_foreign(headers: Mapping[str, str], names: Collection[str] = ()) -> str | None:
-    """Return why a request may come from a page of another site; None where it does not.
+    """Return why a request may come from a page of another site; None if it does not.
 
-    Such a page can let its own name point to 127.0.0.1 (DNS rebinding), and then names itself as Host. It can ask
-    across sites, which browsers say in Origin or Sec-Fetch-Site. Following a link to here is allowed.
+    Such a page can let its own name point to 127.0.0.1 (DNS rebinding); then Host has that name. It can also send
+    requests across sites; then browsers say so in Origin or Sec-Fetch-Site. To follow a link to this server is allowed.
 
     Args:
-        headers: by lower-case name.
-        names: what clients may call this server besides, in lower case.
+        headers: the request's headers by lower-case name.
+        names: further names that clients may call this server, in lower case.
     """
     host = headers.get("host", "").lower()
     name = host.removesuffix(f":{host.rpartition(':')[2]}") if not host.endswith("]") else host

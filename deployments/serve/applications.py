@@ -1,4 +1,4 @@
-"""The Serve applications of a cluster: what runs, what is to run, what has to be there before anything is applied."""
+"""The Serve applications of a cluster: which run, which should run, and what a config needs before it is applied."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from tenuto.deployments.serve.states import (
 )
 from tenuto.errors import EnvironmentFaultError
 
-_MOST_CHECKED_NODES = 32  # limit: nodes whose version of Tenuto is asked for; it rarely differs on the others only
-_REFUSED_S = 0.2  # limit: a machine that is there refuses at once
+_MOST_CHECKED_NODES = 32  # limit: nodes whose version of Tenuto is checked; it rarely differs only on the others
+_REFUSED_S = 0.2  # limit: wait for a machine to refuse a connection, which a living machine does at once
 _CHECK_S = 90.0  # limit: a node's first worker imports Ray; on a busy machine that takes long
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """What is to run; its executor is not known where Tenuto deployed it. `by_serve`: `serve deploy` brought it."""
+    """The deployment that should run. `by_serve`: `serve deploy` brought it up. If Tenuto did, its executor is not
+    known."""
 
     deployment: Deployment
     by_serve: bool
 
 
 class Applications:
-    """Serve on the cluster that this process is connected to; Serve has to run there."""
+    """The applications of the cluster that this process is connected to; Serve must run there."""
 
     def apply(self, config: ServeConfig) -> None:
-        """Let the applications of a Serve config run, and of ours no others."""
+        """Run the applications of a Serve config, and remove all other applications of ours."""
         deploy_applications(config)
 
     def states(self) -> dict[str, ApplicationState]:
@@ -53,7 +54,7 @@ class Applications:
         return application_states()
 
     def deployed(self) -> Deployed | None:
-        """Return what of ours is to run, as Serve has it; None where there is none.
+        """Return the deployment of ours that should run, as Serve has it; None if there is none.
 
         Raises:
             InvalidInputError: it was not made by Tenuto, or by another version.
@@ -72,15 +73,15 @@ class Applications:
             for name, each in details["applications"].items()
             if is_ours(name) and each["deployments"]
         ]
-        # Where Serve's proxies listen is not said by what is deployed: they are older.
+        # Serve's applications do not say where Serve's proxies listen.
         found = Deployment.from_data({"applications": applications}, origin="what runs on Serve")
         return Deployed(found, entry["source"] == "declarative")
 
     def delete(self, names: Collection[str]) -> None:
-        """Drain and remove applications: the entry first, so that no request comes to a gpu-let that is about to go.
+        """Drain and remove applications: the entry first, so that no request comes to a gpu-let that is about to end.
 
         Raises:
-            EnvironmentFaultError: Serve does not remove one.
+            EnvironmentFaultError: Serve does not remove an application.
         """
         first = [name for name in (CONTROL_APPLICATION, ENTRY_APPLICATION) if name in names]
         for group in (*([name] for name in first), sorted(set(names) - set(first))):
@@ -88,9 +89,9 @@ class Applications:
                 delete_applications(group)
 
     def node_names(self) -> frozenset[str]:
-        """Return what the nodes that are alive are found by: their addresses, and their labels as `key=value`.
+        """Return the names of living nodes: their addresses, and their labels as `key=value`.
 
-        Ray asks a node for 15 s before it takes it for lost; one where nobody listens for Ray any more is lost now.
+        Ray waits 15 s before it counts a node as lost. Here a node is lost as soon as nobody listens on its Ray port.
         """
         return frozenset(
             name
@@ -100,7 +101,8 @@ class Applications:
         )
 
     def others_at(self, names: Collection[str]) -> list[str]:
-        """Return what of ours beside gpu-lets, and of Ray's, is on nodes found by some names, in words; a kind once."""
+        """Return, in words and once each, which of our processes beside gpu-lets, and of Ray's, run on the named
+        nodes."""
         nodes = {str(node["NodeID"]): node for node in _alive_nodes() if not set(names).isdisjoint(_names_of(node))}
         is_head = any(HEAD_RESOURCE in node["Resources"] for node in nodes.values())
         kinds = {
@@ -115,12 +117,12 @@ class Applications:
         return len(_alive_nodes())
 
     def count_cores(self) -> int:
-        """Return how many cores Ray counts on all nodes that are alive."""
+        """Return how many cores Ray counts on all living nodes."""
         return int(sum(node["Resources"].get("CPU", 0.0) for node in _alive_nodes()))
 
 
 def nobody_listens(host: str, port: int) -> bool:
-    """Whether a machine says that nobody listens on a port; False where it says nothing in time."""
+    """Whether a machine refuses connections to a port; False if it does not answer in time."""
     try:
         socket.create_connection((host, port), _REFUSED_S).close()
     except ConnectionRefusedError:
@@ -141,7 +143,7 @@ def _names_of(node: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_foreign(states: Mapping[str, ApplicationState]) -> None:
-    """Raise `EnvironmentFaultError` where applications run that are not ours: applying a config removes them."""
+    """Raise `EnvironmentFaultError` if foreign applications run, because applying a config would remove them."""
     foreign = sorted(name for name in states if not is_ours(name))
     if foreign:
         raise EnvironmentFaultError(
@@ -159,10 +161,10 @@ def check_nodes(config: ServeConfig) -> None:
 
 
 def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: ServeConfig) -> str | None:
-    """Return what nodes, each with what it is found by (its address first) and the GPUs that Ray counts there, lack
-    for a Serve config; None: nothing."""
+    """Return what the nodes lack for a Serve config; None: nothing. `nodes` has the names of each node (its address
+    first) and how many GPUs Ray counts there."""
     gpus = {name: sum(count for names, count in nodes if name in names) for found, _ in nodes for name in found}
-    held: dict[str, dict[str, int]] = {}  # processes by what their node is found by ("": any) and their GPU
+    held: dict[str, dict[str, int]] = {}  # number of processes by the name of their node ("": any) and their GPU
     for application in config.gpulets:
         gpu = None if application.spec is None else application.spec.gpu
         on_node = held.setdefault(application.actor.node or "", {})
@@ -194,8 +196,8 @@ def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: ServeConf
 
 
 def check_cluster() -> None:
-    """Raise `EnvironmentFaultError` unless every node of the cluster has this version of Tenuto; it is looked at on at
-    most 32 of them."""
+    """Raise `EnvironmentFaultError` unless every node of the cluster has this version of Tenuto. At most 32 nodes are
+    checked."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

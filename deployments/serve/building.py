@@ -1,9 +1,9 @@
-"""Serve applications, built by whoever deploys them.
+"""Serve applications, built by the process that deploys them.
 
-Serve builds an application that it is sent as a config in a process of its own, which imports Ray, Serve and the
-application and ends: that takes as long as to start a replica, comes before it (4.0 of 8.9 s for a gpu-let on two busy
-cores), and once for every application. `serve.run` builds in the process that calls it; this does the same with a whole
-config. Versions are those that Serve itself gives, so that one way after the other restarts nothing.
+When Serve gets an application as a config, it builds the application in another process, which imports Ray, Serve and
+the application, and then ends. That takes as long as starting a replica and happens before it, for every application
+(4.0 of 8.9 s for a gpu-let on two busy cores). `serve.run` builds in the calling process; the functions here do that
+for a whole config. They set the same versions as Serve, so that deploying in both ways in turn restarts nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from tenuto.deployments.process.limits import within
 from tenuto.deployments.serve.config import ServeConfig, is_ours
 from tenuto.deployments.serve.states import application_states, delete_applications, serve_client
 
-# limit: Serve's controller takes a config in well under a second; one that was just started reads its state
+# limit: Serve's controller takes a config in well under a second, but a fresh one must first read its state
 _APPLIES_S = 60.0
 
 
 def deploy_applications(config: ServeConfig) -> None:
-    """Let the applications of a Serve config run, and of ours no others; Serve has to run. Returns before they do."""
+    """Run the applications of a Serve config, and remove all other applications of ours. Serve must run. Returns before
+    the applications run."""
     import ray
     from ray.serve.schema import ServeDeploySchema
 
@@ -32,7 +33,7 @@ def deploy_applications(config: ServeConfig) -> None:
         deploy = client._controller.deploy_applications
         built = {app.name: _built(app, schema.logging_config) for app in schema.applications}
         arguments = dict.fromkeys(built, _application_arguments())
-    except (AttributeError, ImportError, TypeError):  # a Ray whose Serve is made otherwise: let it build them itself
+    except (AttributeError, ImportError, TypeError):  # a Ray with another kind of Serve, which must build by itself
         within(_APPLIES_S, client.deploy_apps, schema)
         return
     states = application_states()
@@ -43,26 +44,26 @@ def deploy_applications(config: ServeConfig) -> None:
 
 
 def _update_all_at_once(schema: Any) -> None:
-    """Let every replica of a deployment have another `user_config` at the same time.
+    """Let all replicas of a deployment take a new `user_config` at the same time.
 
-    By default Serve updates a fifth of them, one at least, and no other while one is pending: where a node is lost, the
-    replica that has no place left to start would keep the new plan from all that serve. Nothing restarts by it: a
-    replica that runs takes a `user_config` in place.
+    By default Serve updates a fifth of the replicas (at least one) at a time, and waits while one is pending. When a
+    node is lost, the replica that finds no place to start would keep all others from the new plan. Nothing restarts: a
+    running replica takes a `user_config` in place.
     """
     for application in schema.applications:
         for deployment in application.deployments:
-            if "rolling_update_percentage" in type(deployment).model_fields:  # an older Ray has it not
+            if "rolling_update_percentage" in type(deployment).model_fields:  # older Rays do not have it
                 deployment.rolling_update_percentage = 1.0
 
 
 def import_applications(config: ServeConfig) -> None:
-    """Import what `deploy_applications` needs for a config, so that the first change does not wait for it."""
+    """Import the modules that `deploy_applications` needs for a config, so that the first change need not."""
     for application in config.applications:
         importlib.import_module(application.module)
 
 
 def _built(schema: Any, logging_config: Any) -> list[bytes]:
-    """Return what Serve is sent for an application: each of its deployments with the config's options."""
+    """Return the messages to Serve for an application: one for each of its deployments, with the config's options."""
     from ray._common.utils import import_attr
     from ray.serve._private.build_app import build_app
     from ray.serve._private.deploy_utils import get_app_code_version, get_deploy_args
@@ -78,7 +79,7 @@ def _built(schema: Any, logging_config: Any) -> list[bytes]:
         asked = options.get(deployment.name, {})
         at_once = asked.pop("rolling_update_percentage", None)
         made = deployment.options(**{**logs, **asked})
-        if at_once is not None:  # which `options` does not take (Ray 2.60)
+        if at_once is not None:  # `options` does not take it (Ray 2.60)
             made._deployment_config.rolling_update_percentage = at_once
         is_ingress = deployment.name == application.ingress_deployment_name
         told = get_deploy_args(

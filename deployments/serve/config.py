@@ -1,8 +1,8 @@
-"""What we hand to Ray Serve, as types: one application per gpu-let and one for the entry, so that a change touches only
-what changed. `tenuto.deployments.serve.deployment` makes them; plain data is made of them, and read, only here.
+"""The Serve config as types: one application per gpu-let and one for the entry, so that a change touches only what it
+must. `tenuto.deployments.serve.deployment` makes these objects; only this module turns them into plain data.
 
-What only a restart can change (GPU, share, memory cap, executor) is in `args` and `ray_actor_options`; what can
-change in place (models, batch sizes, the plan the dispatcher follows) is in `user_config`.
+Settings that only a restart can change (GPU, share, memory cap, executor) are in `args` and `ray_actor_options`.
+Settings that can change in place (models, batch sizes, the dispatcher's plan) are in `user_config`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ENTRY_APPLICATION = "tenuto"
 CONTROL_APPLICATION = "tenuto-control"
 GPULET_PREFIX = "gpulet-"
 DISPATCHER_PREFIX = "dispatcher-"
-HEAD_NODE = "__internal_head__"  # what Ray calls the head in its resources, besides its address
+HEAD_NODE = "__internal_head__"  # Ray's name of the head in its resources, besides the head's address
 HEAD_RESOURCE = f"node:{HEAD_NODE}"
 
-_NODE = "node:"  # before the address in the name of a node's own resource
-_NODE_SLOT = 0.001  # unit: of that resource, of which there is 1: 1,000 gpu-lets per node
-# Serve replaces a process that did not answer three times in a row: after 15 s. One that is merely starved answers one
-# of three; a stopped one is killed by its peers of the same machine long before.
+_NODE = "node:"  # Ray's name of a node's own resource is this and the node's address
+_NODE_SLOT = 0.001  # unit: of that resource, of which each node has 1: so 1,000 gpu-lets fit a node
+# Serve replaces a process that did not answer three times in a row, which takes 15 s. A process that only lacks
+# processor time answers one time in three. Peers on the same machine kill a stopped process much earlier.
 _HEALTH_TIMEOUT_S = 5.0  # limit: for one answer
 
 C = TypeVar("C", bound=UserConfig)
@@ -54,9 +54,10 @@ def is_ours(application: str) -> bool:
 
 @dataclass(frozen=True)
 class ActorOptions:
-    """Where Ray starts a process, and with what in its environment: its actor options.
+    """Where Ray starts a process, and the variables in its environment.
 
-    `node`: the address, or a label as `key=value`; None: any. `num_gpus`: of Ray's count of GPUs.
+    `node`: the address of the node, or a label as `key=value`; None: any node. `num_gpus`: taken of Ray's count of
+    GPUs.
     """
 
     node: str | None = None
@@ -64,7 +65,7 @@ class ActorOptions:
     environment: tuple[tuple[str, str], ...] = ()
 
     def to_data(self) -> dict[str, Any]:
-        """Return it as Ray reads it."""
+        """Return the options in the form that Ray reads."""
         found: dict[str, Any] = {"num_cpus": 0}
         if self.node is not None and "=" in self.node:
             found["label_selector"] = dict([self.node.split("=", 1)])
@@ -81,8 +82,8 @@ class ActorOptions:
 class ServeApplication(Generic[C]):
     """An application of ours: one Serve deployment of one or more processes.
 
-    `module`: whose `build` makes it. `spec`: what only a gpu-let has. `most_per_node`: of its processes; None: any
-    number.
+    `module`: the module whose `build` makes the application. `spec`: only gpu-lets have one. `most_per_node`: how many
+    of its processes may be on one node; None: any number.
     """
 
     name: str
@@ -97,12 +98,12 @@ class ServeApplication(Generic[C]):
     health_period_s: float = 2.0
 
     def same_processes(self, other: ServeApplication[C]) -> bool:
-        """Whether its processes go on as those of another, as Serve has it: the number of processes and what they are
-        told may differ."""
+        """Whether Serve keeps the processes of `other` for this application. Their number and `user_config` may
+        differ."""
         return replace(self, user_config=other.user_config, processes=1) == replace(other, processes=1)
 
     def to_data(self) -> dict[str, Any]:
-        """Return it as Serve reads it."""
+        """Return the application in the form that Serve reads."""
         spread = {} if self.most_per_node is None else {"max_replicas_per_node": self.most_per_node}
         return {
             "name": self.name,
@@ -128,7 +129,7 @@ class ServeApplication(Generic[C]):
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Everything that runs of a deployment. `proxy_port`: of Serve's proxies, another and slower way in."""
+    """All applications of a deployment. `proxy_port`: the port of Serve's proxies, a second and slower way in."""
 
     entry: ServeApplication[GatewayConfig]
     dispatchers: tuple[ServeApplication[DispatcherConfig], ...]
@@ -139,7 +140,7 @@ class ServeConfig:
 
     @property
     def applications(self) -> tuple[ServeApplication[Any], ...]:
-        """All of them, the entry first."""
+        """All applications, the entry first."""
         control = () if self.control is None else (self.control,)
         return (self.entry, *self.dispatchers, *self.gpulets, *control)
 
@@ -147,7 +148,7 @@ class ServeConfig:
         """Return plain data, ready for `serve deploy`."""
         return {
             "proxy_location": "HeadOnly",
-            # Serve's proxies speak no TLS and are not needed from elsewhere.
+            # Serve's proxies speak no TLS, and nobody needs them from other machines.
             "http_options": {"host": "127.0.0.1", "port": self.proxy_port, "request_timeout_s": None},
             "logging_config": {"enable_access_log": False, **({"encoding": "JSON"} if self.log_json else {})},
             "applications": [application.to_data() for application in self.applications],

@@ -1,4 +1,4 @@
-"""A deployment: a plan and how it is served. All that runs of it on Serve is made from this one document."""
+"""A deployment: a plan and how it is served. All its applications on Serve are made from this one document."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.plan import GpuletProcess, PlanField
 from tenuto.placement.program import Program
 
-MOST_CLIENTS = 48  # format: of CUDA MPS, on one GPU (driver r550; 60 later)
-# So 50 slots are never too few.
-_LEDGER_SLOT = 0.02  # unit: a place of a GPU
-# Two gateways, the dispatcher that schedules, and Ray with all that waits: each keeps a core busy under full load.
-_CORES_OF_TWO = 4  # derived: of two gateways
+MOST_CLIENTS = 48  # format: clients that CUDA MPS allows on one GPU (driver r550; 60 later)
+_LEDGER_SLOT = 0.02  # unit: a gpu-let's part of Ray's count of a GPU: 50 fit, and CUDA MPS never allows as many
+# Under full load two gateways, the dispatcher that schedules, and Ray with all that waits keep one core busy each.
+_CORES_OF_TWO = 4  # derived: cores that two gateways need
 
 
 class _FoundProcesses(BaseModel):
@@ -70,30 +69,31 @@ class Deployment(StrictModel):
 
     Attributes:
         plan: a completed plan.
-        name: what operators call it.
+        name: the name for operators.
         executor: `torch`, `emulated`, or `auto`: torch on `cpu` GPUs, on GPUs bound by UUID and wherever the node has
             NVIDIA devices; emulated for logical GPUs on a node without any.
         host: address that the gateways bind to.
-        port: of the gateways' own socket, where clients belong.
-        proxy_port: of Serve's proxies, another and slower way in; default: the port after `port`.
-        operator_port: status, metrics and the live page, on this machine; 0: none; default: two after `port`.
-        grpc_port: the Open Inference Protocol over gRPC, at `host`; 0: none.
-        access: who may ask, and the certificate of the gateways' socket.
-        log_json: processes write JSON lines, with fields, instead of text.
-        encrypt: what goes between our processes from node to node is encrypted.
-        hangs_s: a batch that the device has had for so long, and for `HANGS_TIMES` of what it is planned to take, never
-            comes back: its gpu-let is replaced.
+        port: the port of the gateways' own socket, for clients.
+        proxy_port: the port of Serve's proxies, a second and slower way in; default: the port after `port`.
+        operator_port: port on this machine for status, metrics and the live page; 0: none; default: `port` + 2.
+        grpc_port: port at `host` for the Open Inference Protocol over gRPC; 0: none.
+        access: who may send requests, and the certificate of the gateways' socket.
+        log_json: processes log JSON lines with fields instead of text.
+        encrypt: traffic between our processes on different nodes is encrypted.
+        hangs_s: when a batch has been on the device for longer than this, and for longer than `HANGS_TIMES` its planned
+            latency, its gpu-let is replaced.
         scheduler: batching scheduler of the dispatcher.
-        scheduler_options: its options.
+        scheduler_options: options of the scheduler.
         gateway_options: see `Options`.
-        gateways: processes that take HTTP on the same port. One schedules by itself; several, or one with a partition,
-            feed the dispatcher of each sub-cluster, a process of its own, in bundles. 0: see `fitting_gateways`.
-        dispatchers: processes of each sub-cluster that has one of its own: one schedules, the others wait to take over.
-        nodes: over which gateways and dispatchers are spread, so that one that is lost takes no sub-cluster with it;
-            found when the deployment begins.
-        partition: sub-cluster of every model; one holds everything by default.
+        gateways: processes that take HTTP on the same port. One gateway without a partition schedules by itself.
+            Otherwise gateways send requests in bundles to the dispatcher of each sub-cluster, which is a process of its
+            own. 0: see `fitting_gateways`.
+        dispatchers: dispatcher processes of each sub-cluster: one schedules, the others wait to take over.
+        nodes: the number of nodes over which gateways and dispatchers are spread, so that the loss of one node ends no
+            sub-cluster. It is found when the deployment begins.
+        partition: sub-cluster of every model; by default one sub-cluster holds all.
         control: the controller's settings; None: no controller.
-        workload: what is asked for, as it was declared; None: the models of the plan, at the rates that it is made for.
+        workload: the declared workload; None: the models of the plan, at the rates of the plan.
     """
 
     plan: PlanField
@@ -120,12 +120,12 @@ class Deployment(StrictModel):
 
     @classmethod
     def from_data(cls, data: Any, *, origin: str = "Serve config") -> Deployment:
-        """Read the deployment that a Serve config is made from, as `config` of it makes it; of what Serve tells of
-        running applications too, which lacks the gpu-lets' arguments where Tenuto itself deployed them. Keys that are
-        not ours are left alone.
+        """Read the deployment behind a Serve config; the reverse of `config`. It also reads what Serve tells about
+        running applications; when Tenuto deployed these, the arguments of gpu-lets are missing there. Keys that are not
+        ours are ignored.
 
         Raises:
-            InvalidInputError: it is not one of ours, or breaks a rule.
+            InvalidInputError: the config is not one of ours, or breaks a rule.
         """
         found = {each.name: each for each in parse_document(_FoundConfig, data, origin=origin).applications}
         entry = found.get(ENTRY_APPLICATION)
@@ -170,42 +170,42 @@ class Deployment(StrictModel):
 
     @property
     def feeds_dispatchers(self) -> bool:
-        """Whether dispatchers are processes of their own, which gateways feed."""
+        """Whether dispatchers are processes of their own, to which gateways send requests."""
         return self.gateways > 1 or self.partition is not None
 
     @property
     def url(self) -> str:
-        """Where clients are answered."""
+        """The URL for clients."""
         return f"{'http' if self.access.tls_cert is None else 'https'}://{self.host}:{self.port}"
 
     @property
     def operator_url(self) -> str:
-        """Where operators are answered: a port of their own, or the clients'."""
+        """The URL for operators: it has a port of its own, or it is the clients' URL."""
         return (
             self.url if self.operator_port == 0 else f"http://127.0.0.1:{self.operator_port or _beside(self.port, 2)}"
         )
 
     def with_plan(self, plan: Plan) -> Deployment:
-        """Return the same deployment of another plan, parted anew where its partition does not fit that."""
+        """Return the same deployment of another plan. When the partition does not fit the plan, a new one is made."""
         partition = self.partition
         if partition is not None and plan.models and not fits_plan(plan, partition):
             partition = parted(plan, partition)
         return self.model_copy(update={"plan": plan, "partition": partition})
 
     def near(self, plan: Plan) -> Deployment:
-        """Return the same deployment of another plan for the same: what was declared stays so."""
+        """Return the same deployment of another plan for the same workload: the declared workload stays."""
         return self.with_plan(plan).model_copy(update={"workload": self.workload or self.plan.workload})
 
     def config(
         self, plan: Plan | None = None, *, also: Mapping[str, int] | None = None, standby: Sequence[Gpulet] = ()
     ) -> ServeConfig:
-        """Return what runs of it on Serve.
+        """Return the applications of this deployment on Serve.
 
         Args:
-            plan: that is routed by, where it is another than its own.
-            also: another partition, which models are going over to or came from: dispatchers hold what they have in
-                either.
-            standby: gpu-lets beside the plan's that run idle; whoever schedules keeps connected to them.
+            plan: the plan to route by, if not the deployment's own.
+            also: a second partition, while models move from one to the other: dispatchers then hold the models that
+                they have in either.
+            standby: idle gpu-lets beside the plan's; schedulers keep connected to them.
 
         Raises:
             InvalidInputError: the partition leaves out a model of the plan or cuts a gpu-let in two, or the gateways
@@ -255,7 +255,7 @@ class Deployment(StrictModel):
         )
 
     def _sockets(self) -> dict[str, Any]:
-        """Return the gateways' sockets and who may use them."""
+        """Return the settings of the gateways' sockets, and of access to them."""
         access = self.access.model_dump(exclude_defaults=True)
         tls = {key: access.pop(key) for key in ("tls_cert", "tls_key") if key in access}
         found: dict[str, Any] = {**access, "listen": {"host": self.host, "port": self.port, **tls}}
@@ -266,7 +266,7 @@ class Deployment(StrictModel):
         return found
 
     def _names_in(self, sub_cluster: str, part: Plan) -> list[str]:
-        """Return the models that gateways ask a sub-cluster for."""
+        """Return the models for which gateways send requests to a sub-cluster."""
         partition = self.partition
         return [s.name for s in part.models if partition is None or str(partition[s.name]) == sub_cluster]
 
@@ -297,7 +297,7 @@ class Deployment(StrictModel):
     def _control(self) -> ServeApplication[ControlConfig] | None:
         if self.control is None:
             return None
-        # Beside Serve's own controller: the loss of another node then finds it there, and it acts at once.
+        # On Serve's own head node: so the controller survives the loss of any other node and acts at once.
         config, actor = ControlConfig(settings=self.control), ActorOptions(HEAD_NODE)
         return ServeApplication(
             CONTROL_APPLICATION, "control", "tenuto.deployments.control.controller_process", config, actor=actor
@@ -305,14 +305,17 @@ class Deployment(StrictModel):
 
 
 def fitting_gateways(cores: int, gpulets: int) -> int:
-    """Return how many gateways a deployment has where nobody says: two where each of their processes, and each gpu-let,
-    has a core to itself, as one that dies then costs only what it had in hand; else one, with the dispatcher in its
-    process, as on fewer cores two gateways serve less than one."""
+    """Return the default number of gateways.
+
+    When there is a core for each of their processes and for each gpu-let, it is two: the death of one gateway then only
+    costs the requests that it had. Otherwise it is one, with the dispatcher in its process, because on fewer cores two
+    gateways serve less than one.
+    """
     return 2 if cores >= _CORES_OF_TWO + gpulets else 1
 
 
 def _usual(socket: Listen | None, usual: int) -> int | None:
-    """Return the port that was asked for where a socket is; None: no other than the usual one; 0: no socket."""
+    """Return the port of a socket if it is not the usual one; None: it is the usual one; 0: there is no socket."""
     if socket is None:
         return 0
     return None if socket.port == usual else socket.port
@@ -323,7 +326,8 @@ def _beside(port: int, steps: int) -> int:
 
 
 def _standby_of(part: Plan, standby: Sequence[Gpulet]) -> dict[str, list[str]]:
-    """Return the idle gpu-lets of a sub-cluster's models as settings of its dispatcher; none where there are none."""
+    """Return the setting `standby` of a sub-cluster's dispatcher, with the idle gpu-lets of its models; else
+    nothing."""
     models = {spec.name for spec in part.models}
     found = [gpulet.id for gpulet in standby if models & {replica.name for replica in gpulet.models}]
     return {"standby": found} if found else {}
@@ -332,9 +336,9 @@ def _standby_of(part: Plan, standby: Sequence[Gpulet]) -> dict[str, list[str]]:
 def _actor_options(process: GpuletProcess) -> ActorOptions:
     """Return where Ray starts a gpu-let. The real share is in the environment; Ray's ledger gets one small slot.
 
-    Ray packs fractions GPU by GPU, so that uneven shares which fit the GPUs may not fit its ledger, and slots that
-    depend on the number of gpu-lets would restart the neighbours of every gpu-let that comes or goes. Equal constant
-    slots do neither.
+    Ray packs fractions GPU by GPU, so uneven shares that fit the GPUs might not fit Ray's ledger. If slots depended on
+    the number of gpu-lets, every gpu-let that comes or goes would restart its neighbours. Equal constant slots avoid
+    both.
     """
     if process.gpu_type == "cpu":
         return ActorOptions(process.node)
@@ -342,7 +346,7 @@ def _actor_options(process: GpuletProcess) -> ActorOptions:
     if process.uuid is not None:
         environment["CUDA_VISIBLE_DEVICES"] = process.uuid
         if process.cuda_mps:
-            # CUDA reads these once, when the process first uses it: later would be too late.
+            # CUDA reads these variables only once, when the process first uses CUDA.
             environment |= client_environment(process.uuid, process.share_pct, process.memory_mib)
     return ActorOptions(process.node, _LEDGER_SLOT, tuple(environment.items()))
 

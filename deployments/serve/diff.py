@@ -1,8 +1,7 @@
-"""What applying a new plan costs, gpu-let by gpu-let: nothing but a new route, a reconfiguration in place, or a
-restart.
+"""What a new plan changes, gpu-let by gpu-let: only the route, a reconfiguration in place, or a restart.
 
-`GpuletProcess` is what needs a new process, all else of a gpu-let changes in place, and the entry is told the whole
-plan.
+A change of `GpuletProcess` needs a new process. Everything else of a gpu-let changes in place. The entry always gets
+the whole plan.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ChangeKind = Literal["route-only", "reconfigure", "restart", "start", "stop"]
 
 @dataclass(frozen=True)
 class GpuletChange:
-    """What happens to one gpu-let, and why. `route-only`: its process and its models are not touched."""
+    """The change of one gpu-let, and why. `route-only`: its process and its models are not touched."""
 
     gpulet: str
     kind: ChangeKind
@@ -50,7 +49,7 @@ class PlanDiff:
 
 
 def diff(old: Plan, new: Plan) -> PlanDiff:
-    """Return what turns the gpu-lets of `old` into those of `new`; every gpu-let of either appears exactly once."""
+    """Return the changes from plan `old` to plan `new`; every gpu-let of either plan appears exactly once."""
     before = {gpulet.id: gpulet for gpulet in old.gpulets}
     after = {gpulet.id: gpulet for gpulet in new.gpulets}
     then, now = old.processes(), new.processes()
@@ -118,7 +117,7 @@ def _in_place(old: Plan, before: Gpulet, new: Plan, after: Gpulet) -> GpuletChan
 
 
 def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:
-    """Return what can change in place: the resident models, how they are built and how large their batches are."""
+    """Return what can change in place: the resident models, how they are built, and their batch sizes."""
     found = {}
     for replica in gpulet.models:
         spec = plan.model(replica.name)

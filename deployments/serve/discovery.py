@@ -1,4 +1,4 @@
-"""Finding gpu-lets and dispatchers over Ray: their applications say where they listen, once they are ready."""
+"""Finding gpu-lets and dispatchers over Ray. Their applications say where they listen, once they are ready."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import Beside, DispatchingStatus
 from tenuto.errors import EnvironmentFaultError
 
-_READY_S = 30.0  # limit: for a process that may still be starting
-_ANSWER_S = 5.0  # limit: for one that runs
+_READY_S = 30.0  # limit: for the answer of a process that may still be starting
+_ANSWER_S = 5.0  # limit: for the answer of a process that runs
 
 
 def find_gpulet(gpulet_id: str) -> Finder:
@@ -38,7 +38,7 @@ def own_application() -> str:
 
 
 def gateway_status() -> DispatchingStatus:
-    """Return what the dispatchers report, from any gateway; blocks, so not for an event loop.
+    """Return the dispatchers' report, from any gateway. This blocks, so do not call it on an event loop.
 
     Raises:
         EnvironmentFaultError: no gateway answers.
@@ -48,13 +48,13 @@ def gateway_status() -> DispatchingStatus:
     try:
         handle = within(_ANSWER_S, serve.get_app_handle, ENTRY_APPLICATION)
         found: DispatchingStatus = handle.status.remote().result(timeout_s=_ANSWER_S)
-    except Exception as error:  # Ray and Serve have many kinds; a dispatcher that restarts times out
+    except Exception as error:  # Ray and Serve raise many kinds; a dispatcher that restarts causes a timeout
         raise EnvironmentFaultError(f"no gateway answers: {type(error).__name__}: {error}") from error
     return found
 
 
 async def beside_gateways() -> Beside:
-    """Return what the controller shows of itself (`ControllerReplica.shown`), or where none runs which gpu-lets do."""
+    """Return the controller's status (`ControllerReplica.shown`). If no controller runs, return which gpu-lets run."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
 

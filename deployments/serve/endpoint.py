@@ -1,4 +1,5 @@
-"""Asking a running endpoint over HTTP: its health, its models, its plan; as a client with a key where there is one."""
+"""Questions to a running endpoint over HTTP: its health, its models, its plan. They show the client's key if there is
+one."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ CLIENT_KEY = "TENUTO_API_KEY"
 
 
 def client_key() -> str:
-    """Return the API key that this process shows where it is a client; empty without one."""
+    """Return the API key that this process shows as a client; empty if it has none."""
     return os.environ.get(CLIENT_KEY, "").strip()
 
 
 def get_json(url: str, timeout_s: float = 5.0) -> Any:
-    """Return the JSON document at a URL, also that of an error status.
+    """Return the JSON document at a URL, also for an error status.
 
     Raises:
-        InvalidInputError: that is no URL.
-        EnvironmentFaultError: nobody answers there, or not with JSON.
+        InvalidInputError: it is no URL.
+        EnvironmentFaultError: nobody answers there, or the answer is not JSON.
     """
     status, body = _get(url, timeout_s)
     try:
@@ -38,20 +39,20 @@ def get_json(url: str, timeout_s: float = 5.0) -> Any:
 
 
 def get_told(url: str, kind: type[T], timeout_s: float = 5.0) -> T:
-    """Return what a Tenuto server tells at a URL, read as its type.
+    """Return the document of a Tenuto server at a URL, read as type `kind`.
 
     Raises:
-        InvalidInputError: that is no URL.
-        EnvironmentFaultError: nobody answers there, or something else is told.
+        InvalidInputError: it is no URL.
+        EnvironmentFaultError: nobody answers there, or the answer is another document.
     """
     status, body = _get(url, timeout_s)
     try:
         if status < 400:
             return msgspec.json.decode(body, type=kind)
-        said = msgspec.json.decode(body, type=_Refusal).error
+        reason = msgspec.json.decode(body, type=_Refusal).error
     except msgspec.MsgspecError:
-        said = "not a Tenuto server"
-    raise EnvironmentFaultError(f"{url}: {said}")
+        reason = "not a Tenuto server"
+    raise EnvironmentFaultError(f"{url}: {reason}")
 
 
 class _Refusal(msgspec.Struct):

@@ -1,7 +1,7 @@
-"""The history of a deployment, kept where the cluster keeps its own state.
+"""The history of a deployment. It is kept in the cluster's key-value store, which every node reaches.
 
-The cluster's key-value store ends with the cluster, as the deployment does, and survives the head where Ray is made to
-(an external Redis). Every node reaches it.
+The store ends with the cluster, as the deployment does. When Ray keeps its state in an external Redis, the store
+survives the loss of the head.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from tenuto.deployments.serve.deployment import Deployment
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, refused
 
-KEPT_VERSIONS = 100  # limit: plans that `tenuto history` shows
+KEPT_VERSIONS = 100  # limit: versions that are kept, and that `tenuto history` shows
 
 
 class Store(Protocol):
     """Named values that outlive a process."""
 
     def get(self, key: str) -> bytes | None:
-        """Return a value; None where there is none."""
+        """Return the value of a key; None if there is none."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep a value in place of the one before."""
+        """Set the value of a key."""
 
     def add(self, key: str, value: bytes) -> bool:
-        """Keep a value, unless there is one; return whether it was kept."""
+        """Set the value of a key if it has none; return whether it was set."""
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the keys that begin so, in order."""
+        """Return the keys with this prefix, in order."""
 
     def delete(self, key: str) -> None:
-        """Forget a value."""
+        """Delete a key."""
 
 
 class ClusterStore:
@@ -45,33 +45,33 @@ class ClusterStore:
     _NAMESPACE = "tenuto"
 
     def get(self, key: str) -> bytes | None:
-        """Return a value; None where there is none."""
+        """Return the value of a key; None if there is none."""
         from ray.experimental.internal_kv import _internal_kv_get
 
         found: bytes | None = within(ANSWER_S, _internal_kv_get, key, namespace=self._NAMESPACE)
         return found
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep a value in place of the one before."""
+        """Set the value of a key."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         within(ANSWER_S, _internal_kv_put, key, value, overwrite=True, namespace=self._NAMESPACE)
 
     def add(self, key: str, value: bytes) -> bool:
-        """Keep a value, unless there is one; return whether it was kept."""
+        """Set the value of a key if it has none; return whether it was set."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         # Ray returns whether there was one already.
         return not within(ANSWER_S, _internal_kv_put, key, value, overwrite=False, namespace=self._NAMESPACE)
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the keys that begin so, in order."""
+        """Return the keys with this prefix, in order."""
         from ray.experimental.internal_kv import _internal_kv_list
 
         return sorted(key.decode() for key in within(ANSWER_S, _internal_kv_list, prefix, namespace=self._NAMESPACE))
 
     def delete(self, key: str) -> None:
-        """Forget a value."""
+        """Delete a key."""
         from ray.experimental.internal_kv import _internal_kv_del
 
         within(ANSWER_S, _internal_kv_del, key, namespace=self._NAMESPACE)
@@ -79,7 +79,8 @@ class ClusterStore:
 
 @dataclass(frozen=True)
 class Version:
-    """One deployment that was reached. `at_s` is seconds since 1970, `by` who made it: a command or the controller."""
+    """One deployment that was reached. `at_s` is seconds since 1970. `by` is the command that made it, or the
+    controller."""
 
     number: int
     at_s: float
@@ -89,7 +90,7 @@ class Version:
 
 
 class History:
-    """The versions of a deployment, oldest first; the last is what should run."""
+    """The versions of a deployment, oldest first. The last one should run."""
 
     _PREFIX = "version/"
 
@@ -97,7 +98,7 @@ class History:
         self._store = store
 
     def add(self, deployment: Deployment, by: str, why: str) -> Version:
-        """Append a version; the oldest above `KEPT_VERSIONS` go."""
+        """Append a version. When there are more than `KEPT_VERSIONS`, the oldest are deleted."""
         numbers = self._numbers()
         number = numbers[-1] + 1 if numbers else 1
         while True:
@@ -110,7 +111,7 @@ class History:
             }
             if self._store.add(self._key(number), json.dumps(data).encode()):
                 break
-            number += 1  # somebody else was faster
+            number += 1  # another process was faster
         for old in numbers[: max(0, len(numbers) + 1 - KEPT_VERSIONS)]:
             self._store.delete(self._key(old))
         return version
@@ -120,7 +121,7 @@ class History:
         return [version for number in self._numbers() if (version := self._read(number)) is not None]
 
     def latest(self) -> Version | None:
-        """Return the last version; None where nothing was ever deployed."""
+        """Return the last version; None if nothing was ever deployed."""
         numbers = self._numbers()
         return self._read(numbers[-1]) if numbers else None
 
@@ -134,8 +135,8 @@ class History:
         return found[-1]
 
     def running(self, found: Deployed) -> Deployment:
-        """Return the deployment that runs. What `serve deploy` brought becomes a version first, so that it is one to
-        come back to."""
+        """Return the deployment that runs. When `serve deploy` brought it up, it first becomes a version, so that a
+        rollback to it is possible."""
         latest, deployment = self.latest(), found.deployment
         if latest is not None:
             known = latest.deployment
@@ -150,7 +151,7 @@ class History:
         return deployment
 
     def get(self, number: int) -> Version:
-        """Return a version; raises `InvalidInputError` where it is not kept."""
+        """Return a version; raises `InvalidInputError` if it is not kept."""
         found = self._read(number)
         if found is None:
             kept = self._numbers()

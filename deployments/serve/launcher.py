@@ -1,7 +1,7 @@
-"""Bring a plan up on a Ray cluster and take it down again: the program behind `tenuto serve` and `tenuto quickstart`.
+"""Brings a plan up on a Ray cluster and takes it down again, for `tenuto serve` and `tenuto quickstart`.
 
-Uses the cluster it is given, or one that it started before; otherwise starts a local one, with settings that have to
-be in the environment before Ray starts.
+It uses the cluster that it is given, or one that was started here before. Otherwise it starts a local cluster, with
+settings that must be in the environment before Ray starts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from tenuto.deployments.serve.states import ApplicationState, serve_client
 from tenuto.deployments.serve.user_config import Listen
 from tenuto.errors import EnvironmentFaultError
 
-# Read by Ray when its processes start. Niceness 0: Ray's default of 15 lets anything else on the machine delay the
-# gateway. Serve kills a proxy that is not up after 5 s, and its own start with it; a busy machine takes longer. Serve's
-# HAProxy mode stays off: clients come to the gateways' own sockets, and HAProxy's statistics listen on every interface.
-# Serve's controller looks for changes ten times a second by default, which costs 3 to 5 % of a core with nothing to do.
+# Ray reads these when its processes start. Niceness 0: with Ray's default of 15, any other program delays the gateway.
+# Proxy check: by default Serve's start fails when its proxy is not up after 5 s, but a busy machine takes longer.
+# Control loop: by default Serve's controller looks for changes ten times a second, which costs an idle server 3 to 5 %
+# of a core. Serve's HAProxy mode stays off: clients use the gateways' own sockets, and HAProxy would show its
+# statistics on every interface.
 RAY_ENVIRONMENT = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
@@ -44,17 +45,17 @@ RAY_ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "1",
 }
 _JOIN_S = 60.0  # limit: Ray itself gives a cluster's processes 30 s
-_SERVE_STARTS_S = 180.0  # limit: its proxy gets 60 s (above), on a busy machine after a controller that took as long
+_SERVE_STARTS_S = 180.0  # limit: Serve's proxy gets 60 s (above); on a busy machine its controller takes as long before
 _SERVE_ENDS_S = 40.0  # limit: Serve's own limit is 30 s
 
 
 def start_local_ray(num_gpus: int) -> None:
-    """Start a Ray of this process alone, bound to the loopback interface; it ends with the process.
+    """Start a Ray for this process only, bound to the loopback interface. It ends with the process.
 
-    Whoever reaches its ports may run code, so that Ray's token stays on (`tenuto.deployments.process.ray_token`).
+    Anybody who reaches Ray's ports can run code, so Ray's token stays on (`tenuto.deployments.process.ray_token`).
 
     Raises:
-        EnvironmentFaultError: it did not start.
+        EnvironmentFaultError: Ray did not start.
     """
     import ray
 
@@ -65,7 +66,7 @@ def start_local_ray(num_gpus: int) -> None:
     try:
         with on_loopback():
             ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, **own, **QUIET)
-    except Exception as error:  # Ray has no kind of its own for this; it gives its processes 30 s
+    except Exception as error:  # Ray has no own kind of error for this
         raise EnvironmentFaultError(
             f"a local Ray did not start: {error}\nThis machine may be too busy: stop other programs and try again, or "
             "run `ray start --head` first and give its address."
@@ -77,13 +78,13 @@ class Launcher:
     """One connection to Ray and, below it, one set of Serve applications. Use as a context manager."""
 
     def __init__(self, *, progress: Callable[[str], None] = lambda _text: None) -> None:
-        """`progress` is told what happens."""
+        """`progress` is called with messages about what happens."""
         self._progress = progress
-        self._joined_ray = False  # connected to here: it is left with the launcher
-        self._has_begun = False  # something of ours may run that ends with the launcher
-        self.owns_ray = False  # started here: it is stopped with the launcher
-        self.base_url = ""  # where the gateway answers, such as http://127.0.0.1:8000
-        self.operator_url = ""  # where operators are answered: their own port, or else the gateway's
+        self._joined_ray = False  # this launcher joined a Ray, and `close` leaves it
+        self._has_begun = False  # applications of ours may run that `close` must remove
+        self.owns_ray = False  # this launcher started a Ray, and `close` stops it
+        self.base_url = ""  # the gateway's URL, such as http://127.0.0.1:8000
+        self.operator_url = ""  # the URL for operators: with their own port, or else the gateway's
 
     def __enter__(self) -> Launcher:
         return self
@@ -94,12 +95,12 @@ class Launcher:
     def connect(self, *, num_gpus: int, address: str | None = None) -> None:
         """Join the running cluster, or start a local one with `num_gpus` logical GPUs.
 
-        Where this process is connected to a cluster already, that one is used, and stays connected after `close`.
+        When this process is connected to a cluster already, that one is used, and stays connected after `close`.
 
         Args:
             num_gpus: logical GPUs of a Ray that is started here.
-            address: a cluster's address, or `local` to start one even where another runs; default RAY_ADDRESS, else
-                the Ray that this user's last `tenuto serve` started, else a local one.
+            address: a cluster's address, or `local` to start a new Ray even if another one runs. Default: RAY_ADDRESS,
+                else the Ray that this user's last `tenuto serve` started, else a new local one.
 
         Raises:
             EnvironmentFaultError: an address was given and no cluster answers there.
@@ -125,10 +126,10 @@ class Launcher:
         self.owns_ray = True
 
     def start_serve(self, config: ServeConfig) -> None:
-        """Start Serve, where it does not run, for what is to be applied.
+        """Start Serve for this config, unless Serve runs already.
 
         Raises:
-            EnvironmentFaultError: it does not start, a port is taken, or the cluster lacks a node of the plan.
+            EnvironmentFaultError: Serve does not start, a port is taken, or the cluster lacks a node of the plan.
         """
         from ray import serve
 
@@ -147,10 +148,10 @@ class Launcher:
         try:
             how = {key: value for key, value in config.to_data().items() if key != "applications"}
             within(_SERVE_STARTS_S, serve.start, **how)
-        except Exception as error:  # Ray wraps whatever stopped its proxy in kinds of its own
+        except Exception as error:  # Ray has several kinds of errors for a proxy that stopped
             why = ApplicationState("", str(error)).essence
             raise EnvironmentFaultError(f"Ray Serve did not start:\n{why}\nRun `tenuto doctor`.") from error
-        # A Serve that ran before keeps its own address.
+        # A Serve that already ran keeps its own address.
         actual = serve_client().http_config
         if (actual.host, actual.port) != (proxy.host, proxy.port):
             self._progress(f"Ray Serve already runs here, and its proxies listen on {actual.host}:{actual.port}")
@@ -159,7 +160,7 @@ class Launcher:
         self._has_begun = True
 
     def leave(self) -> None:
-        """Let what was applied run on, and leave a Ray that was joined here."""
+        """Let the applications run on, and leave a Ray that was joined here."""
         import ray
 
         self._has_begun = False
@@ -168,14 +169,14 @@ class Launcher:
             within(ANSWER_S, ray.shutdown)
 
     def close(self) -> None:
-        """Drain and remove what was applied; leave Ray if it was joined here, stop it if it was started here."""
+        """Drain and remove the applications. Leave Ray if it was joined here; stop it if it was started here."""
         import ray
 
         if not ray.is_initialized():
             return
         from ray import serve
 
-        # While Serve kills its controller, Ray prints that the controller was killed; nobody can act on that.
+        # Ray prints that Serve's controller was killed. Serve itself kills it, so the output is dropped.
         with (
             contextlib.suppress(Exception),
             contextlib.redirect_stdout(io.StringIO()),
@@ -193,10 +194,10 @@ class Launcher:
 
 
 def unused_port(*wished: int) -> int:
-    """Return the first of the wished ports of this machine, or else any, that nobody listens on.
+    """Return the first of the wished ports on which nobody listens, or else a free port from 20000 to 32767.
 
-    Any is none of those that the system hands to outgoing connections (from 32768 on Linux), nor of those of Ray's
-    workers: between the look here and the listening, seconds later, such a port is often gone.
+    Linux gives higher ports to outgoing connections, and Ray's workers use others. Such a port would often be taken
+    before we listen on it, some seconds later.
     """
     for port in (*wished, *random.SystemRandom().sample(range(20000, 32768), 100)):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
@@ -205,7 +206,7 @@ def unused_port(*wished: int) -> int:
 
 
 def is_serving() -> bool:
-    """Return whether Serve already runs on this cluster; `serve.status` would start it with default options."""
+    """Return whether Serve already runs on this cluster. (`serve.status` would start it with default options.)"""
     import ray
 
     actors = within(ANSWER_S, ray.util.list_named_actors, all_namespaces=True)
@@ -213,7 +214,7 @@ def is_serving() -> bool:
 
 
 def _check_port(host: str, port: int, option: str) -> None:
-    """Raise when someone else listens on the port; Serve would fail later without saying so."""
+    """Raise if another process listens on the port. Serve would fail later, and not say why."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

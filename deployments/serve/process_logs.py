@@ -1,4 +1,4 @@
-"""The logs of the processes that run: which there are, and what is new in them, on whatever node they lie."""
+"""The logs of the processes that run: where they are, and their new lines, from every node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tenuto.deployments.serve.config import is_ours
 from tenuto.deployments.serve.states import serve_processes
 
-_MOST_BYTES = 1 << 20  # limit: of a log that are read at once
+_MOST_BYTES = 1 << 20  # limit: bytes of a log that are read at once
 _READ_S = 60.0  # limit: a node's first worker imports Ray
 
 
@@ -28,15 +28,15 @@ def process_logs() -> list[ProcessLog]:
 
 
 class LogReader:
-    """Reads logs on; of each it begins with the last lines."""
+    """Follows logs, each from its last lines on."""
 
     def __init__(self, last: int) -> None:
-        """`last`: lines of each log to begin with."""
+        """`last`: how many lines of each log to begin with."""
         self._last = last
         self._offsets: dict[ProcessLog, int] = {}
 
     def read(self, logs: Collection[ProcessLog]) -> Iterator[str]:
-        """Yield the lines that are new, log by log; a node that is lost has none."""
+        """Yield the new lines, log by log. A lost node has none."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -58,12 +58,12 @@ class LogReader:
 def read_lines(
     files: Sequence[tuple[str, int | None]], last: int, folder: str | None = None
 ) -> list[tuple[list[str], int]]:
-    """Return the whole lines of files from an offset on, and the next offset; what is cut between is left for later.
+    """Return the complete lines of files from an offset on, and the next offset. An incomplete line is left for later.
 
     Args:
-        files: paths below the folder, each with the offset in bytes; None: its last lines.
-        last: how many these are at most.
-        folder: default: where Ray has its logs on this node.
+        files: paths below the folder, each with an offset in bytes; None: begin with its last lines.
+        last: how many last lines at most.
+        folder: the folder of the files; default: Ray's logs on this node.
     """
     if folder is None:
         from ray._private.worker import _global_node
@@ -73,7 +73,7 @@ def read_lines(
     for path, offset in files:
         with open(folder + path, "rb") as file:
             size = file.seek(0, 2)
-            if offset is not None and offset > size:  # it was begun anew
+            if offset is not None and offset > size:  # the file was begun anew
                 offset = 0
             begin = file.seek(max(0, size - _MOST_BYTES) if offset is None else offset)
             whole, newline, _ = file.read(_MOST_BYTES).rpartition(b"\n")

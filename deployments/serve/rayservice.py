@@ -1,4 +1,4 @@
-"""A plan as the part of a RayService (KubeRay) that says what Serve runs; `examples/kubernetes` has the other parts."""
+"""A plan as a part of a RayService (KubeRay): what Serve runs. `examples/kubernetes` has the other parts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tenuto.placement.cluster import node_of
 
 NAME = "tenuto"
 KEY_FILE = "/etc/tenuto/keys/keys.yaml"
-"""Where the pods mount the Secret with the clients' keys."""
+"""Path at which the pods mount the Secret with the clients' keys."""
 
 
 def rayservice(plan: Plan, executor: str) -> str:
     """Return a YAML document for `kubectl patch --patch-file`, `kubectl apply --server-side` or Kustomize.
 
-    A gateway runs in the pod of every node and in the head's, so that each pod that is ready can be asked. They listen
-    on all addresses and let in whoever has a key of `KEY_FILE`.
+    A gateway runs in the pod of every node and in the head's pod, so that every ready pod can take requests. Gateways
+    listen on all addresses and let in clients with a key of `KEY_FILE`.
 
     Raises:
-        InvalidInputError: a node of the plan is known by its address, or is one of several without a label.
+        InvalidInputError: a node of the plan is known by its address, or one of several nodes has no label.
     """
     nodes = {node_of(gpu.id) for gpu in plan.gpus}
     for gpu in plan.gpus:

@@ -1,4 +1,4 @@
-"""What Serve says of its applications."""
+"""The states of applications and processes, as Serve tells them."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ _DELETES_S = 70.0  # limit: Serve's own limit is 60 s
 
 @dataclass(frozen=True)
 class ApplicationState:
-    """One application as Serve has it. `message` says why it is broken, or what it waits for."""
+    """The state of one application. `message` says why it is broken, or what it waits for."""
 
     status: str
     message: str = ""
 
     @property
     def is_broken(self) -> bool:
-        """Whether Serve gave it up."""
+        """Whether Serve gave the application up."""
         return self.status in ("DEPLOY_FAILED", "UNHEALTHY")
 
     @property
     def essence(self) -> str:
-        """The last lines of its message, where the cause is."""
+        """The last lines of the message, which name the cause."""
         lines = [line for line in self.message.strip().splitlines() if line.strip()]
         return "\n".join(lines[-6:]) or "Serve gave no reason; see session_latest/logs/serve in Ray's session folder."
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is being removed."""
+        """Whether the application is being removed."""
         return self.status == "DELETING"
 
     @property
     def is_running(self) -> bool:
-        """Whether all of its replicas are started."""
+        """Whether all replicas of the application have started."""
         return self.status == "RUNNING"
 
 
 @dataclass(frozen=True)
 class ServeProcess:
-    """A process that Serve has started. `log`: its path in the folder of Ray's logs on its node; empty: none yet."""
+    """A process that Serve has started. `log`: path of its log in the folder of Ray's logs on its node; empty: none
+    yet."""
 
     application: str
     deployment: str
@@ -53,7 +54,7 @@ class ServeProcess:
 
 
 def serve_processes() -> list[ServeProcess]:
-    """Return those of all applications; one that still waits for a node is none."""
+    """Return the processes of all applications, without those that still wait for a node."""
     client = serve_client()
     details = within(ANSWER_S, client.get_serve_details) if client else {"applications": {}}
     return [
@@ -66,29 +67,29 @@ def serve_processes() -> list[ServeProcess]:
 
 
 def serve_client() -> Any:
-    """Return this process's client of the Serve that runs; None where none does."""
+    """Return this process's client of the running Serve; None if no Serve runs."""
     from ray.serve.context import _get_global_client
 
     return within(ANSWER_S, _get_global_client, raise_if_no_controller_running=False)
 
 
 def application_states() -> dict[str, ApplicationState]:
-    """Return every application by name; none where Serve does not run.
+    """Return the state of every application by name; empty if Serve does not run.
 
-    `serve.status()` says the same after having pickled Serve's router once per deployment, 30 ms each, in the process
-    that asks and again in Serve's controller: who asks several times a second while gpu-lets start slows them down.
+    `serve.status()` would return the same, but it pickles Serve's router once per deployment (30 ms each), in the
+    calling process and again in Serve's controller. Several calls a second would slow down gpu-lets that start.
     """
     found = {}
     client = serve_client()
-    for one in within(ANSWER_S, client.list_serve_statuses) if client else ():
-        messages = (one.app_status.message, *(deployment.message for deployment in one.deployment_statuses))
+    for each in within(ANSWER_S, client.list_serve_statuses) if client else ():
+        messages = (each.app_status.message, *(deployment.message for deployment in each.deployment_statuses))
         text = "\n".join(message for message in messages if message)
-        found[one.name] = ApplicationState(str(one.app_status.status.value), text)
+        found[each.name] = ApplicationState(str(each.app_status.status.value), text)
     return found
 
 
 def gpulets_of(states: Mapping[str, ApplicationState]) -> frozenset[str]:
-    """Return the applications of gpu-lets that are to stay."""
+    """Return the applications of gpu-lets, without those that are being removed."""
     return frozenset(n for n, state in states.items() if n.startswith(GPULET_PREFIX) and not state.is_leaving)
 
 
@@ -96,7 +97,7 @@ def delete_applications(names: Sequence[str], *, waits: bool = True) -> None:
     """Drain and remove applications; return when they are gone, or at once.
 
     Raises:
-        EnvironmentFaultError: Serve does not remove one.
+        EnvironmentFaultError: Serve does not remove an application.
     """
     try:
         within(_DELETES_S, serve_client().delete_apps, list(names), blocking=waits)

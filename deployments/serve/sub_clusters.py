@@ -1,4 +1,4 @@
-"""A plan cut into sub-clusters, each with its own dispatcher: models and the gpu-lets that hold them."""
+"""A plan cut into sub-clusters. Each has its own dispatcher, models, and the gpu-lets that hold these models."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tenuto.placement.components import connected_components
 from tenuto.placement.policies.symphony.partition import PartitionLimits, PartitionModel, partition
 
 _WHOLE = "0"
-_EVENER = 0.1  # limit: of the mean rate of a sub-cluster: what moving models has to gain
+_EVENER = 0.1  # limit: models are moved only if the imbalance falls by this part of a sub-cluster's mean rate
 
 
 def read_partition(path: str | Path) -> dict[str, int]:
-    """Read a mapping of model to sub-cluster, or the document of a partition that holds one as `assignment`.
+    """Read a mapping of model to sub-cluster, or a partition document that has such a mapping as `assignment`.
 
     Raises:
         InvalidInputError: the file is neither.
@@ -33,7 +33,7 @@ def read_partition(path: str | Path) -> dict[str, int]:
 
 
 def fits_plan(plan: Plan, assignment: Mapping[str, int]) -> bool:
-    """Whether every model of a plan has a sub-cluster, and no gpu-let models of two."""
+    """Whether every model of a plan has a sub-cluster, and no gpu-let holds models of two."""
     return all(spec.name in assignment for spec in plan.models) and all(
         len({assignment[name] for name in component}) == 1 for component in _inseparable(plan)
     )
@@ -48,18 +48,18 @@ def parted(
     most_moved: float | None = None,
     time_limit_s: float = math.inf,
 ) -> dict[str, int]:
-    """Return the sub-cluster of every model of a plan, in as many as there are at present (or as few as the plan can be
-    cut into): Symphony's appendix A over the models that gpu-lets hold together, which stay where most of their load
-    is, as far as rates and memory remain even.
+    """Return a sub-cluster for every model of a plan, by Symphony's appendix A.
+
+    Models that gpu-lets hold together stay together, and stay where most of their load is, as far as rates and memory
+    remain even. When the plan cannot be cut into `count` parts, there are fewer.
 
     Args:
-        plan: whose models are parted.
-        present: where models are now.
+        plan: the plan whose models are parted.
+        present: the present sub-cluster of models.
         count: how many sub-clusters; by default as many as there are at present.
-        rates_rps: of its models; by default those of the plan.
-        most_moved: part of the weights that may change their sub-cluster (the appendix bounds what is loaded and
-            unloaded by C_max); None: all.
-        time_limit_s: of the solver.
+        rates_rps: rates of the models; by default those of the plan.
+        most_moved: part of the weights that may change their sub-cluster (C_max in the appendix); None: all.
+        time_limit_s: the solver's time limit.
     """
     rates = {spec.name: (rates_rps or {}).get(spec.name, spec.rate_rps) for spec in plan.models}
     components = _inseparable(plan)
@@ -69,7 +69,7 @@ def parted(
     for index, component in enumerate(components):
         weights = {r.name: r.weights_mib or 0.0 for g in plan.gpulets for r in g.models if r.name in component}
         rate = sum(rates[name] for name in component)
-        # Where no weights are known each component counts the same.
+        # When no weights are known, each component counts the same.
         entries.append(PartitionModel(str(index), max(rate, 1e-9), max(rate, 1e-9), sum(weights.values()) or 1.0))
         by_place: dict[int, float] = {}
         for name in component:
@@ -96,8 +96,7 @@ def imbalance(assignment: Mapping[str, int], rates_rps: Mapping[str, float]) -> 
 def evened(
     plan: Plan, present: Mapping[str, int], rates_rps: Mapping[str, float], *, most_moved: float
 ) -> dict[str, int] | None:
-    """Return a partition with evener rates than the present one has now; None where none is worth the move. A model
-    that has a sub-cluster to itself cannot make it evener."""
+    """Return a partition whose rates are more even than at present; None if none is worth the move."""
     found = parted(plan, present, rates_rps=rates_rps, most_moved=most_moved, time_limit_s=2.0)
     here = {name: present[name] for name in found}
     if imbalance(found, rates_rps) > imbalance(here, rates_rps) - _EVENER:
@@ -106,7 +105,8 @@ def evened(
 
 
 def _inseparable(plan: Plan) -> list[set[str]]:
-    """Return the models that gpu-lets hold together, directly or through others; one that is nowhere is by itself."""
+    """Return groups of models that gpu-lets hold together, directly or through others. A model without a gpu-let is a
+    group of its own."""
     known = {spec.name for spec in plan.models}
     held = ({replica.name for replica in gpulet.models} & known for gpulet in plan.gpulets)
     return sorted(connected_components([*({name} for name in known), *held]), key=min)
@@ -119,11 +119,13 @@ def _straddles(gpulet: Gpulet, assignment: Mapping[str, int]) -> bool:
 def cut_plan(
     plan: Plan, partition: Mapping[str, int] | None = None, *, also: Mapping[str, int] | None = None
 ) -> dict[str, Plan]:
-    """Return the plan of every sub-cluster by its name; without a partition one sub-cluster holds everything. With
-    `also`, another partition into the same sub-clusters, each holds what it has in either, and a gpu-let may be of two.
+    """Return the plan of every sub-cluster by its name. Without a partition one sub-cluster holds everything.
+
+    `also` is a second partition into the same sub-clusters. With it, each sub-cluster holds the models that it has in
+    either, and a gpu-let may belong to two.
 
     Raises:
-        InvalidInputError: a model without sub-cluster, or a gpu-let that holds models of two.
+        InvalidInputError: a model has no sub-cluster, or a gpu-let holds models of two.
     """
     if partition is None:
         return {_WHOLE: plan}

@@ -1,5 +1,5 @@
-"""What Serve hands our processes, as strict schemas: an unknown key is refused with its path and a cure before anything
-is applied."""
+"""The settings that Serve hands to our processes, as strict schemas. An unknown key is refused with its path and a
+cure, before anything is applied."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ C = TypeVar("C", bound="DispatcherConfig")
 
 
 class UserConfig(StrictModel):
-    """What changes in place."""
+    """Base of settings that change in place, without a restart."""
 
     def to_data(self) -> dict[str, Any]:
-        """Return it as Serve passes it on."""
+        """Return the settings as plain data, in the form that Serve passes on."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -34,7 +34,7 @@ class UserConfig(StrictModel):
 
 
 class GpuOfGpulet(StrictModel):
-    """The GPU a gpu-let is on; see `PlannedGpu`."""
+    """The GPU of a gpu-let; see `PlannedGpu`."""
 
     id: str
     type: str
@@ -42,7 +42,7 @@ class GpuOfGpulet(StrictModel):
 
 
 class GpuletSpec(StrictModel):
-    """`args` of a gpu-let's application: what only a restart can change.
+    """`args` of a gpu-let's application: settings that only a restart can change.
 
     `cuda_mps`: whether the process joins the CUDA MPS daemon of its GPU.
     """
@@ -67,10 +67,11 @@ class MemberEntry(StrictModel):
 
 
 class ProgramEntry(StrictModel):
-    """What a gpu-let loads: one or more models that run as one program.
+    """A program that a gpu-let loads: one or more models that run as one.
 
-    `latency` is l(b) of the program alone on this share, `slowdown` (>= 1) what the neighbours cost on top, the copies
-    are ms of one request: what an emulated GPU goes by. `weights_mib` are those of its profile, if they are known.
+    `latency` is l(b) of the program on this share without neighbours; `slowdown` (>= 1) is the factor by neighbours.
+    `copy_in_ms` and `copy_out_ms` are ms per request. An emulated GPU takes its times from these. `weights_mib` is the
+    size of the profiled weights, if it is known.
     """
 
     name: str
@@ -83,17 +84,17 @@ class ProgramEntry(StrictModel):
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None
 
 
-# Chosen, not measured: far above what neighbours and busy processors make of a batch, and short enough that a client
-# who retries meets the new process.
-HANGS_S = 10.0  # limit: unless a deployment says otherwise
-HANGS_TIMES = 20.0  # limit: times the longest batch
+# Chosen, not measured: neighbours and busy processors never delay a batch that much, and a client who retries still
+# meets the new process.
+HANGS_S = 10.0  # limit: after which a batch counts as hanging, unless a deployment says otherwise
+HANGS_TIMES = 20.0  # limit: and it must have taken this many times its program's longest planned batch
 
 
 class GpuletConfig(UserConfig):
-    """`user_config` of a gpu-let: all that can change without a restart. `encrypt`: as of `DispatcherConfig`.
+    """`user_config` of a gpu-let: settings that can change without a restart. `encrypt`: as in `DispatcherConfig`.
 
-    A batch that has been with the device for `hangs_s`, and for `HANGS_TIMES` of what its program is planned to take,
-    never comes back: the gpu-let ends and Serve starts another.
+    When a batch has been on the device for `hangs_s` and for `HANGS_TIMES` its program's planned latency, it hangs: the
+    gpu-let ends, and Serve starts it again.
     """
 
     programs: tuple[ProgramEntry, ...]
@@ -135,19 +136,21 @@ class Listen(StrictModel):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches it."""
+        """Whether only this machine reaches the socket."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @property
     def url(self) -> str:
-        """What clients call it."""
+        """The URL for clients."""
         return f"{'http' if self.tls_cert is None else 'https'}://{self.host}:{self.port}"
 
 
 class TracesConfig(StrictModel):
-    """Where spans go. `endpoint`: of a collector that speaks OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces.
+    """Where spans go. `endpoint`: the URL of a collector that speaks OTLP over HTTP, such as
+    http://127.0.0.1:4318/v1/traces.
 
-    `ratio`: share of the requests without a `traceparent` that are traced; those with one say so themselves.
+    `ratio`: share of the requests without a `traceparent` that are traced. A `traceparent` says itself whether its
+    request is traced.
     """
 
     endpoint: Annotated[str, Field(pattern=r"^https?://")]
@@ -155,11 +158,11 @@ class TracesConfig(StrictModel):
 
 
 class Options(StrictModel):
-    """How gateways and dispatchers serve. `max_queued`: requests of one program that may wait.
+    """Limits of gateways and dispatchers. `max_queued`: requests of one program that may wait.
 
-    `max_body_mib`: of one request; `max_unfinished_mib`: of all requests that are not answered. `response_ms`: kept of
-    every deadline for what happens beyond the socket (default: 8 % of the SLO, at most 2 ms). `attainment`: the
-    share of requests that should be in time, which steers the margin before deadlines.
+    `max_body_mib`: largest body of one request; `max_unfinished_mib`: all bodies of requests that are not answered.
+    `response_ms`: time kept of every deadline for the way beyond the socket (default: 8 % of the SLO, at most 2 ms).
+    `attainment`: the share of requests that should be in time; it steers the margin before deadlines.
     """
 
     max_queued: Annotated[int, Field(ge=1)] = 10_000
@@ -173,8 +176,8 @@ class Options(StrictModel):
 class DispatcherConfig(Options, UserConfig):
     """`user_config` of a dispatcher in a process of its own.
 
-    `standby`: gpu-lets that the plan lacks and may have next: connected, and not used. `encrypt`: what goes from node
-    to node is encrypted; inside of a node nothing leaves the machine.
+    `standby`: gpu-lets that are not in the plan but may be in the next one; they are connected but not used. `encrypt`:
+    traffic between nodes is encrypted. (Traffic inside a node never leaves the machine.)
     """
 
     plan: PlanField
@@ -183,7 +186,8 @@ class DispatcherConfig(Options, UserConfig):
     encrypt: bool = False
 
     def to_data(self) -> dict[str, Any]:
-        """Return it as Serve passes it on; a plan file says its scheduler and addresses also where they are usual."""
+        """Return the settings as plain data. Settings that were given are written even if they are the defaults, so
+        that a plan file shows its scheduler and addresses."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     def build_scheduler(self, plan: Plan, network: NetworkDelay) -> Scheduler:
@@ -192,11 +196,11 @@ class DispatcherConfig(Options, UserConfig):
 
 
 class Access(StrictModel):
-    """Who may ask, and who is told of it. `insecure`: be reached from elsewhere without keys.
+    """Who may send requests, and where traces of them go. `insecure`: other machines may connect without keys.
 
     `key_file`: more keys, in a file that every gateway reads on its own node, such as a Secret of Kubernetes.
-    `host_names`: what clients may call this server, where it is bound to this machine and asks for no key; names of the
-    machine itself are known. Whoever else's page lets its name point here (DNS rebinding) is refused.
+    `host_names`: further names of this server, when it is bound to this machine and asks for no key. The machine's own
+    names are known. A web page that lets another name point here (DNS rebinding) is refused.
     """
 
     keys: tuple[KeyEntry, ...] = ()
@@ -214,14 +218,15 @@ class Entrance(Access):
 
 
 class GatewayConfig(Access, DispatcherConfig):
-    """`user_config` of the gateways. `name`: of the deployment.
+    """`user_config` of the gateways. `name`: the name of the deployment.
 
-    `listen`: their own socket; without it only Serve's proxies lead here.
-    `sub_clusters`: names and models of the dispatchers in other processes; empty where the gateway schedules itself.
-    `dispatchers`: of each of them; all but one wait for its death.
+    `listen`: the gateways' own socket; without it clients can only use Serve's proxies.
+    `sub_clusters`: names and models of sub-clusters whose dispatchers are other processes; empty if the gateway
+    schedules by itself.
+    `dispatchers`: processes of each sub-cluster; all but one wait to take over.
 
-    `operators`: a socket of their own for status, metrics and the live page. Where clients are others than whoever runs
-    this (`keys`, or a `listen.host` beyond this machine) nothing of that is answered on `listen`.
+    `operators`: a socket for status, metrics and the live page. When clients are other people than the operators (there
+    are `keys`, or `listen.host` is open to other machines), `listen` answers none of these.
     `grpc`: a socket for the Open Inference Protocol over gRPC.
     """
 
@@ -254,7 +259,7 @@ class GatewayConfig(Access, DispatcherConfig):
 
     @property
     def is_shared_with_clients(self) -> bool:
-        """Whether clients are others than whoever runs this: they are known by keys, or reach it from elsewhere."""
+        """Whether clients are other people than the operators: they have keys, or come from other machines."""
         is_open = any(each is not None and not each.is_loopback for each in (self.listen, self.grpc))
         return bool(self.keys or self.key_file) or is_open
 
@@ -274,7 +279,7 @@ def read_gateway_config(raw: Mapping[str, Any]) -> GatewayConfig:
     """Read the `user_config` of the gateways and the keys in its `key_file`.
 
     Raises:
-        InvalidInputError: with every problem found; also where the key file has no key, as that would let in everybody.
+        InvalidInputError: lists every problem. A key file without keys is one, as it would let in everybody.
     """
     config = _checked(parse_document(GatewayConfig, dict(raw), origin="user_config of the gateway"))
     if config.key_file is None:
@@ -286,5 +291,5 @@ def read_gateway_config(raw: Mapping[str, Any]) -> GatewayConfig:
 
 
 def _checked(config: C) -> C:
-    config.build_scheduler(config.plan, NetworkDelay())  # unknown schedulers, options, SLOs that cannot be met
+    config.build_scheduler(config.plan, NetworkDelay())  # refuses unknown schedulers and options, and impossible SLOs
     return config

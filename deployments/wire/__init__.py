@@ -1,1 +1,1 @@
-"""What crosses processes: frames, messages, connections, bundles."""
+"""The traffic between our processes: frames, messages, connections and bundles."""

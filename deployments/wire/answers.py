@@ -1,4 +1,4 @@
-"""What becomes of a request: executed as a row of a batch, or refused; ordinary values, never exceptions."""
+"""The end of a request: it was executed as a row of a batch, or refused. Both are ordinary values, never exceptions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tenuto.outcome import Outcome
 
 
 class Rule(StrEnum):
-    """Which rule refused a request that was not executed."""
+    """The rule that refused a request which was not executed."""
 
     TOO_LATE = "too late on arrival"
     CUT = "no batch that meets its deadline"
     BEYOND_PLAN = "beyond the planned rate"
     FULL = "queue full"
     YIELDED = "lower priority, and a full batch waits"
-    NONE = ""  # it failed
+    NONE = ""  # the request failed
 
 
 class Loop(StrEnum):
-    """Which loop made the difference for a request that was refused or late; see docs/reference/scheduling.md."""
+    """The loop that could have saved a request which was refused or late; see docs/reference/scheduling.md."""
 
     MARGIN = "margin"
     MEASURED_TIMES = "measured times"
@@ -34,10 +34,10 @@ class Loop(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Executed:
-    """The rows of one model in a batch that ran. Moments are ms on the clock of whoever sent the batch.
+    """The rows of one model in a batch that ran. Times are ms on the clock of the process that sent the batch.
 
-    `started_ms` is NaN where the gpu-let runs on another machine, whose clock is another. `outputs` describes the
-    model's outputs, `data` holds the bytes of all rows of each.
+    `started_ms` is NaN when the gpu-let runs on another machine, which has another clock. `outputs` describes the
+    model's outputs; `data` holds, for each output, the bytes of all rows.
     """
 
     batch_size: int
@@ -51,10 +51,10 @@ class Executed:
     outputs: Sequence[RowOutput]
     data: Sequence[memoryview]
     planned_ms: float = math.nan  # what the scheduler expected of the execution
-    shown: Any = None  # what answers to its rows say alike, where somebody made that
+    shown: Any = None  # the part of the answers that all its rows have in common, once it was made
 
     def tensors(self, row: int) -> list[OutputTensor]:
-        """Return the outputs of one request; views, nothing is copied."""
+        """Return the outputs of one request as views; nothing is copied."""
         return [
             OutputTensor(name, dtype, shape, data[row * size : (row + 1) * size])
             for (name, dtype, shape, size), data in zip(self.outputs, self.data, strict=True)
@@ -62,8 +62,8 @@ class Executed:
 
 
 def late_loop(execution_ms: float, planned_ms: float, late_ms: float) -> Loop:
-    """Return which loop could have helped an answer that was late by so much: the one that follows execution times
-    where the batch took that much longer than expected, else the one that keeps time for everything else."""
+    """Return which loop could have saved an answer that was `late_ms` late. When the batch ran longer than expected by
+    that much, it is the loop that learns execution times; otherwise the one that keeps a margin for everything else."""
     return Loop.MEASURED_TIMES if execution_ms - planned_ms >= late_ms else Loop.MARGIN
 
 
@@ -83,9 +83,9 @@ class Refused:
 class Answer:
     """The end of one request by itself, with its times in ms.
 
-    `batching_ms` is the wait for a batch (arrival to dispatch), `gpulet_queue_ms` the wait at the gpu-let,
-    `execution_ms` the batch's run, `start_ms` its start, counted from the request's arrival (NaN: not executed, or on
-    a machine with another clock).
+    `batching_ms` is the wait for a batch (arrival to dispatch), `gpulet_queue_ms` the wait at the gpu-let, and
+    `execution_ms` the batch's run. `start_ms` is the start of the batch, counted from the request's arrival (NaN: it
+    was not executed, or on a machine with another clock).
     """
 
     outcome: Outcome

@@ -1,8 +1,9 @@
-"""Shared memory for the bodies of requests: received once into a slot, mapped by the gpu-lets of the same machine.
+"""Shared memory for the bodies of requests. A body is received once into a slot, which the gpu-lets of the same machine
+map.
 
-An arena is anonymous memory of the process that receives (`memfd_create`). Others open it through that process' entry
-in /proc, which the kernel allows to processes of the same user; it needs no name, so that nothing is left behind
-however a process ends, and it lives until the last one that maps it is gone.
+An arena is anonymous memory of the receiving process (`memfd_create`). Other processes open it through that process'
+entry in /proc, which the kernel allows to processes of the same user. It needs no name, so nothing is left behind
+however a process ends. The memory lives until the last process that maps it is gone.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Protocol
 
-_GRAIN_BYTES = 1 << 16  # unit: sizes of slots, so that one that was given back fits the next
+_GRAIN_BYTES = 1 << 16  # unit: slots are multiples of this, so that a freed slot fits the next body
 _MEMFD = "/memfd:tenuto-arena"
 _NAME = re.compile(r"(\d+):(\d+):(\d+)")  # process, file descriptor, inode
 
 
 def machine_id() -> str:
-    """Return what two processes have in common that can open each other's arenas: kernel, process ids and user."""
+    """Return an id that is equal for processes that can open each other's arenas: kernel, process ids and user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}"
 
 
 class Held(Protocol):
-    """Memory that others may read: it is not reused before everyone who holds it has let go."""
+    """Memory that others may read. It is not reused before every holder has released it."""
 
     def hold(self) -> None:
-        """Keep it until one more `release`."""
+        """Add a holder; each `hold` needs one `release`."""
 
     def release(self) -> None:
-        """Let go."""
+        """Remove a holder."""
 
 
 class Slot:
-    """A part of an arena. It returns there when everyone who holds it has let go."""
+    """A part of an arena. The arena reuses it after its last holder has released it."""
 
     __slots__ = ("_arena", "_holders", "data", "offset")
 
@@ -52,24 +53,24 @@ class Slot:
         return self._arena.name
 
     def hold(self) -> None:
-        """Keep it until one more `release`."""
+        """Add a holder; each `hold` needs one `release`."""
         self._holders += 1
 
     def release(self) -> None:
-        """Let go; whoever was the last gives it back."""
+        """Remove a holder; after the last one the arena may reuse the slot."""
         self._holders -= 1
         if not self._holders:
             self._arena._give_back(self)
 
 
 class Arena:
-    """Slots of shared memory, reused without being cleared. All calls come from one thread.
+    """Slots of shared memory, which are reused without being cleared. All calls must come from one thread.
 
-    Memory is taken from the system when a slot is first written, and kept for the next ones.
+    The system gives memory when a slot is first written. The arena keeps this memory for later slots.
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        """Reserve addresses for at most `limit_bytes` of slots; no memory yet."""
+        """Reserve addresses for at most `limit_bytes` of slots. This takes no memory yet."""
         self.limit_bytes = limit_bytes // _GRAIN_BYTES * _GRAIN_BYTES
         self._file = os.memfd_create("tenuto-arena", os.MFD_CLOEXEC)
         os.ftruncate(self._file, self.limit_bytes)
@@ -77,11 +78,11 @@ class Arena:
         self._view = memoryview(self._map)
         self.name = f"{os.getpid()}:{self._file}:{os.fstat(self._file).st_ino}"
         self.used_bytes = 0
-        self._begun_bytes = 0  # below lie slots that are or were in use
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets by size; the last used first
+        self._begun_bytes = 0  # slots that are or were in use lie below this offset
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets by size; the last freed is taken first
 
     def take(self, size: int) -> Slot | None:
-        """Return a slot of at least `size` bytes with its `data` cut to it, of any content; None when all is in use."""
+        """Return a slot with `size` bytes of `data`, of any content; None when no memory is free."""
         length = -(-max(1, size) // _GRAIN_BYTES) * _GRAIN_BYTES
         offsets = self._free.get(length)
         if offsets:
@@ -97,7 +98,8 @@ class Arena:
         return Slot(self, offset, self._view[offset : offset + size])
 
     def _cut(self, length: int) -> int | None:
-        """Join free neighbours, and return the beginning of a gap that is long enough."""
+        """Join free slots that lie side by side, and return the offset of a gap that is long enough; None if none
+        is."""
         pieces = sorted((offset, size) for size, offsets in self._free.items() for offset in offsets)
         self._free.clear()
         gaps: list[list[int]] = []
@@ -126,9 +128,9 @@ class Arena:
         self.used_bytes -= length
 
     def close(self) -> None:
-        """Let go of the memory; it is gone when those who map it have let go too."""
+        """Release the memory. The system takes it back once no other process maps it."""
         os.close(self._file)
-        # The views of slots keep the mapping itself until they are gone.
+        # The mapping itself lives as long as the views of slots.
 
 
 class MappedArenas:
@@ -141,8 +143,8 @@ class MappedArenas:
         """Return a part of an arena without copying it.
 
         Raises:
-            OSError: it cannot be mapped: its process is gone, or belongs to somebody else.
-            ValueError: this is no arena, or a part that it does not have.
+            OSError: the arena cannot be mapped: its process is gone, or belongs to another user.
+            ValueError: the name is no arena's, or the part lies outside of the arena.
         """
         view = self._maps.get(arena)
         if view is None:
@@ -156,7 +158,7 @@ class MappedArenas:
         if found is None:
             raise ValueError(f"{arena!r} names no arena")
         for known in [known for known in self._maps if not _lives(known)]:
-            del self._maps[known]  # the mapping goes with the last view of it
+            del self._maps[known]  # the mapping ends with its last view
         file = os.open(f"/proc/{found[1]}/fd/{found[2]}", os.O_RDWR | os.O_CLOEXEC)
         try:
             status = os.fstat(file)

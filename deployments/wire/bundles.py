@@ -1,8 +1,8 @@
 """Requests and answers between a gateway and a dispatcher in another process, many in one message.
 
-Whatever comes in one turn of the event loop leaves together at its end: an idle gateway adds no delay, and the busier
-one is, the longer its turns and the larger its bundles. Holding messages back for a millisecond more saved no
-measurable processor time and cost 1.2 ms of latency (lab/benchmarks/bench_bundles.py).
+All items that come in one turn of the event loop leave together at its end. So an idle gateway adds no delay; a busy
+gateway has longer turns and thus larger bundles. Holding messages for another millisecond saved no measurable processor
+time and cost 1.2 ms of latency (lab/benchmarks/bench_bundles.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ItemT = TypeVar("ItemT")
 
 
 class Bundler(Generic[ItemT]):
-    """Collects what is added and hands it over in bundles, on the running loop."""
+    """Collects items and hands them over in bundles, on the running loop."""
 
     def __init__(self, hand_over: Callable[[list[ItemT]], None]) -> None:
         self._hand_over = hand_over
@@ -31,7 +31,7 @@ class Bundler(Generic[ItemT]):
         self._handle: asyncio.Handle | None = None
 
     def add(self, item: ItemT, size_bytes: int = 0) -> None:
-        """Take one more; it leaves with this turn of the loop, or now if the bundle has become large."""
+        """Add an item. It leaves at the end of this turn of the loop, or now if the bundle has become large."""
         self._items.append(item)
         self._bytes += size_bytes
         if self._bytes >= MOST_BUNDLED_BYTES:
@@ -40,7 +40,7 @@ class Bundler(Generic[ItemT]):
             self._handle = asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        """Hand over what there is, now."""
+        """Hand over the items now."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -49,7 +49,7 @@ class Bundler(Generic[ItemT]):
             self._hand_over(items)
 
     def drop(self) -> None:
-        """Forget what has not left: the connection is gone."""
+        """Forget the items, as the connection is gone."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -57,7 +57,7 @@ class Bundler(Generic[ItemT]):
 
 
 class Places:
-    """Collects where the tensors of a message lie: in shared memory that the receiver can map, or in its body."""
+    """Collects where the tensors of a message lie: in shared memory that the receiver can map, or in the body."""
 
     def __init__(self, *, shares_memory: bool) -> None:
         self._shares_memory = shares_memory
@@ -65,7 +65,7 @@ class Places:
         self.buffers: list[Buffer] = []
 
     def put(self, part: InputPart) -> PartPlace:
-        """Take one more tensor."""
+        """Add a tensor; returns its place."""
         if part.arena and self._shares_memory:
             if part.arena not in self.arenas:
                 self.arenas.append(part.arena)
@@ -77,11 +77,11 @@ class Places:
 def read_parts(
     places: Sequence[PartPlace], arenas: Sequence[str], body: memoryview, mapped: MappedArenas
 ) -> tuple[list[InputPart], memoryview]:
-    """Return the tensors at these places, and what follows the last of them in the body.
+    """Return the tensors at these places, and the rest of the body after them.
 
     Raises:
         OSError: an arena cannot be mapped.
-        ValueError: a place outside of it.
+        ValueError: a place lies outside of its arena.
     """
     parts = []
     for arena, offset, length, dtype in places:
@@ -95,16 +95,16 @@ def read_parts(
 
 
 def clock_ahead_ms(sent_at_ms: float, now_ms: float, *, shares_memory: bool) -> float:
-    """Return by how much the receiver's clock is ahead of the sender's, when a bundle comes that was sent then.
+    """Return by how much the receiver's clock is ahead of the sender's, from a bundle that was sent at `sent_at_ms`.
 
-    Clocks of two machines begin at different times; what the bundle was on its way is then not counted. Processes that
-    share memory are on one machine, which has one clock.
+    The clocks of two machines begin at different times, so here the bundle's time on its way counts as zero. Processes
+    that share memory are on one machine and have the same clock.
     """
     return 0.0 if shares_memory else now_ms - sent_at_ms
 
 
 class AnsweredRequest(NamedTuple):
-    """What became of a request, by its number: a row of what was executed, or a refusal."""
+    """The end of the request with this number: a row of an execution, or a refusal."""
 
     number: int
     end: Executed | Refused
@@ -112,7 +112,7 @@ class AnsweredRequest(NamedTuple):
 
 
 def pack_answers(answered: Sequence[AnsweredRequest], sent_at_ms: float) -> tuple[Answers, list[Buffer]]:
-    """Return the message and the body's buffers: requests of one batch that follow one another as one."""
+    """Return the message and the buffers of its body. Requests of one batch that follow each other are joined."""
     executed: list[ExecutedRows] = []
     refused: list[RefusedRow] = []
     buffers: list[Buffer] = []
@@ -120,8 +120,8 @@ def pack_answers(answered: Sequence[AnsweredRequest], sent_at_ms: float) -> tupl
         numbers, ends, rows = zip(*same, strict=True)
         end = ends[0]
         if isinstance(end, Refused):
-            said = int(end.outcome), end.reason, end.retry_after_s, end.gpulet, end.rule, end.loop
-            refused += [RefusedRow(number, *said) for number in numbers]
+            refusal = int(end.outcome), end.reason, end.retry_after_s, end.gpulet, end.rule, end.loop
+            refused += [RefusedRow(number, *refusal) for number in numbers]
             continue
         executed.append(
             ExecutedRows(
@@ -151,9 +151,9 @@ def unpack_answers(message: Answers, body: memoryview, ahead_ms: float) -> Itera
     """Return the answers of a bundle; outputs are views into `body`.
 
     Args:
-        message: as `pack_answers` made it.
-        body: behind it.
-        ahead_ms: by how much this clock is ahead of the sender's.
+        message: a message that `pack_answers` made.
+        body: the body of its frame.
+        ahead_ms: by how much the clock here is ahead of the sender's.
     """
     for numbers, size, gpulet, emulated, sent_ms, started_ms, queue_ms, run_ms, planned_ms, outputs in message.executed:
         data, body = cut_rows(len(numbers), outputs, body)

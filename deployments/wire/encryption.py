@@ -1,6 +1,6 @@
-"""Encryption of our own sockets between nodes, without files: every process makes a certificate for itself, and whoever
-is to connect gets it where it gets the token, over Ray. No other certificate is trusted there, so that nobody in
-between can pose as the process."""
+"""Encryption of our own sockets between nodes, without files. Every process makes a certificate for itself. A process
+that wants to connect gets this certificate over Ray, together with the token, and trusts no other one. So nobody on the
+network can pose as the process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import threading
 from collections.abc import Sequence
 
 _NAME = "tenuto"
-_LASTS = datetime.timedelta(days=3650)  # as long as any process
-_READ_BYTES = 1 << 18  # limit: of one read from a socket
-_WRITTEN_BYTES = 1 << 20  # limit: encrypted at once, so that a reader gets its turn
+_LASTS = datetime.timedelta(days=3650)  # longer than any process lives
+_READ_BYTES = 1 << 18  # limit: bytes of one read from a socket
+_WRITTEN_BYTES = 1 << 20  # limit: bytes that are encrypted at once, so that a thread that reads gets its turn
 
 
 class Identity:
-    """A process on the wire: its key never leaves it."""
+    """The certificate and key of this process; the key never leaves it."""
 
     @functools.cached_property
     def _files(self) -> tuple[str, bytes]:
@@ -45,17 +45,17 @@ class Identity:
 
     @property
     def certificate(self) -> str:
-        """What peers must be given, as PEM."""
+        """The certificate for peers, as PEM."""
         return self._files[0]
 
     @functools.cached_property
     def context(self) -> ssl.SSLContext:
-        """What the listening side needs."""
+        """The TLS context of the listening side."""
         import tempfile
 
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        with tempfile.NamedTemporaryFile("wb") as file:  # Python's TLS reads keys from files alone; mode 0600
+        with tempfile.NamedTemporaryFile("wb") as file:  # mode 0600; Python's TLS reads keys only from files
             file.write(self._files[0].encode() + self._files[1])
             file.flush()
             context.load_cert_chain(file.name)
@@ -63,18 +63,18 @@ class Identity:
 
 
 def pinned_context(certificate: str) -> ssl.SSLContext:
-    """Return what the connecting side needs to take that one certificate and no other."""
+    """Return the TLS context of the connecting side, which trusts this one certificate and no other."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # it is known by its key, wherever it listens
+    context.check_hostname = False  # the peer is known by its key, not by its host's name
     context.load_verify_locations(cadata=certificate)
     return context
 
 
 class TlsSocket:
-    """The listening side's end of a connection for threads, with a socket's methods to receive and to send: one thread
-    receives while another sends, which Python's own `SSLSocket` does not allow. Whatever else a socket does, `plain`
-    does. No closing words are said, as the frames say where they end."""
+    """The listening side's end of a connection, for threads, with a socket's methods to receive and to send. One thread
+    can receive while another sends, which Python's own `SSLSocket` does not allow. `plain` is the socket below. The
+    connection ends without TLS' closing message, as frames say where they end."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
         """Take a connected, blocking socket."""
@@ -87,7 +87,7 @@ class TlsSocket:
         """Agree on keys with the peer.
 
         Raises:
-            OSError: it does not speak TLS, or not in time.
+            OSError: the peer does not speak TLS, or is too slow.
         """
         self._socket.settimeout(timeout_s)
         is_done = False
@@ -110,7 +110,7 @@ class TlsSocket:
             self._came.write(data)
 
     def recv_into(self, room: memoryview) -> int:
-        """Wait for bytes, write them into the room and return how many; 0 at the end."""
+        """Wait for bytes, write them into `room` and return how many; 0 at the end of the connection."""
         while True:
             with self._lock:
                 try:
@@ -122,7 +122,7 @@ class TlsSocket:
             self._receive()
 
     def sendall(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all of it; one thread at a time."""
+        """Send all bytes; only one thread at a time may do so."""
         rest = memoryview(data).cast("B")
         while rest:
             with self._lock:

@@ -1,10 +1,10 @@
 """Frames between our processes: a length prefix, one message (`tenuto.deployments.wire.messages`), and raw bytes.
 
-Nothing is pickled. Whoever connects must say `Hello` with the token that Ray handed out, in time and in a small first
-frame; nothing is allocated for a peer before. Bodies are bounded by what the models can need, which the owner of a
-connection says (`limit_bodies`); before it does there are none. `FrameProtocol` is the end on an event loop,
-`FrameSocket` the one of a thread that waits for nothing else. Both say `Beat` where nothing else is said, and can tell
-a peer that has fallen silent (`tenuto.deployments.wire.liveness`).
+Nothing is pickled. A process that connects must first send `Hello` with the token that Ray handed out, in time and in a
+small frame; before that, nothing is allocated for it. The owner of a connection says how large bodies may be, by what
+its models can need (`limit_bodies`); until then no body is taken. `FrameProtocol` is the end of a connection on an
+event loop, `FrameSocket` the end in a thread that waits for nothing else. Both send `Beat` when they have nothing else
+to send, and can notice that a peer has fallen silent (`tenuto.deployments.wire.liveness`).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from tenuto.deployments.wire.tensors import Buffer
 logger = logging.getLogger("ray.serve")
 
 _PREFIX = struct.Struct("<IQ")  # bytes of the message, bytes of the body
-_FIRST_FRAME_BYTES = 4096  # limit: of what a stranger may send
-FIRST_FRAME_S = 5.0  # limit: for a stranger to say who it is
-_MOST_MESSAGE_BYTES = 1 << 24  # limit: of a message, without its tensors
-_ROOM_BYTES = 1 << 16  # limit: of one read from a socket
-_JOINED_BYTES = 1 << 15  # derived: below this, one write of a joined copy costs less than a vectored one
-_LARGE_BYTES = 16 << 20  # limit: from here on memory is used again, as fresh pages cost more than the copy
-# limit: without a word from another machine, not even that bytes have come: it is lost, or the way to it
+_FIRST_FRAME_BYTES = 4096  # limit: bytes that a peer without a token may send
+FIRST_FRAME_S = 5.0  # limit: time for a new peer to send its token
+_MOST_MESSAGE_BYTES = 1 << 24  # limit: bytes of a message, without its tensors
+_ROOM_BYTES = 1 << 16  # limit: bytes of one read from a socket
+_JOINED_BYTES = 1 << 15  # derived: below this, to join the buffers and write once costs less than a vectored write
+_LARGE_BYTES = 16 << 20  # limit: larger bodies reuse memory, as fresh pages would cost more than the copy
+# limit: s without an acknowledgement from another machine, after which the machine or the way to it counts as lost
 _UNHEARD_S = 1
 _COUNT = struct.Struct("i")
-_ACKNOWLEDGED = struct.Struct("120xQ")  # of Linux' tcp_info: bytes that the other machine has acknowledged
+_ACKNOWLEDGED = struct.Struct("120xQ")  # in Linux' tcp_info: bytes that the other machine has acknowledged
 _TIME = struct.Struct("ll")  # s, us
-_GONE = OSError, ValueError  # of a socket: the other end has closed it, or another thread of this process
-_NO_LINGERING = struct.pack("ii", 1, 0)  # a connection that is aborted drops what has not left
+_GONE = OSError, ValueError  # errors of a socket that the other end, or another thread here, has closed
+_NO_LINGERING = struct.pack("ii", 1, 0)  # an aborted connection drops bytes that were not sent yet
 NO_BYTES = memoryview(b"")
 
 # A name in the abstract Unix namespace (the first byte is zero), or (host, port).
@@ -59,10 +59,10 @@ class WrongFrameError(Exception):
 
 
 class _LargeBodies:
-    """Keeps the memory of large bodies for the next ones, once nobody looks at it any more.
+    """Keeps the memory of large bodies and reuses it once nothing refers to it any more.
 
-    The C library gives blocks over 32 MiB back to the system at once and gets new ones page by page, which for 50 MB
-    took longer than the transfer. A view keeps its array alive, so that a reference count tells who still looks.
+    The C library gives blocks over 32 MiB back to the system at once and gets new ones page by page. For 50 MB that
+    took longer than the transfer. A view keeps its array alive, so the reference count tells whether it is in use.
     """
 
     _KEPT = 2  # one batch runs, one waits behind it
@@ -82,9 +82,9 @@ class _LargeBodies:
 
 
 class FrameReader:
-    """Cuts what arrives into frames. Bodies that do not fit the room are received where they stay.
+    """Cuts received bytes into frames. A body that does not fit the room is received into memory of its own.
 
-    Write into `room()`, call `received` with the number of bytes, then `next_frame` until there is none.
+    Write bytes into `room()`, call `received` with their number, then call `next_frame` until it returns None.
     """
 
     def __init__(self, most_body_bytes: int = 0) -> None:
@@ -98,12 +98,12 @@ class FrameReader:
         self._large = _LargeBodies()
 
     def room(self) -> memoryview:
-        """Return where the next bytes belong; never empty."""
+        """Return the memory for the next bytes; never empty."""
         return self._room[self._end :] if self._message is None else self._body[self._filled :]
 
     @property
     def is_amid_body(self) -> bool:
-        """Whether it is in a body that did not fit the room."""
+        """Whether a body that did not fit the room is only received in part."""
         return self._message is not None
 
     def received(self, count: int) -> None:
@@ -114,7 +114,7 @@ class FrameReader:
             self._filled += count
 
     def next_frame(self) -> tuple[Message, memoryview] | None:
-        """Return the next frame that is complete, None when there is none; the body is the caller's to keep.
+        """Return the next complete frame, or None. The caller may keep the body.
 
         Raises:
             WrongFrameError: the connection must be closed.
@@ -156,7 +156,7 @@ class FrameReader:
         self._start = self._end = 0
 
     def _make_room(self, needed: int) -> None:
-        """See that a frame whose beginning is there fits into the room; moves it to the front where it does not."""
+        """Make sure that `needed` bytes of the present frame fit into the room. If not, move its bytes to the front."""
         if self._start == self._end:
             self._start = self._end = 0
         if len(self._room) - self._start >= needed and self._end < len(self._room):
@@ -169,7 +169,7 @@ class FrameReader:
 
 
 def framed(message: Message, buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Return the bytes of a frame, joined where that is cheaper."""
+    """Return the bytes of a frame, as one buffer when joining is cheaper."""
     encoded = encode(message)
     size = sum([memoryview(buffer).nbytes for buffer in buffers])
     head = _PREFIX.pack(len(encoded), size) + encoded
@@ -179,7 +179,7 @@ def framed(message: Message, buffers: Sequence[Buffer]) -> list[Buffer]:
 
 
 class _End:
-    """What both kinds of ends have: bytes that are cut into frames, and a peer that may fall silent."""
+    """Base of both kinds of ends: a reader of frames, and the watch over a peer that may fall silent."""
 
     def __init__(self, pid: int = 0) -> None:
         self._reader = FrameReader()
@@ -188,21 +188,21 @@ class _End:
         self._silence: Silence | None = None
 
     def watch(self) -> None:
-        """Give the peer up once it has said nothing for `GIVEN_UP_S`, and not for want of a processor: the connection
-        is aborted. A process of this machine that is stopped is killed then."""
+        """Give the peer up when it has sent nothing for `GIVEN_UP_S`, unless it waited for a processor. Then the
+        connection is aborted; if the peer is a stopped process of this machine, it is killed."""
         self._silence = Silence(self._pid)
 
     def limit_bodies(self, most_bytes: int) -> None:
-        """Take bodies of so many bytes from now on; a longer one closes the connection. Any thread may ask. A limit
-        never sinks, as what was asked for by the one before may be on its way."""
+        """Take bodies of up to `most_bytes` from now on; a longer one closes the connection. Any thread may call this.
+        The limit never sinks, as a body under the earlier limit may be on its way."""
         self._reader.most_body_bytes = max(self._reader.most_body_bytes, most_bytes)
 
 
 class FrameProtocol(_End, asyncio.BufferedProtocol):
     """One end of a connection, on an event loop.
 
-    `on_message(protocol, message, body)` is called for every frame, `on_lost(protocol, error)` once at the end. From
-    the greeting on it beats. With `watch` it ends by itself when the peer falls silent.
+    `on_message(protocol, message, body)` is called for every frame, and `on_lost(protocol, error)` once at the end.
+    After the greeting it sends beats. After `watch` it ends by itself when the peer falls silent.
     """
 
     def __init__(
@@ -218,8 +218,8 @@ class FrameProtocol(_End, asyncio.BufferedProtocol):
         Args:
             on_message: see above.
             on_lost: see above.
-            expect_token: of the side that listens: what the peer must present before anything else is taken from it.
-            on_hello: called once the token was accepted.
+            expect_token: for the listening side: the token that the peer must present before anything else is taken.
+            on_hello: called when the token was accepted.
         """
         super().__init__()
         self._on_message = on_message
@@ -296,7 +296,7 @@ class FrameProtocol(_End, asyncio.BufferedProtocol):
             self.abort()
 
     def abort(self) -> None:
-        """Close the connection at once: what has not left is dropped, as somebody else will be asked."""
+        """Close the connection at once. Bytes not sent yet are dropped, as another peer will get the requests."""
         if self._transport is not None:
             connection = self._transport.get_extra_info("socket")
             if connection.family != socket.AF_UNIX:
@@ -313,7 +313,7 @@ class FrameProtocol(_End, asyncio.BufferedProtocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Send one frame; the buffers are the body, in order. Must be called on the event loop; silent when closed."""
+        """Send one frame; the buffers are its body, in order. Call it on the event loop. Does nothing when closed."""
         if self._transport is None:
             return
         self._has_sent = True
@@ -324,18 +324,18 @@ class FrameProtocol(_End, asyncio.BufferedProtocol):
             self._transport.writelines(parts)
 
     def close(self) -> None:
-        """Close the connection after what was sent has left."""
+        """Close the connection after all sent bytes have left."""
         if self._transport is not None:
             self._transport.close()
 
 
 def _is_same(presented: str, token: str) -> bool:
-    """Whether a token is the right one, in a time that does not tell how much of it is; any text may be presented."""
+    """Whether a token is the right one. The time this takes does not tell how much of the token is right."""
     return hmac.compare_digest(presented.encode(), token.encode())
 
 
 class FrameSocket(_End):
-    """One end of a connection, for threads: one receives, any may send."""
+    """One end of a connection, for threads: one thread receives, any thread may send."""
 
     def __init__(self, connection: socket.socket | TlsSocket) -> None:
         """Take a connected, blocking socket."""
@@ -343,14 +343,14 @@ class FrameSocket(_End):
         plain = self._plain = connection.plain if isinstance(connection, TlsSocket) else connection
         super().__init__(process_behind(plain))
         self._sending = threading.Lock()
-        self._takes, self._has_ended = select.poll(), select.poll()  # each for one thread
+        self._takes, self._has_ended = select.poll(), select.poll()  # each is used by one thread
         self._takes.register(plain, select.POLLOUT)
         self._has_ended.register(plain, select.POLLRDHUP)
-        # A peer that takes nothing for so long is given up.
+        # A peer that takes no bytes for this long is given up.
         limit = _TIME.pack(int(GIVEN_UP_S), int(GIVEN_UP_S % 1 * 1e6))
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        # When something was last sent, when something was that has been acknowledged, and until which byte what was
-        # sent by a moment is to be acknowledged next.
+        # `_sent_at`: when bytes were last sent. `_known_at`: when bytes were sent that are acknowledged by now.
+        # `_mark`: a time, and the number of bytes that were sent by then and must be acknowledged next.
         self._sent_at = self._known_at = time.monotonic()
         self._mark = (self._sent_at, 0)
         if plain.family != socket.AF_UNIX:
@@ -358,7 +358,7 @@ class FrameSocket(_End):
         _notice_loss(plain)
 
     def greet(self, token: str) -> Hello | None:
-        """Receive the first frame and return it if it presents the token; None for anybody else."""
+        """Receive the first frame and return it if it presents the token; otherwise return None."""
         reader = self._reader
         reader.most_message_bytes = _FIRST_FRAME_BYTES
         self._plain.settimeout(FIRST_FRAME_S)
@@ -376,8 +376,9 @@ class FrameSocket(_End):
         return hello
 
     def tick(self) -> None:
-        """Beat where nothing was sent since the last tick, and look whether a watched peer is silent: then whoever
-        receives is told that it is gone. For one thread, every `BEAT_S`; does not wait."""
+        """Send a beat if nothing was sent since the last tick, and check whether a watched peer is silent. If it is,
+        the receiving thread is told that the peer is gone. One thread must call this every `BEAT_S`; it does not
+        wait."""
         if not self._has_sent and self._sending.acquire(blocking=False):
             try:
                 if self._takes.poll(0) == [(self._plain.fileno(), select.POLLOUT)]:
@@ -386,7 +387,7 @@ class FrameSocket(_End):
                 self._sending.release()
         self._has_sent = False
         self._is_known()
-        # What lies there unread was said, if nobody knows when: a worker reads between two batches.
+        # Unread bytes count as heard, even if nobody knows when they came: a worker reads only between two batches.
         has_heard, self._has_heard = self._has_heard or self._holds_unread(), False
         if self._silence is not None and self._silence.is_over(heard=has_heard):
             logger.warning("a peer is given up: nothing was heard of it for %g s", GIVEN_UP_S)
@@ -399,13 +400,13 @@ class FrameSocket(_End):
         return False
 
     def is_lost(self) -> bool:
-        """Whether the peer has closed the connection, though what it sent before may lie here unread, or may have given
-        us up by now: nothing that was sent within `LEASE_S` is acknowledged. Does not wait."""
+        """Whether the peer has closed the connection, or may have given us up by now because it acknowledged nothing
+        that was sent within `LEASE_S`. Bytes that the peer sent earlier may still lie here unread. Does not wait."""
         return bool(self._has_ended.poll(0)) or not self._is_known()
 
     def _is_known(self) -> bool:
-        """Whether the peer's machine has acknowledged something that was sent within `LEASE_S`. What comes from there
-        does not tell that: it may have been long on its way."""
+        """Whether the peer's machine has acknowledged bytes that were sent within `LEASE_S`. Received bytes would not
+        tell that, as they may have been on their way for long."""
         if self._plain.family == socket.AF_UNIX:
             return True
         sent_at, (marked_at, marked) = self._sent_at, self._mark
@@ -439,8 +440,7 @@ class FrameSocket(_End):
         return self._socket.fileno()
 
     def received(self) -> Iterator[tuple[Message, memoryview]]:
-        """Return the frames that are complete with the bytes that have come to a socket without encryption; does not
-        wait.
+        """Return the frames that are complete by now; does not wait. The socket must be without encryption.
 
         Raises:
             OSError: the connection is gone.
@@ -455,7 +455,7 @@ class FrameSocket(_End):
 
     @property
     def is_amid_body(self) -> bool:
-        """Whether more of a body is to come than was there."""
+        """Whether the rest of a body has yet to come."""
         return self._reader.is_amid_body
 
     def _receive(self) -> None:
@@ -468,7 +468,7 @@ class FrameSocket(_End):
         self._reader.received(count)
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Send one frame; silent when the connection is gone, and closes it where the peer takes nothing."""
+        """Send one frame. Does nothing when the connection is gone; closes it when the peer takes no bytes."""
         parts = framed(message, buffers)
         with self._sending:
             self._write(parts)
@@ -482,11 +482,11 @@ class FrameSocket(_End):
             else:
                 self._send_parts([memoryview(part).cast("B") for part in parts])
             self._sent_at = sent_at
-        except OSError:  # also when nothing could be sent for `GIVEN_UP_S`: half a frame cannot be taken back
+        except OSError:  # also after `GIVEN_UP_S` in which no bytes could be sent: half a frame cannot be taken back
             self._shut_down()
 
     def _shut_down(self) -> None:
-        """Let whoever receives notice that the connection is over, and close it."""
+        """End the connection; the receiving thread notices."""
         with contextlib.suppress(OSError):
             self._plain.shutdown(socket.SHUT_RDWR)
 
@@ -506,8 +506,8 @@ class FrameSocket(_End):
 
 
 def _notice_loss(connection: socket.socket) -> None:
-    """Let a connection end soon after the machine at its far end is gone without a word, as after a loss of power: by
-    itself the kernel asks again for ten seconds and more, and while nothing is sent not at all."""
+    """Let a connection end soon when the machine at its far end vanishes, as after a loss of power. By default the
+    kernel sends again for ten seconds and more, and while nothing is sent it does not notice at all."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -537,8 +537,8 @@ def listener(address: Address) -> socket.socket:
 async def listen(
     address: Address, accept: Callable[[], FrameProtocol], identity: Identity | None = None
 ) -> asyncio.Server:
-    """Serve connections on the running loop; `accept` makes the protocol of each. With an `identity` encrypted, between
-    machines."""
+    """Serve connections on the running loop; `accept` makes the protocol of each. With an `identity`, TCP connections
+    are encrypted."""
     loop = asyncio.get_running_loop()
     if isinstance(address, str):
         return await loop.create_unix_server(accept, sock=listener(address))
@@ -555,10 +555,10 @@ async def connect(
     certificate: str = "",
     timeout_s: float = 5.0,
 ) -> FrameProtocol:
-    """Connect and say hello; encrypted where the peer's certificate is given.
+    """Connect and send `hello`. When the peer's certificate is given, the connection is encrypted.
 
     Raises:
-        OSError: nobody listens there, or somebody with another certificate.
+        OSError: nobody listens there, or the peer has another certificate.
         TimeoutError: no connection within `timeout_s`.
     """
     loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
-"""Whether the process at the far end of a connection still lives, though its connection does: a stopped process keeps
+"""Whether the process at the far end of a connection still lives. The connection does not tell: a stopped process keeps
 its sockets, and the kernel goes on taking bytes for it.
 
-Both ends say something at least twice in `2 * BEAT_S`, a `Beat` where there is nothing else to say. Any byte counts as
-life. `Silence` judges; it knows neither sockets nor threads.
+Both ends send something at least once in `2 * BEAT_S`; when there is nothing else, they send a `Beat`. Any byte counts
+as a sign of life. `Silence` judges; it knows neither sockets nor threads.
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ from typing import NamedTuple
 
 logger = logging.getLogger("ray.serve")
 
-# Derived: four silent ticks in a row are 1.2 to 1.5 s without a byte, the 1.5 s within which another has to take over.
-# Whoever has sent something since its last tick sends no beat with this one, so that two bytes are at most 0.6 s apart:
-# at least two beats are missing then.
+# Derived: four silent ticks in a row are 1.2 to 1.5 s without a byte, and within 1.5 s another process must take over.
+# A process that has sent something since its last tick sends no beat with the next one, so two bytes are at most 0.6 s
+# apart. After four silent ticks at least two beats are missing.
 BEAT_S = 0.3
 SILENT_TICKS = 4  # derived: as above
 GIVEN_UP_S = BEAT_S * SILENT_TICKS  # derived: the shortest silence after which a peer is given up
-PATIENT_TICKS = 16  # limit: chosen: who gets no processor for 4.8 s serves no better than who hangs, and is not killed
-_IDLE_PART = 0.1  # limit: of a time: who ran for less of it, and is ready to, waits for a processor
-# Derived: a batch is not begun when nothing that was sent within this time is acknowledged. Whoever has heard of us
-# gives us up a second later at the earliest; we send every 0.6 s at least: 0.2 s are left for the way there and back.
+# limit: chosen: a process that gets no processor for 4.8 s serves no better than one that hangs, and is given up (but
+# not killed)
+PATIENT_TICKS = 16
+_IDLE_PART = 0.1  # limit: a process that is ready and ran for less than this part of a time waits for a processor
+# Derived: when nothing that was sent within this time is acknowledged, no batch is begun. A peer that has heard of us
+# gives us up a second later at the earliest. We send at least every 0.6 s, so 0.2 s are left for the way there and
+# back.
 LEASE_S = 0.8
-# derived: between on time and one tick missed; a tick that comes after more than so many intervals says that this
-# process had no processor
+# derived: between 1 (on time) and 2 (one tick missed): a tick that comes after more than this many intervals shows that
+# this process had no processor
 _LATE = 1.5
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class Silence:
-    """How long nothing was heard. Invariant: only silence that the peer is to blame for counts.
+    """Counts how long a peer was silent. Invariant: only silence counts that is the peer's own fault.
 
-    A tick does not count when this process came late to it, for want of a processor: what the peer sent may lie here
-    unread. On the same machine ticks do not count either in which the peer waited for a processor, by the kernel's
-    account; a stopped process waits for none. A peer that waits for too long is given up all the same.
+    When this process came late to a tick, for want of a processor, the tick does not count, as bytes of the peer may
+    lie here unread. When the peer is on the same machine and waited for a processor, by the kernel's account, the tick
+    does not count either; a stopped process waits for none. A peer that waits too long is given up all the same.
     """
 
     def __init__(
@@ -52,25 +55,25 @@ class Silence:
         clock: Callable[[], float] = time.monotonic,
         look: Callable[[int], Processor] | None = None,
     ) -> None:
-        """Begin now.
+        """Begin to count now.
 
         Args:
-            pid: of the peer, where it is a process of this machine, else 0.
+            pid: the peer's process id if it is on this machine, else 0.
             clock: monotonic seconds.
-            look: returns what a process has had of the processors so far.
+            look: returns how much processor time a process has had so far.
         """
         self._pid = pid
         self._clock = clock
         self._look = look or processor_of
         self._ticked_at = clock()
-        self._ticks = self._silent = 0  # silent ones: those that count, and all that came in time
+        self._ticks = self._silent = 0  # silent ticks: those that count, and all that came in time
         self._before = _NOTHING
 
     def is_over(self, *, heard: bool) -> bool:
-        """Take a tick, due every `BEAT_S`; return whether the peer is to be given up.
+        """Take a tick, due every `BEAT_S`; return whether the peer must be given up.
 
         Args:
-            heard: whether anything came since the last tick.
+            heard: whether any byte came since the last tick.
         """
         now = self._clock()
         is_late = now - self._ticked_at > _LATE * BEAT_S
@@ -92,15 +95,15 @@ class Silence:
         return True
 
     def _has_starved(self, lately_s: float) -> bool:
-        """Whether the peer was ready to run for most of the time since the look before, and others ran."""
+        """Whether the peer was ready to run for most of the time since the last look, but other processes ran."""
         now, before = self._look(self._pid), self._before
         waits = now.is_ready and now.ran_s - before.ran_s < _IDLE_PART * lately_s
         return waits or now.waited_s - before.waited_s > lately_s / 2
 
 
 class Processor(NamedTuple):
-    """What the threads of a process have had of the processors: how long they ran and how long they were ready before
-    they ran, in s, and whether one is ready or runs now. The kernel counts a wait only once it is over."""
+    """Processor time of a process: how long its threads ran, how long they waited for a processor before they ran (both
+    in s), and whether a thread is ready or runs now. The kernel counts a wait only once it is over."""
 
     ran_s: float
     waited_s: float
@@ -111,10 +114,10 @@ _NOTHING = Processor(0.0, 0.0, is_ready=False)
 
 
 def processor_of(pid: int) -> Processor:
-    """Return what a process has had of the processors; nothing where nobody knows."""
+    """Return the processor time of a process; zeros if it is not known."""
     ran_ns = waited_ns = 0
     is_ready = False
-    with contextlib.suppress(OSError, ValueError, IndexError):  # a thread or the process ended, or another system
+    with contextlib.suppress(OSError, ValueError, IndexError):  # a thread or the process ended, or this is not Linux
         for thread in os.scandir(f"/proc/{pid}/task"):
             ran, waited, _ = Path(thread.path, "schedstat").read_text().split()
             ran_ns, waited_ns = ran_ns + int(ran), waited_ns + int(waited)
@@ -127,8 +130,8 @@ def _state_of(folder: Path) -> str:
 
 
 def process_behind(connection: socket.socket) -> int:
-    """Return the process at the far end of a Unix socket; 0 for this process, one that is not seen from here, and other
-    sockets."""
+    """Return the process id at the far end of a Unix socket. It is 0 for this process, for a process that is not
+    visible from here, and for other sockets."""
     if connection.family != socket.AF_UNIX:
         return 0
     with contextlib.suppress(OSError):
@@ -138,7 +141,7 @@ def process_behind(connection: socket.socket) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine was stopped by a signal, and by no debugger."""
+    """Whether a signal has stopped this process of our machine; a debugger does not count."""
     with contextlib.suppress(OSError):
         return _state_of(Path(f"/proc/{pid}")) == "T"
     return False
@@ -147,11 +150,11 @@ def is_stopped(pid: int) -> bool:
 def end_if_stopped(pid: int) -> None:
     """Kill a process of this machine that a signal has stopped, so that Serve starts another.
 
-    Call it when the process is given up, while a connection to it is open, so that the number is still its own. To wait
-    would save nothing: others have what it held, and its listening socket goes on taking clients' connections that
-    nobody answers, for as long as it lives.
+    Call it when the process is given up, while a connection to it is open, so that the id is still its own. Waiting
+    would save nothing: other processes have taken over its work, and as long as it lives, its listening socket takes
+    clients' connections that nobody answers.
     """
     if pid and is_stopped(pid):
         logger.warning("process %d is stopped, and is killed", pid)
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             os.kill(pid, signal.SIGKILL)

@@ -1,10 +1,10 @@
 """Every message that crosses from one of our processes to another, defined once.
 
-A message is packed as MessagePack by msgspec, which checks types and lengths while it reads: what does not fit its
-definition is refused, and nothing in it can make the other side run code. Tensors do not travel inside messages but
-behind them (`tenuto.deployments.wire.frames`) or in shared memory (`tenuto.deployments.wire.arena`).
+Msgspec packs a message as MessagePack, and checks types and lengths when it reads one. A message that does not fit its
+definition is refused, and no message can make the other side run code. Tensors do not travel inside messages but behind
+them (`tenuto.deployments.wire.frames`) or in shared memory (`tenuto.deployments.wire.arena`).
 
-Times are ms; those called `_at_ms` are moments on the monotonic clock of the sender's machine, which `Hello` and the
+Times are ms. A name with `_at_ms` is a moment on the monotonic clock of the sender's machine, which `Hello` and the
 states name.
 """
 
@@ -18,45 +18,46 @@ from tenuto.deployments.wire.status import GatewayReport, GpuletMode, GpuletStat
 from tenuto.deployments.wire.tensors import RowOutput, most_batch_bytes, most_row_bytes
 from tenuto.profiles.networks.catalogue import ModelSignature
 
-MOST_BUNDLED_BYTES = 16 << 20  # limit: a bundle that has so many leaves at once
+MOST_BUNDLED_BYTES = 16 << 20  # limit: a bundle with this many bytes leaves at once
 
 
 class _Message(msgspec.Struct, array_like=True):
-    """Base of the messages; `array_like`: fields travel by position, names cost nothing."""
+    """Base of the messages. `array_like`: fields travel by position, so names cost no bytes."""
 
 
 # --- any connection ---------------------------------------------------------------------------------------------------
 
 
 class Hello(_Message, tag=1):
-    """The first message of whoever connects: the secret that Ray handed out, and on which machine it runs."""
+    """The first message of a process that connects: the token that Ray handed out, and the machine it runs on."""
 
     token: str
     machine: str = ""
-    is_watched: bool = True  # given up when it falls silent; others have loops that users keep busy
-    gateway: str = ""  # of whoever asks dispatchers: a name that no other one has
+    is_watched: bool = True  # the peer may give this process up when it is silent; False: users may block its loop
+    gateway: str = ""  # the name of the gateway that connects to a dispatcher; no other gateway has it
 
 
 class Beat(_Message, tag=8):
-    """This process lives, and has nothing else to say (`tenuto.deployments.wire.liveness`). No owner sees it."""
+    """A sign of life of a process that has nothing else to send (`tenuto.deployments.wire.liveness`). The connection
+    takes it; its owner does not see it."""
 
 
 # --- dispatcher and gpu-let -------------------------------------------------------------------------------------------
 
 
 class Term(NamedTuple):
-    """Who schedules for a sub-cluster: the dispatcher with the highest number, no two of which are equal; and the names
-    of the gateways that reach it, none once it is gone."""
+    """The term of a dispatcher: its number, and the names of the gateways that reach it (none, once it is gone). The
+    dispatcher with the highest number schedules for its sub-cluster. No two numbers are equal."""
 
     number: int = 0
     gateways: frozenset[str] = frozenset()
 
 
 class GpuletState(_Message, tag=2):
-    """What a gpu-let is and holds; it says so to everyone who connects, and again when it changes.
+    """What a gpu-let is and holds. It sends this to every dispatcher that connects, and again when it changes.
 
-    `programs`: the largest batch of each. `signatures`: of every model. `merged`: what merging did, by program.
-    `terms`: for every sub-cluster, that of the dispatcher that took charge last.
+    `programs`: the largest batch of each program. `signatures`: the signature of every model. `merged`: figures of
+    merging, by program. `terms`: for every sub-cluster, the term of the dispatcher that took charge last.
     """
 
     gpulet: str
@@ -78,24 +79,24 @@ class GpuletState(_Message, tag=2):
     terms: dict[str, Term] = {}  # msgspec copies defaults
 
     def most_asked_bytes(self) -> int:
-        """Return the size of the largest batch that can be asked for."""
+        """Return the largest body in bytes that a batch for this gpu-let can have."""
         rows = {name: most_row_bytes(signature.inputs) for name, signature in self.signatures.items()}
         return most_batch_bytes(self.programs, rows)
 
     def most_answered_bytes(self) -> int:
-        """Return the size of the largest body that it can answer with."""
+        """Return the largest body in bytes that an answer of this gpu-let can have."""
         rows = {name: most_row_bytes(signature.outputs) for name, signature in self.signatures.items()}
         return most_batch_bytes(self.programs, rows)
 
     def described(self, planned: GpuletStatus) -> GpuletStatus:
-        """Return a gpu-let's status with what it says of itself."""
+        """Return the planned status completed by what the gpu-let reports."""
         ours = ("machine", "programs", "terms")
         own = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ours}
         return msgspec.structs.replace(planned, models=self.programs, **own)
 
 
 class PartPlace(NamedTuple):
-    """Where one request's tensor lies: in the `arena` of that index in its message, or, with index -1, next in the
+    """Where one tensor of a request lies: in the arena with this index in the message, or, with index -1, next in the
     body."""
 
     arena: int
@@ -105,8 +106,8 @@ class PartPlace(NamedTuple):
 
 
 class RunBatch(_Message, tag=3):
-    """Run this batch. `members`: models with their rows. Inputs come member by member, input by input, row by row; with
-    no `places` all of them lie in the body in that order, in the types of the signatures."""
+    """Run this batch. `members`: models with their number of rows. Inputs are ordered by member, then by input, then by
+    row. Without `places` all inputs lie in the body in this order, in the types of the signatures."""
 
     number: int
     program: str
@@ -122,9 +123,10 @@ class RunBatch(_Message, tag=3):
 
 
 class BatchRan(_Message, tag=5):
-    """A batch was executed; `members`: rows and described outputs, in the order of the `RunBatch`.
+    """A batch was executed. `members`: number of rows and description of outputs, in the order of the `RunBatch`.
 
-    `queue_ms`: its wait at the gpu-let; NaN where it came while the one before ran, which only happens on one machine.
+    `queue_ms`: the wait of the batch at the gpu-let. It is NaN when the batch came while another one ran, which happens
+    only between processes of one machine.
     """
 
     number: int
@@ -137,7 +139,7 @@ class BatchRan(_Message, tag=5):
 
 
 class BatchFailed(_Message, tag=6):
-    """A batch was not executed. `may_retry`: its requests are not to blame, another gpu-let can run them."""
+    """A batch was not executed. `may_retry`: the requests are not the cause, so another gpu-let can run them."""
 
     number: int
     reason: str
@@ -145,14 +147,15 @@ class BatchFailed(_Message, tag=6):
 
 
 class GpuletCloses(_Message, tag=7):
-    """This gpu-let runs no more batches: it is shutting down, or its device is lost. What it began it still answers."""
+    """This gpu-let begins no more batches: it is shutting down, or its device is lost. It still answers the batches
+    that it has begun."""
 
     reason: str
 
 
 class TakeCharge(_Message, tag=9):
-    """From now on this dispatcher schedules for its sub-cluster, and no other one: batches of those with an earlier
-    term are not begun any more. Said again when other gateways reach it."""
+    """From now on only this dispatcher schedules for its sub-cluster: batches of dispatchers with an earlier term are
+    not begun any more. It is sent again when other gateways reach the dispatcher."""
 
     sub_cluster: str
     term: Term
@@ -162,9 +165,9 @@ class TakeCharge(_Message, tag=9):
 
 
 class RequestRow(NamedTuple):
-    """One request. `deadline_at_ms` is the client's, on the sender's clock; `reserve_ms` is kept of it for the way
-    back. Where it `yields`, others of its model go first. `lengths` and dtypes of its inputs stand in `places`, as in
-    `RunBatch`."""
+    """One request. `deadline_at_ms` is the client's deadline, on the sender's clock; `reserve_ms` of it is kept for the
+    way back. When it `yields`, other requests of its model go first. `places` has the lengths and types of its inputs,
+    as in `RunBatch`."""
 
     number: int
     model: str
@@ -177,9 +180,9 @@ class RequestRow(NamedTuple):
 
 
 class Requests(_Message, tag=10):
-    """Requests that came in one turn of the gateway's loop, and the numbers of those whose client went away.
+    """The requests of one turn of the gateway's loop, and in `left` the numbers of requests whose client went away.
 
-    `sent_at_ms` is the sender's time: a dispatcher on another machine translates the rows' moments by it.
+    `sent_at_ms` is the sender's time; a dispatcher on another machine translates the times of the rows by it.
     """
 
     sent_at_ms: float
@@ -189,8 +192,8 @@ class Requests(_Message, tag=10):
 
 
 class ExecutedRows(NamedTuple):
-    """Requests of one model in a batch that ran, by their numbers; the rest is that of
-    `tenuto.deployments.wire.answers.Executed`, with moments on the dispatcher's clock."""
+    """Requests of one model in a batch that ran, by their numbers. The other fields are those of
+    `tenuto.deployments.wire.answers.Executed`, with times on the dispatcher's clock."""
 
     numbers: list[int]
     batch_size: int
@@ -217,9 +220,9 @@ class RefusedRow(NamedTuple):
 
 
 class Answers(_Message, tag=11):
-    """What became of requests in one turn of the dispatcher's loop; the outputs are the body.
+    """The requests that ended in one turn of the dispatcher's loop; the body has the outputs.
 
-    `sent_at_ms` is the sender's time: a gateway on another machine translates the moments by it.
+    `sent_at_ms` is the sender's time; a gateway on another machine translates the times by it.
     """
 
     sent_at_ms: float
@@ -228,7 +231,7 @@ class Answers(_Message, tag=11):
 
 
 class DispatcherState(_Message, tag=12):
-    """What gateways answer for without asking: readiness, signatures, and the gpu-lets for the status."""
+    """What gateways must know to answer by themselves: readiness, signatures, and the gpu-lets for the status."""
 
     pid: int
     machine: str
@@ -237,25 +240,26 @@ class DispatcherState(_Message, tag=12):
     ready_models: list[str]
     signatures: dict[str, ModelSignature]
     gpulets: list[GpuletStatus]
-    is_eligible: bool = True  # it schedules, or no dispatcher does that gateways reach which do not reach this one
+    is_eligible: bool = True  # it is in charge of the gpu-lets or may take charge
 
     def seniority(self) -> tuple[bool, float, int]:
-        """Return what is smallest of the one that is to be asked: it may schedule, and of several it is the oldest."""
+        """Return a sort key; gateways ask the dispatcher with the smallest one: the oldest of those that may
+        schedule."""
         return not self.is_eligible, self.started_at_s, self.pid
 
     def most_asked_bytes(self) -> int:
-        """Return the size of the largest bundle of requests."""
+        """Return the size in bytes of the largest bundle of requests."""
         rows = [most_row_bytes(signature.inputs) for signature in self.signatures.values()]
         return MOST_BUNDLED_BYTES + max(rows, default=0)
 
     def most_answered_bytes(self) -> int:
-        """Return the size of the largest bundle of answers."""
+        """Return the size in bytes of the largest bundle of answers."""
         rows = [most_row_bytes(signature.outputs) for signature in self.signatures.values()]
         return MOST_BUNDLED_BYTES + max(rows, default=0)
 
 
 class AskStatus(_Message, tag=13):
-    """Ask for the status (`DispatchingStatus`), which comes without the plan: a gateway has the whole one."""
+    """Ask for the status (`DispatchingStatus`). It comes without the plan, as the gateway has the whole plan."""
 
     number: int
 
@@ -267,8 +271,8 @@ class AskWaiting(_Message, tag=14):
 
 
 class AskEnded(_Message, tag=15):
-    """Ask for the last requests that ended, newest first (`list[EndedRequest]`), at most `limit`; with an `id`, for
-    those of it."""
+    """Ask for the last requests that ended, newest first (`list[EndedRequest]`), at most `limit`; with an `id`, only
+    for those with this id."""
 
     number: int
     id: str | None
@@ -276,14 +280,14 @@ class AskEnded(_Message, tag=15):
 
 
 class TellGateway(_Message, tag=16):
-    """Tell what this gateway is and counts, and ask for what all of them told last (`list[GatewayReport]`)."""
+    """Send the report of this gateway, and ask for the last reports of all gateways (`list[GatewayReport]`)."""
 
     number: int
     told: GatewayReport
 
 
 class Told(_Message, tag=17):
-    """The answer to one of the four above, packed: whoever asked knows what it is."""
+    """The answer to one of the four messages above, packed. The process that asked knows its type."""
 
     number: int
     found: msgspec.Raw
@@ -317,6 +321,6 @@ def decode(data: bytes | memoryview) -> Message:
     """Return the message in `data`.
 
     Raises:
-        msgspec.DecodeError: it is none of ours.
+        msgspec.DecodeError: the data is none of our messages.
     """
     return _DECODER.decode(data)

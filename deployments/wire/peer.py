@@ -1,4 +1,4 @@
-"""A connection to one peer that is kept: find it over Ray, connect, send, notice its end or silence, find it again."""
+"""A lasting connection to one peer: find the peer over Ray, connect, send, notice its end or silence, find it again."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tenuto.deployments.wire.tensors import Buffer
 
 logger = logging.getLogger("ray.serve")
 
-_RETRY_S = (0.1, 0.2, 0.5, 1.0)  # limit: between two tries to connect
+_RETRY_S = (0.1, 0.2, 0.5, 1.0)  # limit: pauses between tries to connect
 
 PeerState = GpuletState | DispatcherState
 
 
 class Endpoint(NamedTuple):
-    """Where a peer listens, and what it wants to hear; this much travels over Ray.
+    """Where a peer listens, and the token that it expects. An endpoint travels over Ray.
 
-    `certificate`: its own, as PEM, where it wants to be spoken to encrypted.
+    `certificate`: the peer's certificate as PEM if the connection must be encrypted, else "".
     """
 
     address: Address
@@ -39,23 +39,23 @@ StateT_co = TypeVar("StateT_co", bound=PeerState, covariant=True)
 
 
 class ConnectionEvents(Protocol[StateT_contra]):
-    """What the owner of a connection is told, always on the event loop."""
+    """The events that the owner of a connection is told, always on the event loop."""
 
     def peer_connected(self, connection: Connection[StateT_contra]) -> None:
-        """The peer is connected and has said what it is: `connection.state`."""
+        """The peer is connected and has sent its state: `connection.state`."""
 
     def peer_lost(self, connection: Connection[StateT_contra], reason: str) -> None:
-        """The connection is gone; what was sent and not answered is lost."""
+        """The connection is gone; messages without an answer are lost."""
 
     def state_changed(self, connection: Connection[StateT_contra]) -> None:
-        """The peer said anew what it is and holds."""
+        """The peer sent its state again."""
 
     def message_came(self, connection: Connection[StateT_contra], message: Message, body: memoryview) -> None:
-        """The peer sent something else."""
+        """The peer sent another message."""
 
 
 class Connection(Protocol[StateT_co]):
-    """A way to one peer; `PeerConnection` over sockets, others where no process is at the far end."""
+    """A connection to one peer. `PeerConnection` uses sockets; there are others that have no process at the far end."""
 
     @property
     def peer(self) -> str:
@@ -63,7 +63,7 @@ class Connection(Protocol[StateT_co]):
 
     @property
     def state(self) -> StateT_co | None:
-        """What the peer last said it is and holds; None before."""
+        """The state that the peer sent last; None before the first."""
 
     @property
     def is_up(self) -> bool:
@@ -75,7 +75,7 @@ class Connection(Protocol[StateT_co]):
 
     @property
     def is_near(self) -> bool:
-        """Whether what is sent can be read there at once, over a Unix socket."""
+        """Whether the peer can read messages at once, as they go over a Unix socket."""
 
     def start(self) -> None:
         """Begin to connect; returns at once."""
@@ -104,13 +104,13 @@ class PeerConnection(Generic[StateT]):
         """Prepare; `start` begins.
 
         Args:
-            kind: what the peer says it is; its first message.
-            peer: its name.
-            find: asks where it listens.
-            events: told what happens.
-            name: what to call it in logs, before its own name.
+            kind: the type of the peer's state, which is its first message.
+            peer: the peer's name.
+            find: asks where the peer listens.
+            events: is told what happens.
+            name: the kind of peer for logs; it stands before the peer's name.
             is_watched: whether the peer may give this process up when it falls silent.
-            gateway: the name of the gateway that this is.
+            gateway: the name of this gateway, if this process is one.
         """
         self.peer = peer
         self.state: StateT | None = None
@@ -180,7 +180,7 @@ class PeerConnection(Generic[StateT]):
             failures = 0
             await self._ended.wait()
             self._protocol = None
-            await asyncio.sleep(_RETRY_S[0])  # one that closes at once must not be asked in a tight loop
+            await asyncio.sleep(_RETRY_S[0])  # a peer that closes at once must not be tried in a tight loop
 
     def _on_message(self, protocol: FrameProtocol, message: Message, body: memoryview) -> None:
         if isinstance(message, self._kind):

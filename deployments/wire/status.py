@@ -1,10 +1,10 @@
-"""What runs, as operators and the controller are told it: every key of `GET /status` and of the reports between our
-processes, defined once and read by attribute.
+"""The status of what runs, for operators and the controller: every key of `GET /status` and of the reports between our
+processes. Each is defined once and read by attribute.
 
-A report crosses from dispatchers to gateways as MessagePack, from gateways and the controller over Ray's handles, and
-to operators as JSON; whoever receives it has it as these types. Keys are added, never renamed: tests hold the JSON to
-the shape that it has had. Times are Unix time in seconds (`_at_s`), durations or delays as their names say; counts only
-grow for as long as the process lives that counts.
+Reports go from dispatchers to gateways as MessagePack, from gateways and the controller over Ray's handles, and to
+operators as JSON. Every receiver reads them as these types. Keys may be added but not renamed; tests compare the JSON
+with its earlier shape. Times are Unix time in seconds (`_at_s`); the names of durations and delays have their unit. A
+count only grows as long as the process lives that counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Buckets(msgspec.Struct, frozen=True):
-    """A histogram: upper bounds, counts between them with one more above the last, and the sum of all values."""
+    """A histogram: upper bounds, the count of values up to each bound, one more count for values above the last bound,
+    and the sum of all values."""
 
     le: list[float] = []
     counts: list[int] = []
@@ -35,7 +36,7 @@ class Buckets(msgspec.Struct, frozen=True):
 
 
 class ModelCounts(msgspec.Struct, kw_only=True):
-    """What became of a model's requests since its dispatcher started, and what the plan expects of it.
+    """The requests of one model by outcome since its dispatcher started, and what the plan expects of the model.
 
     `submitted` requests were asked for; they ended `ok`, `late`, `expired`, `rejected` or `failed`, or their client
     went away (`cancelled`). `batches` and `batched` requests were sent to gpu-lets. `failed_ms` is the time from
@@ -76,13 +77,14 @@ class ModelCounts(msgspec.Struct, kw_only=True):
 
     @property
     def bad(self) -> int:
-        """The requests that ended otherwise than in time."""
+        """The requests that ended but not in time."""
         return self.late + self.expired + self.rejected + self.failed
 
 
 class ModelStatus(ModelCounts, kw_only=True):
-    """With distributions of executed requests, in seconds: from arrival to answer, the waits for a batch and at the
-    gpu-let, the execution; `proxy_s`, the time before a proxy in front, where one says when requests began."""
+    """Counts with distributions of executed requests, in seconds: from arrival to answer, the wait for a batch, the
+    wait at the gpu-let, and the execution. `proxy_s` is the time before a proxy in front, if it says when requests
+    began."""
 
     latency_s: Buckets = Buckets()
     batching_s: Buckets = Buckets()
@@ -92,7 +94,7 @@ class ModelStatus(ModelCounts, kw_only=True):
     proxy_s: Buckets | None = None
 
     def counts(self) -> ModelCounts:
-        """Return it without the distributions."""
+        """Return the counts without the distributions."""
         return ModelCounts(**{name: getattr(self, name) for name in ModelCounts.__struct_fields__})
 
 
@@ -116,9 +118,9 @@ class GpuletMode(msgspec.Struct, frozen=True):
 
 
 class MpsStatus(_Told, frozen=True, kw_only=True):
-    """What CUDA MPS gave a gpu-let: the GPU's UUID, SMs of the share and of the GPU, CUDA's memory cap, how the
-    attachment was proved, the processes outside CUDA MPS on the GPU at the start, and the Xid errors since (None: not
-    known)."""
+    """What CUDA MPS gave a gpu-let: the GPU's UUID, the SMs of the share and of the GPU, CUDA's memory cap, and how the
+    attachment was proved. `others`: processes outside CUDA MPS that were on the GPU at the start. `xids`: Xid errors
+    since then. None: not known."""
 
     uuid: str
     sm_count: int | None = None
@@ -130,19 +132,19 @@ class MpsStatus(_Told, frozen=True, kw_only=True):
 
 
 class RunningBatch(msgspec.Struct, frozen=True):
-    """A batch that a gpu-let has and has not answered."""
+    """A batch that a gpu-let has not answered yet."""
 
     program: str
     batch_size: int
 
 
 class GpuletStatus(_Told, frozen=True, kw_only=True):
-    """One gpu-let: as planned, as it said it is when it connected, and what its dispatcher counts of it.
+    """One gpu-let: what is planned, what it reported when it connected, and what its dispatcher counts of it.
 
-    `models`: the largest batch of every program it holds. `merged`: what merging did, by program. `busy_s`: time that
-    its batches took, `predicted_s`: what the plan says they take. `lost`: times that it went away. `slowdown`: what
-    batches of a program took lately over what the plan says. What only the gpu-let knows is None, or empty, before it
-    connects.
+    `models`: the largest batch of every program it holds. `merged`: figures of merging, by program. `busy_s`: measured
+    time of its batches; `predicted_s`: planned time of its batches. `lost`: how often its connection ended.
+    `slowdown`: measured over planned latency of recent batches, by program. Fields that only the gpu-let knows are None
+    or empty before it connects.
     """
 
     id: str
@@ -174,7 +176,7 @@ class GpuletStatus(_Told, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened, for people: when, what and why."""
+    """An event, for people: when, what and why."""
 
     at_s: float
     what: str
@@ -182,7 +184,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class NetworkStatus(msgspec.Struct, frozen=True):
-    """Delays that are planned with: to a gpu-let, of each request's data, and what is kept for the way back."""
+    """Delays that the scheduler budgets: to a gpu-let, for each request's data, and for the way back."""
 
     ctrl_ms: float
     data_ms_per_request: float
@@ -190,7 +192,7 @@ class NetworkStatus(msgspec.Struct, frozen=True):
 
 
 class AdviceStatus(_Told, frozen=True, kw_only=True):
-    """The advice of Symphony §3.5 over the last window: `delta_gpus` > 0: add so many; < 0: release so many."""
+    """The advice of Symphony §3.5 over the last window. `delta_gpus` > 0: add so many GPUs; < 0: release so many."""
 
     gpus: int
     requests: int
@@ -210,8 +212,9 @@ class AdviceStatus(_Told, frozen=True, kw_only=True):
 
 
 class EndedRequest(_Told, frozen=True, kw_only=True):
-    """A request that ended. Times are ms after `received_at_s`; those that no clock of this node tells are None. Of
-    one that was refused or late: the `rule` that refused it, and the `loop` that made the difference, if one did."""
+    """A request that ended. Times are ms after `received_at_s`; a time that no clock of this node tells is None. When
+    the request was refused or late, `rule` says what refused it, and `loop` which loop could have saved it, if one
+    could."""
 
     id: str
     model: str
@@ -229,7 +232,7 @@ class EndedRequest(_Told, frozen=True, kw_only=True):
 
 
 class _Dispatched(_Told, frozen=True, kw_only=True):
-    """What every status has of the dispatchers. `scheduler` only where one alone schedules."""
+    """The fields of dispatchers in every status. `scheduler` is only set when there is just one scheduler."""
 
     policy: str | None = None
     gpulets: list[GpuletStatus] = []
@@ -241,7 +244,7 @@ class _Dispatched(_Told, frozen=True, kw_only=True):
 
 
 class DispatchingStatus(_Dispatched, frozen=True, kw_only=True):
-    """What one dispatcher reports, or all of them as one. `plan` is its plain data; None before the first."""
+    """The report of one dispatcher, or of all of them as one. `plan` is plain data; None before the first plan."""
 
     plan: dict[str, Any] | None = None
     models: dict[str, ModelStatus] = {}
@@ -251,7 +254,7 @@ class DispatchingStatus(_Dispatched, frozen=True, kw_only=True):
 
 
 class MarginStatus(msgspec.Struct, frozen=True):
-    """What a gateway keeps of deadlines for late timers and busy processors, and what that costs."""
+    """The margin: the time that a gateway keeps of deadlines for late timers and busy processors, and its cost."""
 
     margin_ms: float
     late_share: float
@@ -259,8 +262,8 @@ class MarginStatus(msgspec.Struct, frozen=True):
 
 
 class FrontDoorStatus(msgspec.Struct, frozen=True):
-    """A gateway's sockets: connections, bytes of requests that are not answered, requests turned away by reason, and
-    keys shown that nobody has."""
+    """A gateway's sockets: connections, bytes of unanswered requests, requests turned away by reason, and how often an
+    unknown key was shown."""
 
     connections: int
     unfinished_bytes: int
@@ -269,7 +272,7 @@ class FrontDoorStatus(msgspec.Struct, frozen=True):
 
 
 class GatewayStatus(_Told, frozen=True, kw_only=True):
-    """One gateway; `id` is another after every start. `dispatchers`: how many of every sub-cluster are connected."""
+    """One gateway; it gets a new `id` with every start. `dispatchers`: connected dispatchers by sub-cluster."""
 
     id: str
     started_at_s: float
@@ -279,8 +282,8 @@ class GatewayStatus(_Told, frozen=True, kw_only=True):
 
 
 class Served(_Told, frozen=True, kw_only=True):
-    """What a Python handle has to know to ask as a gateway does: the plan as plain data, the models of every
-    sub-cluster (none where a gateway schedules by itself), and how many dispatchers each of them has."""
+    """What a Python handle must know to send requests as a gateway does: the plan as plain data, the models of every
+    sub-cluster (empty when gateways schedule by themselves), and how many dispatchers each sub-cluster has."""
 
     plan: dict[str, Any]
     sub_clusters: dict[str, tuple[str, ...]]
@@ -288,7 +291,7 @@ class Served(_Told, frozen=True, kw_only=True):
 
 
 class DeviceStatus(_Told, frozen=True, kw_only=True):
-    """A GPU of a gateway's node in base units; what its driver does not tell is None."""
+    """A GPU of a gateway's node, in base units. A figure that its driver does not tell is None."""
 
     uuid: str
     name: str
@@ -302,8 +305,8 @@ class DeviceStatus(_Told, frozen=True, kw_only=True):
 
 
 class GatewayReport(_Told, frozen=True, kw_only=True):
-    """What a gateway tells the others of itself. `proxied`: the wait before a proxy by model; `asked_rps`: how often
-    each key asks there; `devices`: the GPUs of its node."""
+    """What a gateway tells the other gateways of itself. `proxied`: the wait before a proxy, by model. `asked_rps`:
+    requests per second by key. `devices`: the GPUs of its node."""
 
     gateway: GatewayStatus
     proxied: dict[str, Buckets] = {}
@@ -315,9 +318,9 @@ class GatewayReport(_Told, frozen=True, kw_only=True):
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """An entry of the controller's log: its kind, what people read, the figures it rests on. `reached`, of one that
-    ends a change: whether that is where it was to go; None of all others. `version`: why what runs is another since
-    this entry, for the history; None where it is not."""
+    """An entry of the controller's log: its kind, a text for people, and the figures behind it. `reached`: for the
+    entry that ends a change, whether the plan was reached; None for all others. `version`: when a new version runs
+    since this entry, the reason for the history; else None."""
 
     at_s: float
     kind: str
@@ -335,8 +338,8 @@ class ChangeStatus(msgspec.Struct, frozen=True):
 
 
 class ControllerState(_Told, frozen=True, kw_only=True):
-    """How the controller stands: measured rates by model, and those that are planned for now; what batches of a program
-    take over their profile."""
+    """The state of the controller. `rates_rps`: measured rates by model; `planned_for_rps`: the rates of the present
+    plan; `slowdowns`: measured over profiled latency by program."""
 
     mode: str = ""
     paused: bool = False
@@ -348,14 +351,15 @@ class ControllerState(_Told, frozen=True, kw_only=True):
 
 
 class ControllerStatus(ControllerState, frozen=True, kw_only=True):
-    """With how often it decided what in this life, and the newest entries of its log, newest first."""
+    """The state with the number of decisions of each kind since the controller started, and its log, newest first."""
 
     decisions: dict[str, int] = {}
     log: list[Event] = []
 
 
 class Beside(msgspec.Struct, frozen=True):
-    """What Serve runs beside the gateways: the controller's status; where none runs, the applications of gpu-lets."""
+    """What Serve runs beside the gateways: the controller's status, or, without a controller, the applications of
+    gpu-lets."""
 
     controller: ControllerStatus | None = None
     gpulets: frozenset[str] = frozenset()
@@ -365,8 +369,8 @@ class Beside(msgspec.Struct, frozen=True):
 
 
 class WatchedStatus(_Dispatched, frozen=True, kw_only=True):
-    """What operators are shown of a whole system: of counts of gateways the sum, of margins the largest. `strays`:
-    applications that hold GPUs and that no plan has; a controller ends them itself."""
+    """The status of a whole system for operators: the sum of the gateways' counts and the largest of their margins.
+    `strays`: applications that hold GPUs but are in no plan; a controller ends them itself."""
 
     gateways: list[GatewayStatus] = []
     margin: MarginStatus | None = None
@@ -380,8 +384,8 @@ class WatchedStatus(_Dispatched, frozen=True, kw_only=True):
 
 
 class SystemStatus(WatchedStatus, frozen=True, kw_only=True):
-    """The document at `GET /status`. `models` is what tells it from any other document. `cluster`: the address of the
-    Ray that it runs on; empty without one."""
+    """The document at `GET /status`. Its key `models` tells it from any other document. `cluster`: the address of its
+    Ray cluster; empty without one."""
 
     plan: dict[str, Any] | None = None
     models: dict[str, ModelStatus]
@@ -389,11 +393,11 @@ class SystemStatus(WatchedStatus, frozen=True, kw_only=True):
 
     @property
     def drained(self) -> list[str]:
-        """The nodes, racks and GPUs that are to hold nothing."""
+        """The drained nodes, racks and GPUs, which must hold nothing."""
         return msgspec.convert(self.plan or {}, _Drained).drained
 
 
 class _Drained(msgspec.Struct):
-    """What is read of a plan."""
+    """The only key of a plan that is read here."""
 
     drained: list[str] = []

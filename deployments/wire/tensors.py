@@ -1,4 +1,4 @@
-"""Tensors on their way: inputs of requests and outputs of batches, without copying either where it can be avoided."""
+"""Tensors on their way: inputs of requests and outputs of batches. They are copied as little as possible."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Buffer = bytes | bytearray | memoryview
 class InputPart(msgspec.Struct):
     """One input tensor of one request.
 
-    `data` is what is sent where the receiver cannot map `arena`; `arena` and `offset` say where the same bytes lie in
-    shared memory (see `tenuto.deployments.wire.arena`), "" for bytes that lie nowhere but here. `dtype` is numpy's
-    name, "" for the signature's own.
+    `data` is sent when the receiver cannot map `arena`. `arena` and `offset` say where the same bytes lie in shared
+    memory (see `tenuto.deployments.wire.arena`); `arena` is "" for bytes that do not. `dtype` is numpy's name; "" for
+    the type in the signature.
     """
 
     data: Buffer
@@ -47,7 +47,7 @@ class OutputTensor(msgspec.Struct):
 
 
 class RowOutput(NamedTuple):
-    """One output of a batch as it is described on the wire: the bytes of a row say how the body is cut."""
+    """The description of one output of a batch on the wire. The body is cut by `row_bytes`."""
 
     name: str
     dtype: str
@@ -66,7 +66,7 @@ def pack_outputs(outputs: Arrays, rows: int) -> tuple[list[RowOutput], list[memo
 
 
 def cut_rows(rows: int, described: Sequence[RowOutput], body: memoryview) -> tuple[list[memoryview], memoryview]:
-    """Return the bytes of each output, all rows of it, and what follows them in the body."""
+    """Return for each output the bytes of all its rows, and the rest of the body."""
     data = []
     for output in described:
         length = output.row_bytes * rows
@@ -75,7 +75,7 @@ def cut_rows(rows: int, described: Sequence[RowOutput], body: memoryview) -> tup
     return data, body
 
 
-_WIDEST_BYTES = 8  # format: of an element: clients may send wider numbers than the signature's
+_WIDEST_BYTES = 8  # format: the widest element: clients may send wider numbers than the signature says
 
 
 def most_row_bytes(tensors: Sequence[TensorSignature]) -> int:
@@ -87,15 +87,16 @@ def most_batch_bytes(largest: Mapping[str, int], row_bytes: Mapping[str, int]) -
     """Return how many bytes one side of a batch takes at most.
 
     Args:
-        largest: batch of every program.
-        row_bytes: of one request of every model. A program that is no model of its own has rows of all of them.
+        largest: the largest batch of every program.
+        row_bytes: bytes of one request of every model. A row of a merged program is counted with those of all models.
     """
     together = sum(row_bytes.values())
     return max((size * row_bytes.get(program, together) for program, size in largest.items()), default=0)
 
 
 def input_blocks(signature: Sequence[TensorSignature], rows: int, parts: Iterator[InputPart]) -> Blocks:
-    """Return a member's inputs as arrays of one row each, without copying; `parts` come input by input, row by row."""
+    """Return a member's inputs as arrays of one row each, without copying. `parts` are ordered by input, then by
+    row."""
     blocks: Blocks = {}
     for tensor in signature:
         shape, mine = (1, *tensor.shape), itertools.islice(parts, rows)
@@ -104,7 +105,7 @@ def input_blocks(signature: Sequence[TensorSignature], rows: int, parts: Iterato
 
 
 def inline_blocks(signature: Sequence[TensorSignature], rows: int, body: memoryview) -> tuple[Blocks, memoryview]:
-    """Cut one array per input off a body in which rows of each input follow one another; return them and the rest."""
+    """Return one array per input, cut from a body in which the rows of each input follow each other, and the rest."""
     blocks: Blocks = {}
     for tensor in signature:
         dtype = np.dtype(tensor.dtype)

@@ -1,1 +1,1 @@
-"""What runs batches: PyTorch on CPU or CUDA, or an emulated GPU."""
+"""Executors, which run batches: PyTorch on CPU or CUDA, or an emulated GPU."""

@@ -1,4 +1,4 @@
-"""What runs a batch: one protocol for PyTorch on CPU, PyTorch on CUDA, and the emulated GPU."""
+"""The protocol of executors, which run batches: PyTorch on CPU, PyTorch on CUDA, and the emulated GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tenuto.profiles.networks.inputs import Arrays, Blocks
 class Executor(Protocol):
     """Owns the device of one gpu-let. Every method is called on one worker thread, never on an event loop.
 
-    It runs programs: one or more models that run as one. `device` is what batches really run on: `cpu`, `cuda:0 NVIDIA
+    It runs programs: one or more models that run as one. `device` says where batches really run: `cpu`, `cuda:0 NVIDIA
     …`, or `emulated v100`.
     """
 
@@ -22,7 +22,7 @@ class Executor(Protocol):
     def load(self, program: ProgramEntry, batch_sizes: Sequence[int], merged_file: str | None = None) -> None:
         """Build a program and warm up every batch size, so that the first request is not the slowest.
 
-        One of several models is merged where `merged_file` says how; see `load_program`.
+        A program of several models is merged as `merged_file` says, if it is given; see `load_program`.
         """
 
     def unload(self, program: str) -> None:
@@ -37,22 +37,22 @@ class Executor(Protocol):
         """Run one batch and return the outputs of every member that has rows in it, and the execution time in ms.
 
         Args:
-            program: a loaded one.
-            inputs: by member; arrays may be backed by read-only memory that others will overwrite later.
-            rows: by member; those without any may be left out.
+            program: a loaded program.
+            inputs: the inputs by member. Their arrays may lie in read-only memory that others will overwrite later.
+            rows: the number of rows by member; members without rows may be left out.
         """
 
     def merged(self) -> dict[str, Any]:
-        """Return facts about each program of several models, for the status."""
+        """Return figures of merging for each program of several models, for the status."""
 
     def ways(self) -> dict[str, str]:
         """Return how each program really runs: plain, merged, cuda_graphs, compile, emulated, or another runtime."""
 
     def sm_count(self) -> int | None:
-        """Return the multiprocessors this process may use, or None where there are none to count."""
+        """Return how many multiprocessors this process may use; None if the device has none."""
 
     def memory_mib(self) -> float | None:
-        """Return the device memory in use, or None where the device has no ledger."""
+        """Return the device memory in use; None if the device does not count it."""
 
     def close(self) -> None:
         """Release the device."""

@@ -1,4 +1,4 @@
-"""Which executor a gpu-let gets, from what its plan asks for and what the node has. Never a silent substitute."""
+"""The choice of a gpu-let's executor, by its plan and by what the node has. Nothing is ever substituted silently."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ logger = logging.getLogger("ray.serve")
 
 
 def has_nvidia_devices(root: Path = Path("/")) -> bool:
-    """Return whether an NVIDIA driver is loaded on this node; asks the kernel, so that no CUDA context is created."""
+    """Return whether an NVIDIA driver is loaded on this node. It asks the kernel, so that no CUDA context is
+    created."""
     return (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists()
 
 
 def make_executor(spec: GpuletSpec) -> Executor:
-    """Return the executor of a gpu-let; with `cuda_mps` this process has joined its GPU's daemon
+    """Return the executor of a gpu-let. With `cuda_mps` this process must have joined its GPU's daemon before
     (`tenuto.deployments.gpulet.mps_sharing`).
 
     Raises:
@@ -48,7 +49,7 @@ def make_executor(spec: GpuletSpec) -> Executor:
 
 
 def _check_share(spec: GpuletSpec) -> None:
-    """Refuse a share of a real GPU unless CUDA MPS holds the process to it, and no CUDA MPS where it is required."""
+    """Refuse a share of a real GPU that CUDA MPS does not enforce, and refuse to run without CUDA MPS if required."""
     if spec.cuda_mps:
         return
     share_pct = spec.share_pct

@@ -1,8 +1,8 @@
 """The emulated GPU: occupies its worker thread for the latency of the plan and answers zeros, labelled as emulated.
 
-It needs neither torch nor a GPU, so that the whole stack above it, Ray and HTTP included, runs anywhere. What the
-neighbours on the same emulated GPU cost is the slowdown the plan expects of them. What no plan expects can be emulated
-as well: `TENUTO_EMULATED_SLOWER` names a JSON file of programs and the factors that their batches take over that.
+It needs neither torch nor a GPU, so the whole stack above it, Ray and HTTP included, runs anywhere. Neighbours on the
+same emulated GPU slow a batch by the factor that the plan expects. Unexpected slowness can be emulated too:
+`TENUTO_EMULATED_SLOWER` names a JSON file with a further factor for each program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tenuto.profiles.networks.inputs import Arrays, Blocks
 
 
 class _Emulated(NamedTuple):
-    """A program that is loaded: l(b) of the plan by batch size, and how long copies of a request take in and out."""
+    """A loaded program: planned l(b) by batch size, and how long a request's copies in and out take."""
 
     latency_ms: list[float]
     copy_ms: tuple[float, float]
@@ -41,10 +41,10 @@ class EmulatedExecutor:
         self._loaded: dict[str, _Emulated] = {}
 
     def load(self, program: ProgramEntry, batch_sizes: Sequence[int], merged_file: str | None = None) -> None:
-        """Take the latency from the plan and signatures from the options or the catalogue; nothing is built.
+        """Take the latency from the plan, and signatures from the options or the catalogue. Nothing is built.
 
         Raises:
-            InvalidInputError: the plan carries no latency for this program, or copies that take longer than a batch.
+            InvalidInputError: the plan has no latency for this program, or copies take longer than a batch.
         """
         del merged_file
         if program.latency is None:
@@ -60,7 +60,7 @@ class EmulatedExecutor:
         self._loaded.pop(program, None)
 
     def signature(self, model: str) -> ModelSignature:
-        """Return the signature of the model that is emulated."""
+        """Return the signature of a member of a loaded program; KeyError if none has it."""
         for program in self._loaded.values():
             if model in program.signatures:
                 return program.signatures[model]
@@ -69,14 +69,14 @@ class EmulatedExecutor:
     def run(
         self, program: str, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
     ) -> tuple[dict[str, Arrays], float]:
-        """Wait l(batch) ms and return zeros and the time that passed in ms."""
+        """Wait l(batch) ms; return zeros, and the time that passed in ms."""
         del inputs
         started = time.perf_counter()
         wait_until(started + self.latency_ms(program, sum(rows.values())) / 1000.0)
         return self.zeros(rows), (time.perf_counter() - started) * 1000.0
 
     def zeros(self, rows: Mapping[str, int]) -> dict[str, Arrays]:
-        """Return the outputs of a batch."""
+        """Return outputs for a batch, all zeros."""
         return {
             model: {t.name: np.zeros((count, *t.shape), dtype=t.dtype) for t in self.signature(model).outputs}
             for model, count in rows.items()
@@ -84,7 +84,7 @@ class EmulatedExecutor:
         }
 
     def merged(self) -> dict[str, Any]:
-        """Return the programs of several models; nothing is really merged."""
+        """Return the programs of several models without figures, as nothing is really merged."""
         return {name: {} for name, program in self._loaded.items() if len(program.signatures) > 1}
 
     def ways(self) -> dict[str, str]:
@@ -92,17 +92,17 @@ class EmulatedExecutor:
         return dict.fromkeys(self._loaded, "emulated")
 
     def latency_ms(self, program: str, batch_size: int) -> float:
-        """Return what a batch takes in all, copies and neighbours included."""
+        """Return the latency of a batch in ms, with copies and the slowdown by neighbours."""
         factor = 1.0 if self._slower is None else json.loads(Path(self._slower).read_text()).get(program, 1.0)
         return float(factor * self._loaded[program].latency_ms[batch_size])
 
     def copies_ms(self, program: str, batch_size: int) -> tuple[float, float]:
-        """Return what of it the copies in and out take."""
+        """Return how many ms of that latency the copies in and out take."""
         copy_in_ms, copy_out_ms = self._loaded[program].copy_ms
         return copy_in_ms * batch_size, copy_out_ms * batch_size
 
     def sm_count(self) -> int | None:
-        """Return None: nothing has multiprocessors here."""
+        """Return None: an emulated GPU has no multiprocessors."""
         return None
 
     def memory_mib(self) -> float | None:
@@ -110,26 +110,26 @@ class EmulatedExecutor:
         return None
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Forget all programs."""
         self._loaded.clear()
 
 
 def wait_until(end_s: float) -> None:
-    """Wait for a moment of `time.perf_counter`; the last stretch without sleeping, which overshoots by more."""
+    """Wait until `time.perf_counter` reaches `end_s`. The last part is a busy wait, as a sleep would end too late."""
     while (rest := end_s - time.perf_counter()) > 0:
         if rest > _SPUN_S:
             time.sleep(rest - _SPUN_S)
 
 
-_SPUN_S = 5e-5  # derived: Linux may wake a sleeper so much later (PR_SET_TIMERSLACK)
+_SPUN_S = 5e-5  # derived: Linux may wake a sleeping thread this much too late (PR_SET_TIMERSLACK)
 
 
 def _copy_times_ms(program: ProgramEntry, table: Sequence[float]) -> tuple[float, float]:
-    """Return `copy_in_ms` and `copy_out_ms` of one request, by the options of a lone model or by the plan; 0 where
-    neither says.
+    """Return `copy_in_ms` and `copy_out_ms` of one request, from the options of a lone model, else from the plan, else
+    0.
 
     Raises:
-        InvalidInputError: not numbers of at least 0, or nothing of some batch's latency is left to execute.
+        InvalidInputError: they are not numbers of at least 0, or they take all of some batch's latency.
     """
     options = program.members[0].options if len(program.members) == 1 else {}
     found = []
@@ -152,7 +152,7 @@ def _copy_times_ms(program: ProgramEntry, table: Sequence[float]) -> tuple[float
     return found[0], found[1]
 
 
-# The signature of a model known by its latency alone: one number in, one number out.
+# The signature of a model of which only the latency is known: one number in, one number out.
 _PLAIN = ModelSignature(
     "tensor", (TensorSignature("INPUT0", "float32", (1,)),), (TensorSignature("OUTPUT0", "float32", (1,)),)
 )

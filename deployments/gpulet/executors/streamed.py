@@ -1,7 +1,7 @@
-"""Executors in three steps, for gpu-lets that stream: the next batch is copied in while one executes.
+"""Executors in three steps, for gpu-lets that stream: the next batch is copied in while another one executes.
 
-Each wraps the plain executor that loads the models and runs what cannot be streamed. Nothing here waits but `finish`;
-what executes is one batch after the other, as without streaming.
+Each wraps a plain executor, which loads the models and runs batches that cannot be streamed. Only `finish` waits.
+Batches still execute one after another, as without streaming.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner, StagedBat
 
 
 class StreamingExecutor(Protocol):
-    """Runs programs of one model, by its name; merged ones run by themselves.
+    """Runs batches of programs with one model. (Batches of merged programs cannot be streamed.)
 
-    At most `STREAMED_DEPTH` batches are between `stage` and `finish`. One thread stages and launches, another finishes
-    them, in order; models are loaded and unloaded while no batch is under way.
+    At most `STREAMED_DEPTH` batches are between `stage` and `finish`. One thread stages and launches batches, another
+    finishes them in the same order. Models are only loaded and unloaded while no batch is under way.
     """
 
     def stage(self, name: str, inputs: Blocks, batch_size: int) -> Any:
-        """Begin to copy a batch in and return what stands for it; errors as those of `Executor.run`."""
+        """Begin to copy a batch in; return a handle for the other methods. Raises what `Executor.run` raises."""
 
     def launch(self, staged: Any) -> None:
-        """Let it execute once its data is there and the batch before has ended; after an error, discard it."""
+        """Let a batch execute once its data is there and the batch before has ended. After an error, call `discard`."""
 
     def finish(self, staged: Any) -> tuple[Arrays, BatchTimes]:
-        """Wait until a batch's outputs are back and return them, and where its time went."""
+        """Wait until a batch's outputs are back; return them, and the times of the batch's steps."""
 
     def discard(self, staged: Any) -> None:
-        """Free what a batch holds whose `launch` failed."""
+        """Free the memory of a batch whose `launch` failed."""
 
 
 def make_streaming(executor: Executor) -> StreamingExecutor:
     """Return the streaming form of an executor.
 
     Raises:
-        EnvironmentFaultError: it has none.
+        EnvironmentFaultError: the executor has no streaming form.
     """
     if isinstance(executor, EmulatedExecutor):
         return EmulatedStreaming(executor)
@@ -54,22 +54,22 @@ def make_streaming(executor: Executor) -> StreamingExecutor:
 
 
 class TorchStreaming:
-    """Streams what an executor runs that was made for it; on a CPU only the taking of inputs overlaps."""
+    """Streams the programs of a `TorchExecutor` made with `streaming`. On a CPU only taking the inputs overlaps."""
 
     def __init__(self, executor: TorchExecutor) -> None:
         self._executor = executor
 
     def stage(self, name: str, inputs: Blocks, batch_size: int) -> tuple[ProgramRunner, StagedBatch]:
-        """Copy into pinned memory, and begin to copy from there to the device."""
+        """Copy the inputs into pinned memory, and begin to copy them from there to the device."""
         runner = self._executor.program(name)
         return runner, runner.stage({name: inputs}, {name: batch_size})
 
     def launch(self, staged: tuple[ProgramRunner, StagedBatch]) -> None:
-        """Queue the kernels and the copy back; on a CPU nothing is begun."""
+        """Queue the kernels and the copy back. On a CPU this does nothing."""
         staged[0].launch(staged[1])
 
     def finish(self, staged: tuple[ProgramRunner, StagedBatch]) -> tuple[Arrays, BatchTimes]:
-        """Wait for the copy back; on a CPU, run the forward pass."""
+        """Wait for the copy back. On a CPU, run the forward pass."""
         self._executor.use_threads()
         outputs, times = staged[0].finish(staged[1])
         (alone,) = outputs.values()
@@ -82,7 +82,7 @@ class TorchStreaming:
 
 @dataclass(slots=True)
 class _EmulatedBatch:
-    """A batch of an emulated GPU; moments on the monotonic clock in s."""
+    """A batch of an emulated GPU. Times are s on the monotonic clock."""
 
     name: str
     size: int
@@ -94,9 +94,9 @@ class _EmulatedBatch:
 
 
 class EmulatedStreaming:
-    """An emulated GPU with a copy engine for each direction beside its processors: three things that do one batch at a
-    time each. A batch takes the plan's latency in all, of which its copies take what the plan or the model's options
-    say; without either, nothing overlaps."""
+    """An emulated GPU with one copy engine for each direction. The two engines and the processors each handle one batch
+    at a time. A batch takes the planned latency in all. Its copies are part of this latency; their times come from the
+    plan or the model's options. Without such times nothing overlaps."""
 
     def __init__(self, executor: EmulatedExecutor) -> None:
         self._executor = executor
@@ -105,7 +105,7 @@ class EmulatedStreaming:
         self._out_free_s = 0.0
 
     def stage(self, name: str, inputs: Blocks, batch_size: int) -> _EmulatedBatch:
-        """Begin to copy in, behind the copy before."""
+        """Begin to copy a batch in, after the copy before it."""
         del inputs
         now_s = time.monotonic()
         copy_in_ms, _ = self._executor.copies_ms(name, batch_size)
@@ -113,7 +113,7 @@ class EmulatedStreaming:
         return _EmulatedBatch(name, batch_size, now_s, self._in_free_s)
 
     def launch(self, staged: _EmulatedBatch) -> None:
-        """Execute behind the batch before, and copy out behind its copy."""
+        """Execute after the batch before, and copy out after that batch's copy."""
         copy_in_ms, copy_out_ms = self._executor.copies_ms(staged.name, staged.size)
         execution_ms = self._executor.latency_ms(staged.name, staged.size) - copy_in_ms - copy_out_ms
         staged.begun_at_s = max(staged.ready_at_s, self._free_s)
@@ -135,4 +135,4 @@ class EmulatedStreaming:
         return self._executor.zeros({staged.name: staged.size})[staged.name], times
 
     def discard(self, staged: _EmulatedBatch) -> None:
-        """Nothing is held."""
+        """Do nothing: an emulated batch holds no memory."""

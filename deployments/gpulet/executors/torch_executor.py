@@ -1,7 +1,7 @@
-"""Runs programs with PyTorch: on the CPU with the threads of a share, or on a CUDA device through pinned buffers.
+"""Runs programs with PyTorch, on the CPU or on a CUDA device.
 
-On a CPU a share is a number of threads: 50 % of two cores is one thread. On CUDA the share is CUDA MPS' business, set
-in the environment before the process starts; the memory cap is set on PyTorch's allocator here.
+On a CPU a share is a number of threads: 50 % of two cores is one thread. On CUDA, CUDA MPS enforces the share, which
+the environment sets before the process starts; the memory cap is set on PyTorch's allocator here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tenuto.profiles.networks.runner import ProgramRunner, Streams
 
 logger = logging.getLogger("ray.serve")
 
-SAME = 0.01  # limit: of rounding, and of what a runtime's file adds; another network or number format differs by more
+SAME = 0.01  # limit: sizes differ this much by rounding or a runtime's file; other networks or formats differ more
 
 
 class TorchExecutor:
@@ -42,10 +42,10 @@ class TorchExecutor:
 
         Args:
             device: `cpu`, `cuda` or `auto`; on CUDA the first visible device, which the plan pins by UUID.
-            share_pct: on the CPU, the percentage of cores to use; on CUDA the environment has it already.
+            share_pct: on the CPU, the percentage of cores to use; on CUDA the environment already sets the share.
             memory_mib: on CUDA, the allocator's limit; the CPU has none.
-            cores: of the CPU; default those this process may use.
-            streaming: whether copies get streams of their own, and a second batch room on the device.
+            cores: the number of CPU cores; by default those this process may use.
+            streaming: whether copies get streams of their own, and the device gets room for a second batch.
 
         Raises:
             EnvironmentFaultError: CUDA was asked for and this torch or machine has none.
@@ -76,10 +76,10 @@ class TorchExecutor:
             logger.warning("%s: %s", program.name, note)
 
     def unload(self, program: str) -> None:
-        """Release a program and return its device memory; one that is not loaded is ignored."""
+        """Release a program and its device memory; a program that is not loaded is ignored."""
         if self._programs.pop(program, None) is None:
             return
-        gc.unfreeze()  # a network is in cycles, and `spare_the_collector` kept them out of collections
+        gc.unfreeze()  # a network contains reference cycles, which `spare_the_collector` hid from the collector
         gc.collect()
         if self.streams is not None:
             self._torch.cuda.empty_cache()
@@ -96,10 +96,10 @@ class TorchExecutor:
     ) -> tuple[dict[str, Arrays], float]:
         """Run one batch (padded with the option `pad_batches`); return outputs by member and the time in ms.
 
-        The time covers everything from numpy to numpy, copies to and from the device included, as profiles do.
+        The time covers everything from numpy to numpy, with copies to and from the device, as profiles do.
 
         Raises:
-            InvalidInputError: an integer input is outside the model's range; found before anything ran.
+            InvalidInputError: an integer input is outside the model's range; this is found before anything runs.
         """
         self.use_threads()
         started = time.perf_counter()
@@ -107,15 +107,16 @@ class TorchExecutor:
         return outputs, (time.perf_counter() - started) * 1000.0
 
     def merged(self) -> dict[str, Any]:
-        """Return what merging did, by program."""
+        """Return figures of merging, by program."""
         return {name: facts for name, program in self._programs.items() if (facts := program.network.facts())}
 
     def ways(self) -> dict[str, str]:
-        """Return how each program runs; one that cannot be captured goes without CUDA graphs where nobody asked."""
+        """Return how each program runs. A program that cannot be captured runs without CUDA graphs, unless asked
+        for."""
         return {name: program.network.way for name, program in self._programs.items()}
 
     def program(self, name: str) -> ProgramRunner:
-        """Return what runs a loaded program; KeyError if there is none."""
+        """Return the runner of a loaded program; KeyError if it is not loaded."""
         return self._programs[name]
 
     def sm_count(self) -> int | None:
@@ -125,7 +126,8 @@ class TorchExecutor:
         return int(self._torch.cuda.get_device_properties(0).multi_processor_count)
 
     def memory_mib(self) -> float | None:
-        """Return what PyTorch's allocator has reserved on the CUDA device; None on the CPU, which has no ledger."""
+        """Return what PyTorch's allocator has reserved on the CUDA device; None on the CPU, where nothing is
+        counted."""
         return None if self.streams is None else self._torch.cuda.memory_reserved(0) / 2**20
 
     def close(self) -> None:
@@ -135,13 +137,14 @@ class TorchExecutor:
             self._torch.cuda.empty_cache()
 
     def use_threads(self) -> None:
-        """Set the threads of the share; OpenMP keeps them per calling thread, so the worker thread itself must."""
+        """Set the number of threads of the share. OpenMP keeps it per calling thread, so the worker thread must call
+        this."""
         if self._threads is not None and self._torch.get_num_threads() != self._threads:
             self._torch.set_num_threads(self._threads)
 
 
 def _other_weights(built_mib: float, profiled_mib: float | None) -> list[str]:
-    """Return in a line that a model's weights are of another size than those that were profiled, if they are."""
+    """Return a line saying that a model's weights have another size than the profiled ones, if that is so."""
     if profiled_mib is None or abs(built_mib - profiled_mib) <= SAME * max(built_mib, profiled_mib):
         return []
     told = f"its weights are {built_mib:,.1f} MiB, those of its profile {profiled_mib:,.1f} MiB"
