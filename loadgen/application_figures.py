@@ -1,8 +1,8 @@
 """How the requests of applications ended, end to end, from the records of their stages' requests.
 
-A request of an application is `ok` when every answer of every stage was there within its SLO, `late` when all were
-there but not in time. Otherwise it ends as the first of its requests that got no answer did: expired, rejected or
-failed; it is failed too when a stage is missing because the client was lost or stopped.
+When all answers of all stages came within the application's SLO, its request is `ok`. When all came but not in time, it
+is `late`. Otherwise the first of its stages' requests that got no answer decides: expired, rejected or failed. When a
+stage is missing because the client was lost or stopped, it is failed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
 from tenuto.placement.application import Application
 
-# derived: the fewest of which the largest is above the 99th percentile with 99 %, ln 0.01 / ln 0.99
+# derived: with so many samples the largest lies above the 99th percentile with 99 % confidence: ln 0.01 / ln 0.99
 MIN_SAMPLES_P99 = 459
-_SLACK_MS = 1e-6  # unit: of float sums, as in the simulator
+_SLACK_MS = 1e-6  # unit: rounding of float sums, as in the simulator
 
 
 @dataclass(frozen=True)
 class Calls:
-    """The requests of one application in order of arrival. `latency_ms` is NaN unless all of it was answered."""
+    """The requests of one application in order of arrival. `latency_ms` is NaN unless all its stages were answered."""
 
     number: NDArray[np.int64]
     at_ms: NDArray[np.float64]
@@ -37,7 +37,7 @@ class Calls:
         return int(self.number.size)
 
     def within(self, begin_ms: float, end_ms: float) -> Calls:
-        """Return those that arrived in a window."""
+        """Return the requests that arrived in a window."""
         rows = (self.at_ms >= begin_ms) & (self.at_ms < end_ms)
         return Calls(self.number[rows], self.at_ms[rows], self.latency_ms[rows], self.outcome[rows])
 
@@ -53,10 +53,10 @@ def calls_of(
     """Return how every request of an application ended.
 
     Args:
-        records: of the run; those of other applications and models do not matter.
-        names: of the models by index.
-        stages: the models that are its stages.
-        stage_requests: how many requests to them make one of the application.
+        records: all records of the run; those of other applications and models are ignored.
+        names: names of the models, by index.
+        stages: the models that are stages of the application.
+        stage_requests: how many requests to these models make one request of the application.
         slo_ms: time allowed end to end.
     """
     is_mine = np.array([name in stages for name in names] + [False])
@@ -71,7 +71,7 @@ def calls_of(
     latency = np.where(complete, ended_ms - at_ms, np.nan)
     outcome = np.full(len(number), Outcome.FAILED, np.int8)
     outcome[complete] = np.where(latency[complete] <= slo_ms + _SLACK_MS, Outcome.OK, Outcome.LATE)
-    # The first that got no answer decides: sorted backwards, so that it is written last.
+    # The first request without an answer decides. They are sorted backwards, so that the first is written last.
     lost = np.flatnonzero(~answered)
     when = np.where(np.isnan(mine.answered_ms[lost]), np.inf, mine.answered_ms[lost])
     lost = lost[np.argsort(-when, kind="stable")]
@@ -97,8 +97,8 @@ def application_figures(
 
     Args:
         records: every request of the run.
-        names: of the models by index.
-        applications: with the SLOs that count.
+        names: names of the models, by index.
+        applications: the applications, with the SLOs to judge them by.
         warmup_ms: requests of applications that arrive before this are left out.
         duration_ms: end of the measured window.
     """

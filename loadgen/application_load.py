@@ -1,6 +1,6 @@
-"""The requests of applications: those that arrive by the schedule, those that follow on answers, and what ended early.
+"""The requests of applications: those that arrive by the schedule, and those that follow on answers.
 
-`ApplicationLoad` is data, the same for the simulator and for load clients; `Joins` is the state of one run over it.
+`ApplicationLoad` is data, the same for the simulator and for load clients. `Joins` is the state of one run of a load.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tenuto.placement.application import Application
 
 @dataclass(frozen=True)
 class ApplicationLoad:
-    """The requests of a run with applications. Those of later stages stand behind all others, their times NaN.
+    """The requests of a run with applications. Requests of later stages stand behind all others, with the time NaN.
 
-    `number[r]` is the request's number in the whole run. `owner[r]` is the call (the application's request) that r
-    belongs to, -1 for a request of its own; `stage[r]` its stage. A call's number is its place in the whole run's
-    calls; `calls` holds those of this load by number: application and arrival in ms.
+    A *call* is one request of an application; its number is its place among all calls of the run. `number[r]` is the
+    number of request r in the whole run. `owner[r]` is the call of r, -1 if it belongs to none; `stage[r]` is its
+    stage. `calls` has the calls of this load by number: (application, arrival in ms).
     """
 
     number: NDArray[np.int64]
@@ -39,19 +39,19 @@ class ApplicationLoad:
 
     @property
     def planned(self) -> int:
-        """How many requests, the first ones, arrive at a time that is known before the run."""
+        """How many requests arrive at a time that is known before the run; these are the first ones."""
         return int(np.isfinite(self.times_ms).sum())
 
     @property
     def call_at_ms(self) -> NDArray[np.float64]:
-        """When the call of each request arrives; NaN for requests of their own."""
-        at = np.full(max(self.calls, default=-1) + 2, np.nan)  # the last place answers for -1
+        """When the call of each request arrives; NaN for requests that belong to no call."""
+        at = np.full(max(self.calls, default=-1) + 2, np.nan)  # index -1 is the last place, which stays NaN
         if self.calls:
             at[list(self.calls)] = [at_ms for _, at_ms in self.calls.values()]
         return at[self.owner]
 
     def part(self, place: int, count: int) -> ApplicationLoad:
-        """Return one of `count` equal parts, dealt in turn; the requests of a call stay together."""
+        """Return part `place` of `count` equal parts. Requests are dealt in turn; those of a call stay together."""
         if count == 1:
             return self
         alone = self.owner < 0
@@ -70,9 +70,9 @@ class ApplicationLoad:
 
 
 class Joins:
-    """What has been answered and what has been given up, call by call, in one run of a load.
+    """Which requests were answered and which were given up, call by call, in one run of a load.
 
-    A call ends where one of its requests gets no answer: stages after that are not due any more.
+    When a request of a call gets no answer, the call ends: its later stages are not sent any more.
     """
 
     def __init__(self, load: ApplicationLoad, counted_from_ms: float = 0.0) -> None:
@@ -93,10 +93,10 @@ class Joins:
         self._rows: dict[tuple[int, int], list[int]] = {}
         for row in range(load.planned, len(self._owner)):
             self._rows.setdefault((self._owner[row], self._stage[row]), []).append(row)
-        self.lost = [0] * len(load.applications)  # by application: calls that were given up
+        self.lost = [0] * len(load.applications)  # by application: calls that ended without all answers
 
     def answered(self, requests: Iterable[int], _now: float = 0.0) -> list[tuple[int, float]]:
-        """Return the requests that are due because these have been answered, each with its deadline in ms."""
+        """Return the requests that are due because these were answered, each with its deadline in ms."""
         due: list[tuple[int, float]] = []
         for request in requests:
             call = self._owner[request]
@@ -138,17 +138,18 @@ def make_application_load(
     seed: int,
     rate_scale: float = 1.0,
 ) -> ApplicationLoad:
-    """Return the load of a plan or workload: applications arrive by their own process, their stages only through them.
+    """Return the load of a plan or workload. Applications arrive by their own process; requests of their stages come
+    only from them.
 
     Args:
-        models: of the plan, stages included; positions are the models' indices.
-        applications: whose stages are among the models.
+        models: the models of the plan, with those that are stages; positions are the models' indices.
+        applications: applications whose stages are among the models.
         duration_s: length of the run.
         seed: 0 or larger; each model and application draws from its own stream.
         rate_scale: factor on every rate.
 
     Raises:
-        InvalidInputError: as `make_schedule`.
+        InvalidInputError: as in `make_schedule`.
     """
     index = {spec.name: position for position, spec in enumerate(models)}
     staged = {app.model_name(stage) for app in applications for stage in app.stages}
@@ -157,7 +158,7 @@ def make_application_load(
         ModelSpec(name=app.name, rate_rps=app.rate_rps, slo_ms=app.slo_ms, arrival=app.arrival) for app in applications
     ]
     schedule = _schedule([*alone, *callers], applications, (duration_s, seed, rate_scale))
-    # What one arrival of each name expands to: model, time allowed in ms, stage, whether it is sent later.
+    # The requests that one arrival of each name makes: (model, time allowed in ms, stage, whether it is sent later).
     shapes = [[(index[spec.name], spec.slo_ms, 0, False)] for spec in alone]
     shapes += [
         [
@@ -201,7 +202,7 @@ def make_application_load(
 def _schedule(
     specs: Sequence[ModelSpec], applications: Sequence[Application], arrivals: tuple[float, int, float]
 ) -> Schedule:
-    """Return the schedule of models and applications; what is wrong with an application names it as one."""
+    """Return the schedule of models and applications. A problem of an application names it under `applications`."""
     try:
         return replace(make_schedule(specs, *arrivals), applications=tuple(applications))
     except InvalidInputError as error:

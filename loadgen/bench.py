@@ -47,12 +47,12 @@ class BenchOptions:
     grace_s: float = 5.0
     tensors: Literal["binary", "json"] = "binary"
     via: Literal["http", "handle"] = "http"
-    client_priority: Priority = "realtime"  # of the sending threads, where the system allows it
+    client_priority: Priority = "realtime"  # priority of the sending threads, if the system allows it
     bodies: Mapping[str, str] = field(default_factory=dict)  # by model: a file or folder of raw bodies for its hooks
 
     def check(self) -> None:
-        """Raise `InvalidInputError` with every setting out of range; those of the schedule are checked when it is
-        made.
+        """Raise `InvalidInputError` with every setting out of range. Settings of the schedule are checked when the
+        schedule is made.
         """
         HttpSender(self.url)
         problems = []
@@ -85,8 +85,8 @@ class BenchResult:
     errors: list[str] = field(default_factory=list)
     wall_s: float = 0.0
     queued: dict[int, int] = field(default_factory=dict)  # by second: requests that waited for a batch at its end
-    applications: tuple[Application, ...] = ()  # those asked, with the SLOs that counted
-    notes: tuple[str, ...] = ()  # what the reader of the figures must know
+    applications: tuple[Application, ...] = ()  # the applications that were sent, with the SLOs they were judged by
+    notes: tuple[str, ...] = ()  # notes for the reader of the figures
     is_interrupted: bool = False
 
 
@@ -98,15 +98,15 @@ def run_bench(
     clients: ClientGroup | None = None,
     applications: Sequence[Application] = (),
 ) -> BenchResult:
-    """Send a schedule to an endpoint and judge what comes back. Ctrl-C and SIGTERM end it early; the part that ran is
-    returned as INVALID.
+    """Send a schedule to an endpoint and judge the answers. Ctrl-C and SIGTERM end the run early; then the figures of
+    the part that ran are returned, as INVALID.
 
     Args:
-        models: those to ask, with rate, SLO and arrival process.
+        models: the models to send requests to, with rate, SLO and arrival process.
         options: settings of the run.
-        progress: takes one line per second.
-        clients: who sends; by default made after `options.clients`.
-        applications: whose stages are among the models; their requests fan out and join.
+        progress: is called with one line per second.
+        clients: the clients that send; by default `options.clients` says which.
+        applications: applications whose stages are among the models; their requests fan out and join.
 
     Raises:
         EnvironmentFaultError: the endpoint does not answer or a model is not ready.
@@ -129,11 +129,12 @@ def run_bench(
     began_at = time.monotonic()
     try:
         group.prepare(_jobs(schedule, load, targets, options))
-        # Late enough for every client to have got the message.
+        # The start is late enough for every client to have received the message.
         start_at = time.time() + (0.5 if options.clients else 0.05)
         group.start(start_at)
         _end_as_by_ctrl_c()
-        # A client on a thread of this process shares Python's lock with this one, which must not wait with it in hand.
+        # A client on a thread of this process shares Python's lock with this thread. With a lower priority, this thread
+        # might hold the lock while it waits for a processor.
         here = options.client_priority if isinstance(group, LocalClient) else "normal"
         try:
             with preferred(here):
@@ -157,13 +158,13 @@ def run_bench(
 
 
 def _end_as_by_ctrl_c() -> None:
-    """Let SIGTERM end a run as Ctrl-C does. Ray, which clients may have joined, has a handler that ends the process."""
-    if threading.current_thread() is threading.main_thread():  # others may set no handlers
+    """Let SIGTERM end a run as Ctrl-C does. If clients joined Ray, Ray's own handler would end the process."""
+    if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def asked_of(plan: Plan) -> tuple[tuple[ModelSpec, ...], tuple[Application, ...], tuple[str, ...]]:
-    """Return what a bench can ask of a plan: models, applications, and one line per application that is left out.
+    """Return the models and applications of a plan that a bench can use, and one line per application left out.
 
     Models that the plan does not serve are not asked, nor applications with such a stage, nor their other stages.
     """
@@ -194,7 +195,7 @@ def _result(
 ) -> BenchResult:
     begin_ms, end_ms = options.measured_from_ms, options.duration_s * 1000.0
     if interrupted:
-        # What came after the interruption was never meant to be sent.
+        # Requests scheduled after the interruption were never meant to be sent.
         records = _begun(records)
         planned_ms = records.scheduled_ms[records.is_planned]
         end_ms = max(begin_ms + 1.0, float(planned_ms.max()) if len(planned_ms) else 0.0)
@@ -216,7 +217,8 @@ def _result(
 
 
 def _begun(records: Records) -> Records:
-    """Return the rows that were sent; of an application's request, all or, where its first stage was cut, none."""
+    """Return the rows that were sent. When the first stage of an application's request was not sent in full, none of
+    its rows is returned."""
     unsent_calls = np.unique(records.call[np.isnan(records.sent_ms)])
     return records.where(~np.isnan(records.sent_ms) & ~np.isin(records.call, unsent_calls[unsent_calls >= 0]))
 
@@ -224,7 +226,7 @@ def _begun(records: Records) -> Records:
 def _jobs(
     schedule: Schedule, load: ApplicationLoad | None, targets: tuple[ModelTarget, ...], options: BenchOptions
 ) -> list[ClientJob]:
-    """Deal the requests to the clients in turn; those of one application's request stay together."""
+    """Deal the requests to the clients in turn. The parts of one application's request stay together."""
     count = max(1, options.clients)
     total = len(schedule) if load is None else len(load.number)
     in_flight = total / options.duration_s / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
@@ -280,7 +282,7 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool) -> ModelT
 def _watch(
     clients: ClientGroup, start_at: float, total: int, options: BenchOptions, progress: Progress, queued: dict[int, int]
 ) -> None:
-    """Print one line and ask for the queue length once a second until the clients are done; they end by themselves."""
+    """Until all clients have ended, print one line and ask for the queue length once a second."""
     limit = start_at + options.duration_s + options.grace_s + 30.0
     next_line = start_at + 1.0
     while not clients.is_done():
@@ -301,7 +303,7 @@ def _watch(
 
 
 def _queued(url: str) -> int | None:
-    """Return how many requests wait for a batch now; None when the endpoint does not say."""
+    """Return how many requests wait for a batch now; None if the endpoint does not say."""
     from tenuto.deployments.serve.endpoint import get_told
 
     try:

@@ -1,5 +1,5 @@
-"""A plan, or a workload, under the controller in virtual time: arrivals, the run, and its figures with the keys of any
-other simulated run.
+"""A plan or a workload under the controller in virtual time: arrivals, the run, and its figures. The figures have the
+same keys as those of any simulated run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tenuto.profiles import Profiles
 
 @dataclass(frozen=True)
 class ControlledSimulation:
-    """What is run and how: everything but the rate."""
+    """All settings of a run but the rate."""
 
     workload: Workload
     plan: Plan
@@ -47,17 +47,17 @@ class ControlledSimulation:
     duration_s: float = 60.0
     seed: int = 0
     network: NetworkDelay = NO_DELAY
-    folder: Path = Path()  # of the workload's file, for traces beside it
-    losses: tuple[tuple[float, frozenset[str]], ...] = ()  # seconds at which GPUs are lost for good, and their ids
+    folder: Path = Path()  # the folder of the workload's file, for traces beside it
+    losses: tuple[tuple[float, frozenset[str]], ...] = ()  # (seconds, ids of GPUs): when GPUs are lost for good
 
     @classmethod
     def of_workload(
         cls, workload: Workload, cluster: Cluster, profiles: Profiles, settings: ControlSettings, **how: Any
     ) -> ControlledSimulation:
-        """Return that of a workload; its first plan is made by the policy of the settings for the declared rates.
+        """Return the simulation of a workload. The policy in the settings makes the first plan, for the declared rates.
 
         Raises:
-            InvalidInputError: the settings name no policy, or it finds no plan.
+            InvalidInputError: the settings name no policy, or the policy finds no plan.
         """
         if settings.policy is None:
             rule = "a workload needs a policy for its first plan"
@@ -100,7 +100,7 @@ class ControlledSimulation:
 
 
 class _Calls:
-    """How the requests of applications end, from end to end: as `tenuto.loadgen.application_figures` has it."""
+    """How the requests of applications end, end to end, by the rules of `tenuto.loadgen.application_figures`."""
 
     def __init__(self, load: ApplicationLoad, response_ms: float) -> None:
         self._load, self._joins, self._response_ms = load, Joins(load), response_ms
@@ -108,7 +108,7 @@ class _Calls:
         self._ended = np.zeros((len(load.applications), len(OUTCOMES)), dtype=np.int64)
 
     def answered(self, requests: Sequence[int], now_ms: float) -> list[tuple[int, float]]:
-        """Return the requests that are due because these have been answered."""
+        """Return the requests that are due because these were answered."""
         for call in (int(self._load.owner[request]) for request in requests):
             if call >= 0 and call in self._left:
                 self._left[call] -= 1
@@ -141,10 +141,10 @@ def controlled_summary(
     """Return the figures of a run: the keys of any simulated run, and `control` with the log and figures over time.
 
     Args:
-        run: that ended.
-        duration_s: of the load.
-        since: when it began on the performance counter, for `wall_s`.
-        applications: of the workload.
+        run: a run that has ended.
+        duration_s: length of the load.
+        since: when the run began on the performance counter, for `wall_s`.
+        applications: the applications of the workload.
     """
     ended = run.ended()
     total = ended.sum(axis=0)

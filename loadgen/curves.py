@@ -1,8 +1,7 @@
-"""Attainment curves, in virtual time or against a running endpoint: what comes of other rates, SLOs and burstiness; and
-what tries a rate against an endpoint.
+"""Attainment curves, in virtual time or against a running endpoint: the attainment at other rates, SLOs and burstiness.
 
-Search and curves know neither the simulator nor an endpoint: both are an `Attempt`, a function that runs one load and
-says what came of it.
+Search and curves know neither the simulator nor an endpoint. Both are an `Attempt`: a function that runs one load and
+returns its result. This module makes such functions.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tenuto.placement.application import Application
 
 _Arriving = TypeVar("_Arriving", ModelSpec, Application)
 
-AXES: dict[str, tuple[float, ...]] = {  # unit: what is tried unless asked otherwise
+AXES: dict[str, tuple[float, ...]] = {  # unit: the values that are tried by default
     "rate_scale": (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0),
     "slo_scale": (0.25, 0.4, 0.5, 0.6, 0.75, 1.0, 1.25, 1.5, 2.0),
     "cv": (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0),
@@ -31,7 +30,7 @@ AXES: dict[str, tuple[float, ...]] = {  # unit: what is tried unless asked other
 
 @dataclass(frozen=True)
 class Factors:
-    """What is offered: factors on every rate and SLO, and the coefficient of variation of all gaps (None: as given)."""
+    """The load to try: factors on every rate and SLO, and the coefficient of variation of all gaps (None: as given)."""
 
     rate_scale: float = 1.0
     slo_scale: float = 1.0
@@ -40,7 +39,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Attempted:
-    """What came of a load. `worst_attainment` is that of the worst model; `invalid` says why a run proves nothing."""
+    """The result of a load. `worst_attainment` is that of the worst model; `invalid` says why a run proves nothing."""
 
     factors: Factors
     offered_rps: float
@@ -54,13 +53,13 @@ class Attempted:
 
     @property
     def is_in_time(self) -> bool:
-        """Whether what is judged attains what is asked."""
+        """Whether the attainment reaches the goal."""
         attained = self.worst_attainment if self.goal.criterion == "each" else self.attainment
         return attained >= self.goal.attainment
 
     @property
     def ends_search(self) -> str | None:
-        """Why what lies above cannot be measured."""
+        """The reason why other rates cannot be measured; None if there is none."""
         at = self.factors.rate_scale
         return None if self.invalid is None else f"the run at {at:.4g} proves nothing: {self.invalid}"
 
@@ -87,10 +86,11 @@ class Curve:
 
 
 def in_virtual_time(simulation: Callable[[float], Simulation]) -> Attempt:
-    """Return what tries loads in virtual time.
+    """Return the function that tries loads in virtual time.
 
     Args:
-        simulation: what is run, by the factor on every SLO; an SLO that no batch can meet makes a load prove nothing.
+        simulation: makes the simulation for a factor on every SLO. When no batch can meet an SLO, the load proves
+            nothing.
     """
 
     def attempt(factors: Factors) -> Attempted:
@@ -111,19 +111,19 @@ def on_endpoint(
     goal: Goal,
     say: Callable[[str], None],
 ) -> Attempt:
-    """Return what tries loads by runs of the load generator against an endpoint; Ctrl-C in one ends the search.
+    """Return the function that tries loads against an endpoint with the load generator; Ctrl-C ends the search.
 
     Args:
-        models: those asked.
-        applications: whose stages are among them.
-        options: of every run; rate and SLO scale are those of the load.
-        goal: by which a load is judged.
-        say: takes a line before every run.
+        models: the models to send requests to.
+        applications: applications whose stages are among these models.
+        options: options of every run; the load sets the rate scale and the SLO scale.
+        goal: the goal by which a load is judged.
+        say: is called with a line before every run.
     """
 
     def attempt(factors: Factors) -> Attempted:
-        said = f"rate {factors.rate_scale:.4g}, SLO {factors.slo_scale:.4g}, CV {factors.cv or 'as planned'}"
-        say(f"running {options.duration_s:g} s at {said}")
+        shown = f"rate {factors.rate_scale:.4g}, SLO {factors.slo_scale:.4g}, CV {factors.cv or 'as planned'}"
+        say(f"running {options.duration_s:g} s at {shown}")
         run_options = replace(options, rate_scale=factors.rate_scale, slo_scale=factors.slo_scale)
         asked = _with_cv(models, factors.cv), _with_cv(applications, factors.cv)
         result = run_bench(asked[0], run_options, applications=asked[1])
@@ -166,7 +166,7 @@ def check_axes(axes: Mapping[str, Sequence[float]]) -> None:
 def curves(attempt: Attempt, axes: Mapping[str, Sequence[float]], base_rate_scale: float = 1.0) -> Iterator[Curve]:
     """Run the points of each axis and yield the growing curve after each point; the last yield of an axis is whole.
 
-    All run at `base_rate_scale` (the highest in time, say); values of the axis `rate_scale` are factors on it.
+    All run at `base_rate_scale` (for example the highest in time); values of the axis `rate_scale` are factors on it.
 
     Raises:
         InvalidInputError: an unknown axis, or a value that is not a positive number.

@@ -1,4 +1,4 @@
-"""Records of a run: one row per scheduled request, as numpy columns; outcomes and times as the design defines them.
+"""Records of a run: one row per scheduled request, as numpy columns.
 
 Built from live clients and from simulations alike, so that one verdict and one report serve both.
 """
@@ -28,7 +28,7 @@ _DTYPES: dict[str, type[np.generic]] = {
 
 @dataclass
 class Records:
-    """Columns of equal length. Times are ms from the start of the run on the client's clock; NaN where unknown.
+    """Columns of equal length. Times are ms from the start of the run on the client's clock; NaN: unknown.
 
     `scheduled_ms`, `sent_ms` and `answered_ms` are absolute; `batching_ms`, `gpulet_queue_ms` and `execution_ms` are
     durations the server reported. `gpulet` is the gpu-let's id. `call` is the number of the application's request that
@@ -52,7 +52,7 @@ class Records:
     call_at_ms: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
     def __post_init__(self) -> None:
-        """Fill in that no row belongs to an application."""
+        """Without `call`, let no row belong to an application."""
         if len(self.call) != len(self.request):
             self.call = np.full(len(self.request), -1, np.int64)
         if len(self.call_at_ms) != len(self.request):
@@ -73,16 +73,17 @@ class Records:
 
     @property
     def latency_ms(self) -> NDArray[np.float64]:
-        """Answered minus scheduled; NaN where no answer came."""
+        """Answered minus scheduled; NaN if no answer came."""
         return self.answered_ms - self.scheduled_ms
 
     @property
     def lateness_ms(self) -> NDArray[np.float64]:
-        """How much later than scheduled the generator sent; NaN where it did not send."""
+        """How much later than scheduled the client sent; NaN if it did not send."""
         return self.sent_ms - self.scheduled_ms
 
     def within(self, begin_ms: float, end_ms: float) -> Records:
-        """Return what was scheduled in a window; a later stage of an application's request may be due after its end."""
+        """Return the requests scheduled in a window. Later stages of an application's request may be due after its
+        end."""
         arrived_ms = np.where(self.call >= 0, self.call_at_ms, self.scheduled_ms)
         return self.where((self.scheduled_ms >= begin_ms) & (arrived_ms < end_ms))
 
@@ -93,12 +94,12 @@ class Records:
 
     @property
     def front_door_ms(self) -> NDArray[np.float64]:
-        """Latency less batching, gpu-let queue and execution: network, HTTP, and the client itself."""
+        """Latency less batching, gpu-let queue and execution: the time for network, HTTP, and the client itself."""
         return self.latency_ms - self.batching_ms - self.gpulet_queue_ms - self.execution_ms
 
 
 def request_id(run: str, number: int) -> str:
-    """Return what a request is called in header X-Request-Id and in requests.parquet.
+    """Return the id of a request in header X-Request-Id and in requests.parquet.
 
     Args:
         run: the first digits of its schedule's hash.
@@ -120,7 +121,7 @@ def unsent(
         times_ms: the whole schedule.
         model_index: model of each request.
         except_requests: numbers of the requests that have a row already.
-        call: the application's request that each belongs to, -1 for none.
+        call: number of the application's request that each request belongs to; -1: none.
     """
     request = np.arange(len(times_ms), dtype=np.int64)
     if except_requests is not None:

@@ -1,4 +1,4 @@
-"""Folders of results: none is written over unasked, and a file that bears a result's name is whole."""
+"""Folders of results. No result is overwritten unasked, and each file of a result is either complete or not there."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def prepare_folder(folder: Path, names: Sequence[str], what: str, *, force: bool
     """Create a folder for results.
 
     Args:
-        folder: where.
-        names: of the files that will be written.
-        what: the word for what they make, such as `report`.
-        force: whether those of an earlier run may be replaced.
+        folder: the folder.
+        names: names of the files that will be written.
+        what: a word for these files together, such as `report`.
+        force: whether files of an earlier run may be replaced.
 
     Raises:
-        InvalidInputError: it holds some already and `force` is not set, it is a file, or it cannot be created.
+        InvalidInputError: the folder has such files already and `force` is not set, it is a file, or it cannot be
+            created.
     """
     if folder.exists() and not folder.is_dir():
         raise InvalidInputError(f"{folder} is a file. Give a folder for the {what}.")
@@ -44,10 +45,10 @@ def prepare_folder(folder: Path, names: Sequence[str], what: str, *, force: bool
 
 
 def write_files(folder: Path, contents: Mapping[str, str | Callable[[Path], None]]) -> None:
-    """Write files in order, each as a text or by a function that writes to the path it is given.
+    """Write files in order. The content of each is a text, or a function that writes to a path.
 
     Raises:
-        EnvironmentFaultError: one cannot be written; the message says which were.
+        EnvironmentFaultError: a file cannot be written; the message says which ones were.
     """
     written: list[str] = []
     for name, content in contents.items():
@@ -62,7 +63,7 @@ def write_files(folder: Path, contents: Mapping[str, str | Callable[[Path], None
 
 
 def provenance(command: Sequence[str]) -> dict[str, Any]:
-    """Return when, on what and with what a run was made."""
+    """Return the command, date, hardware and versions of a run."""
     return {
         "command": list(command),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -72,7 +73,7 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return what the figures were measured on: processor, cores, system."""
+    """Return the hardware that figures are measured on: processor, cores, system."""
     processor = platform.processor() or platform.machine()
     cores = None
     try:

@@ -1,4 +1,4 @@
-"""A finished run, measured live or simulated, and read from its files: the result document and the records."""
+"""A finished run, measured or simulated, read from its files: the result document and the records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tenuto.placement import Plan
 
 @dataclass(frozen=True)
 class Run:
-    """A document (result.json) with the requests it was made of. `begin_ms` and `end_ms` bound the measured window."""
+    """A result document (result.json) and its requests. `begin_ms` and `end_ms` bound the measured window."""
 
     document: Mapping[str, Any]
     records: Records
@@ -68,7 +68,7 @@ class Run:
         return {name: measured.where(measured.model == index) for index, name in enumerate(self.names)}
 
     def slo_ms(self, name: str) -> float | None:
-        """The SLO a model was judged by; None when neither the document nor the plan says."""
+        """The SLO by which a model was judged; None if neither the document nor the plan says."""
         stated = (self.document.get("slos_ms") or {}).get(name)
         if stated is not None:
             return float(stated)
@@ -81,7 +81,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """What the numbers are: simulated, measured on emulated GPUs, or measured."""
+        """Where the numbers come from: simulated, measured on emulated GPUs, or measured."""
         if self.document.get("kind") == "simulation":
             return "simulated in virtual time"
         emulated = self.document.get("emulated")
@@ -95,7 +95,7 @@ def load_document(folder: str | Path) -> dict[str, Any]:
     """Return the result.json of a run.
 
     Raises:
-        InvalidInputError: there is none, or it is not one.
+        InvalidInputError: there is no result.json, or it cannot be read as one.
     """
     path = Path(folder) / "result.json"
     try:

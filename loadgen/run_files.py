@@ -1,5 +1,5 @@
-"""The files of a run: result.json with everything, requests.parquet with every request, timeline.csv second by
-second.
+"""The files of a run: result.json with all figures, requests.parquet with one row per request, timeline.csv with one
+row per second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def prepare_report(folder: Path, *, force: bool) -> Path:
 
 
 def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command: Sequence[str]) -> dict[str, Any]:
-    """Return the result document of a live run: figures, verdict, and all that is needed to run it again."""
+    """Return the result document of a live run: figures, verdict, and everything needed to repeat the run."""
     verdict = result.verdict
     return {
         "schema": SCHEMA,
@@ -55,8 +55,8 @@ def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command:
 
 
 def _gpu_utilisation(plan: Plan, gpulets: Mapping[str, Any]) -> float:
-    """Return the mean over the plan's occupied GPUs of the time each executed; gpu-lets beside each other add up to
-    at most 1.
+    """Return the mean, over the plan's occupied GPUs, of the part of the time that each GPU executed. The gpu-lets of
+    one GPU add up to at most 1.
     """
     busy = [
         min(1.0, sum(float(gpulets[g.id]["utilisation"]) for g in plan.on_gpu(gpu.id) if g.id in gpulets))
@@ -73,10 +73,10 @@ def write_run_files(
     schedule: Schedule | None,
     queued: Mapping[int, int] | None = None,
 ) -> None:
-    """Write result.json, timeline.csv, schedule.npz and requests.parquet, the small and most telling ones first.
+    """Write result.json, timeline.csv, schedule.npz and requests.parquet. The small and most useful files come first.
 
     Raises:
-        EnvironmentFaultError: a file cannot be written; the message says which were.
+        EnvironmentFaultError: a file cannot be written; the message says which ones were.
     """
     names = list(document["models"])
     duration_s = float(document["options"]["duration_s"])
@@ -94,15 +94,15 @@ def write_run_files(
 
 
 def _served_by(url: str) -> dict[str, Any]:
-    """Return whether any gpu-let of the endpoint is emulated (None when it does not say), and what its schedulers
-    chose."""
+    """Return whether any gpu-let of the endpoint is emulated (None if it does not say), and the status of its
+    schedulers."""
     from tenuto.deployments.serve.endpoint import get_told
     from tenuto.deployments.wire.status import SystemStatus
 
     try:
         status = get_told(f"{url}/status", SystemStatus)
     except EnvironmentFaultError:
-        return {"emulated": None, "schedulers": []}  # operators have a port of their own there
+        return {"emulated": None, "schedulers": []}  # the endpoint shows its status on another port only
     emulated = any(gpulet.emulated for gpulet in status.gpulets)
     return {"emulated": emulated, "schedulers": [scheduler.to_data() for scheduler in status.schedulers]}
 
@@ -110,8 +110,9 @@ def _served_by(url: str) -> dict[str, Any]:
 def _write_timeline(
     path: Path, records: Records, duration_s: float, queued: Mapping[int, int], calls: Mapping[str, Calls]
 ) -> None:
-    """Write one row per second: what was scheduled in it, what became of that, and, where the server said so, how many
-    requests waited for a batch at its end. Applications have columns of their own: offered and ok, end to end."""
+    """Write one row per second: how many requests were scheduled in it, how these ended, and, if the server said so,
+    how many requests waited for a batch at its end. Applications have columns of their own: offered and ok, end to
+    end."""
     length = int(np.ceil(duration_s))
 
     def by_second(at_ms: Any) -> Any:
@@ -135,8 +136,8 @@ def _write_timeline(
 def _write_parquet(
     path: Path, records: Records, names: Sequence[str], run: str | None, document: Mapping[str, Any]
 ) -> None:
-    """Write one row per request; of a live run with the `id` the server knew it by, and with the `application` and the
-    number of its request, where it belongs to one."""
+    """Write one row per request. In a live run it has the `id` that the server saw. When the request belongs to an
+    application, it has the `application` and the number of that application's request."""
     import pyarrow as arrow
     from pyarrow import parquet
 

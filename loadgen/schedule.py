@@ -1,4 +1,4 @@
-"""The schedule: every arrival of a run, computed before anything is sent, so that two runs with one hash saw the same
+"""The schedule: every arrival of a run, computed before anything is sent. Two runs with the same hash saw the same
 requests.
 """
 
@@ -18,7 +18,7 @@ from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
 from tenuto.placement.arrivals.arrival_processes import arrival_times, process_of
 
-MOST_REQUESTS = 100_000_000  # limit: 1.2 GB of schedule; a mistyped duration should say so instead of eating the memory
+MOST_REQUESTS = 100_000_000  # limit: 1.2 GB of schedule; a mistyped duration gives an error instead of using all memory
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Schedule:
     model_index: NDArray[np.int32]
     names: tuple[str, ...]
     duration_s: float
-    notes: tuple[str, ...] = ()  # what a reader of the figures must know about the times; not part of the hash
+    notes: tuple[str, ...] = ()  # notes about the times for the reader of the figures; not part of the hash
     applications: tuple[Application, ...] = ()
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class Schedule:
 
     @property
     def hash(self) -> str:
-        """SHA-256 over names, duration, times, models, and what follows on what in applications."""
+        """SHA-256 over names, duration, times, models, and the stages of applications."""
         digest = hashlib.sha256()
         digest.update("\0".join(self.names).encode() + np.float64(self.duration_s).tobytes())
         digest.update(np.ascontiguousarray(self.times_ms).tobytes())
@@ -65,7 +65,7 @@ class Schedule:
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
-        """Read what `save` wrote; raises `InvalidInputError` for anything else."""
+        """Read a file that `save` wrote; raises `InvalidInputError` for any other file."""
         try:
             with np.load(path, allow_pickle=False) as data:
                 names = tuple(str(name) for name in data["names"])
@@ -81,7 +81,7 @@ class Schedule:
 
 
 def seed_for(seed: int, *purpose: str) -> np.random.Generator:
-    """Return a generator for one purpose of a run; 0 is a seed, and purposes never share a stream."""
+    """Return a random generator for one purpose of a run. 0 is a valid seed. Purposes never share a stream."""
     words = [int.from_bytes(hashlib.sha256(part.encode()).digest()[:8], "little") for part in purpose]
     return np.random.default_rng(np.random.SeedSequence([seed, *words]))
 
@@ -89,8 +89,8 @@ def seed_for(seed: int, *purpose: str) -> np.random.Generator:
 def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rate_scale: float = 1.0) -> Schedule:
     """Return the merged arrivals of all models.
 
-    Each model draws from its own stream, named after it, so that adding a model leaves the others' arrivals as they
-    were.
+    Each model draws from a stream of its own, which has the model's name. So another model does not change the arrivals
+    of the others.
 
     Args:
         models: entries of the workload.

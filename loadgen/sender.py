@@ -1,5 +1,5 @@
-"""What carries a client's requests to the service under test, as the client sees it: the protocol of senders, what one
-takes and what it hands back. Transports are in `senders/`.
+"""The protocol of senders, which carry a client's requests to the service under test; with the request body and the
+reply. Transports are in `senders/`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Body:
 
 @dataclass(slots=True)
 class Reply:
-    """What came back: status 200, 429, 504 … as `Outcome.http_status`, 0 if no answer came; `error` says why.
+    """The answer to a request: status 200, 429, 504 … as in `Outcome.http_status`; 0: no answer came, and `error` says
+    why.
 
-    Durations are ms as the server measured them on its own clocks, NaN where it did not say.
+    Durations are ms, as the server measured them on its own clocks; NaN if it did not say.
     """
 
     status: int
@@ -39,7 +40,7 @@ class Reply:
     error: str = ""
 
 
-# Called exactly once per request with the token it was sent with.
+# Called exactly once per request, with the token of `send`.
 OnReply = Callable[[int, Reply], None]
 
 
@@ -55,12 +56,12 @@ class Sender(Protocol):
         ...
 
     def send(self, prepared: Any, request_id: str, token: int, slo_ms: float | None = None) -> None:
-        """Send now and return; never waits, never limits how many are under way.
+        """Send now and return. It never waits, and never limits how many requests are open.
 
-        `slo_ms`: time this request has from now, before what it was prepared with; zero or less is expired at once.
+        `slo_ms`: time this request has from now, instead of its prepared SLO; with zero or less it expires at once.
         """
         ...
 
     def close(self) -> None:
-        """Let go of everything; requests still under way get no answer any more."""
+        """Close all connections; open requests get no answer any more."""
         ...

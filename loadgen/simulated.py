@@ -1,5 +1,5 @@
-"""A plan or a workload in virtual time: arrivals, the run, and its result in the form of a measured run, so that one
-verdict, report and comparison serve both.
+"""A plan or a workload in virtual time: arrivals, the run, and its result. The result has the form of a measured run,
+so that the same verdict, report and comparison serve both.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NO_DELAY = NetworkDelay()
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is run and how: everything but the rate. `plan` is None where every GPU hosts every model; `losses` are the
-    seconds, ascending, at which GPUs are lost for good, with their ids."""
+    """All settings of a run but the rate. `plan` is None when every GPU hosts every model. `losses` are (seconds, ids
+    of GPUs), ascending: when GPUs are lost for good."""
 
     models: tuple[ModelSpec, ...]
     applications: tuple[Application, ...]
@@ -54,10 +54,10 @@ class Simulation:
 
     @classmethod
     def of_plan(cls, plan: Plan, network: NetworkDelay = NO_DELAY, slo_scale: float = 1.0, **how: Any) -> Simulation:
-        """Return that of a plan, with every SLO multiplied by `slo_scale`; `how` are fields of the class.
+        """Return the simulation of a plan, with every SLO multiplied by `slo_scale`; `how` are fields of the class.
 
-        A model that is late on its gpu-lets even alone in its batch is run all the same, and gets nothing: policies
-        that believe whole-GPU latencies make such plans (`always_late` names these models).
+        A model may be late on its gpu-lets even with batches of one. It is simulated all the same, and all its requests
+        are late. Policies that calculate with whole-GPU latencies make such plans (`always_late` names these models).
 
         Raises:
             InvalidInputError: the plan cannot be scheduled.
@@ -78,19 +78,19 @@ class Simulation:
         folder: Path = Path(),
         **how: Any,
     ) -> Simulation:
-        """Return that of a workload on a cluster where every GPU hosts every model.
+        """Return the simulation of a workload on a cluster in which every GPU hosts every model.
 
         Args:
-            workload: with at least one model; what it says of merging is for plans.
-            cluster: its GPUs.
-            profiles: latencies of the models there.
+            workload: a workload with at least one model; its settings for merging are ignored.
+            cluster: the GPUs.
+            profiles: latencies of the models on these GPUs.
             network: delays.
             slo_scale: factor on every SLO.
-            folder: where the workload's file is, for traces beside it.
+            folder: folder of the workload's file, for traces beside it.
             how: fields of the class.
 
         Raises:
-            InvalidInputError: a model that no GPU can serve, an SLO that no batch can meet included.
+            InvalidInputError: no GPU can serve a model, for example because no batch can meet its SLO.
         """
         workload = workload.model_copy(update={"models": _with_slos(workload.models, slo_scale)})
         system = everywhere(workload, cluster, profiles, network)
@@ -138,7 +138,7 @@ class Simulation:
         return try_load(lambda stop: self._simulate(load, joins, stop), judged, goal)
 
     def finished(self, result: SimulationResult, rate_scale: float) -> SimulatedRun:
-        """Return a run that `try_rate` made at this rate scale, with its requests."""
+        """Return a result of `try_rate` at this rate scale as a run with its requests."""
         return SimulatedRun(result, *self._arrivals(rate_scale))
 
     def _arrivals(self, rate_scale: float) -> tuple[Schedule, ApplicationLoad | None]:
@@ -169,8 +169,8 @@ class Simulation:
 
 
 class _WithApplications:
-    """Judged are the applications of a load, end to end, and the models that are no stage of one; what the plan does
-    not host is left out.
+    """The requests by which a load with applications is judged: those of applications, end to end, and those of models
+    that are no stage. Models and applications that the plan does not host are left out.
     """
 
     def __init__(self, load: ApplicationLoad, system: System, joins: Joins, begin_ms: float) -> None:
@@ -186,18 +186,18 @@ class _WithApplications:
         return {name: count for name, count in counts.items() if name in self._alone}
 
     def offered(self) -> dict[str, int]:
-        """Return how many arrive after the warm-up."""
+        """Return how many requests arrive after the warm-up."""
         counted = Counter(app for app, at_ms in self._load.calls.values() if at_ms >= self._begin_ms)
         calls = {app.name: counted[place] for place, app in enumerate(self._load.applications)}
         return self._of_models(self._models.offered()) | {name: calls[name] for name in self._complete}
 
     def lost(self, lost_by_model: Sequence[int]) -> dict[str, int]:
-        """Return how many of them missed their deadline so far."""
+        """Return how many of these requests have missed their deadline so far."""
         calls = {app.name: lost for app, lost in zip(self._load.applications, self._joins.lost, strict=True)}
         return self._of_models(self._models.lost(lost_by_model)) | {name: calls[name] for name in self._complete}
 
     def ended(self, result: SimulationResult) -> dict[str, tuple[int, int]]:
-        """Return how many of those that arrived in a run were in time, and how many arrived."""
+        """Return how many requests of a run were in time, and how many arrived."""
         rows = _applications(result, self._load)
         calls = {name: (int(rows[name]["ok"]), int(rows[name]["offered"])) for name in self._complete}
         return self._of_models(self._models.ended(result)) | calls
@@ -205,14 +205,14 @@ class _WithApplications:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A run in virtual time and its requests; `load` where there were applications."""
+    """A run in virtual time and its requests. `load` is set if there were applications."""
 
     result: SimulationResult
     schedule: Schedule
     load: ApplicationLoad | None
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures of `simulate --json`; those of applications are there where the run had some."""
+        """Return the figures of `simulate --json`, with those of applications if there were any."""
         summary = self.result.summary()
         if self.load is not None:
             label_stages(summary["models"], self.load.applications)
@@ -222,12 +222,12 @@ class SimulatedRun:
     def describe(
         self, plan: Plan | None, *, options: Mapping[str, Any], command: Sequence[str]
     ) -> tuple[dict[str, Any], Records]:
-        """Return the result document and the records, as those of a measured run.
+        """Return the result document and the records, in the form of a measured run.
 
         Args:
             plan: the simulated plan; None when every GPU hosts every model.
-            options: settings worth keeping, such as seed, rate_scale and scheduler; the duration is added.
-            command: the command line that made it.
+            options: settings to keep, such as seed, rate_scale and scheduler; the duration is added.
+            command: the command line of the run.
         """
         result = self.result
         records = simulated_records(result, self.load)
@@ -241,7 +241,7 @@ class SimulatedRun:
             applications=self.load.applications if self.load is not None else (),
         )
         verdict = judge(records, summary, list(slos.values()))
-        # The simulator's own figures where both have them: it saw every batch, not only the answered requests.
+        # Where both have a figure, the simulator's is kept: it saw every batch, not only the answered requests.
         seen = {key: value for key, value in result.summary().items() if key != "models"}
         document = {
             "schema": SCHEMA,
@@ -262,11 +262,12 @@ class SimulatedRun:
 
 
 def simulated_records(result: SimulationResult, load: ApplicationLoad | None = None) -> Records:
-    """Return one row per simulated request: sent when scheduled, status as a server would have answered.
+    """Return one row per simulated request. It was sent when scheduled; its status is what a server would have
+    answered.
 
     Args:
-        result: what the simulator returned.
-        load: where it had applications; their stages that were never due have no row.
+        result: the simulator's result.
+        load: the load if there were applications; stages that were never due have no row.
     """
     ids = np.array([gpulet.id for gpulet in result.system.gpulets] + [""], dtype=object)
     answered = ~np.isnan(result.answered_ms)
@@ -308,7 +309,7 @@ def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, 
 
 
 def beside(arriving: tuple[_Arriving, ...], folder: Path) -> tuple[_Arriving, ...]:
-    """Resolve relative trace paths against a folder, where the file is there and not here."""
+    """Resolve relative paths of traces against a folder, if the file is there and not in the current folder."""
     resolved = []
     for spec in arriving:
         path = spec.arrival.path

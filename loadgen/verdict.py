@@ -1,9 +1,9 @@
-"""From records to numbers and a verdict: goodput, attainment, percentiles, the latency split, and whether the run is
-valid.
+"""The figures and the verdict of a run, from its records: goodput, attainment, percentiles, the latency split, and
+whether the run is valid.
 
 All definitions are those of docs/reference/metrics.md: attainment divides by offered, percentiles come from raw
-values, p99 is given only with at least 459 samples (below that no sample is known to lie above the 99th
-percentile with 99 % confidence)."""
+values, and p99 is given only with at least 459 samples. (With fewer, it is not sure with 99 % confidence that any
+sample lies above the 99th percentile.)"""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TARGET_ATTAINMENT = 0.99  # unit: the attainment that PASS asks for unless anoth
 
 @dataclass(frozen=True)
 class Verdict:
-    """PASS: every model and application kept its SLO. FAIL: some did not. INVALID: the run does not show what it claims
-    to.
+    """PASS: every model and application kept its SLO. FAIL: some did not. INVALID: the run was faulty, so its figures
+    prove nothing.
     """
 
     result: str
@@ -48,7 +48,7 @@ def summarise(
         names: model names by index.
         warmup_ms: requests scheduled before this are left out.
         duration_ms: end of the measured window.
-        applications: whose stages are among the models, with the SLOs that count; they get figures of their own.
+        applications: applications whose stages are among the models; they get figures of their own, by their SLOs.
     """
     measured = records.within(warmup_ms, duration_ms)
     length_s = (duration_ms - warmup_ms) / 1000.0
@@ -83,7 +83,7 @@ def _model(records: Records) -> dict[str, Any]:
         "p50_ms": _percentile(answered.latency_ms, 50, 1),
         "p90_ms": _percentile(answered.latency_ms, 90, 1),
         "p99_ms": _percentile(answered.latency_ms, 99, MIN_SAMPLES_P99),
-        # Mean over batches, not over requests: a batch of b appears b times.
+        # The mean is over batches, not over requests: a batch of b appears b times.
         "mean_batch": float(batched.size / (1.0 / batched).sum()) if batched.size else None,
         "split_p95_ms": {
             "batching": _percentile(answered.batching_ms, 95, 1),
@@ -96,7 +96,7 @@ def _model(records: Records) -> dict[str, Any]:
 
 
 def _gpulets(records: Records, length_s: float) -> dict[str, Any]:
-    """Return batches and busy time per gpu-let, from what its answers reported."""
+    """Return batches and busy time per gpu-let, as its answers reported them."""
     found: dict[str, Any] = {}
     answered = records.where((records.status == 200) & (records.batch_size > 0))
     for gpulet in sorted({str(g) for g in answered.gpulet}):
@@ -117,7 +117,7 @@ def _percentile(values: NDArray[np.float64], percent: float, at_least: int) -> f
 
 
 def judged_rows(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the figures by which a run is judged: of every application, and of every model that is no stage of one."""
+    """Return the figures by which a run is judged: those of applications, and of models that are no stage of one."""
     alone = {name: row for name, row in summary["models"].items() if "stage_of" not in row}
     return {**(summary.get("applications") or {}), **alone}
 
@@ -132,9 +132,10 @@ def judge(
 ) -> Verdict:
     """Return the verdict of a run.
 
-    A run is invalid when the generator did not do what the schedule said: requests not sent, the 99th percentile of
-    lateness above 5 % of the smallest SLO (at least 5 ms), a client lost, or an interruption. Later stages of
-    applications have no time in the schedule and are left out of that. Stages are judged by their application."""
+    A run is invalid when the load generator did not follow the schedule: requests were not sent, the 99th percentile of
+    lateness is above 5 % of the smallest SLO (at least 5 ms), a client was lost, or the run was interrupted. Later
+    stages of applications have no time in the schedule, so this does not concern them. Stages are judged by their
+    application."""
     lateness = records.lateness_ms[records.is_planned]
     scheduled = len(lateness)
     unsent = int(np.isnan(lateness).sum())

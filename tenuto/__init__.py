@@ -1,7 +1,7 @@
 """Tenuto: multi-model GPU serving with latency SLOs on Ray Serve.
 
-The names below are loaded when they are first used, so that `import tenuto` or `import tenuto.placement` loads neither
-Ray nor torch nor any folder that was not asked for.
+The names below are loaded when they are first used. So `import tenuto` and `import tenuto.placement` load neither Ray
+nor torch, nor any folder that is not needed.
 """
 
 from __future__ import annotations

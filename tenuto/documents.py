@@ -1,8 +1,8 @@
-"""Read YAML and JSON documents into strict models and report every fault at once, each with its cure; write files whole
-or not at all.
+"""Reads YAML and JSON documents into strict models and reports all faults at once, each with its cure. Writes a file
+whole or not at all.
 
-All of Tenuto's files (profiles, workloads, clusters, plans) pass through here, so that an unknown key or a wrong unit
-reads the same everywhere, and every file that a user may keep is written by `write_whole`.
+All files of Tenuto (profiles, workloads, clusters, plans) are read here, so an unknown key or a wrong unit gives the
+same message everywhere. `write_whole` writes every file that a user may keep.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from tenuto.errors import InvalidInputError, Problem, one_of, refused
 from tenuto.options import split_pairs
 
-# libyaml's are ten times as fast; every wheel of PyYAML has them.
+# libyaml's classes are ten times as fast; every wheel of PyYAML has them.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
-# YAML that was cut at the end of a line is YAML still. What we write therefore says where it ends.
+# YAML that was cut at the end of a line is still YAML. So the files that we write say where they end.
 _FIRST_LINE = "# Written by tenuto; it is whole only with its last line.\n"
 _LAST_LINE = "# end\n"
 
@@ -59,16 +59,16 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class ProblemsBelow(ValueError):
-    """Raised by a schema's validator that finds problems at several places below it, each with its own cure."""
+    """A schema's validator raises this when it finds problems at several places below it, each with its own cure."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        """`problems`: with paths relative to the schema."""
+        """`problems`: their paths are relative to the schema."""
         super().__init__(" ".join(str(problem) for problem in problems))
         self.problems = tuple(problems)
 
 
 class Fault(ValueError):
-    """Raised by a schema's validator that finds a rule broken: the rule, and how to cure it."""
+    """A schema's validator raises this when a rule is broken: the rule, and the cure."""
 
     def __init__(self, rule: str, cure: str) -> None:
         super().__init__(f"{rule}. {cure}")
@@ -115,7 +115,7 @@ _CURES = {
 
 
 def load_document(path: str | Path) -> Any:
-    """Parse a YAML or JSON file; of a RayService of Kubernetes, the Serve config in it.
+    """Parse a YAML or JSON file. For a RayService of Kubernetes, return the Serve config in it.
 
     Raises:
         InvalidInputError: the file is absent, unreadable, cut, or not YAML; the message names line and column.
@@ -165,7 +165,7 @@ def parse_document(model: type[ModelT], data: Any, *, origin: str = "") -> Model
         origin: prefix of the paths in error messages, such as a file name.
 
     Raises:
-        InvalidInputError: with one `Problem` per fault, all of them.
+        InvalidInputError: with one `Problem` for every fault.
     """
     if data is None or not isinstance(data, (dict, BaseModel)):
         where = origin or model.__name__
@@ -183,7 +183,7 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
     for fault in error.errors(include_url=False):
         context = fault.get("ctx", {})
         inner = context.get("error")
-        # A part in parentheses tells which form of a value was meant (see LatencyField); it is no key of the file.
+        # A part in parentheses names the form of a value (see LatencyField); it is no key of the file.
         location = tuple(part for part in fault["loc"] if not str(part).startswith("("))
         path = (prefix + ".".join(str(part) for part in location)).removesuffix(": ") or model.__name__
         if isinstance(inner, ProblemsBelow):
@@ -199,7 +199,7 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
                 rule, cure = inner.rule, inner.cure
             elif isinstance(inner, ValueError):
                 rule = str(inner)
-            # Of a missing key and of the whole document the mapping around it would be shown, which tells nothing.
+            # For a missing key, and for the whole document, pydantic gives the mapping around it, which tells nothing.
             shown = fault["input"] if location and fault["type"] != "missing" else None
             yield Problem(path, shown, rule[:1].lower() + rule[1:], cure)
 
@@ -240,23 +240,24 @@ def _suggest(key: str, known: list[str]) -> str:
 def dump_yaml(data: Any, *, is_part: bool = False) -> str:
     """Render plain data as YAML in a stable form: keys in the given order, no aliases, floats as Python prints them.
 
-    The first line says that the last one must be there; `load_document` refuses what was cut between. `is_part`: it
-    becomes a text in another document, without these lines.
+    The first line says that the last line must be there, so that `load_document` can refuse a file that was cut.
+    `is_part`: the text becomes a part of another document, and has no such lines.
     """
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text if is_part else f"{_FIRST_LINE}{text}{_LAST_LINE}"
 
 
 def write_whole(path: str | Path, content: str | Callable[[Path], None], *, mode: int | None = None) -> None:
-    """Write a file whole or not at all: until all of it is on the disk, what was there before stays.
+    """Write a file whole or not at all: the old file stays until all of the new one is on the disk.
 
     Args:
-        path: the file. What a link names is replaced, not the link; what is no file (/dev/stdout) is written to.
-        content: a text, or what writes to the path that it is given.
-        mode: permissions; default those of the file that is replaced, else what the umask leaves.
+        path: the file. For a link, the file that it points to is replaced. A path that is no file (/dev/stdout) is
+            written to directly.
+        content: a text, or a function that writes to the path that it is given.
+        mode: permissions; default: those of the replaced file, else what the umask leaves.
 
     Raises:
-        OSError: it cannot be written; nothing was changed.
+        OSError: the file cannot be written; nothing was changed.
     """
     with contextlib.suppress(FileNotFoundError):
         found = os.stat(path).st_mode
@@ -267,7 +268,7 @@ def write_whole(path: str | Path, content: str | Callable[[Path], None], *, mode
             return
         mode = stat.S_IMODE(found) if mode is None else mode
     file = Path(os.path.realpath(path))
-    # The suffix stays: numpy insists on its own.
+    # The suffix stays, because numpy would append its own otherwise.
     partial = file.with_name(f".part-{secrets.token_hex(4)}{file.suffix}")
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)

@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with an input: where it is, what was found (None: nothing to show), which rule it breaks and how
+    """One fault of an input: where it is, which value was found (None: nothing to show), which rule it breaks, and how
     to cure it."""
 
     path: str
@@ -47,9 +47,9 @@ class InvalidInputError(TenutoError):
     exit_code = 2
 
     def __init__(self, problems: Problem | str | Sequence[Problem | str]) -> None:
-        """Accept one problem or plain message, or several.
+        """Take one problem or plain message, or several.
 
-        The argument goes to the base class as it is, so that the exception survives pickling between processes.
+        The argument goes to the base class unchanged, so that the exception survives pickling between processes.
         """
         super().__init__(problems)
         found = (problems,) if isinstance(problems, Problem | str) else tuple(problems)
@@ -61,7 +61,7 @@ class InvalidInputError(TenutoError):
 
 
 def refused(path: str, value: Any, rule: str, cure: str) -> InvalidInputError:
-    """Return the error of one problem, to be raised."""
+    """Return an error with one problem; the caller raises it."""
     return InvalidInputError(Problem(path, value, rule, cure))
 
 
@@ -78,7 +78,8 @@ class EnvironmentFaultError(TenutoError):
 
 
 def one_of(name: object, known: Iterable[str], lead: str = "Use one of") -> str:
-    """Return how to cure a name that is not known: the nearest one that is, upper and lower case alike, and all."""
+    """Return the cure for an unknown name: the nearest known name (upper and lower case count the same), and all
+    names."""
     names = {each.lower(): each for each in known}
     close = difflib.get_close_matches(str(name).lower(), names, n=1)
     hint = f"Did you mean '{names[close[0]]}'? " if close else ""
@@ -86,12 +87,13 @@ def one_of(name: object, known: Iterable[str], lead: str = "Use one of") -> str:
 
 
 def new_incident() -> str:
-    """Return a name for one failure: clients are told it, and the log has the text that is not for them."""
+    """Return a name for one failure. Clients get the name; the log has the name with the text, which is not for
+    them."""
     return secrets.token_hex(4)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first thing an error says, without a full stop, and what it is where it says nothing."""
+    """Return the first line of an error's message without a full stop; for an empty message, the kind of the error."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(". ")
 
 

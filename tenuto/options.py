@@ -1,8 +1,8 @@
-"""Options given as `key=value` on the command line, or as plain data in a file: the one parser of policies, schedulers,
-profilers and workloads. A leaf module that every folder may import.
+"""The parser of options, given as `key=value` on the command line or as plain data in a file. Policies, schedulers,
+profilers and workloads use it. A leaf module that every folder may import.
 
-What an option takes follows from its default (or, where that is None, from its annotation); everything wrong is told at
-once, with the options there are.
+The default of an option says which type it takes; when the default is None, the annotation does. All faults are
+reported at once, with a list of the known options.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _WORDS: dict[type, str] = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option. `kind` None: any value, read as a number where it looks like one.
+    """One option. `kind` None: it takes any value, and reads it as a number if it looks like one.
 
-    `is_optional`: None is among its values. `choices`, `minimum`, `above`, `maximum` and `below` bound what is
-    accepted, of a tuple every part; `finite` refuses inf.
+    `is_optional`: None is a valid value. `choices`, `minimum`, `above`, `maximum` and `below` bound the values; for a
+    tuple they bound every part. `finite` refuses inf.
     """
 
     name: str
     default: Any = None
     kind: type | None = None
-    part_kind: type = str  # of a tuple's parts
+    part_kind: type = str  # the type of a tuple's parts
     is_optional: bool = False
     choices: tuple[Any, ...] | None = None
     minimum: float | None = None
@@ -48,10 +48,10 @@ class Option:
     finite: bool = False
 
     def read(self, value: Any) -> Any:
-        """Convert a value, a string as from the command line or plain data.
+        """Convert a value: a string from the command line, or plain data.
 
         Raises:
-            ValueError: it is not of the option's kind; the text says what it must be.
+            ValueError: the value is not of the option's type; the message says what it must be.
         """
         if value is None and self.is_optional:
             return None
@@ -81,7 +81,7 @@ class Option:
 
 
 def option(default: Any, **bounds: Any) -> Any:
-    """Return the field of a dataclass for an option with bounds, see `Option`."""
+    """Return a dataclass field for an option with bounds; see `Option`."""
     return dataclasses.field(default=default, metadata=bounds)
 
 
@@ -89,7 +89,7 @@ def split_pairs(pairs: Iterable[str]) -> dict[str, str]:
     """Return repeated `key=value` texts by key, dashes in keys as underscores.
 
     Raises:
-        InvalidInputError: a text of another form, or a key given twice with different values; all at once.
+        InvalidInputError: a text has another form, or a key is given twice with different values; lists all.
     """
     found: dict[str, str] = {}
     problems = []
@@ -114,7 +114,7 @@ def options_of_dataclass(kind: type) -> tuple[Option, ...]:
 
 
 def options_of_call(target: Callable[..., Any]) -> tuple[Option, ...]:
-    """Return the options of a class or function, one per parameter that can be given by name."""
+    """Return the options of a class or function: one for each parameter that can be given by name."""
     named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(
         _option(parameter.name, parameter.default, parameter.annotation)
@@ -124,12 +124,12 @@ def options_of_call(target: Callable[..., Any]) -> tuple[Option, ...]:
 
 
 def read_options(owner: str, options: Sequence[Option], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given options, each converted to its kind; those not given are left out.
+    """Return the given options, each converted to its type. Options that are not given are left out.
 
     Args:
-        owner: who has these options, as errors name it: `policy 'usher'`.
-        options: those there are.
-        raw: names and values, strings or plain data.
+        owner: the owner of the options, as errors name it: `policy 'usher'`.
+        options: the known options.
+        raw: the given names and values, strings or plain data.
 
     Raises:
         InvalidInputError: unknown options (lists the known ones) and unusable values, all at once.
@@ -197,7 +197,7 @@ def _whole(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    """Return a number; NaN is none, as no comparison would notice it."""
+    """Return a number. NaN is refused, because no bound would refuse it."""
     number = float(value)
     if math.isnan(number):
         raise ValueError(value)

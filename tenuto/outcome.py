@@ -1,4 +1,4 @@
-"""The one outcome every request ends in, and what HTTP says of it. A leaf module that every folder may import."""
+"""The outcome in which every request ends, and its HTTP status. A leaf module that every folder may import."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import IntEnum
 
 
 class Outcome(IntEnum):
-    """How a request ended. Its number is the value in columns of records, its `word` that of files and messages.
+    """How a request ended. Records store its number; files and messages show its `word`.
 
     `OK`: answered by its deadline. `LATE`: answered after it. `EXPIRED`: given up, as the deadline could not be met,
     and never executed. `REJECTED`: turned away before it was queued. `FAILED`: everything else. Inside the server an
-    answer is `OK` before it is known when it reaches the client.
+    answer counts as `OK` until its time shows that it is late.
     """
 
     OK = 0
@@ -21,7 +21,7 @@ class Outcome(IntEnum):
 
     @property
     def word(self) -> str:
-        """The outcome as files and messages have it."""
+        """The outcome as a word, for files and messages."""
         return OUTCOMES[self]
 
     @property
@@ -31,7 +31,8 @@ class Outcome(IntEnum):
 
     @classmethod
     def of_http_status(cls, status: int) -> Outcome:
-        """Return what a client makes of a status; whether a 200 was late only its clock can tell."""
+        """Return the outcome of an HTTP status. For a 200 it is `OK`; only the client's clock can tell if it was
+        late."""
         return _OF_STATUS.get(status, cls.FAILED)
 
 

@@ -1,5 +1,6 @@
-"""What other packages add to Tenuto by entry points: policies, schedulers, arrivals, verbs. One of them is the
-laboratory, `tenuto-lab`, whose names are known here: asking for one where it is not installed names the cure."""
+"""Plug-ins: policies, schedulers, arrival processes and verbs that other packages add by entry points. One such package
+is the laboratory, `tenuto-lab`. Its names are listed here, so that the error for a missing one says how to install
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ LABORATORY: dict[str, frozenset[str]] = {
     ARRIVALS: frozenset({"azure_2019", "azure_2021"}),
     VERBS: frozenset({"advice", "compare", "estimate", "experiment", "interference", "kernels", "lab", "partition"}),
 }
-"""The names that `tenuto-lab` registers, by group; a test of the laboratory holds both to each other."""
+"""The names that `tenuto-lab` registers, by group; a test of the laboratory compares both lists."""
 
 
 def registered(group: str) -> dict[str, EntryPoint]:
@@ -28,14 +29,14 @@ def registered(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in sorted(entry_points(group=group), key=lambda point: point.name)}
 
 
-@functools.cache  # reading what is installed takes longer than many a plan; the controller plans all day
+@functools.cache  # reading the installed packages takes longer than many plans, and the controller plans often
 def entry_point(group: str, name: str) -> EntryPoint:
-    """Return the entry point of a name; KeyError where no installed package has it."""
+    """Return the entry point of a name; KeyError if no installed package has it."""
     return registered(group)[name]
 
 
 def cure_of_unknown(group: str, name: str, known: Iterable[str]) -> str:
-    """Return what to do about a name that is not known, as sentences."""
+    """Return, as sentences, what to do about an unknown name."""
     if name in LABORATORY[group]:
         return f"'{name}' is part of the laboratory. Run: pip install tenuto-lab"
     return one_of(name, known)

@@ -1,8 +1,7 @@
-"""The whole line on this machine, no GPU needed: profile, plan, serve, ask, load, judge; then once more on emulated
-GPUs.
+"""The whole job on this machine, without a GPU: profile, plan, serve, send requests, load, judge; then once more on
+emulated GPUs.
 
-Everything here goes through the same functions as the single commands; the quickstart only chooses rates and SLOs
-that suit the machine it finds.
+The quickstart calls the same functions as the single commands. It only chooses rates and SLOs that suit this machine.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ IMAGE_MODELS = ("mobilenet_v2", "resnet50")
 TEXT_MODEL = "bert"
 SENTENCE = "Hold every note for its full value, and never longer."
 
-_BUSY = 0.25  # limit: part of the processor the planned load may take; the rest serves, sends and measures
-_EMULATED_FACTOR = 10.0  # limit: how much more is asked of the four emulated GPUs
-_BATCH_SIZES = (1, 2, 4)  # limit: which the profile of the example has
+_BUSY = 0.25  # limit: part of the processor for the planned load; the rest is for the server and the clients
+_EMULATED_FACTOR = 10.0  # limit: factor on the rates for the four emulated GPUs
+_BATCH_SIZES = (1, 2, 4)  # limit: batch sizes that are profiled
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One of the two runs: where it ran, its plan and what was measured."""
+    """One of the two runs: its title, its plan and its measured figures."""
 
     title: str
     folder: Path
@@ -64,7 +63,7 @@ class Quickstart:
         self._say = say
 
     def run(self) -> list[RunSummary]:
-        """Do everything and stop what was started, also on errors and Ctrl-C.
+        """Do all steps. Everything that was started is stopped, also after errors and Ctrl-C.
 
         Raises:
             EnvironmentFaultError: a step failed on this machine; the message says what to repair.
@@ -81,7 +80,7 @@ class Quickstart:
             self._say(f"  {text}")
 
         with Launcher(progress=say) as launcher:
-            launcher.connect(num_gpus=4, address="local")  # never onto a cluster that others use
+            launcher.connect(num_gpus=4, address="local")  # a new Ray, never a cluster that others use
             self._say("serve: real models on the processor")
             served = Deployment(plan=on_cpu, port=port, proxy_port=proxy_port)
             begin(launcher, served, "real models", "quickstart", progress=say)
@@ -109,12 +108,12 @@ class Quickstart:
         return profile
 
     def workload(self, profile: Profile) -> Workload:
-        """Return rates and SLOs this machine can hold: an equal part of the processor each, and time for the others'
-        batches."""
+        """Return rates and SLOs that this machine can hold. Each model gets an equal part of the processor, and an SLO
+        with time for batches of the other models."""
         alone = {name: model.latency_ms(1) for name, model in profile.models.items()}
         models = []
         for name, latency_ms in alone.items():
-            # A batch may find one of every other model before it, on a machine that does other things as well.
+            # A batch may wait for a batch of every other model, on a machine that also does other things.
             slo_ms = 50.0 * math.ceil((6.0 * sum(alone.values()) + 2.0 * latency_ms) / 50.0)
             rate_rps = float(f"{1000.0 * _BUSY / len(alone) / latency_ms:.2g}")
             models.append(ModelSpec(name=name, rate_rps=rate_rps, slo_ms=slo_ms))
@@ -134,7 +133,7 @@ class Quickstart:
         return plan
 
     def ask(self, url: str) -> None:
-        """Send one real photograph and one real sentence, and say what came back."""
+        """Send one real photograph and one real sentence, and print the answers."""
         photo = resources.files("tenuto.deployments").joinpath("data", "grace_hopper.jpg").read_bytes()
         for model, body, kind in (
             *((model, photo, "image/jpeg") for model in IMAGE_MODELS),

@@ -1,1 +1,1 @@
-"""Who sends: one client, several as a group on a thread or as Ray actors, and how each keeps to its times."""
+"""Load clients: one client, groups of clients on a thread or as Ray actors, and how they send at exact times."""

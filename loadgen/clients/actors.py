@@ -1,4 +1,4 @@
-"""Load clients as Ray actors: one process each, on any node of the cluster, and the group that they form."""
+"""Load clients as Ray actors, one process each, on any node of the cluster; and their group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ClientActor:
         """Take a job and open its connections."""
         self._client = Client(job, make_sender(job.via, job.url, job.key), hands_over=True)
         await self._client.prepare()
-        gc.freeze()  # the schedule and the bodies are not looked through again in every collection of the run
+        gc.freeze()  # so that garbage collections during the run do not look through schedule and bodies
 
     async def run(self, start_at: float) -> ClientReport:
         """Run the job to its end; `prepare` comes first."""
@@ -42,7 +42,7 @@ class ClientActor:
         return self._client.progress() if self._client is not None else {}
 
     async def take_ended(self) -> Records | None:
-        """Return what ended since the last call; see `Client.take_ended`."""
+        """Return the requests that ended since the last call; see `Client.take_ended`."""
         return self._client.take_ended() if self._client is not None else None
 
     async def stop(self) -> None:
@@ -54,10 +54,10 @@ class ClientActor:
 def _start_actors(count: int) -> list[Any]:
     """Start client actors and wait until all are up; without a Ray cluster, start a small local one for them.
 
-    They reserve no CPU in Ray's ledger: the serving side may hold it, and a client that waits for it would never start.
+    The actors reserve no CPU of Ray's: the serving side may hold all CPUs, and then a client would never start.
 
     Raises:
-        EnvironmentFaultError: they did not start in time.
+        EnvironmentFaultError: the actors did not start in time.
     """
     import ray
 
@@ -77,7 +77,7 @@ def _start_actors(count: int) -> list[Any]:
 
 
 def _join_ray() -> None:
-    """Join the running cluster, or start a small local one for the clients alone."""
+    """Join the running cluster, or start a small local one for the clients."""
     import ray
 
     from tenuto.deployments.process.ray_address import join_ray
@@ -91,18 +91,18 @@ def _join_ray() -> None:
 
 
 class RayClients:
-    """One Ray actor per client; a lost one costs the run's validity and its last second, not the rest.
+    """One Ray actor per client. When a client is lost, the run is invalid, but only its last second is lost.
 
-    With every `progress` the actors hand over which requests have ended.
+    With every `progress` the actors hand over the requests that have ended.
     """
 
     def __init__(self, count: int) -> None:
         """Start `count` actors on the running Ray cluster, or on a local one."""
         self.actors = _start_actors(count)
         self._runs: list[Any] = []
-        self._asked: list[tuple[int, Any]] = []  # client, what it will hand over
+        self._asked: list[tuple[int, Any]] = []  # (client, reference to the records that it will hand over)
         self._ended: dict[int, list[Records]] = {}
-        self._lock = threading.Lock()  # of the two above
+        self._lock = threading.Lock()  # guards the two above
 
     def prepare(self, jobs: Sequence[ClientJob]) -> None:
         """Hand each actor its job.
@@ -126,7 +126,7 @@ class RayClients:
         self._runs = [actor.run.remote(start_at) for actor in self.actors]
 
     def progress(self) -> dict[str, int]:
-        """Ask all at once; who does not answer within 2 s is left out of this line."""
+        """Ask all actors at once. An actor that does not answer within 2 s is left out of these counts."""
         import ray
 
         asked = [actor.progress.remote() for actor in self.actors]
@@ -145,7 +145,7 @@ class RayClients:
         return total
 
     def _collect(self) -> None:
-        """Fetch what the actors have handed over by now; what is not here yet is fetched the next time."""
+        """Fetch the records that actors have handed over by now; later ones are fetched the next time."""
         import ray
 
         with self._lock:
@@ -175,7 +175,7 @@ class RayClients:
             actor.stop.remote()
 
     def results(self) -> tuple[list[ClientReport], list[str]]:
-        """Gather the reports; all share one time limit."""
+        """Gather the reports of all actors within one time limit."""
         import ray
 
         found, lost = [], []

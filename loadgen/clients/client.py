@@ -1,8 +1,8 @@
-"""One load client: sends its part of the schedule open-loop at absolute times and records what came back.
+"""One load client: it sends its part of the schedule open-loop, at absolute times, and records the answers.
 
-A request of an application sends its first stages at its time and every later stage as soon as all answers before it
-are there. Runs on any event loop; `tenuto.loadgen.clients.actors` wraps it in a Ray actor. All its times come from one
-clock, its own: no difference between two machines' clocks enters any figure."""
+For a request of an application, the first stages are sent at the scheduled time, and every later stage as soon as all
+answers before it came. The client runs on any event loop; `tenuto.loadgen.clients.actors` wraps it in a Ray actor. All
+its times come from its own clock, so no difference between two machines' clocks enters any figure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tenuto.loadgen.records import NAN, Records, request_id
 from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
 from tenuto.outcome import OUTCOMES, Outcome
 
-_LONGEST_ERROR = 160  # limit: characters of an error
-_KINDS_OF_ERROR = 50  # limit: kinds that are counted apart
+_LONGEST_ERROR = 160  # limit: characters of an error that are kept
+_KINDS_OF_ERROR = 50  # limit: kinds of errors that are counted apart
 
 
 @dataclass(frozen=True)
 class ModelTarget:
-    """How one model is asked, with one of `bodies` in turn."""
+    """A model to send requests to, with `bodies` in turn."""
 
     name: str
     slo_ms: float
@@ -38,9 +38,9 @@ class ModelTarget:
 
 @dataclass(frozen=True)
 class ClientJob:
-    """What one client has to send: requests by index, with their times in ms from the common start.
+    """The requests that one client must send, with their times in ms from the common start.
 
-    With applications, `load` has the same rows; those of later stages stand last and have no time yet.
+    With applications, `load` has the same rows; requests of later stages stand last and have no time yet.
     """
 
     url: str
@@ -52,16 +52,16 @@ class ClientJob:
     connections: int
     send_slo: bool = False
     via: str = "http"  # http, or handle: the Python handle on the Ray cluster
-    run: str = ""  # what the requests' ids begin with; see `request_id`
+    run: str = ""  # the beginning of the requests' ids; see `request_id`
     load: ApplicationLoad | None = None
-    priority: Priority = "realtime"  # of the sending thread, where the system allows it
-    key: str = field(default="", repr=False)  # that the server wants to see
-    measured_from_ms: float = 0.0  # errors of what was scheduled before are not counted
+    priority: Priority = "realtime"  # priority of the sending thread, if the system allows it
+    key: str = field(default="", repr=False)  # the API key for the server
+    measured_from_ms: float = 0.0  # errors of requests that were scheduled earlier are not counted
 
 
 @dataclass
 class ClientReport:
-    """What a client hands back: one row per request of its job, the count of each error text, its priority."""
+    """The result of a client: one row per request of its job, the count of each error text, and its priority."""
 
     records: Records
     errors: Counter[str] = field(default_factory=Counter)
@@ -92,10 +92,10 @@ class _Columns:
         self.batch_size = array("i", [0]) * total
         self.outcome = array("b", [int(Outcome.FAILED)]) * total
         self.gpulet = [""] * total
-        self.ended: list[int] | None = None  # rows since they were last taken; None: nobody takes them
+        self.ended: list[int] | None = None  # rows that ended since they were last taken; None: nobody takes them
 
     def add(self, row: int, answered_ms: float, outcome: Outcome, reply: Reply) -> None:
-        """Write down an answer; one that is only a broken connection has no time of answer."""
+        """Record an answer. A broken connection without an answer has no time of answer."""
         self.outcome[row] = outcome
         if self.ended is not None:
             self.ended.append(row)
@@ -109,7 +109,7 @@ class _Columns:
             self.gpulet[row] = reply.gpulet
 
     def records(self, rows: Sequence[int] | None = None) -> Records:
-        """Return the rows of all requests but those of stages that were never due; or only these rows."""
+        """Return these rows, or by default all but requests of stages that were never due."""
         load = self.job.load
         kept = slice(None) if rows is None else np.asarray(rows, dtype=np.int64)
         columns: dict[str, Any] = {
@@ -125,8 +125,8 @@ class _Columns:
 
 
 class Client:
-    """Runs one job: `prepare`, then `run`. `progress` may be read meanwhile; `stop` ends it early, keeping what was
-    recorded.
+    """Runs one job: `prepare`, then `run`. Meanwhile `progress` may be read. `stop` ends the job early and keeps its
+    records.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ class Client:
         return dict(self._counts)
 
     def take_ended(self) -> Records | None:
-        """Return the requests that ended since the last call, so that what is lost with this process is little.
+        """Return the requests that ended since the last call, so that the death of this process loses little.
 
-        None where there are none, and always with applications, whose requests are judged whole.
+        None if there are none, and always with applications, whose requests are only judged as a whole.
         """
         if self._columns is None or not self._columns.ended:
             return None
@@ -164,13 +164,13 @@ class Client:
         return self._columns.records(rows)
 
     def stop(self) -> None:
-        """Send no more of the schedule; `run` returns when what is under way, later stages of applications included,
-        has been answered or the grace period has passed.
+        """Send no more of the schedule. `run` returns when all open requests, with later stages of applications, are
+        answered, or when the grace period has passed.
         """
         self._stopped = True
 
     async def prepare(self) -> None:
-        """Build the requests and open the connections, so that neither costs time in the run."""
+        """Build the requests and open the connections, so that this costs no time in the run."""
         job, sender = self._job, self._sender
         self._joins = Joins(job.load) if job.load is not None else None
         await sender.open(job.connections, lambda row, reply: self._handle_reply(row, reply))
@@ -180,7 +180,7 @@ class Client:
         ]
 
     async def run(self, start_at: float) -> ClientReport:
-        """Send every request at its time, wait for stragglers up to the grace period, return one row per request.
+        """Send every request at its time, wait for late answers up to the grace period, and return one row per request.
 
         Args:
             start_at: `time.time()` of the start that all clients share; the schedule counts from it.
@@ -196,7 +196,7 @@ class Client:
         columns.ended = [] if self._hands_over else None
         errors: Counter[str] = Counter()
         counts = self._counts
-        times = columns.scheduled_ms  # those of later stages are filled in when they are due
+        times = columns.scheduled_ms  # times of later stages are filled in when they are due
         models = np.asarray(job.model_index).tolist()
         numbers = np.asarray(job.request).tolist()
         slos = [target.slo_ms for target in job.targets]
@@ -245,9 +245,9 @@ class Client:
             at = origin + times[row] / 1000.0
             if at > now():
                 while at > (here := now()) and not self._stopped:
-                    await timer.wait_until(min(at, here + 0.25))  # `stop` is heard within a long gap too
+                    await timer.wait_until(min(at, here + 0.25))  # so that `stop` works within a long gap too
             elif row % 16 == 0:
-                await asyncio.sleep(0)  # behind schedule: let answers be read between sends
+                await asyncio.sleep(0)  # the client is behind schedule; let answers be read between sends
             if self._stopped:
                 break
             send_row(row, "sent")
@@ -261,7 +261,7 @@ class Client:
 
     @staticmethod
     async def _await_stragglers(idle: asyncio.Event, pending: set[int], grace_s: float) -> None:
-        """Wait for what is under way; who does not answer in time keeps the row of a miss."""
+        """Wait for the answers to open requests. A request without an answer in time stays failed."""
         idle.clear()
         if pending:
             try:

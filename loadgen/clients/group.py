@@ -1,4 +1,4 @@
-"""The load clients of a run as one group, and the one that is a thread of this process."""
+"""The load clients of a run as one group, and the client that is a thread of this process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.sender import Sender
 from tenuto.loadgen.senders.make_sender import make_sender
 
-PREPARE_TIMEOUT_S = 120.0  # limit: for the clients to start
-RESULT_TIMEOUT_S = 120.0  # limit: for what they measured, after the last answer
-# limit: how long another thread of this process, one that prints, may keep the client waiting; else 5 ms
+PREPARE_TIMEOUT_S = 120.0  # limit: time for the clients to start
+RESULT_TIMEOUT_S = 120.0  # limit: time for the clients to hand over their results after the last answer
+# limit: how long another thread of this process, such as one that prints, may keep the client waiting; Python's default
+# is 5 ms
 _SWITCH_S = 0.0002
 
 
@@ -36,7 +37,7 @@ class ClientGroup(Protocol):
         ...
 
     def is_done(self) -> bool:
-        """Whether every client has ended, one way or another."""
+        """Whether every client has ended, with a result or an error."""
         ...
 
     def stop(self) -> None:
@@ -48,7 +49,7 @@ class ClientGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """End whatever is left."""
+        """End all clients that are left."""
         ...
 
 
@@ -75,7 +76,7 @@ class LocalClient:
     def _work(self, client: Client) -> None:
         async def job() -> ClientReport:
             await client.prepare()
-            gc.freeze()  # the schedule and the bodies are not looked through again in every collection of the run
+            gc.freeze()  # so that garbage collections during the run do not look through schedule and bodies
             switch_s = sys.getswitchinterval()
             sys.setswitchinterval(_SWITCH_S)
             self._prepared.set()
@@ -93,7 +94,7 @@ class LocalClient:
             self._prepared.set()
 
     def start(self, start_at: float) -> None:
-        """Let the thread go on."""
+        """Let the thread start the schedule."""
         self._start_at.set_result(start_at)
 
     def progress(self) -> dict[str, int]:
@@ -110,7 +111,7 @@ class LocalClient:
             self._client.stop()
 
     def results(self) -> tuple[list[ClientReport], list[str]]:
-        """Join the thread."""
+        """Wait for the thread; return its report, or why it is lost."""
         if self._thread is not None:
             self._thread.join(RESULT_TIMEOUT_S)
         if self._report is not None:
@@ -125,7 +126,7 @@ class LocalClient:
 
 
 def _run_loop(main: Coroutine[Any, Any, ClientReport]) -> ClientReport:
-    """Run on uvloop where it is installed, as it is with Ray Serve: half the processor time per request."""
+    """Run on uvloop if it is installed (Ray Serve brings it), as it takes half the processor time per request."""
     try:
         import uvloop
     except ImportError:

@@ -1,5 +1,5 @@
-"""The clock of a load client. Event loops count their timers in whole ms, which alone would make half of all requests
-0.5 ms late; on Linux an alarm of the system wakes them within microseconds, elsewhere the loop's own timers do."""
+"""The clock of a load client. Event loops count timers in whole ms, which would make half of all requests 0.5 ms late.
+On Linux an alarm of the system wakes the client within microseconds; elsewhere the loop's own timers do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tenuto.deployments.dispatch.alarm import Alarm, alarm
 
 
 class Timer(Protocol):
-    """A clock that can be waited for by one waiter at a time; times in seconds, from any origin but `wall`'s."""
+    """A clock that one waiter at a time can wait for. Times are seconds; only `wall` has a fixed origin."""
 
     def now(self) -> float:
         """Return the time."""
@@ -22,11 +22,11 @@ class Timer(Protocol):
         ...
 
     async def wait_until(self, at: float) -> None:
-        """Return at `at` or a little later, never earlier; at once when it has passed."""
+        """Return at `at` or a little later, never earlier; at once if it has passed."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free the timer."""
         ...
 
 

@@ -1,9 +1,9 @@
-"""Real-time scheduling for the thread that sends, where the system allows it.
+"""Real-time scheduling for the thread that sends, if the system allows it.
 
-A kernel built without preemption, as servers' are, lets a running process finish its slice before one that wakes up
-gets the processor: 2 to 4 ms late on a machine that is busy with anything else. A real-time thread is served at once:
-99 % of wake-ups within 0.2 ms beside three busy processes on two cores (lab/journal/benchmarks-loadgen.md). The client
-needs little processor time, and Linux keeps a twentieth of it for everyone else, so that it cannot take the machine.
+Kernels of servers are built without preemption: a process that wakes up waits until a running process has finished its
+time slice. On a busy machine that is 2 to 4 ms. A real-time thread gets the processor at once: beside three busy
+processes on two cores 99 % of wake-ups came within 0.2 ms (lab/journal/benchmarks-loadgen.md). The client needs little
+processor time, and Linux keeps a twentieth of the time for other threads, so the client cannot block the machine.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from typing import Literal
 
 Priority = Literal["realtime", "normal"]
-_LOWEST = 1  # format: of the real-time priorities: above all ordinary threads, below everyone's who asked for more
+_LOWEST = 1  # format: the lowest real-time priority, which is above all ordinary threads
 
 
 def prefer_this_thread(wanted: Priority = "realtime") -> Priority:
-    """Give the calling thread the lowest real-time priority and return what it has got.
+    """Give the calling thread the lowest real-time priority; return the priority that it got.
 
-    Needs root, CAP_SYS_NICE or a limit for real-time priority (`ulimit -r`); without, and elsewhere than on Linux, the
-    thread stays as it is, and so does one that is real-time already. Threads and processes that it starts are ordinary
-    ones.
+    This needs root, CAP_SYS_NICE or a limit for real-time priority (`ulimit -r`). Without these, and on other systems
+    than Linux, the thread stays as it is. So does a thread that is real-time already. Threads and processes that the
+    thread starts have ordinary priority.
     """
     if wanted == "normal" or not hasattr(os, "sched_setscheduler"):
         return "normal"
@@ -52,5 +52,5 @@ def _policy() -> int:
 
 
 def _set(policy: int, priority: int) -> None:
-    # The flag stays when the priority goes: who is not root may set it and not clear it.
+    # The flag stays when the priority goes, since only root may clear it.
     os.sched_setscheduler(0, policy | os.SCHED_RESET_ON_FORK, os.sched_param(priority))

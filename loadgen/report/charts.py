@@ -1,6 +1,6 @@
 """Small charts: lines, stacked bars and columns with axes. `templates/charts.html` draws them as inline SVG.
 
-Every chart is 420 units wide, so that its 12-unit text stays readable on a phone. What is drawn carries a `<title>`,
+Every chart is 420 units wide, so that its 12-unit text stays readable on a phone. Every drawn part has a `<title>`,
 which browsers show on hovering and screen readers read.
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tenuto.loadgen.report.palette import Style
 
-_WIDTH = 420  # unit: of the drawing
+_WIDTH = 420  # unit: width of the drawing
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 14, 44  # unit: margins for the labels
 _MOST_POINTS = 400  # limit: points of a line; a screen shows no more
 _EVERY_BAR = 42  # unit: height of a bar with its label
@@ -43,7 +43,7 @@ def _short(value: float) -> str:
 class Plot:
     """A chart with linear axes. Series are clipped to the ranges; the y axis starts at `y_range[0]`.
 
-    What was drawn is listed by kind: `columns`, `lines`, `dots` and `marks`, each as the template fills it in.
+    `columns`, `lines`, `dots` and `marks` list the drawn parts by kind, in the form that the template needs.
     """
 
     kind = "plot"
@@ -137,7 +137,7 @@ class BarPart:
 
 @dataclass(frozen=True)
 class Bar:
-    """One row of a bar chart: label, parts, and what is written behind it."""
+    """One row of a bar chart: a label, parts, and a note behind the bar."""
 
     label: str
     parts: Sequence[BarPart]
@@ -162,7 +162,7 @@ class Bars:
         return any(row.parts for row in self._rows)
 
     def rows(self) -> list[tuple[int, Bar, list[tuple[float, float, BarPart]]]]:
-        """Return the top of every row, what it shows, and left side and width of its parts."""
+        """Return for every row: its top, the bar, and left side and width of each part."""
         found = []
         for index, row in enumerate(self._rows):
             left, placed = float(self.left), []
@@ -175,7 +175,7 @@ class Bars:
         return found
 
     def x_ticks(self) -> list[tuple[float, str, str]]:
-        """Return places, how a label is anchored there, and the labels."""
+        """Return places, the anchors of labels, and the labels."""
         found = []
         for value in ticks(0.0, self._limit, 4):
             at = round(self.left + value / self._limit * self.span, 1)
@@ -186,9 +186,9 @@ class Bars:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with its heading, or a sentence that says why there is none, and a note below.
+    """A chart with a heading and a note below; or a sentence that says why there is no chart.
 
-    `title` is what a screen reader says of the chart.
+    `title` is the text for screen readers.
     """
 
     heading: str

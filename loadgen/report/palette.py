@@ -1,4 +1,5 @@
-"""How a series is drawn: one colour per model, the same in every chart, which colour-blind readers can tell apart.
+"""The style of a series: one colour per model, the same in every chart. Colour-blind readers can tell the colours
+apart.
 
 Models take the colours in the order of the workload; from the ninth on the colours repeat, darker or lighter and with
 another line pattern. `templates/colours.css` has the colours themselves, in a light and a dark set.
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
-_COLOURS = 8  # format: what colours.css has
+_COLOURS = 8  # format: number of colours in colours.css
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ Styles = Mapping[str, Style]
 
 
 def named(word: str) -> Style:
-    """Return the style of an outcome or of a stage of a request, which colours.css calls by its name."""
+    """Return the style of an outcome or of a stage of a request; colours.css has a colour of that name."""
     return Style(f"var(--{word})")
 
 

@@ -1,4 +1,4 @@
-"""The page of a run: one self-contained HTML file that opens without network, light or dark, on a phone or on paper."""
+"""The page of a run: one HTML file that opens without network, in light and dark, on a phone and on paper."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def render_page(run: Run) -> str:
 
 
 def how_it_was_made(document: Mapping[str, Any], settings: Mapping[str, Any], **more: str) -> dict[str, str]:
-    """Return command, settings, machine and versions of a document in words, and what else there is to tell."""
+    """Return command, settings, machine and versions of a document in words, with the entries of `more`."""
     rows = {
         "command": " ".join(document.get("command", [])),
         "settings": _listed(settings),

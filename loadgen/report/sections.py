@@ -1,4 +1,4 @@
-"""The charts of the report, from a run; where there is nothing to draw, a figure says why."""
+"""The charts of the report, drawn from a run. When there is nothing to draw, the figure says why."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def applications(run: Run, styles: Styles) -> Iterator[Figure]:
 
 
 def load(run: Run, styles: Styles) -> Iterator[Figure]:
-    """Draw goodput, latency, where the time goes, and what was sent and waited over time."""
+    """Draw goodput, latency, where the time goes, and the load and the queue over time."""
     yield from _goodput(run, styles)
     yield _latency_of_models(run, styles)
     yield where_the_time_goes(
@@ -74,7 +74,7 @@ def load(run: Run, styles: Styles) -> Iterator[Figure]:
 
 
 def _goodput(run: Run, styles: Styles) -> Iterator[Figure]:
-    """Goodput stacked by model against what was offered and planned, and every model's requests by outcome."""
+    """Draw goodput stacked by model, beside the offered and the planned load; and every model's requests by outcome."""
     models = run.document["models"]
     window_s = run.window_s
 
@@ -108,7 +108,7 @@ def _outcomes(rows: Mapping[str, Mapping[str, Any]], notes: Mapping[str, str]) -
 
 
 def _latency_of_models(run: Run, styles: Styles) -> Figure:
-    """Latency distributions on one scale, as multiples of the models' SLOs where all are known."""
+    """Draw latency distributions on one scale, as multiples of the models' SLOs if all SLOs are known."""
     slos = {name: run.slo_ms(name) for name in run.names}
     known = all(slos.values()) and bool(slos)
     curves = []
@@ -151,7 +151,7 @@ def where_the_time_goes(
     note: str = "",
     stages: Mapping[str, str] = STAGES,
 ) -> Figure:
-    """Draw the 95th percentiles in ms of the stages, each with its words, of every model that has any."""
+    """Draw the 95th percentiles in ms of the stages of every model that has any; `stages` names them."""
     bars = []
     for name, split in split_ms.items():
         known = {key: value for key in stages if (value := (split or {}).get(key)) is not None}
@@ -170,7 +170,7 @@ def _over_time(run: Run, top: float, y_label: str, height: int = 240, x_label: s
 
 
 def _rates(run: Run, rates: Timeline, style: Style, words: str, height: int = 240) -> Plot:
-    """Draw the offered and the ok rate over time; `words` names the latter."""
+    """Draw the offered and the ok rate over time; `words` names the ok rate."""
     top = float(max(rates.offered_rps.max(initial=0.0), 1e-9)) * 1.08
     plot = _over_time(run, top, "requests per second", height, "scheduled time in s")
     plot.line(rates.at_s, rates.offered_rps, _OFFERED, "offered", width=5.0)
@@ -242,7 +242,7 @@ def executions(run: Run, styles: Styles, found: Iterable[Prediction]) -> Iterato
 
 
 def left_out(found: Iterable[Prediction]) -> int:
-    """Return of how many gpu-lets that executed `executions` draws nothing, for there are too many."""
+    """Return how many gpu-lets `executions` does not draw, because there are too many."""
     return max(0, len({each.gpulet for each in found if each.measured_ms.size}) - _MOST_CHARTS)
 
 

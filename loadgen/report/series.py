@@ -1,5 +1,5 @@
-"""What the charts draw, computed from the records: rates over time, distributions, predictions. Everything is binned,
-so that a page about a million requests is no larger than one about a thousand."""
+"""The data of the charts, computed from the records: rates over time, distributions, predictions. All data is binned,
+so that a page for a million requests is no larger than one for a thousand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tenuto.placement import Gpulet, Plan
 
 Floats = NDArray[np.float64]
 Curve = tuple[str, Floats, Floats]  # a name with latencies and shares
-_BINS = 120  # unit: of time over a run
+_BINS = 120  # unit: time bins of a run
 _CDF_POINTS = 300  # limit: points of a distribution
 
 
@@ -31,7 +31,7 @@ class Timeline:
 
 
 def bin_edges_ms(run: Run) -> Floats:
-    """Return the edges of the time bins of a run: whole seconds where the run is short enough for that."""
+    """Return the edges of the time bins of a run: whole seconds if the run is short enough."""
     end_ms = max(run.end_ms, 1.0)
     width_ms = max(1000.0, 1000.0 * math.ceil(end_ms / 1000.0 / _BINS)) if end_ms > 10_000 else end_ms / 20.0
     return np.append(np.arange(0.0, end_ms - 1e-6, width_ms), end_ms)
@@ -48,8 +48,8 @@ def timeline(run: Run, at_ms: Floats, outcome: NDArray[np.int8]) -> Timeline:
 def waiting_and_under_way(run: Run) -> tuple[Floats, Floats, Floats]:
     """Return times (s), requests not yet executing, and requests not yet answered, at 240 instants.
 
-    Execution is taken to end when the answer arrives, which puts the way back into it. Who was never answered waits
-    until the deadline, where the SLO is known."""
+    Execution is taken to end when the answer arrives, so it includes the way back. A request that was never answered
+    waits until its deadline, if the SLO is known."""
     records = run.records
     instants = np.linspace(0.0, max(run.end_ms, 1.0), 2 * _BINS)
     slo = np.array([run.slo_ms(name) or np.inf for name in run.names])
@@ -72,7 +72,7 @@ def cdf(latency_ms: Floats, offered: int) -> tuple[Floats, Floats]:
 
 
 def binned(run: Run, at_ms: Floats, values: Floats, weights: Floats | None = None) -> tuple[Floats, Floats]:
-    """Return the middle of each time bin (s) and the weighted mean of the values in it, NaN where there are none."""
+    """Return the middle of each time bin (s) and the weighted mean of the values in it; NaN if there are none."""
     edges = bin_edges_ms(run)
     known = ~np.isnan(values) & ~np.isnan(at_ms)
     weight = np.ones(int(known.sum())) if weights is None else weights[known]
@@ -83,14 +83,14 @@ def binned(run: Run, at_ms: Floats, values: Floats, weights: Floats | None = Non
 
 
 def batch_counts(records: Records) -> tuple[NDArray[np.int64], Floats]:
-    """Return batch sizes and how many batches had each; a batch of b shows in b requests."""
+    """Return batch sizes and how many batches had each size. (A batch of b has b records.)"""
     sizes, requests = np.unique(records.batch_size[records.batch_size > 0], return_counts=True)
     return sizes.astype(np.int64), requests / sizes
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Measured executions of one replica beside what the plan predicts for the very batches that ran.
+    """Measured executions of one replica, beside the plan's predictions for the same batches.
 
     `at_ms`, `measured_ms`, `predicted_ms` and `weight` have one entry per request; the weight counts each batch once.
     """
@@ -105,17 +105,17 @@ class Prediction:
 
     @property
     def batches(self) -> int:
-        """How many ran."""
+        """How many batches ran."""
         return round(float(self.weight.sum()))
 
     @property
     def usual_measured_ms(self) -> float | None:
-        """Median of the measured; None without a batch."""
+        """Median of the measured times; None without a batch."""
         return _median(self.measured_ms)
 
     @property
     def usual_predicted_ms(self) -> float | None:
-        """Median of the predicted; None without a prediction or a batch."""
+        """Median of the predicted times; None without a prediction or a batch."""
         return _median(self.predicted_ms)
 
     @property

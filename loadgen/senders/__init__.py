@@ -1,1 +1,1 @@
-"""How a request is sent: the sender protocol, and the transports that speak it."""
+"""The senders: HTTP and the Python handle."""

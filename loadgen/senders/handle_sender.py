@@ -1,4 +1,4 @@
-"""Sending load through the Python handle: the same requests as over HTTP, without the HTTP server."""
+"""The sender through the Python handle: the same requests as over HTTP, but without the HTTP server."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Prepared = tuple[str, list[Any], float | None]  # model, parts, SLO in ms
 
 
 class HandleSender:
-    """Sends over a `TenutoHandle`; outcomes become the statuses that HTTP gives them."""
+    """Sends through a `TenutoHandle`. Outcomes become the same statuses as over HTTP."""
 
     def __init__(self, handle: TenutoHandle | None = None) -> None:
-        """`handle`: one that is connected; by default `open` connects to the Ray cluster of this process."""
+        """`handle`: a connected handle; by default `open` connects to the Ray cluster of this process."""
         self._handle = handle
         self._on_reply: OnReply = lambda _token, _reply: None
         self._closing: asyncio.Task[None] | None = None
 
     async def open(self, connections: int, on_reply: OnReply) -> None:  # noqa: ARG002
-        """Connect; one connection per dispatcher carries everything."""
+        """Connect. One connection per dispatcher carries all requests."""
         self._on_reply = on_reply
         if self._handle is None:
             _join_ray()
@@ -76,7 +76,7 @@ class HandleSender:
         )
 
     def close(self) -> None:
-        """Disconnect soon; requests still under way get no answer any more."""
+        """Disconnect soon; open requests get no answer any more."""
         if self._handle is not None:
             self._on_reply = lambda _token, _reply: None
             self._closing = asyncio.ensure_future(self._handle.close())

@@ -1,8 +1,8 @@
-"""A lean HTTP/1.1 sender for load: keep-alive connections, prepared request bytes, only the headers that matter are
-read.
+"""A lean HTTP/1.1 sender for load. It keeps connections alive, prepares the bytes of requests, and reads only the
+headers that matter.
 
-A general HTTP client costs several times as much per request, which on a shared machine is taken from the server
-under test."""
+A general HTTP client costs several times as much processor time per request. On a shared machine that would slow the
+server under test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.sender import Body, OnReply, Reply
 
-_LONGEST_IDLE_S = 4.0  # limit: of a connection; servers close idle ones after 5 s and more
+_LONGEST_IDLE_S = 4.0  # limit: idle time of a connection; servers close idle connections after 5 s or more
 
 
 def post_bytes(path: str, body: bytes, headers: Mapping[str, str], host: str) -> bytes:
@@ -33,7 +33,7 @@ def post_bytes(path: str, body: bytes, headers: Mapping[str, str], host: str) ->
 
 
 class _Connection(asyncio.Protocol):
-    """One keep-alive connection with at most one request under way."""
+    """One keep-alive connection with at most one open request."""
 
     def __init__(self, sender: HttpSender) -> None:
         self._sender = sender
@@ -51,12 +51,12 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the server has surely not given it up yet: servers close connections that idle for 5 s or longer."""
+        """Whether the server has surely not closed it yet: servers close connections that are idle for 5 s or more."""
         return self.is_open and time.monotonic() - self._idle_at < _LONGEST_IDLE_S
 
     def send(self, request: bytes, token: int) -> None:
         self._token = token
-        if self._transport is None:  # lost between the connect and now
+        if self._transport is None:  # the connection was lost since it was opened
             self.connection_lost(None)
         else:
             self._transport.write(request)
@@ -156,8 +156,8 @@ def _text(original: bytes, head: bytes, name: bytes) -> str:
 
 
 class HttpSender:
-    """Sends prepared requests to one server, opening a connection whenever none is idle: nothing limits requests in
-    flight.
+    """Sends prepared requests to one server. When no connection is idle, it opens another, so that nothing limits the
+    number of open requests.
     """
 
     def __init__(self, url: str, key: str = "") -> None:
@@ -179,7 +179,7 @@ class HttpSender:
         self._on_reply: OnReply = lambda _token, _reply: None
 
     async def open(self, connections: int, on_reply: OnReply) -> None:
-        """Open connections ahead of time, so that the first requests do not pay for it; failures show when sending."""
+        """Open connections before the run, so that the first requests need not. Failures show when sending."""
         self._on_reply = on_reply
         for _ in range(connections):
             try:
@@ -194,7 +194,7 @@ class HttpSender:
         return connection
 
     def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> tuple[bytes, bytes]:
-        """Return the request in two parts, between which its id will go."""
+        """Return the request in two parts; `send` puts the id between them."""
         headers = {"Content-Type": "application/json"}
         if body.json_length is not None:
             headers = {
@@ -250,7 +250,7 @@ class HttpSender:
             self.idle.remove(connection)
 
     def close(self) -> None:
-        """Close every connection; requests still under way get no answer any more."""
+        """Close every connection; open requests get no answer any more."""
         for task in list(self._opening):
             task.cancel()
         for connection in list(self._all):

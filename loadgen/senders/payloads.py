@@ -1,5 +1,5 @@
-"""Request bodies, drawn from a pool while sending: in the binary or the JSON tensor form, made once from a model's
-metadata, or the user's own files."""
+"""Request bodies in the binary or the JSON tensor form, or the user's own files. Bodies of tensors are made once from a
+model's metadata; clients send the bodies in turn."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _DTYPES = {
     "FP32": np.float32,
     "FP64": np.float64,
 }
-_LARGEST_TOKEN = 20_000  # limit: below the vocabulary of every model in the catalogue
+_LARGEST_TOKEN = 20_000  # limit: smaller than the vocabulary of every model in the catalogue
 
 
 def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, binary: bool = True) -> list[Body]:
     """Return eight bodies, one sample each.
 
-    Floats are standard normal as normalised images are; whole numbers are token ids; an input named like a mask is
-    all ones.
+    Floats are standard normal, as normalised images are. Whole numbers are token ids. An input with `mask` in its name
+    is all ones.
 
     Args:
         metadata: the server's answer to GET /v2/models/{model}.
         generator: source of randomness.
-        binary: tensors as raw bytes behind a JSON header; False: as JSON numbers, which costs both sides far more.
+        binary: tensors are raw bytes behind a JSON header; False: JSON numbers, which cost both sides far more.
 
     Raises:
         InvalidInputError: an input has a datatype or shape that cannot be generated.

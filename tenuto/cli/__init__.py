@@ -49,7 +49,7 @@ def verb_names() -> list[str]:
 
 
 def load_verb(name: str) -> click.Command | None:
-    """Return the command of a verb; None where there is none of that name."""
+    """Return the command of a verb; None if there is no such verb."""
     if name in VERBS:
         own: click.Command = importlib.import_module(f"tenuto.cli.{name}").command
         return own
@@ -99,9 +99,10 @@ def main(args: list[str] | None = None) -> None:
 
 
 def exit_code(run: Callable[[], Any]) -> int:
-    """Run something, say on stderr why it failed, and return the exit code. A closed stdout or stderr is no failure."""
+    """Run a function and return the exit code. When it fails, print why on stderr. A closed stdout or stderr is no
+    failure."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started us
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # as long as the process
     try:
         code = run()
@@ -113,7 +114,7 @@ def exit_code(run: Callable[[], Any]) -> int:
         return 2
     except (KeyboardInterrupt, click.Abort):
         return _failed("interrupted", 130)
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 0

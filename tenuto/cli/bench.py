@@ -24,7 +24,10 @@ from tenuto.errors import Problem, one_of, raise_if_any, refused
 @address_option
 @click.option("--duration-s", default=30.0, help="Length of the schedule.")
 @click.option(
-    "--warmup-s", default=None, type=float, help="First part left out of the figures. Default: 5 % of the duration."
+    "--warmup-s",
+    default=None,
+    type=float,
+    help="Requests of the first S seconds are left out of the figures. Default: 5 % of the duration.",
 )
 @click.option("--seed", default=0, help="Seed of the schedule and the payloads.")
 @click.option("--rate-scale", default=1.0, help="Factor on every rate of the plan.")
@@ -35,7 +38,7 @@ from tenuto.errors import Problem, one_of, raise_if_any, refused
     "--tensors",
     type=click.Choice(["binary", "json"]),
     default="binary",
-    help="How inputs travel: raw bytes behind a JSON header, or JSON numbers.",
+    help="Send inputs as raw bytes behind a JSON header, or as JSON numbers.",
 )
 @click.option(
     "--body",
@@ -48,13 +51,14 @@ from tenuto.errors import Problem, one_of, raise_if_any, refused
     "--via",
     type=click.Choice(["http", "handle"]),
     default="http",
-    help="HTTP, or the Python handle on the Ray cluster that serves.",
+    help="Send over HTTP, or through the Python handle on the Ray cluster that serves.",
 )
 @click.option(
     "--client-priority",
     type=click.Choice(["realtime", "normal"]),
     default="realtime",
-    help="Of the threads that send; realtime where the system permits it keeps to the schedule on busy machines.",
+    help="Priority of the threads that send. With realtime, if the system permits it, requests leave on time on busy "
+    "machines too.",
 )
 @click.option(
     "-o",
@@ -78,10 +82,10 @@ def command(
 ) -> int:
     """Send a plan's load to a running endpoint, open-loop, and judge it by goodput.
 
-    Applications fan out and join here as their users would: first stages at the scheduled time, later ones when all
-    answers before them are there. They are judged end to end, in place of their stages.
+    Applications fan out and join as with real users: first stages are sent at the scheduled time, later stages when all
+    answers before them have come. Applications are judged end to end, and not by their stages.
 
-    Ctrl-C and SIGTERM end it early and keep what was measured. Exit code 0 only when the verdict is PASS.
+    Ctrl-C and SIGTERM end the run early and keep the figures so far. The exit code is 0 only when the verdict is PASS.
 
     Example: tenuto bench plan.yaml --duration-s 30 --seed 1 -o report
     """
@@ -102,11 +106,11 @@ def command(
     names = [spec.name for spec in served]
     unknown = (name for name in bodies if name not in names)
     raise_if_any(Problem("--body", name, "is no model that is asked", one_of(name, names)) for name in unknown)
-    options = BenchOptions(url, bodies=bodies, **asked)  # its fields by name are the other options
+    options = BenchOptions(url, bodies=bodies, **asked)  # the other options have the names of its fields
     for note in notes:
         tell(note)
     result = run_bench(served, options, tell, applications=applications)
-    with _no_sigterm():  # what was measured is written, which takes a moment
+    with _no_sigterm():  # to write the results takes a moment
         result.notes = notes
         document = describe(result, options, plan, command=command_line())
         # The report comes before the verdict, which stays the last line; a full disk must not cost the figures.
@@ -123,7 +127,7 @@ def command(
 
 @contextmanager
 def _no_sigterm() -> Iterator[None]:
-    """Let SIGTERM do nothing for a while, however that ends."""
+    """Let SIGTERM do nothing within the block."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield

@@ -1,4 +1,4 @@
-"""`tenuto cluster`: the GPUs that are really there, as a cluster file."""
+"""`tenuto cluster`: list the real GPUs, and write them as a cluster file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def command(address: str | None, mig: MigUse, output: str | None) -> int:
     """List GPUs by UUID with type, memory, SMs, driver and modes.
 
-    Exit code 3 where there is no driver or GPU.
+    The exit code is 3 when there is no driver or no GPU.
 
     Example: tenuto cluster -o cluster.yaml
     """
@@ -66,7 +66,7 @@ def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
 
     try:
         within(60.0, join_ray, address)
-    except (ConnectionError, ValueError, RuntimeError, SystemExit) as error:  # it exits where the cluster is not Ray's
+    except (ConnectionError, ValueError, RuntimeError, SystemExit) as error:  # it exits if the cluster is not Ray's
         raise EnvironmentFaultError(
             f"no Ray cluster answers at {address}: {error}. Check --address and `ray status`."
         ) from error

@@ -1,4 +1,4 @@
-"""What several verbs share: reading cluster and profile arguments, printing data and progress."""
+"""Functions for several verbs: to read cluster and profile arguments, and to print data and progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tenuto.profiles import Profile, Profiles
 Verb = Callable[..., Any]
 T = TypeVar("T")
 
-_AS_JSON = "tenuto.cli.as_json"  # in the context of the verb that runs
+_AS_JSON = "tenuto.cli.as_json"  # key in the context of the verb that runs
 
 
 def _remember(context: click.Context, _: click.Parameter, value: bool) -> None:
@@ -42,48 +42,48 @@ def output_option(help: str) -> Callable[[Verb], Verb]:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # `main` knows what that is; rich would exit with 1
+        raise BrokenPipeError  # `main` handles this; rich itself would exit with 1
 
 
-@functools.cache  # so that what is printed while it shows progress comes above that
+@functools.cache  # there is one console, so that other output goes above the line of progress
 def progress_console() -> Console:
     """Return the console for progress and notices, on stderr."""
     return _Console(stderr=True, highlight=False)
 
 
 def stdout_console() -> Console:
-    """Return the console for results; wide enough for tables when piped into a file."""
+    """Return the console for results. When its output goes to a file, it is wide enough for tables."""
     return _Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def say(text: str) -> None:
-    """Print one line of results on stdout, as it is."""
+    """Print one line of results on stdout, without formatting."""
     stdout_console().print(text, markup=False, soft_wrap=True)
 
 
 def notice(text: str) -> None:
-    """Print one line on stderr, as it is."""
+    """Print one line on stderr, without formatting."""
     progress_console().print(text, markup=False, soft_wrap=True)
 
 
 def tell(text: str) -> None:
-    """Print one line of progress on stderr, where somebody still reads it."""
+    """Print one line of progress on stderr; do nothing if stderr is closed."""
     try:
         notice(f"tenuto: {text}")
-    except BrokenPipeError:  # what was begun goes on
+    except BrokenPipeError:  # the work goes on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def command_line() -> list[str]:
-    """Return the command that runs, for the files it writes."""
+    """Return the command line of this process, which is noted in result files."""
     return ["tenuto", *sys.argv[1:]]
 
 
 def write_file(path: str, text: str, *, option: str = "-o", what: str = "") -> None:
-    """Write a file that `option` asked for, and say so and `what` is in it on stderr.
+    """Write a file that `option` asked for. Print on stderr its path, and `what` is in it.
 
     Raises:
-        InvalidInputError: it cannot be written.
+        InvalidInputError: the file cannot be written.
     """
     try:
         write_whole(path, text)
@@ -98,9 +98,9 @@ def wants_json() -> bool:
 
 
 def printed_as_json(data: Any) -> bool:
-    """Print what a verb found as one JSON document on stdout where --json is given; return whether it is.
+    """With --json, print a verb's result as one JSON document on stdout. Return whether --json is given.
 
-    Keys keep their order. What `msgspec` knows, such as structs and dataclasses, may be in the data.
+    Keys keep their order. The data may contain everything that `msgspec` knows, such as structs and dataclasses.
     """
     if not wants_json():
         return False
@@ -112,16 +112,16 @@ def printed_as_json(data: Any) -> bool:
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]  # which has one from click 8.2 on only
-    """Numbers separated by commas, given back in ascending order without repetitions."""
+    """Numbers separated by commas. The value has them in ascending order without repetitions."""
 
     name = "numbers"
 
     def __init__(self, kind: type[int] | type[float], least: float = -math.inf, most: float = math.inf) -> None:
-        """Take numbers of a kind, none below `least` or above `most`."""
+        """Take numbers of type `kind`, none below `least` or above `most`."""
         self._kind, self._least, self._most = kind, least, most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """Read a text; a usage error says what it must be."""
+        """Read a text. If it is wrong, a usage error says what it must be."""
         try:
             found = tuple(sorted({self._kind(part) for part in value.split(",")}))
         except ValueError:
@@ -135,7 +135,8 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # which has one from 
 
 
 class ProgressLine:
-    """Progress on stderr: one refreshed line on a terminal, elsewhere plain lines, the last one always."""
+    """Progress on stderr. On a terminal it is one line that is refreshed; elsewhere plain lines, always with the
+    last."""
 
     def __init__(self, *, every_s: float = 0.0) -> None:
         """`every_s`: the least time between two plain lines."""
@@ -144,7 +145,7 @@ class ProgressLine:
         self._next_at = 0.0
 
     def show(self, text: str, *, is_last: bool = False) -> None:
-        """Show a line in place of the one before."""
+        """Show a line instead of the one before."""
         now = time.monotonic()
         if not (self._is_terminal or is_last) and now < self._next_at:
             return
@@ -153,13 +154,13 @@ class ProgressLine:
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Take the refreshed line away, so that results follow."""
+        """Remove the refreshed line, so that results can follow."""
         if self._is_terminal:
             sys.stderr.write("\r\x1b[2K")
 
 
 def headed(heading: str, *options: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
-    """Return a decorator that adds options to a verb; `GroupedVerb` shows them below a heading of their own."""
+    """Return a decorator that adds options to a verb. `GroupedVerb` shows them below this heading."""
 
     def decorate(function: Verb) -> Verb:
         before = len(getattr(function, "__click_params__", ()))
@@ -176,7 +177,7 @@ class GroupedVerb(click.Command):
     """A verb whose help shows its options below their headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write them; those without a heading come last."""
+        """Write the options; those without a heading come last."""
         rows: dict[str, list[tuple[str, str]]] = {}
         for option in self.get_params(ctx):
             if isinstance(option, click.Option) and (row := option.get_help_record(ctx)) is not None:
@@ -187,9 +188,9 @@ class GroupedVerb(click.Command):
 
 
 def gathered(kind: type[T], name: str, *options: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
-    """Return a decorator that adds options to a verb, whose values come as one `kind` in argument `name`.
+    """Return a decorator that adds options to a verb. The verb gets their values as one `kind` in argument `name`.
 
-    The options bear the names of the fields of `kind`, a dataclass; those that a verb adds itself do not count.
+    The options have the names of the fields of `kind`, a dataclass. Options that a verb adds itself are not gathered.
     """
 
     def decorate(function: Verb) -> Verb:
@@ -208,7 +209,7 @@ def gathered(kind: type[T], name: str, *options: Callable[[Verb], Verb]) -> Call
 
 @dataclass(frozen=True)
 class ClusterArguments:
-    """Where a verb plans or simulates: --gpus, --cluster, --elastic and --profiles."""
+    """The cluster and the profiles of a verb: --gpus, --cluster, --elastic and --profiles."""
 
     gpus: str | None = None
     cluster_file: str | None = None
@@ -232,7 +233,8 @@ class ClusterArguments:
         return cluster.model_copy(update={"elastic": True}) if self.elastic else cluster
 
     def ground(self, plan: Plan) -> tuple[Profiles, tuple[Gpu, ...]]:
-        """Return the profiles and GPUs that a controller may plan on: those of the cluster, or of the plan."""
+        """Return the profiles and GPUs that a controller may plan with: those of the cluster, else those of the
+        plan."""
         from tenuto.deployments.control.fit import gpus_of
 
         gpus = self.cluster().gpus if self.names_a_cluster else gpus_of(plan)
@@ -246,15 +248,15 @@ class ClusterArguments:
 cluster_arguments = gathered(
     ClusterArguments,
     "where",
-    click.option("--gpus", metavar="TYPE:COUNT[,…]", help="Short form of a one-node cluster, such as v100:4."),
+    click.option("--gpus", metavar="TYPE:COUNT[,…]", help="GPUs of one node, in short form, such as v100:4."),
     click.option("--cluster", "cluster_file", metavar="FILE", help="Cluster file instead of --gpus."),
-    click.option("--elastic", is_flag=True, help="Use as many GPUs of these types as needed; cost counts."),
+    click.option("--elastic", is_flag=True, help="Use as many GPUs of these types as needed, at the lowest cost."),
     click.option(
         "--profiles",
         "profile_names",
         multiple=True,
         metavar="FILE|NAME",
-        help="Profile file or shipped profile; repeatable, earlier ones win. Default: those of the GPU types.",
+        help="Profile file or shipped profile; repeatable, earlier ones win. Default: shipped ones for the GPU types.",
     ),
 )
 

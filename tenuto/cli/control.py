@@ -1,4 +1,4 @@
-"""`tenuto control`: pause, resume and question the controller of a running deployment."""
+"""`tenuto control`: pause, resume and query the controller of a running deployment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tenuto.cli.tables import number, print_table
 from tenuto.placement import Plan
 
 
-@click.group("control", short_help="Pause, resume and question the controller of a running deployment.")
+@click.group("control", short_help="Pause, resume and query the controller of a running deployment.")
 def command() -> None:
     """Operate the controller that `tenuto deploy --control` started.
 
@@ -20,10 +20,10 @@ def command() -> None:
     """
 
 
-@command.command("pause", short_help="Change nothing until resumed; a change under way is finished.")
+@command.command("pause", short_help="Let the controller change nothing until it is resumed.")
 @address_option
 def pause(address: str | None) -> None:
-    """Let the controller watch and change nothing.
+    """Let the controller watch but change nothing. A change that is under way is finished.
 
     Example: tenuto control pause
     """
@@ -44,11 +44,11 @@ def resume(address: str | None) -> None:
     say("resumed")
 
 
-@command.command("status", short_help="Show what the controller knows and does.")
+@command.command("status", short_help="Show the controller's measured rates, plan and present change.")
 @address_option
 @json_option
 def status(address: str | None) -> None:
-    """Show measured rates, what is planned for, and the change under way.
+    """Show the measured rates, the rates of the present plan, and the change that is under way.
 
     Example: tenuto control status
     """
@@ -71,7 +71,7 @@ def status(address: str | None) -> None:
 @address_option
 @json_option
 def plan(output: str | None, address: str | None) -> None:
-    """Say what the controller would change, on how many GPUs and at what price, and write the plan.
+    """Print what the controller would change, on how many GPUs and at what price, and write its plan.
 
     Example: tenuto control plan -o advised.yaml
     """
@@ -88,9 +88,9 @@ def plan(output: str | None, address: str | None) -> None:
 @yes_option
 @address_option
 def apply(plan_file: str | None, yes: bool, address: str | None) -> int:
-    """Go over to what the controller advises, or to PLAN, which it advised before; declared rates stay as declared.
+    """Change to the plan that the controller advises, or to PLAN, which it advised before. Declared rates stay.
 
-    Exit code 1: it could not be reached; the plan before runs again.
+    Exit code 1: the plan could not be reached, and the plan before runs again.
 
     Example: tenuto control apply advised.yaml
     """

@@ -13,9 +13,10 @@ from tenuto.cli.deploying import address_option, agree, operations, yes_option
 @address_option
 @json_option
 def command(yes: bool, address: str | None) -> None:
-    """Let requests in flight end, and remove every application of Tenuto; Ray, others and the history stay.
+    """Let open requests end, and remove all applications of Tenuto.
 
-    Without --address and --yes it says what it found, and asks.
+    Ray, other applications and the history stay. Without --address and --yes, this command prints what it found and
+    asks.
 
     Example: tenuto delete --yes
     """

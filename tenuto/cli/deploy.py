@@ -1,4 +1,4 @@
-"""`tenuto deploy`: make a plan the one that runs on a Ray cluster, without losing a request of the one before."""
+"""`tenuto deploy`: run a plan on a Ray cluster in place of the plan before, without losing a request."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tenuto.cli.deploying import (
 
 
 @click.command(
-    "deploy", cls=GroupedVerb, short_help="Make a plan the one that runs on a Ray cluster, make before break."
+    "deploy", cls=GroupedVerb, short_help="Run a plan on a Ray cluster; new gpu-lets start before old ones end."
 )
 @serving_arguments
-@click.option("--why", default="", show_default="PLAN", metavar="TEXT", help="What for; kept in the history.")
-@click.option("--replace", is_flag=True, help="Begin anew: end what runs first, foreign Serve applications included.")
+@click.option("--why", default="", show_default="PLAN", metavar="TEXT", help="Reason, which the history keeps.")
+@click.option("--replace", is_flag=True, help="First end everything that runs, also foreign Serve applications.")
 @yes_option
 @address_option
 @json_option
 def command(asked: ServingArguments, why: str, replace: bool, yes: bool, address: str | None) -> int:
-    """Deploy PLAN on a running Ray cluster; it stays when this command ends.
+    """Deploy PLAN on a running Ray cluster, where it runs on when this command ends.
 
-    Where a plan runs already, new gpu-lets start beside the old ones, as far as there is room, take over, and the old
-    ones end. New ones that do not become ready are taken back. What no option says stays as it runs; where nothing
-    runs, it is as PLAN says, else the default below. A plan that serves a model no more is deployed with --yes, or
-    after asking. Exit code 1: the plan before runs again.
+    When a plan runs already, new gpu-lets start beside the old ones as far as there is room; they take over, and then
+    the old ones end. If new gpu-lets do not become ready, they are removed again. A setting without an option here
+    stays as it runs; when nothing runs yet, it is as PLAN says, else the default below. When PLAN no longer serves a
+    model that is served now, --yes is needed, or the command asks. Exit code 1: the plan before runs again.
 
     Example: tenuto deploy plan.yaml --emulate
     """

@@ -1,4 +1,4 @@
-"""The arguments of the verbs that make a plan run, and the connection of those that operate what runs."""
+"""The arguments of verbs that run a plan, and the connection of verbs that operate a deployment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServingArguments:
-    """How a plan is to be served."""
+    """The arguments that say how to serve a plan."""
 
     plan_file: str
     name: str
@@ -57,10 +57,10 @@ class ServingArguments:
     where: ClusterArguments
 
     def deployment(self) -> Deployment:
-        """Read the files.
+        """Read the files and return the deployment.
 
         Raises:
-            InvalidInputError: with the problems of the first file that has any.
+            InvalidInputError: lists the problems of the first file that has any.
         """
         from tenuto.batching.core.build import from_plan
         from tenuto.batching.registry import make_scheduler
@@ -76,7 +76,7 @@ class ServingArguments:
         plan = Plan.from_data(document, origin=self.plan_file)  # its faults with the name of the file
         if isinstance(document, dict) and "applications" in document and "policy" not in document:
             base = Deployment.from_data(document, origin=self.plan_file)
-            if base.gateways == 1:  # which every plan file has whose author asked for no number
+            if base.gateways == 1:  # plan files say 1 when their author gave no number
                 base = base.model_copy(update={"gateways": 0})
         else:
             base = Deployment(plan=plan)
@@ -108,25 +108,24 @@ class ServingArguments:
         left = {field for field in self.left_open() if field != "access" or not keys}
         given = {name: value for name, value in asked.items() if name not in left}
         found = Deployment.model_validate({**{name: getattr(base, name) for name in Deployment.model_fields}, **given})
-        # A wrong name or option fails here, not in a replica.
+        # A wrong name or option must fail here, and not later in a replica.
         make_scheduler(found.scheduler, from_plan(found.plan), found.scheduler_options)
         check_policy(found.control, found.plan)
         found.config()
         return found
 
     def left_open(self) -> list[str]:
-        """Return the fields of `deployment` that nothing on the command line asks for: where a plan runs they stay as
-        they are."""
+        """Return the fields of `deployment` that no option sets. When a plan runs already, these stay as they are."""
         context = click.get_current_context()
         given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
         return [field for field, names in _ASKED_BY.items() if not given & names]
 
     def ground(self, plan: Plan) -> Ground | None:
-        """Return what a controller plans with: profiles, and the GPUs there are or may be; None without --control."""
+        """Return the profiles and the possible GPUs that a controller plans with; None without --control."""
         return None if self.control_file is None else self.where.ground(plan)
 
 
-# What a deployment calls as the command line does.
+# The fields that a deployment and the command line call the same.
 _SAME = (
     "name",
     "host",
@@ -155,8 +154,8 @@ address_option = click.option(
     "--url",
     "address",
     metavar="ADDRESS",
-    help="The deployment: its name, its URL, or the address of its Ray. Default: RAY_ADDRESS, else the one of this "
-    "user on this machine.",
+    help="The deployment: its name, its URL, or the address of its Ray. Default: RAY_ADDRESS, else this user's "
+    "deployment on this machine.",
 )
 
 
@@ -165,11 +164,11 @@ def _is_url(address: str) -> bool:
 
 
 def _meant(address: str | None) -> KnownDeployment | None:
-    """Return the deployment of this user on this machine that is meant; None: another one, by its address.
+    """Return this user's deployment on this machine that `address` names; None: `address` is that of another Ray.
 
     Raises:
-        InvalidInputError: none has that name, or several do.
-        EnvironmentFaultError: there are several, and nobody to ask which.
+        InvalidInputError: no deployment has that name.
+        EnvironmentFaultError: there are several, and there is no terminal to ask which one.
     """
     from tenuto.deployments.process.ray_address import known_deployments
 
@@ -191,7 +190,7 @@ def _meant(address: str | None) -> KnownDeployment | None:
 
 
 def endpoint_of(address: str | None, *, operators: bool) -> str:
-    """Return the URL of a deployment, however it is named: where operators, or clients, are answered."""
+    """Return the URL of a deployment for operators, or for clients, from any form of its address."""
     if address is not None and _is_url(address):
         return address.rstrip("/")
     known = _meant(address)
@@ -204,14 +203,14 @@ def endpoint_of(address: str | None, *, operators: bool) -> str:
     return deployment.operator_url if operators else deployment.url
 
 
-yes_option = click.option("--yes", is_flag=True, help="Do it without asking.")
+yes_option = click.option("--yes", is_flag=True, help="Do not ask before going on.")
 
 
 def agree(what: str, *, yes: bool) -> None:
-    """Ask whoever sits at the terminal whether something may be done; `yes`: they said so.
+    """Ask the user whether `what` may be done; `yes`: the user has agreed already.
 
     Raises:
-        InvalidInputError: it may not, or there is nobody to ask.
+        InvalidInputError: the user does not agree, or there is no terminal to ask on.
     """
     if yes:
         return
@@ -220,7 +219,7 @@ def agree(what: str, *, yes: bool) -> None:
 
 
 def agrees_to_losses(*, yes: bool) -> Callable[[ForeseenChange], None]:
-    """Return what asks before models that are served now are served no more, and says what is interrupted."""
+    """Return a function that asks before served models lose their service, and prints which are interrupted."""
 
     def ask(foreseen: ForeseenChange) -> None:
         if foreseen.lost:
@@ -231,13 +230,13 @@ def agrees_to_losses(*, yes: bool) -> Callable[[ForeseenChange], None]:
             tell(f"drained by the new plan: {', '.join(foreseen.drained)}")
         interrupted = dict.fromkeys(name for step in foreseen.steps for name in step.unserved)
         if interrupted:
-            tell(f"no room beside what runs: {', '.join(interrupted)} is not served until new gpu-lets are ready")
+            tell(f"no room for old and new gpu-lets: {', '.join(interrupted)} is not served until new ones are ready")
 
     return ask
 
 
 def keep_drained(foreseen: ForeseenChange) -> None:
-    """Raise `InvalidInputError` where a change that nobody is asked about would end a drain."""
+    """Raise `InvalidInputError` if a change would end a drain. This is for changes about which nobody is asked."""
     if foreseen.undrained:
         cure = "Use `tenuto undrain`, or write what runs into the file with `tenuto history -o FILE`."
         raise refused("drained", ", ".join(foreseen.undrained), "is drained, and by the new plan no more", cure)
@@ -245,7 +244,7 @@ def keep_drained(foreseen: ForeseenChange) -> None:
 
 @contextmanager
 def operations(address: str | None) -> Iterator[Operations]:
-    """Connect to the cluster of a deployment; what happens there is said on stderr."""
+    """Connect to the cluster of a deployment. Progress of operations is printed on stderr."""
     from tenuto.deployments.control.operations import Operations
     from tenuto.deployments.serve.endpoint import get_told
     from tenuto.deployments.wire.status import SystemStatus
@@ -265,12 +264,14 @@ _serving = (
     click.argument("plan_file", metavar="PLAN"),
     headed(
         "What runs",
-        click.option("--name", default="", show_default="PLAN without suffix", help="Of the deployment."),
-        click.option("--emulate", is_flag=True, help="Emulate every GPU of the plan; answers are labelled so."),
+        click.option("--name", default="", show_default="PLAN without suffix", help="Name of the deployment."),
+        click.option(
+            "--emulate", is_flag=True, help="Emulate every GPU of the plan. Answers say that they are emulated."
+        ),
         click.option(
             "--executor",
             type=click.Choice(["auto", "torch", "emulated"]),
-            help="What runs the models.  [default: as in PLAN, else auto]",
+            help="Run models with torch, or emulate GPUs.  [default: as in PLAN, else auto]",
         ),
         click.option("--scheduler", default="deferred", metavar="NAME", help="Batching scheduler of the dispatcher."),
         click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
@@ -279,27 +280,27 @@ _serving = (
             default=0,
             show_default="2 where every process has a core, else 1",
             type=click.IntRange(0, 64),
-            help="Processes that take HTTP; several feed one dispatcher per sub-cluster.",
+            help="Processes that take HTTP. With several, each sub-cluster has a dispatcher of its own.",
         ),
         click.option(
             "--dispatchers",
             default=2,
             type=click.IntRange(1, 8),
-            help="Of each sub-cluster, where gateways feed any: one schedules, the others wait to take over.",
+            help="Dispatcher processes of each sub-cluster: one schedules, the others wait to take over.",
         ),
         click.option(
             "--partition",
             "partition_file",
             metavar="K|FILE",
-            help="Part the plan into K sub-clusters of even rate and memory, or by a file with that of every model.  "
-            "[default: one for all]",
+            help="Divide the plan into K sub-clusters of even rate and memory, or by a file that names the sub-cluster "
+            "of every model.  [default: one for all]",
         ),
         click.option(
             "--hangs-s",
             default=10.0,
             type=click.FloatRange(min=0, min_open=True),
-            help="A batch that the device has had for so long, and for 20 times its planned time, never comes back: "
-            "its gpu-let is replaced.",
+            help="When a batch takes longer than this, and longer than 20 times its planned latency, its gpu-let is "
+            "replaced.",
         ),
     ),
     headed(
@@ -307,44 +308,48 @@ _serving = (
         click.option("--host", default="127.0.0.1", help="Address to bind to."),
         click.option("--port", default=8000, type=_PORT, help="Port to listen on."),
         click.option(
-            "--proxy-port", type=_PORT, show_default="the one after PORT", help="Of Serve's proxies, a slower way in."
+            "--proxy-port",
+            type=_PORT,
+            show_default="the one after PORT",
+            help="Port of Serve's proxies, which are a slower way in.",
         ),
         click.option(
             "--operator-port",
             type=click.IntRange(0, 65535),
             show_default="two after PORT",
-            help="Port of status, metrics and the live page, on 127.0.0.1; 0: none.",
+            help="Port on 127.0.0.1 for status, metrics and the live page; 0: none.",
         ),
         click.option(
             "--grpc-port",
             default=0,
             type=click.IntRange(0, 65535),
-            help="Port of the Open Inference Protocol over gRPC (needs tenuto[grpc]); 0: none.",
+            help="Port for the Open Inference Protocol over gRPC (needs tenuto[grpc]); 0: none.",
         ),
     ),
     headed(
-        "Who may ask",
+        "Who may send requests",
         click.option(
-            "--keys", "key_file", metavar="FILE", help="Clients' keys (`tenuto key`); TENUTO_API_KEYS adds to them."
+            "--keys",
+            "key_file",
+            metavar="FILE",
+            help="File with the keys of clients (see `tenuto key`). TENUTO_API_KEYS adds more keys.",
         ),
-        click.option("--tls-cert", metavar="FILE", help="Certificate (PEM); with --tls-key the gateway speaks TLS."),
-        click.option("--tls-key", metavar="FILE", help="Its key (PEM)."),
+        click.option("--tls-cert", metavar="FILE", help="Certificate (PEM). With --tls-key the gateway speaks TLS."),
+        click.option("--tls-key", metavar="FILE", help="Private key of the certificate (PEM)."),
         click.option(
             "--host-name",
             "host_names",
             multiple=True,
             metavar="NAME",
-            help="What clients may call this server besides localhost, such as a proxy in front; repeatable.",
+            help="A further name by which clients reach this server, such as that of a proxy in front; repeatable.",
         ),
-        click.option("--insecure", is_flag=True, help="Let --host be reached from elsewhere without keys."),
-        click.option(
-            "--encrypt", is_flag=True, help="Encrypt what goes between nodes; inside a node nothing leaves it."
-        ),
+        click.option("--insecure", is_flag=True, help="Let other machines reach --host without keys."),
+        click.option("--encrypt", is_flag=True, help="Encrypt the traffic between nodes."),
     ),
     headed(
-        "What is seen of it",
+        "Logs and traces",
         click.option("--log-json", is_flag=True, help="Write logs as JSON lines."),
-        click.option("--traces", metavar="URL", help="Send spans there by OTLP over HTTP (needs tenuto[tracing])."),
+        click.option("--traces", metavar="URL", help="Send spans to URL by OTLP over HTTP (needs tenuto[tracing])."),
         click.option(
             "--trace-ratio",
             default=0.0,
@@ -354,7 +359,12 @@ _serving = (
     ),
     headed(
         "A controller",
-        click.option("--control", "control_file", metavar="FILE", help="Its settings; without, none runs beside it."),
+        click.option(
+            "--control",
+            "control_file",
+            metavar="FILE",
+            help="Run a controller with the settings in FILE. Default: none.",
+        ),
         cluster_arguments,
     ),
 )

@@ -1,4 +1,4 @@
-"""`tenuto diff`: what going from one plan to another costs, gpu-let by gpu-let, and in which steps it is done."""
+"""`tenuto diff`: what a change of plan does to each gpu-let, and in which steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tenuto.cli.tables import print_table
 from tenuto.placement import Plan
 
 
-@click.command("diff", short_help="Show what going over to a plan costs, gpu-let by gpu-let.")
+@click.command("diff", short_help="Show what a change to a plan does to each gpu-let.")
 @click.argument("plan_file", metavar="PLAN")
-@click.option("--from", "from_file", metavar="FILE", help="Plan to go from; default: the one that runs.")
+@click.option("--from", "from_file", metavar="FILE", help="Plan to change from. Default: the plan that runs.")
 @address_option
 @json_option
 def command(plan_file: str, from_file: str | None, address: str | None) -> None:

@@ -1,4 +1,4 @@
-"""`tenuto doctor`: is this machine ready to serve."""
+"""`tenuto doctor`: check whether this machine is ready to serve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tenuto.cli.common import json_option, printed_as_json, say
 def command() -> int:
     """Check Python, packages, Ray, GPUs, CUDA MPS, memory and ports.
 
-    Exit code 3 when something must be repaired.
+    The exit code is 3 when something must be repaired.
 
     Example: tenuto doctor
     """

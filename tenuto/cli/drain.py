@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def draining_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what says where gpu-lets may go, and by what."""
+    """Add the options that say on which GPUs, with which profiles and by which policy gpu-lets may move."""
     for option in reversed(
         (
             click.argument("nodes", nargs=-1, required=True, metavar="NODE…"),
@@ -27,10 +27,10 @@ def draining_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
                 "profile_names",
                 multiple=True,
                 metavar="FILE|NAME",
-                help="What models cost. Default: what the controller plans with, else the profiles of the GPU types.",
+                help="Profiles of the models. Default: the controller's, else the shipped profiles of the GPU types.",
             ),
             click.option(
-                "--policy", metavar="NAME", help="Plans it. Default: the controller's, else that of the plan."
+                "--policy", metavar="NAME", help="Policy for the new plan. Default: the controller's, else the plan's."
             ),
             yes_option,
             address_option,
@@ -51,7 +51,7 @@ def go_without(
     *,
     yes: bool,
 ) -> bool:
-    """Make the plan with nothing on some places the one that runs; say what moves, and ask where models lose by it."""
+    """Make and deploy a plan that leaves some places empty. Print what moves; ask first if models lose requests."""
     from tenuto.deployments.control.near import less_by, planned_without
     from tenuto.deployments.control.settings import ControlSettings
 
@@ -66,7 +66,8 @@ def go_without(
         for change in foreseen.changes:
             if change.kind != "route-only":
                 tell(f"{change.gpulet}: {change.kind}: {'; '.join(change.reasons)}")
-        here = [gpulet for gpulet in found.plan.gpulets if gpulet.gpu not in lost]  # what else is lost is lost already
+        # Gpu-lets on GPUs that are lost for other reasons do not count: they are lost already.
+        here = [gpulet for gpulet in found.plan.gpulets if gpulet.gpu not in lost]
         less = less_by(found.plan.model_copy(update={"gpulets": tuple(here)}), plan)
         losses = [f"{name} keeps {left:,.4g} of {rate:,.4g} rps" for name, (rate, left) in less.items()]
         interrupted = dict.fromkeys(name for step in foreseen.steps for name in step.unserved)
@@ -77,15 +78,16 @@ def go_without(
     return running.deploy(found.near(plan), why, by=why.partition(" ")[0], agrees=ask)
 
 
-@click.command("drain", short_help="Move everything off a node, make before break.")
+@click.command("drain", short_help="Move all gpu-lets off a node; new ones start before old ones end.")
 @draining_arguments
 def command(
     nodes: tuple[str, ...], profile_names: tuple[str, ...], policy: str | None, yes: bool, address: str | None
 ) -> int:
-    """Let NODE, a rack or a GPU, hold nothing: what is on it starts elsewhere first, and all else stays.
+    """Move all gpu-lets off NODE, which may also be a rack or a GPU.
 
-    Says what moves, and asks where a model loses requests by it. It ends once no gpu-let is left there. The controller
-    plans nothing onto it until `tenuto undrain NODE`. Exit code 1: it could not be reached; the plan before runs again.
+    They start elsewhere before they end on NODE; all other gpu-lets stay. The command prints what moves, and asks if a
+    model loses requests. It ends when no gpu-let is left on NODE. The controller plans nothing there until `tenuto
+    undrain NODE`. Exit code 1: the new plan could not be reached, and the plan before runs again.
 
     Example: tenuto drain n1
     """

@@ -13,16 +13,16 @@ from tenuto.placement import Plan
 from tenuto.placement.explaining import LESS_PCT, Explained, ModelExplained, explain
 
 
-@click.command("explain", short_help="Say why a plan is as it is, and what would change it.")
+@click.command("explain", short_help="Explain why a plan is as it is, and what would change it.")
 @click.argument("plan_file", metavar="PLAN")
 @click.argument("models", metavar="[MODEL]…", nargs=-1)
 @cluster_arguments
 @json_option
 def command(plan_file: str, models: tuple[str, ...], where: ClusterArguments) -> None:
-    """Say why PLAN is as it is, and what would change it.
+    """Explain why PLAN is as it is, and what would change it.
 
-    Of each model: where it runs, what for, what it costs, and how far its rate and SLO may go. Of the plan: what breaks
-    first when all rates grow, and what one GPU more would bring. Every figure was tried.
+    For each model: where it runs, what it costs, and how far its rate and SLO may go. For the plan: which model is late
+    first when all rates grow, and what one more GPU would bring. Every figure was found by trying.
 
     Example: tenuto explain plan.yaml resnet50
     """
@@ -36,7 +36,7 @@ def command(plan_file: str, models: tuple[str, ...], where: ClusterArguments) ->
     if not printed_as_json(asdict(found)):
         _print(found, plan.expected.goodput_rps)
         if plan.drained:
-            say(f"drained, and counted on by nothing here: {', '.join(plan.drained)}")
+            say(f"drained, and not used in these figures: {', '.join(plan.drained)}")
 
 
 def _print(found: Explained, goodput_rps: float) -> None:

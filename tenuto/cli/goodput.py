@@ -1,5 +1,5 @@
-"""`tenuto goodput`: the highest rate a plan, a workload or an endpoint sustains within its SLOs, and what comes of
-other rates, SLOs and burstiness."""
+"""`tenuto goodput`: the highest rate that a plan, a workload or an endpoint sustains within its SLOs, and the
+attainment at other rates, SLOs and burstiness."""
 
 from __future__ import annotations
 
@@ -31,34 +31,35 @@ from tenuto.loadgen.result_folder import provenance
 from tenuto.placement.application import Application
 
 Answer = HighestRate[Trial] | HighestRate[Attempted]
-_LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # limit: of a live search unless asked otherwise
+_LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # limit: defaults of a live search: seconds of a run, and number of runs
 
 
-@click.command("goodput", short_help="The highest rate scale in time; attainment by SLO, rate and burstiness.")
+@click.command("goodput", short_help="Find the highest rate in time; attainment by SLO, rate and burstiness.")
 @virtual_arguments
-@click.option("--rate-scale", type=float, default=1.0, help="Where the search begins.")
+@click.option("--rate-scale", type=float, default=1.0, help="Factor on every rate at which the search begins.")
 @click.option(
     "--criterion",
     type=click.Choice(["each", "all"]),
     default="each",
-    help="Whether every model and application, or all their requests together, must attain 99 %.",
+    help="Ask for 99 % in time of every model and application, or of all their requests together.",
 )
 @click.option("--tolerance", type=float, default=0.01, help="Relative width of the final bracket.")
-@click.option("--runs", type=int, help=f"Most runs of the search. Default: 64, {_LIVE_RUNS} against an endpoint.")
+@click.option("--runs", type=int, help=f"Most runs of the search. Default: 64; against an endpoint {_LIVE_RUNS}.")
 @click.option(
     "--curve",
     "curve_texts",
     multiple=True,
     metavar="AXIS[=V,V,…]",
-    help=f"Attainment along {', '.join(AXES)}; repeatable. Default with -o: all three in virtual time, none live.",
+    help=f"Draw attainment against one of {', '.join(AXES)}; repeatable. Default with -o: all three in virtual time, "
+    "none against an endpoint.",
 )
 @click.option(
     "--curve-at",
     type=click.FloatRange(0, min_open=True),
     metavar="SCALE",
-    help="Rate scale of the curves. Default: the highest found.",
+    help="Rate scale of the curves. Default: the highest in time.",
 )
-@click.option("--clients", default=1, help="Against an endpoint: Ray actors that send; 0: none.")
+@click.option("--clients", default=1, help="Against an endpoint: Ray actors that send; 0 sends from this process.")
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder for goodput.html and result.json.")
 @click.option("--force", is_flag=True, help="Replace an answer that is already in DIR.")
 @click.pass_context
@@ -79,8 +80,8 @@ def command(
 
     Requests of an application count end to end; its stages are not judged by themselves.
 
-    A file is run in virtual time; an endpoint (http://…) is loaded for a few seconds per rate, with the plan it
-    serves. Ctrl-C prints the best answer found so far. Exit code 1 when no rate satisfies the criterion.
+    A file is run in virtual time. An endpoint (http://…) is loaded for a few seconds per rate, with the models of its
+    plan. Ctrl-C prints the best answer so far. The exit code is 1 when no rate satisfies the criterion.
 
     Example: tenuto goodput workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60
     """
@@ -103,7 +104,7 @@ def command(
         live = find_highest_rate(lambda scale: attempt(Factors(scale)), limits, lambda so_far: tell(_progress(so_far)))
         found, summary = live, _summary(live, goal)
     else:
-        simulation = asked.simulation()  # wrong input is an error here, not a point of a curve
+        simulation = asked.simulation()  # so that wrong input is an error, and not a point of a curve
         attempt, applications = in_virtual_time(asked.simulation), simulation.applications
         how = f"in virtual time with {asked.scheduler_name}, {asked.duration_s:g} s a run (emulated)"
         virtual = find_highest_rate(

@@ -1,4 +1,4 @@
-"""`tenuto history`: which plans ran, when and why."""
+"""`tenuto history`: list the plans that ran, when and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenuto.errors import EnvironmentFaultError
 @address_option
 @json_option
 def command(number: int | None, output: str | None, address: str | None) -> None:
-    """List every version of the deployment: when, by what, why.
+    """List every version of the deployment: when it ran, which command made it, and why.
 
     Example: tenuto history
     """

@@ -1,4 +1,4 @@
-"""`tenuto key`: a new API key for a client."""
+"""`tenuto key`: make an API key for a client."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from tenuto.errors import refused
 
 @click.command(name="key", short_help="Make an API key for a client.")
 @click.argument("name")
-@click.option("--model", "models", multiple=True, metavar="PATTERN", help="Model it may ask for; repeatable.  [all]")
+@click.option(
+    "--model", "models", multiple=True, metavar="PATTERN", help="Model that the client may use; repeatable.  [all]"
+)
 @click.option("--rate-rps", type=click.FloatRange(min=0, min_open=True), help="Most requests per second, on average.")
 @json_option
 def command(name: str, models: tuple[str, ...], rate_rps: float | None) -> int:
-    """Make a key: the key itself is shown once, its entry for the key file keeps only the hash.
+    """Make a key, which is shown only once; its entry for the key file has only the hash.
 
     Example: tenuto key mobile-app --model 'resnet*' --rate-rps 200 >> keys.yaml
     """

@@ -1,4 +1,4 @@
-"""A running server as it happens, drawn for a terminal; the same figures as the live page."""
+"""A live picture of a running server for a terminal, with the figures of the live page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tenuto.deployments.operator.window import ModelFigures
 from tenuto.deployments.serve.config import application_name
 from tenuto.deployments.wire.status import Event, ModelCounts
 
-_BAR = 16  # unit: characters
+_BAR = 16  # unit: length of a bar in characters
 
 
 class _Model(NamedTuple):
@@ -35,7 +35,7 @@ SORTS: dict[str, Callable[[_Model], tuple[float, str]]] = {
 
 
 def picture(live: LiveStatus, *, sort: str, lines: int) -> RenderableType:
-    """Return one picture of what `/live` says, in at most so many lines; what does not fit is counted."""
+    """Return one picture of the document at `/live`, in at most `lines` lines. Rows that do not fit are counted."""
     models = sorted(
         (_Model(name, counts, live.window.models[name]) for name, counts in live.models.items()), key=SORTS[sort]
     )
@@ -95,7 +95,7 @@ def _gpulets(live: LiveStatus, shown: int) -> Table:
     for heading in ("gpu-let", "share", "busy", "", "batches/s", "of plan", "runs"):
         is_number = heading in ("share", "busy", "batches/s", "of plan")
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
-    # The busiest and those that are down are what an operator looks for.
+    # Gpu-lets that are down and the busiest ones come first, as operators look for them.
     figures = live.window.gpulets
     ordered = sorted(live.gpulets, key=lambda g: (g.up, -figures[g.id].utilisation, g.id))
     for gpulet in ordered[:shown]:
@@ -118,7 +118,7 @@ def _gpulets(live: LiveStatus, shown: int) -> Table:
 
 
 def _notes(live: LiveStatus) -> list[Text]:
-    """Return the idle and the drained GPUs, what the schedulers chose, the last decision and the last two events."""
+    """Return the idle and drained GPUs, the schedulers' settings, the last decision and the last two events."""
     decided = [] if live.controller is None else live.controller.log[:1]
     used = {gpulet.gpu for gpulet in live.gpulets}
     used |= {gpu for gpu in live.gpus for stray in live.strays if stray.startswith(f"{application_name(gpu)}-")}

@@ -1,4 +1,4 @@
-"""`tenuto logs`: what the processes of the running deployment write down."""
+"""`tenuto logs`: show the logs of the processes of the running deployment."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from tenuto.cli.deploying import address_option, operations
 from tenuto.errors import one_of, refused
 from tenuto.placement import Plan
 
-_LOOK_S = 1.0  # limit: between looks
+_LOOK_S = 1.0  # limit: time between two looks
 
 
 @click.command("logs", short_help="Show the logs of gpu-lets, gateways, dispatchers and the controller.")
 @click.argument("names", nargs=-1, metavar="[MODEL|PROCESS]…")
-@click.option("--last", default=20, type=click.IntRange(min=0), metavar="N", help="Lines of each process.")
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is new until Ctrl-C, of processes to come too.")
+@click.option(
+    "--last", default=20, type=click.IntRange(min=0), metavar="N", help="Show the last N lines of each process."
+)
+@click.option(
+    "-f", "--follow", is_flag=True, help="Then show new lines until Ctrl-C, also of processes that start later."
+)
 @address_option
 @json_option
 def command(names: tuple[str, ...], last: int, follow: bool, address: str | None) -> None:
-    """Show the last lines of every process of the running deployment, on whatever node it is, or of those named.
+    """Show the last log lines of all processes of the running deployment, on all nodes, or only of the named ones.
 
-    A process is named by its kind (`gateway`, `dispatcher`, `gpulet`, `control`), or as `tenuto status` names a
-    gpu-let (`n0/0/a`). A MODEL stands for the gpu-lets that host it. Each line says which process wrote it.
+    Name processes by their kind (`gateway`, `dispatcher`, `gpulet`, `control`), or a gpu-let by its id in `tenuto
+    status` (`n0/0/a`). A MODEL stands for the gpu-lets that host it. Each line says which process wrote it.
 
     Example: tenuto logs resnet50 gateway --follow
     """
@@ -47,10 +51,10 @@ def command(names: tuple[str, ...], last: int, follow: bool, address: str | None
 
 
 def _applications(names: tuple[str, ...], plan: Plan) -> list[str]:
-    """Return patterns of the Serve applications that are meant.
+    """Return patterns for the Serve applications that the names stand for.
 
     Raises:
-        InvalidInputError: neither a process nor a model.
+        InvalidInputError: a name is neither a process nor a model.
     """
     from tenuto.deployments.serve.config import (
         CONTROL_APPLICATION,

@@ -1,4 +1,4 @@
-"""`tenuto merge`: which operators of some models can run once for all, and whether that pays on this device."""
+"""`tenuto merge`: find operators that several models can run together, and measure whether that pays here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tenuto.profiles.networks.merging.merge import MergedModels
 
 
-@click.command("merge", short_help="Find operators that models with equal weights can run once; time it.")
+@click.command("merge", short_help="Find operators that models with equal weights can share; measure the gain.")
 @click.argument("models", nargs=-1, required=True, metavar="NAME=MODEL…")
 @click.option("--weights", "weights", multiple=True, metavar="NAME=FILE", help="Local weights of a model; repeatable.")
 @click.option(
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     "reseeded",
     multiple=True,
     metavar="NAME=PREFIX,…",
-    help="New random weights for a model's parameters of these prefixes, as after fine-tuning; repeatable.",
+    help="Give the model's parameters with these prefixes new random weights, as after fine-tuning; repeatable.",
 )
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of every model, such as image_size=64.")
 @click.option("--seed", type=int, default=0, help="Seed of random weights.")
-@click.option("--batch-size", type=click.IntRange(1), default=4, help="Batch of each model when timing.")
-@click.option("--repetitions", type=click.IntRange(1), default=7, help="Timed runs of each way, in turns.")
+@click.option("--batch-size", type=click.IntRange(1), default=4, help="Batch size of each model when timing.")
+@click.option("--repetitions", type=click.IntRange(1), default=7, help="Timed runs, merged and apart in turns.")
 @output_option("Measure the merged programs too, and write or complete this profile for `tenuto plan --profiles`.")
 @click.option(
     "--batch-sizes",
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     type=Numbers(int, 1, 4096),
     default="1,2,4,8,16",
     metavar="B,B…",
-    help="With -o: joint batches to measure, all models' requests together.",
+    help="With -o: sizes of joint batches to measure; a size counts the requests of all models.",
 )
 @click.option(
     "--shares", type=Numbers(int, 1, 100), default="100", metavar="PCT,PCT…", help="With -o: shares of the CPU."
@@ -72,14 +72,14 @@ def command(
     sizes: tuple[int, ...],
     shares: tuple[int, ...],
 ) -> int:
-    """Merge operator graphs as USHER (OSDI 2024, §3.4) does, on this processor, and report what came of it.
+    """Merge operator graphs as USHER (OSDI 2024, §3.4) does, on this processor, and report the result.
 
-    MODEL is a catalogue name or `package.module:factory`; NAME tells two copies apart and may be left away. Exit code 1
-    when nothing could be merged.
+    MODEL is a catalogue name or `package.module:factory`. NAME tells two copies apart; one copy needs none. The exit
+    code is 1 when nothing could be merged.
 
-    With -o FILE every joint batch is measured both ways, split evenly and all of one model. The row `base+tuned` of
-    FILE holds the worst of them, the rows `base` and `tuned` the models by themselves: with NAMEs that are those of
-    the workload, `tenuto plan --profiles FILE` plans with both.
+    With -o FILE every joint batch is measured twice: split evenly over the models, and all of one model. In FILE, the
+    row `base+tuned` has the slowest of these; the rows `base` and `tuned` have the models by themselves. If the NAMEs
+    are those of the workload, `tenuto plan --profiles FILE` plans with all three.
 
     Example: tenuto merge base=resnet50 tuned=resnet50 --reseed tuned=layer4,fc --option image_size=64 -o merged.yaml
     """
@@ -178,7 +178,7 @@ def _time(found: MergedModels, loaded: dict[str, Any], size: int, repetitions: i
                 loaded[name][0](*inputs)
             middle = time.perf_counter()
             found.run(batches)
-            if repetition:  # the first is the warm-up
+            if repetition:  # the first run is the warm-up
                 apart.append((middle - begun) * 1000.0)
                 together.append((time.perf_counter() - middle) * 1000.0)
     return median(apart), median(together)

@@ -16,7 +16,7 @@ from tenuto.errors import InvalidInputError, refused
 
 @click.group("model", short_help="Add, remove and update models of a running deployment.")
 def command() -> None:
-    """Change the workload of a deployment that a controller looks after.
+    """Change the workload of a deployment that has a controller.
 
     Example: tenuto model add '{name: resnet50, rate_rps: 100, slo_ms: 50}'
     """
@@ -36,7 +36,7 @@ def _entry(text: str) -> dict[str, Any]:
     return entry
 
 
-@command.command("list", short_help="List the models that are asked for.")
+@command.command("list", short_help="List the models of the workload.")
 @address_option
 @json_option
 def listing(address: str | None) -> None:
@@ -80,7 +80,7 @@ def update(entry: str, address: str | None) -> None:
     say("updated; `tenuto control log` says what it changes")
 
 
-@command.command("remove", short_help="Serve a model no longer.")
+@command.command("remove", short_help="Stop serving a model.")
 @click.argument("name")
 @address_option
 def remove(name: str, address: str | None) -> None:

@@ -54,12 +54,12 @@ T = TypeVar("T")
 
 STREAMS = "each gpu-let takes the next batch while one executes, and copies overlap with execution"
 HIDDEN = "`hidden ms` of a full batch's latency are copies"
-_TRIES = 4  # limit: clusters, each a GPU larger, on which a policy is asked whether they are enough
+_TRIES = 4  # limit: clusters, each one GPU larger, that are tried to find how many GPUs are enough
 NOTHING_HIDDEN = "nothing says how long copies take, so that none count as hidden"
 
 
 class _Faults:
-    """Runs steps that may each find input wrong, so that a user sees every problem in one go."""
+    """Runs steps that may each find wrong input, so that the user sees all problems at once."""
 
     def __init__(self) -> None:
         self.found: list[Problem | str] = []
@@ -88,20 +88,21 @@ class _Faults:
 @click.option(
     "--compare",
     metavar="NAME,NAME…",
-    help="Plan with several policies and print them side by side, each with the first profile that has what it needs.",
+    help="Plan with several policies and print the plans side by side. Each policy uses the first profile that has all "
+    "it needs.",
 )
 @click.option(
     "--from",
     "from_file",
     type=click.Path(dir_okay=False),
     metavar="PLAN",
-    help="Leave what this plan serves where it is, as far as every model is served as well as by a plan made anew.",
+    help="Keep gpu-lets of this plan where they are, as far as every model is served as well as by a new plan.",
 )
 @click.option(
-    "--at-most", type=click.IntRange(0), metavar="N", help="Gpu-lets that may start or load a model, with --from."
+    "--at-most", type=click.IntRange(0), metavar="N", help="With --from: at most N gpu-lets may start or load a model."
 )
-@click.option("--without", multiple=True, metavar="NODE", help="Use nothing of a node, rack or GPU; repeatable.")
-@click.option("--fewest-gpus", is_flag=True, help="Leave GPUs idle that all models are served as asked without.")
+@click.option("--without", multiple=True, metavar="NODE", help="Do not use this node, rack or GPU; repeatable.")
+@click.option("--fewest-gpus", is_flag=True, help="Use no more GPUs than it takes to serve all models as asked.")
 @cluster_arguments
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
 @output_option("Write the plan as a Serve config for `serve deploy`.")
@@ -110,13 +111,13 @@ class _Faults:
     "file_format",
     type=click.Choice(["serve", "rayservice"]),
     default="serve",
-    help="Of that file: for `serve deploy` and `tenuto`, or the part of a RayService of Kubernetes that is its plan.",
+    help="Format of the -o file: a Serve config for `serve deploy` and `tenuto`, or a part of a Kubernetes RayService.",
 )
 @click.option(
     "--executor",
     type=click.Choice(["auto", "torch", "emulated"]),
     default="auto",
-    help="How the written plan's gpu-lets run their models.",
+    help="Whether gpu-lets of the written plan run models with torch, or emulate GPUs.",
 )
 @click.option(
     "--picture", type=click.Path(dir_okay=False), metavar="FILE.svg", help="Draw the GPUs with their gpu-lets."
@@ -125,7 +126,7 @@ class _Faults:
     "--strict",
     is_flag=True,
     envvar="TENUTO_STRICT",
-    help="Exit with 1 unless every model is served as asked; TENUTO_STRICT=1 says so for all plans, as in CI.",
+    help="Exit with 1 unless every model is served as asked. TENUTO_STRICT=1 sets this for all plans, as in CI.",
 )
 @json_option
 def command(
@@ -146,9 +147,9 @@ def command(
 ) -> int:
     """Find and validate a plan for WORKLOAD on a cluster.
 
-    Where the plan does not serve every model as asked, the last line says what would, or why more GPUs do not. Exit
-    code 1: nothing is served in time, or with --strict not everything as asked. Long searches say on stderr how far
-    they are; Ctrl-C then ends them with the best plan so far, a second one without.
+    When the plan does not serve every model as asked, the last line says what would, or why more GPUs do not help. Exit
+    code 1: no model is served in time; with --strict, some model is not served as asked. Long searches show their
+    progress on stderr. Ctrl-C ends such a search with the best plan so far; a second Ctrl-C ends it without a plan.
 
     Example: tenuto plan workload.yaml --policy usher --gpus v100:4 -o plan.yaml
     """
@@ -211,8 +212,8 @@ def command(
 
 
 def _code(plans: Iterable[Plan], *, strict: bool) -> int:
-    """Return the exit code: a plan that serves nothing in time is no success, nor with --strict one below what is
-    asked."""
+    """Return the exit code: 1 for a plan that serves no model in time, and with --strict also for one that does not
+    serve every model as asked."""
     return int(
         any(plan.models and (not plan.expected.goodput_rps or (strict and plan.unserved_reasons)) for plan in plans)
     )
@@ -221,8 +222,8 @@ def _code(plans: Iterable[Plan], *, strict: bool) -> int:
 def _say_what_is_enough(
     policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, trial: Trial, *, is_file: bool
 ) -> None:
-    """Say on how many GPUs the same policy serves every model as asked, or whom on no number and why, or why it cannot
-    tell. The GPUs of a file may be special: those are only counted."""
+    """Print on how many GPUs the same policy serves every model as asked; or which models no number of GPUs serves, and
+    why; or why this cannot be told. GPUs of a cluster file may be special, so only their number is printed."""
     try:
         with planning_watched(policy):
             found = enough_for_all(policy, workload, cluster, profiles, trial=trial)
@@ -273,14 +274,14 @@ def _inputs(
     if workload and cluster and profiles is not None:
         faults.attempt(lambda: check_inputs(workload, cluster, profiles))
     faults.raise_if_any()
-    if workload is None or cluster is None or profiles is None:  # never after raise_if_any; tells the type checker so
+    if workload is None or cluster is None or profiles is None:  # never so after raise_if_any; for the type checker
         raise InvalidInputError("incomplete input. Correct the problems above.")
     return workload, cluster, profiles, {name: policy for name, policy in policies.items() if policy is not None}
 
 
 def _other_orders(profiles: Profiles, names: tuple[str, ...], cluster: Cluster) -> list[Profiles]:
-    """Return the same profiles with another one first: of those given, or where none is, of those shipped for the GPU
-    types."""
+    """Return the same profiles in other orders: each of the given ones first. Without given ones, it is each of those
+    shipped for the GPU types."""
     first = list(profiles)
     others = first[1:] if names else shipped_for(cluster.gpu_types, except_for=first)
     return [Profiles([other, *(profile for profile in first if profile is not other)]) for other in others]
@@ -295,10 +296,10 @@ def _compare(
     *,
     strict: bool,
 ) -> int:
-    """Plan with every policy and print the plans; each uses the first order of profiles that has what it needs.
+    """Plan with every policy and print the plans. Each policy uses the first order of profiles that has what it needs.
 
     Raises:
-        InvalidInputError: policies that could plan with none, after the plans of the others are printed.
+        InvalidInputError: some policies could plan with no order; the plans of the others are printed before.
     """
     plans: dict[str, Plan] = {}
     used: dict[str, list[str]] = {}
@@ -325,7 +326,7 @@ def _compare(
 
 
 def _policy(name: str, options: dict[str, Any], strict: bool) -> Policy:
-    """Load a policy; when comparing, an option goes to the policies that have it."""
+    """Load a policy. When policies are compared, an option goes to all that have it."""
     if strict:
         return load_policy(name, options)
     parameters = _parameters(load_policy(name))
@@ -337,7 +338,7 @@ def _parameters(policy: Policy) -> set[str]:
 
 
 def _document(plan: Plan, executor: str, file_format: str) -> str:
-    """Return the Serve config which carries the plan, or the part of a RayService that does."""
+    """Return the Serve config with the plan, or the part of a RayService with it."""
     from tenuto.deployments.serve.deployment import Deployment
     from tenuto.deployments.serve.rayservice import rayservice
     from tenuto.documents import dump_yaml
@@ -396,7 +397,7 @@ def _print_plan(plan: Plan) -> None:
 
 
 def _cells(rows: Sequence[PlanRow], *, with_hidden: bool) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each row; what is as in the row above is left empty."""
+    """Yield the cells of each row. A cell that is equal to the one above is left empty."""
     previous = ("", "")
     for row in rows:
         share = "all" if row.share_pct is None else f"{row.share_pct:g} %"
@@ -442,7 +443,8 @@ def _print_comparison(plans: dict[str, Plan], used: dict[str, list[str]]) -> Non
         ("GPUs used", *(f"{t.gpus_used} of {t.gpus}" for t in totals)),
         ("$/hour", *(_number(t.cost_per_hour) for t in totals)),
     ]
-    if len({tuple(names) for names in used.values()}) > 1:  # another order: the first one lacks what a policy needs
+    # A policy that lacks something in the first profile used another order of profiles.
+    if len({tuple(names) for names in used.values()}) > 1:
         rows.append(("profiles", *(", ".join(used[name]) for name in plans)))
     print_table(("", *plans), rows, left=tuple(plans))
     if any(plan.streaming for plan in plans.values()):

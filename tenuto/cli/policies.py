@@ -12,7 +12,7 @@ from tenuto.placement import policy_names
 @click.command("policies", short_help="List the placement policies.")
 @json_option
 def command() -> None:
-    """List the placement policies: what they do, where they come from, and where ours read or deviate from that.
+    """List the placement policies: what they do, the paper they come from, and where we deviate from it.
 
     Example: tenuto policies
     """
@@ -35,5 +35,5 @@ def _source_of(kind: type) -> str:
 
 
 def _text(kind: type, attribute: str) -> str:
-    """Return a class attribute of a policy, empty where a user's own class leaves it out."""
+    """Return a class attribute of a policy; empty if a user's own class does not have it."""
     return str(getattr(kind, attribute, ""))

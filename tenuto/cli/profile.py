@@ -37,7 +37,7 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
-    help="Where to measure; auto is CUDA where there is one.",
+    help="Device to measure on; auto is CUDA if there is a GPU, else the CPU.",
 )
 @click.option("--batch-sizes", type=Numbers(int), default="1,2,4,8", metavar="N,N…", help="Batch sizes to measure.")
 @click.option(
@@ -45,17 +45,17 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     type=Numbers(float),
     default="100",
     metavar="PCT,PCT…",
-    help="Shares of the device in percent; threads on a CPU, CUDA MPS on a GPU.",
+    help="Shares of the device in percent: a number of threads on a CPU, a share of CUDA MPS on a GPU.",
 )
 @click.option(
-    "--budget-s", type=float, default=20.0, help="Seconds of repeated timing per model, building it excluded."
+    "--budget-s", type=float, default=20.0, help="Seconds of repeated timing per model, without the time to build it."
 )
 @click.option(
     "--name",
     "names",
     multiple=True,
     metavar="NAME",
-    help="What a MODEL is called in the profile, in order; default: the end of its source.",
+    help="Name of a MODEL in the profile; give one for each, in order. Default: the end of its source.",
 )
 @click.option("--weights", "weights_path", metavar="FILE|DIR", help="Local weights of the model (only with one MODEL).")
 @click.option(
@@ -67,7 +67,10 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 )
 @click.option("--seed", type=int, default=0, help="Seed of random weights and inputs.")
 @click.option(
-    "--time-limit-s", type=float, metavar="S", help="Begin no point after S seconds; continue later with --resume."
+    "--time-limit-s",
+    type=float,
+    metavar="S",
+    help="Begin no measurement after S seconds; continue later with --resume.",
 )
 @click.option("--resume", is_flag=True, help="Keep what FILE holds and measure the rest.")
 @click.option(
@@ -76,8 +79,8 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     type=float,
     default=0.0,
     metavar="PCT",
-    help="Measure the ends first, then where predictions disagree most; leave out what they agree on within "
-    "PCT percent. Default: measure everything.",
+    help="Measure the smallest and largest points first, then those where predictions disagree most. Leave out points "
+    "on which predictions agree within PCT percent. Default: measure everything.",
 )
 @output_option("Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.")
 @json_option
@@ -85,7 +88,7 @@ def command(models: tuple[str, ...], time_limit_s: float | None, resume: bool, o
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
 
     MODEL is a name of the catalogue (resnet50), a source (transformers/bert), your own package.module:factory, or a
-    local transformers directory. The file is written after every point; Ctrl-C keeps them, --resume continues.
+    local transformers directory. The file is written after every measurement. Ctrl-C keeps it; --resume continues.
 
     Example: tenuto profile resnet50 mobilenet_v2 bert --batch-sizes 1,2,4,8 -o cpu.yaml
     """
@@ -111,10 +114,10 @@ def command(models: tuple[str, ...], time_limit_s: float | None, resume: bool, o
 
 
 def _requests(models: tuple[str, ...], names: tuple[str, ...], asked: Mapping[str, Any]) -> list[MeasureRequest]:
-    """Turn arguments, called as the fields of a request are, into requests.
+    """Turn arguments into requests; the arguments have the names of a request's fields.
 
     Raises:
-        InvalidInputError: with the problems of all of them.
+        InvalidInputError: lists the problems of all arguments.
     """
     problems: list[Problem] = []
     asked = {**asked, "options": parse_pairs(asked["options"])}
@@ -145,7 +148,7 @@ def _requests(models: tuple[str, ...], names: tuple[str, ...], asked: Mapping[st
 def _measure(
     requests: list[MeasureRequest], book: ProfileBook, until: float | None, shares: Shares | None
 ) -> tuple[int, BaseException | None]:
-    """Measure one model after the other; on Ctrl-C or a fault return how many are finished, and the reason."""
+    """Measure one model after another; after Ctrl-C or a fault, return how many are finished, and the reason."""
     before = {request.row: book.before(request.row, request) for request in requests}
     have = {
         name: {(p.batch_size, p.share_pct) for p in known.points} if known else set() for name, known in before.items()

@@ -1,4 +1,4 @@
-"""`tenuto quickstart`: the whole line on this machine."""
+"""`tenuto quickstart`: the whole job on this machine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 @click.option("--seed", default=1, help="Seed of the arrivals.")
 @json_option
 def command(folder: str | None, seconds: float, seed: int) -> int:
-    """Do the whole job here: profile three real networks, plan, serve over HTTP, load with Ray actors, judge by
-    goodput.
+    """Do the whole job on this machine: profile three real networks, plan, serve over HTTP, load with Ray actors, judge
+    by goodput.
 
-    Runs once on the processor with real models and once on four emulated V100s; leaves nothing running.
+    It runs once on the processor with real models and once on four emulated V100s. Nothing is left running.
 
     Example: tenuto quickstart
     """

@@ -11,7 +11,7 @@ from tenuto.cli.common import json_option, printed_as_json, say
 @click.argument("folder", metavar="DIR")
 @json_option
 def command(folder: str) -> None:
-    """Rebuild the page of a run that `tenuto bench -o DIR` wrote; one file, readable without network.
+    """Rebuild the page of a run that `tenuto bench -o DIR` wrote, as one file that opens without network.
 
     Example: tenuto report runs/monday
     """

@@ -1,4 +1,4 @@
-"""`tenuto rollback`: back to a plan that ran before."""
+"""`tenuto rollback`: go back to a plan that ran before."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tenuto.cli.common import json_option, printed_as_json, tell
 from tenuto.cli.deploying import address_option, agrees_to_losses, operations, yes_option
 
 
-@click.command("rollback", short_help="Go back to a plan that ran before, make before break.")
+@click.command("rollback", short_help="Go back to a plan that ran before; new gpu-lets start before old ones end.")
 @click.argument("number", type=int, required=False, metavar="[VERSION]")
 @yes_option
 @address_option
 @json_option
 def command(number: int | None, yes: bool, address: str | None) -> int:
-    """Go back to VERSION, by default to the last one with another plan than the one that runs.
+    """Go back to VERSION; by default, to the last version with another plan than the one that runs.
 
     Example: tenuto rollback
     """

@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from tenuto.deployments.process.foreground import Orders
     from tenuto.deployments.serve.deployment import Deployment
 
-_LOOK_S = 1.0  # limit: between looks at what runs; a loss is to be said within 3 s
-_ANSWER_S = 2.0  # limit: for a status
-_LOST_S = 30.0  # limit: a cluster that has not answered for so long is lost
+_LOOK_S = 1.0  # limit: time between looks at what runs; a loss must be reported within 3 s
+_ANSWER_S = 2.0  # limit: time for the answer to a status
+_LOST_S = 30.0  # limit: a cluster that has not answered for this long counts as lost
 
 
 @click.command(
     "serve", cls=GroupedVerb, short_help="Start a plan on Ray Serve and wait until it is healthy; Ctrl-C drains."
 )
 @serving_arguments
-@click.option("--replace", is_flag=True, help="End first what runs there, foreign Serve applications included.")
+@click.option("--replace", is_flag=True, help="First end everything that runs there, also foreign Serve applications.")
 @click.option(
-    "--address", metavar="ADDRESS", help="Ray cluster to use; default: RAY_ADDRESS, else a local Ray is started."
+    "--address", metavar="ADDRESS", help="Ray cluster to use. Default: RAY_ADDRESS, else a local Ray is started."
 )
 def command(asked: ServingArguments, replace: bool, address: str | None) -> int:
     """Start a plan on Ray Serve, wait until it is healthy, and serve until Ctrl-C.
 
-    What no option says is as PLAN says, else the default below. Without a running Ray cluster a local one is started,
-    and stopped at the end. Another terminal can operate it: `tenuto deploy`, `diff`, `history`, `rollback`, `control`.
-    SIGHUP reads the plan file again and goes over to it. A second Ctrl-C ends everything at once. Exit code 3: what it
-    needs of Ray was lost.
+    A setting without an option here is as PLAN says, else the default below. Without a running Ray cluster, a local one
+    is started, and stopped at the end. Operate the deployment from another terminal: `tenuto deploy`, `diff`,
+    `history`, `rollback`, `control`. On SIGHUP the plan file is read again, and its plan takes over. A second Ctrl-C
+    ends everything at once. Exit code 3: a part of Ray that it needs was lost.
 
     Example: tenuto serve plan.yaml --emulate
     """
@@ -52,7 +52,7 @@ def command(asked: ServingArguments, replace: bool, address: str | None) -> int:
         finally:
             sys.stderr.flush()
 
-    sys.stderr.flush()  # what is still to be written would be written by both
+    sys.stderr.flush()  # otherwise both processes would write what is in the buffer
     return run_in_front(serve, tell)
 
 
@@ -112,11 +112,11 @@ def _serve(
 
 
 def _keep(asked: ServingArguments, orders: Orders) -> None:
-    """Serve until told to stop, or until another command has deleted what runs.
+    """Serve until a stop is ordered, or until another command has deleted the deployment.
 
     Raises:
         EnvironmentFaultError: the cluster is lost.
-        Stopped: told to stop.
+        Stopped: a stop was ordered.
     """
     from tenuto.deployments.control.operations import is_deployed
     from tenuto.deployments.process.limits import within
@@ -130,7 +130,7 @@ def _keep(asked: ServingArguments, orders: Orders) -> None:
             if not within(_ANSWER_S, is_deployed):
                 tell("deleted by another command")
                 return
-        except Exception as error:  # Ray and Serve have many kinds
+        except Exception as error:  # Ray and Serve raise many kinds
             silent_s = time.monotonic() - heard_at
             if silent_s > _LOST_S:
                 raise EnvironmentFaultError(f"Ray has not answered for {silent_s:.0f} s; {error}") from error
@@ -144,7 +144,7 @@ def _keep(asked: ServingArguments, orders: Orders) -> None:
 
 
 def _reload(asked: ServingArguments, orders: Orders) -> None:
-    """Read the files again and go over to what they say; where that fails, what runs goes on."""
+    """Read the files again and deploy what they say. If that fails, the present plan runs on."""
     from tenuto.deployments.control.operations import Operations
 
     tell(f"reading {asked.plan_file} again")
@@ -156,4 +156,4 @@ def _reload(asked: ServingArguments, orders: Orders) -> None:
     except TenutoError as error:
         tell(f"nothing was reloaded: {error}")
     else:
-        tell(f"{asked.plan_file} is served" if reached else "it could not be reached; the plan before runs again")
+        tell(f"{asked.plan_file} is served" if reached else "its plan could not be reached; the plan before runs again")

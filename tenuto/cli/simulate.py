@@ -20,7 +20,7 @@ from tenuto.outcome import OUTCOMES
 if TYPE_CHECKING:
     from tenuto.deployments.control.virtual import ControlledRun
 
-PROGRESS_S = 5.0  # limit: between two lines of progress
+PROGRESS_S = 5.0  # limit: time between two lines of progress
 
 
 @click.command("simulate", short_help="Run a plan or a workload in virtual time.")
@@ -28,11 +28,13 @@ PROGRESS_S = 5.0  # limit: between two lines of progress
 @click.option("--rate-scale", type=float, default=1.0, help="Multiply every rate by this.")
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder for report.html, result.json, requests.parquet.")
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
-@click.option("--control", "control_file", metavar="FILE", help="Let the controller change the plan meanwhile.")
+@click.option(
+    "--control", "control_file", metavar="FILE", help="Let a controller with these settings change the plan meanwhile."
+)
 def command(
     asked: VirtualArguments, rate_scale: float, folder: str | None, force: bool, control_file: str | None
 ) -> None:
-    """Run PLAN, or WORKLOAD on a cluster where every GPU hosts every model, in virtual time.
+    """Run PLAN in virtual time; or WORKLOAD, on a cluster in which every GPU hosts every model.
 
     Example: tenuto simulate workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60 --seed 0
     """
@@ -114,7 +116,7 @@ def _report_folder(folder: str | None, *, force: bool) -> Path | None:
 
 
 def _write_report(folder: Path, run: SimulatedRun, simulation: Simulation, rate_scale: float) -> None:
-    """Write the files and the page of a simulated run, in the form of a measured one."""
+    """Write the files and the page of a simulated run, in the form of a measured run."""
     from tenuto.loadgen.report.run_page import write_report
     from tenuto.loadgen.run import Run
     from tenuto.loadgen.run_files import write_run_files

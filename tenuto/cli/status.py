@@ -1,4 +1,4 @@
-"""`tenuto status`: what runs against what was planned, once or as it happens."""
+"""`tenuto status`: show what runs beside what was planned, once or live."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 _SORTS = ("name", "attainment", "rate", "latency")
 
 
-@click.command(name="status", short_help="Show what runs against what was planned, once or live.")
+@click.command(name="status", short_help="Show what runs beside what was planned, once or live.")
 @address_option
 @click.option(
     "--watch",
     is_flag=True,
-    help="Watch the last ten seconds of it (the first look: one); Ctrl-C ends. In a file: once.",
+    help="Show figures of the last ten seconds (at first, of one second) until Ctrl-C. Into a file: show them once.",
 )
 @click.option("--every-s", default=1.0, type=click.FloatRange(0.2, 60.0), help="Time between looks.")
 @click.option("--sort", default="attainment", type=click.Choice(_SORTS), help="Models, watched.")
 @json_option
 def command(address: str | None, watch: bool, every_s: float, sort: str) -> int:
-    """Show every gpu-let and model: planned against measured, since the start or, watched, lately.
+    """Show planned beside measured figures of every gpu-let and model, since the start; with --watch, recent ones.
 
-    Exit code 1 when a gpu-let is missing, or one holds a GPU that no plan has.
+    The exit code is 1 when a gpu-let is missing, or when one that is in no plan holds a GPU.
 
     Example: tenuto status --watch --sort latency
     """
@@ -52,7 +52,7 @@ def command(address: str | None, watch: bool, every_s: float, sort: str) -> int:
 
 
 def _watch(look: Callable[[], LiveStatus], every_s: float, sort: str) -> None:
-    """Show picture after picture; one where they go into a file, and of JSON."""
+    """Show one picture after another. When stdout is a file, or with --json, show one."""
     from rich.live import Live
 
     from tenuto.cli.live_picture import picture
@@ -121,7 +121,7 @@ def _print(status: SystemStatus) -> None:
 
 
 def describe_share(share_pct: float | None, given: MpsStatus | None) -> str:
-    """Return a gpu-let's share as planned, with the multiprocessors it really has where CUDA told them."""
+    """Return a gpu-let's planned share, with its real number of multiprocessors if CUDA told it."""
     planned = "-" if share_pct is None else f"{share_pct:g} %"
     if given is None or given.sm_count is None or given.gpu_sm_count is None:
         return planned
@@ -129,7 +129,8 @@ def describe_share(share_pct: float | None, given: MpsStatus | None) -> str:
 
 
 def sharing_notes(gpulets: Sequence[GpuletStatus]) -> list[str]:
-    """Return what is unusual: an attachment that could not be proved by the process's own pid, and other processes."""
+    """Return notes on unusual facts: an attachment that was not proved by the process's own pid, or other processes on
+    the GPU."""
     notes = []
     for gpulet in gpulets:
         given = gpulet.cuda_mps

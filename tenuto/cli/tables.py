@@ -1,4 +1,4 @@
-"""Tables on the terminal: one look for all verbs, and those of runs, measured or simulated."""
+"""Tables on the terminal, in one style for all verbs, and the tables of measured and simulated runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tenuto.outcome import OUTCOMES
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """Show a number; a dash where there is none."""
+    """Show a number, or a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    """Show a part of 1 as percent; a dash where there is none."""
+    """Show a part of 1 as percent, or a dash for None."""
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
@@ -31,14 +31,14 @@ def print_table(
     whole: Collection[str] = (),
     title: str | None = None,
 ) -> None:
-    """Print a table on stdout, its cells as they are.
+    """Print a table on stdout; cells are not formatted.
 
     Args:
-        headings: of the columns.
+        headings: headings of the columns.
         rows: a text for each column.
-        left: headings of columns of words, which are aligned left; the first is one.
-        whole: headings of columns that are not folded, for their cells to be copied; the first is one.
-        title: above the table.
+        left: headings of columns that are aligned left, as they contain words; the first column always is.
+        whole: headings of columns that are not folded, so that cells can be copied; the first column never is.
+        title: a title above the table.
     """
     table = Table(box=None, header_style="bold", title=title, title_justify="left")
     for place, heading in enumerate(headings):
@@ -50,7 +50,7 @@ def print_table(
 
 
 def print_run(summary: Mapping[str, Any]) -> None:
-    """Print the tables of models, of applications where there are some, and of gpu-lets."""
+    """Print the tables of models, of applications if there are any, and of gpu-lets."""
     latencies = ("p50_ms", "p90_ms", "p99_ms")
     print_table(
         ("model", "offered", *OUTCOMES, "in time", "p50 ms", "p90 ms", "p99 ms", "mean batch"),

@@ -1,4 +1,4 @@
-"""`tenuto undrain`: a drained node may hold gpu-lets again."""
+"""`tenuto undrain`: let a drained node hold gpu-lets again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tenuto.errors import refused
 def command(
     nodes: tuple[str, ...], profile_names: tuple[str, ...], policy: str | None, yes: bool, address: str | None
 ) -> int:
-    """Let what `tenuto drain` emptied be used again.
+    """Let a node, rack or GPU that `tenuto drain` emptied be used again.
 
-    What had too little room gets it back at once; all else stays, until the controller or the next plan has a use for
-    it. Exit code 1: it could not be reached.
+    Models that had too little room get gpu-lets there at once. Everything else stays until the controller or the next
+    plan uses the node. Exit code 1: the new plan could not be reached.
 
     Example: tenuto undrain n1
     """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VirtualArguments:
-    """What is run in virtual time, and how."""
+    """The arguments of a run in virtual time."""
 
     source: str
     where: ClusterArguments
@@ -47,8 +47,8 @@ class VirtualArguments:
         stderr.
 
         Raises:
-            InvalidInputError: with every problem found in the arguments; an SLO of a workload that no batch can meet is
-                one.
+            InvalidInputError: lists every problem of the arguments. In a workload, an SLO that no batch can meet is
+            one.
         """
         network, how = self._checked()
         how["warmup_s"] = self.warmup_s
@@ -79,10 +79,10 @@ class VirtualArguments:
         return Simulation.of_workload(workload, cluster, profiles, network, slo_scale, folder=folder, **how)
 
     def controlled(self, control_file: str) -> ControlledSimulation:
-        """Read the files for a run under the controller; a plan may be given other GPUs than its own to grow on.
+        """Read the files for a run under the controller. A plan may be given more GPUs than its own, to grow on.
 
         Raises:
-            InvalidInputError: with the problems found in the arguments.
+            InvalidInputError: lists the problems of the arguments.
         """
         from tenuto.deployments.control.settings import ControlSettings
         from tenuto.loadgen.controlled import ControlledSimulation
@@ -107,7 +107,7 @@ class VirtualArguments:
         return ControlledSimulation(plan.workload, plan, gpus, profiles, settings, **how)
 
     def _losses(self, gpus: Sequence[PlannedGpu | Gpu]) -> tuple[tuple[float, frozenset[str]], ...]:
-        """Return when which GPUs are lost, by `--lose`."""
+        """Return (seconds, ids of GPUs) for every `--lose`."""
         found = []
         for text in self.lost:
             match = re.fullmatch(r"(gpu|node|rack):(.+)@(\d+(?:\.\d+)?)s?", text)
@@ -122,7 +122,7 @@ class VirtualArguments:
         return tuple(sorted(found, key=lambda loss: loss[0]))
 
     def _checked(self) -> tuple[NetworkDelay, dict[str, Any]]:
-        """Return the delays, and how every run is made, the scheduler's options as read."""
+        """Return the delays, and the settings of every run with the scheduler's options."""
         problems = []
         if not (math.isfinite(self.duration_s) and self.duration_s > 0):
             rule = "must be a positive number of seconds"
@@ -151,7 +151,7 @@ class VirtualArguments:
 
 
 def _is_plan(document: Any) -> bool:
-    """Return whether a document is a plan or the Serve config of one; a workload's applications have stages."""
+    """Return whether a document is a plan, or the Serve config of a plan. (In a workload, applications have stages.)"""
     if not isinstance(document, dict):
         return False
     applications = document.get("applications")
@@ -173,19 +173,21 @@ virtual_arguments = gathered(
     ),
     click.option("--duration-s", type=float, default=60.0, help="Length of the run in virtual time."),
     click.option("--seed", type=int, default=0, help="Seed of the arrivals."),
-    click.option("--warmup-s", type=float, metavar="S", help="Not counted; default: the first 5 %."),
+    click.option(
+        "--warmup-s", type=float, metavar="S", help="Requests of the first S seconds do not count. Default: 5 %."
+    ),
     click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
     click.option(
         "--network-ms",
         metavar="CTRL,DATA,RESPONSE",
-        help="Delays: sending a batch, its data per request, the answer. Default: none.",
+        help="Delays in ms: to send a batch, for the data of each request, and for the answer. Default: none.",
     ),
     click.option(
         "--lose",
         "lost",
         multiple=True,
         metavar="KIND:NAME@S",
-        help="Lose a gpu, node or rack at that second, such as node:n1@60s; repeatable.",
+        help="Lose a gpu, node or rack after so many seconds, such as node:n1@60s; repeatable.",
     ),
     json_option,
 )

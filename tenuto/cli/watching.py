@@ -1,4 +1,4 @@
-"""A long planning on the terminal: a line that says how far it is, and Ctrl-C for the best plan so far."""
+"""Long planning on the terminal: a line of progress, and Ctrl-C for the best plan so far."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tenuto.cli.common import ProgressLine
 from tenuto.placement import Policy
 from tenuto.placement.watch import PlanningWatch
 
-QUIET_S = 2.0  # limit: what is planned sooner needs no line
-EVERY_S = 5.0  # limit: between plain lines, where there is no terminal
+QUIET_S = 2.0  # limit: planning that ends sooner shows no progress
+EVERY_S = 5.0  # limit: time between plain lines when there is no terminal
 
 
 @contextmanager
 def planning_watched(policy: Policy) -> Iterator[None]:
-    """Show how far a policy is while it plans, and let one Ctrl-C ask it for the best plan so far; a second one
-    interrupts as usual. Policies that cannot be asked are interrupted by the first."""
+    """Show the progress of a policy while it plans. The first Ctrl-C asks the policy for the best plan so far; a second
+    one interrupts it. A policy that cannot be asked is interrupted by the first."""
     if not getattr(policy, "is_interruptible", False):
         yield
         return
     watch = _TerminalWatch(policy.name)
     policy.watch = watch
-    is_main = threading.current_thread() is threading.main_thread()  # others may set no handlers
+    is_main = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
     before = signal.signal(signal.SIGINT, watch.interrupted) if is_main else None
     try:
         yield
@@ -52,7 +52,7 @@ class _TerminalWatch(PlanningWatch):
             self._line.show(f"{self._name}: {progress}, {took_s:.0f} s; Ctrl-C for the best plan so far")
 
     def interrupted(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal: the first one asks for the best plan so far, any further one interrupts."""
+        """Take a signal: the first asks for the best plan so far, any further one interrupts."""
         del number, frame
         if self._is_stopped:
             raise KeyboardInterrupt
@@ -60,6 +60,6 @@ class _TerminalWatch(PlanningWatch):
         self._line.show(f"{self._name}: finishing with the best plan so far; Ctrl-C again to give up", is_last=True)
 
     def clear(self) -> None:
-        """Take the line away, so that results follow."""
+        """Remove the line, so that results can follow."""
         if self._has_spoken or self._is_stopped:
             self._line.clear()
