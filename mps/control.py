@@ -1,7 +1,7 @@
 """The commands of a CUDA MPS control daemon, typed, with every answer parsed strictly (interface v2, NVIDIA's default).
 
-The daemon takes one command on the standard input of a second `nvidia-cuda-mps-control`. What it answers is text
-without a version; anything that is not exactly what the documents promise is an error here and never guessed at.
+The daemon takes one command on the standard input of a second `nvidia-cuda-mps-control`. Its answer is text without a
+version. An answer that is not exactly as documented is an error here; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PID = r"[1-9]\d*"
 
 
 class ControlError(EnvironmentFaultError):
-    """The control daemon cannot be asked, or answers something it should not."""
+    """The control daemon cannot be asked, or gives an answer that is not documented."""
 
 
 class Runner(Protocol):
-    """Runs the control program; what the tests replace."""
+    """Runs the control program; tests replace it."""
 
     def __call__(self, arguments: list[str], text: str, environment: Mapping[str, str], timeout_s: float) -> str:
         """Return the standard output; raises `ControlError` when the program fails or does not end in time."""
@@ -45,7 +45,7 @@ class Subprocesses:
 
     def __call__(self, arguments: list[str], text: str, environment: Mapping[str, str], timeout_s: float) -> str:
         what = text.strip() or " ".join(arguments) or "start"
-        # Files, not pipes: a daemon that this starts keeps what it inherits open, and a pipe would never end.
+        # Files, not pipes: a daemon that is started here keeps inherited files open, so a pipe would never end.
         with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complaint:
             code = self._run(arguments, text, environment, timeout_s, what, said, complaint)
             said.seek(0)
@@ -111,8 +111,8 @@ class Control:
     timeout_s: float = 10.0
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the daemon: only its own GPU, its own directories, no share, so that clients'
-        shares are tightened by nothing else (each level can only tighten the one above)."""
+        """Return the environment of the daemon: only its own GPU, its own directories, and no share. (A share of the
+        daemon would tighten the shares of its clients.)"""
         return {
             **without_mps(os.environ),
             "CUDA_VISIBLE_DEVICES": self.gpu_uuid,
@@ -140,14 +140,14 @@ class Control:
         return self._pids("get_server_list")
 
     def server_status(self, server: int) -> ServerStatus:
-        """Return whether a server takes clients. FAULT: a client's fault hit all, and they have to leave."""
+        """Return whether a server takes clients. FAULT: the fault of one client hit all, so all must leave."""
         lines = self._ask(f"get_server_status {server}")
         if len(lines) != 1 or lines[0] not in _STATUSES:
             raise self._unexpected(f"get_server_status {server}", lines, "INITIALIZING, ACTIVE or FAULT")
         return cast(ServerStatus, lines[0])
 
     def look_at(self, server: int) -> tuple[ServerStatus, tuple[int, ...]]:
-        """Return a server's status and clients from one run of the program, which takes a command a line."""
+        """Return a server's status and clients from one run of the program, which takes one command per line."""
         commands = f"get_server_status {server}\nget_client_list {server}"
         status, *clients = self._ask(commands) or [""]
         if status not in _STATUSES or not all(re.fullmatch(_PID, line) for line in clients):

@@ -1,11 +1,11 @@
-"""One private CUDA MPS daemon per physical GPU: started by the first gpu-let, stopped after the last, never a foreign
-one.
+"""One private CUDA MPS daemon per physical GPU. The first gpu-let starts it, and it is stopped after the last one. A
+foreign daemon is never used.
 
-Each gpu-let holds a shared lock on its GPU's directory as long as it lives, so the kernel knows who is still there,
-even after a kill. A gpu-let cannot stop the daemon itself, being its client until its process has ended: a small
-process started with the daemon does (`tenuto.mps.reaper`), once it gets that lock exclusively. A second lock admits
-gpu-lets to the GPU one after another. Which daemon is ours is written down when it is started: its pid *and* the moment
-that process began, for pids are used again.
+Each gpu-let holds a shared lock on its GPU's directory as long as it lives, so the kernel knows which gpu-lets are
+there, even after a kill. A gpu-let cannot stop the daemon itself, because it is a client until its process has ended. A
+small process that is started with the daemon does (`tenuto.mps.reaper`), once it gets the lock exclusively. A second
+lock admits gpu-lets to the GPU one after another. When we start a daemon, we write down its pid *and* the time at which
+the process began, because pids are reused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _PID_FILE = "nvidia-cuda-mps-control.pid"
 
 
 class PrivateDaemon:
-    """The daemon of one GPU, as a gpu-let sees it: `join`, `admitted` around the start of CUDA, at the end `leave`."""
+    """The daemon of one GPU, as a gpu-let uses it: `join`, then `admitted` around the start of CUDA, at the end
+    `leave`."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class PrivateDaemon:
         start_reaper: Callable[[str], None] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take the GPU; everything after it is for tests and unusual systems.
+        """Take the GPU. The other arguments are for tests and unusual systems.
 
         Raises:
             ControlError: the pipe directory's path is too long for a socket.
@@ -65,20 +66,20 @@ class PrivateDaemon:
         self._start_reaper = start_reaper if start_reaper is not None else detach_reaper
         self._faults = FaultLog(self._folder / "faults.json", wall_clock)
         self._presence: int | None = None
-        self._server: int | None = None  # whom `look` found last
-        self.takes_two_commands: bool | None = None  # whether the control program does; None: not known yet
+        self._server: int | None = None  # the server that `look` found last
+        self.takes_two_commands: bool | None = None  # whether one run of the program takes two; None: not known yet
 
     def join(self, timeout_s: float = 60.0) -> None:
         """Count this process among the GPU's gpu-lets, and start the daemon unless it runs already.
 
         Raises:
-            ControlError: the directory belongs to somebody else, a daemon runs there that is not ours, the program is
+            ControlError: the directory belongs to another user, a daemon runs there that is not ours, the program is
             missing or fails, or the daemon does not answer in time.
         """
         self._make_folder()
         with self._lock("start", timeout_s):
             self._presence = self._open("users")
-            # Shared, so it only waits for one that is just quitting the daemon.
+            # The lock is shared, so it only waits for a process that is quitting the daemon.
             self._flock(self._presence, fcntl.LOCK_SH, timeout_s, "another gpu-let is stopping the daemon")
             try:
                 if self._owned_pid() is None:
@@ -132,8 +133,8 @@ class PrivateDaemon:
         self._write_down(pid)
 
     def _is_orphan(self, pid: int) -> bool:
-        """Return whether a daemon in our folder is ours although nothing is written down of it: who started it died
-        before it could. It was started by this user for this GPU and this folder, which no other daemon is."""
+        """Return whether a daemon in our folder without a record is ours. The process that started it may have died
+        before it wrote the record. Our daemons run as this user, for this GPU and in this folder; no other one does."""
         environment = self.processes.environment_of(pid) or {}
         wanted = self.control.environment()
         return (
@@ -143,7 +144,7 @@ class PrivateDaemon:
         )
 
     def _write_down(self, pid: int) -> None:
-        """Remember a daemon as ours, and start what will stop it."""
+        """Record a daemon as ours, and start the reaper that will stop it."""
         data = {
             "pid": pid,
             "started_at": self.processes.started_at(pid),
@@ -171,9 +172,9 @@ class PrivateDaemon:
         return _read_pid(self.control.pipe_directory / _PID_FILE)
 
     def _owned_pid(self) -> int | None:
-        """Return the pid of our running daemon; None when there is none or the pid is another process's by now.
+        """Return the pid of our running daemon; None if there is none, or if the pid belongs to another process now.
 
-        A daemon started in another container cannot be seen from here; it is there if it answers.
+        A daemon in another container is not visible from here; it counts as running if it answers.
         """
         record = read_record(self._folder)
         if record is None:
@@ -193,7 +194,8 @@ class PrivateDaemon:
 
     @contextlib.contextmanager
     def admitted(self, timeout_s: float = 300.0) -> Iterator[None]:
-        """Hold the GPU's admission while CUDA starts and the models load: start-ups at one time mis-measure memory.
+        """Hold the GPU's admission while CUDA starts and the models load. (Two starts at once would measure each
+        other's memory.)
 
         Raises:
             ControlError: another gpu-let has not finished its start in time, the server stays in FAULT, or it has been
@@ -215,14 +217,14 @@ class PrivateDaemon:
 
     @contextlib.contextmanager
     def turn(self, is_lost: Callable[[], bool], timeout_s: float = 300.0) -> Iterator[None]:
-        """Hold the GPU's admission in a gpu-let that runs already and loads more; never waits for its own fault.
+        """Hold the GPU's admission while a running gpu-let loads more models. It never waits for a fault of its own.
 
         Args:
-            is_lost: whether waiting has become useless, since this process has to leave.
-            timeout_s: how long another's start may take.
+            is_lost: returns whether this process must leave, so that waiting is useless.
+            timeout_s: how long the start of another gpu-let may take.
 
         Raises:
-            ControlError: not in time, the process is lost, or the server is in FAULT.
+            ControlError: another start took too long, the process is lost, or the server is in FAULT.
         """
         with self._lock("admission", timeout_s, is_lost):
             status = self.status()
@@ -231,7 +233,7 @@ class PrivateDaemon:
             yield
 
     def _wait_out_fault(self, timeout_s: float) -> None:
-        """Wait until clients hit by a fault have left; the server takes nobody before."""
+        """Wait until all clients hit by a fault have left; before that, the server takes no new ones."""
         until = self._clock() + timeout_s
         while (status := self.status()) not in (None, "ACTIVE"):
             if status == "FAULT":
@@ -244,7 +246,7 @@ class PrivateDaemon:
             self._sleep(0.2)
 
     def note_fault(self) -> None:
-        """Write down that the server is in FAULT; all gpu-lets that see one fault make one entry."""
+        """Record that the server is in FAULT. All gpu-lets that see the same fault make one entry."""
         with self._lock("faults", 10.0):
             self._faults.note()
 
@@ -260,8 +262,8 @@ class PrivateDaemon:
         return next((status for status in ("FAULT", "INITIALIZING") if status in found), "ACTIVE")
 
     def look(self) -> tuple[str | None, tuple[int, ...]]:
-        """Return status and clients as `status` and `clients` do, from one run of the control program while the server
-        stays the same one: this is asked by every gpu-let every two seconds."""
+        """Return status and clients as `status` and `clients` do, but from one run of the control program as long as
+        the server stays the same. (Every gpu-let asks this every two seconds.)"""
         server = self._server
         if server is not None and self.takes_two_commands is not False:
             try:
@@ -273,7 +275,7 @@ class PrivateDaemon:
                 return found
         servers = self.control.servers()
         if servers == (server,) and self.takes_two_commands is None:
-            self.takes_two_commands = False  # the server is the same: it is the program that did not understand
+            self.takes_two_commands = False  # the server is the same, so the program did not understand
         self._server = servers[0] if len(servers) == 1 else None
         return self.status(), self.clients()
 
@@ -282,7 +284,7 @@ class PrivateDaemon:
         return tuple(pid for server in self.control.servers() for pid in self.control.clients(server))
 
     def described_clients(self) -> tuple[MpsClient, ...]:
-        """Return the clients with their PID namespaces; none where the control program does not tell."""
+        """Return the clients with their PID namespaces; none if the control program does not tell."""
         try:
             return self.control.described_clients()
         except ControlError:
@@ -293,10 +295,10 @@ class PrivateDaemon:
         return self.control.servers()
 
     def terminate(self, client: int) -> None:
-        """End a client that did not leave by itself; call it before killing the process.
+        """End a client that did not leave by itself. Call this before killing the process.
 
         Raises:
-            ControlError: it is no client of this daemon, or the daemon refuses.
+            ControlError: the process is no client of this daemon, or the daemon refuses.
         """
         for server in self.control.servers():
             if client in self.control.clients(server):
@@ -305,7 +307,7 @@ class PrivateDaemon:
         raise ControlError(f"process {client} is no client of the CUDA MPS daemon of {self.gpu_uuid}.")
 
     def leave(self) -> None:
-        """Count this process out; it may stay a client of the daemon until it ends."""
+        """Give up this process's place. It may stay a client of the daemon until it ends."""
         self._forget_presence()
 
     def is_ours(self) -> bool:
@@ -313,7 +315,7 @@ class PrivateDaemon:
         return self._owned_pid() is not None
 
     def is_used(self) -> bool:
-        """Return whether a gpu-let is counted in."""
+        """Return whether a gpu-let has a place."""
         return not is_unused(self._folder)
 
     def stop_if_unused(self, timeout_s: float = 10.0) -> bool:
@@ -327,7 +329,7 @@ class PrivateDaemon:
             try:
                 fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                return False  # somebody is still there
+                return False  # a gpu-let or client is still there
             else:
                 return self._quit(timeout_s)
             finally:
@@ -343,7 +345,7 @@ class PrivateDaemon:
                 return False
             self._sleep(0.1)
         self.control.quit()
-        until = self._clock() + timeout_s  # anew: on a busy machine the answers before took seconds
+        until = self._clock() + timeout_s  # a new limit, as on a busy machine the answers before took seconds
         while self.processes.started_at(pid) is not None:
             if self._clock() >= until:
                 raise ControlError(f"the CUDA MPS daemon of {self.gpu_uuid} (pid {pid}) does not end after `quit`.")
@@ -388,7 +390,7 @@ class PrivateDaemon:
 
 
 def detach_reaper(gpu_uuid: str) -> None:
-    """Start the reaper as nobody's child, as Ray kills the children of a replica that ends."""
+    """Start the reaper detached from this process, because Ray kills the children of a replica that ends."""
     command = [sys.executable, "-m", "tenuto.mps.reaper", gpu_uuid]
     detach = '"$@" </dev/null >/dev/null 2>&1 &'
     subprocess.run(

@@ -1,5 +1,5 @@
-"""Faults of a GPU: Xid errors as the driver reports them; and how often its server has faulted lately, in a file that
-all its gpu-lets see, so that restarts come to an end."""
+"""Faults of a GPU: Xid errors that the driver reports, and a log of recent faults of the GPU's server. All gpu-lets of
+the GPU share this log, so that they are not restarted without end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 from tenuto.documents import write_whole
 from tenuto.errors import EnvironmentFaultError
 
-MOST_FAULTS = 3  # limit: within the window: two restarts, then a refusal
-WINDOW_S = 600.0  # limit: after which a fault is forgotten
+MOST_FAULTS = 3  # limit: faults within the window: there are two restarts, then a refusal
+WINDOW_S = 600.0  # limit: time after which a fault is forgotten
 
-# After these the GPU itself is unwell and no new process helps: uncorrectable memory, a lost bus or link, firmware that
-# hangs (NVIDIA, "Xid Errors"). The others are faults of one process, which learns of its own by CUDA's error.
+# After these errors the GPU itself is broken, and a new process does not help: uncorrectable memory, a lost bus or
+# link, firmware that hangs (NVIDIA, "Xid Errors"). Other errors are faults of one process, which gets an error from
+# CUDA.
 FATAL_XIDS = frozenset({48, 61, 62, 64, 74, 79, 95, 109, 119, 120, 140, 143})
 
 
@@ -27,17 +28,17 @@ class FaultLog:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Take the file and a clock in s that all processes share and a restart of the machine does not reset."""
+        """Take the file, and a clock in s that all processes share and that a restart of the machine does not reset."""
         self.path, self._clock = path, clock
 
     def note(self) -> None:
-        """Write down that the server is in FAULT, unless this fault has been written down."""
+        """Record that the server is in FAULT, unless this fault is recorded already."""
         times, is_open = self._read()
         if not is_open:
             self._write([*times, self._clock()], True)
 
     def over(self) -> None:
-        """Write down that the server takes clients again."""
+        """Record that the server takes clients again."""
         times, is_open = self._read()
         if is_open:
             self._write(times, False)
@@ -68,12 +69,12 @@ class FaultLog:
 
 
 class XidEvents:
-    """The Xid errors of one GPU since this was made, asked for without waiting (NVML's critical Xid events).
+    """The Xid errors of one GPU since this object was made (NVML's critical Xid events).
 
     Invariant: `seen` only grows."""
 
     def __init__(self, gpu_uuid: str, nvml: Any) -> None:
-        """Register for the GPU's events with `pynvml`, or what stands for it.
+        """Register for the GPU's events with `pynvml`, or a fake of it.
 
         Raises:
             EnvironmentFaultError: the driver does not report them here, as in some containers.
@@ -92,7 +93,7 @@ class XidEvents:
 
     def look(self) -> tuple[int, ...]:
         """Return every Xid so far, oldest first; does not wait."""
-        for _ in range(64):  # a storm of them is told at the next look
+        for _ in range(64):  # further events are read at the next look
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
             except self._nvml.NVMLError:  # none is waiting

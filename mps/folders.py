@@ -1,4 +1,4 @@
-"""The folders of the daemons on a node: where they are, whose daemon is in them, and what was left behind."""
+"""The folders of the daemons on a node: where they are, the records of daemons in them, and leftovers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tenuto.mps.processes import Processes
 
 DEFAULT_ROOT = "/tmp/tenuto-mps"
-MOST_PATH_BYTES = 90  # limit: of a pipe directory: its sockets' paths may have 108 bytes
+MOST_PATH_BYTES = 90  # limit: bytes of a pipe directory's path, as the paths of its sockets may have 108 bytes
 OWNER = "owner.json"
 
 
@@ -37,7 +37,7 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Record:
-    """What was written down of a daemon when it was started."""
+    """The record of a daemon, written when it was started."""
 
     pid: int
     started_at: int
@@ -45,12 +45,12 @@ class Record:
     pid_namespace: int | None
 
     def is_of(self, processes: Processes) -> bool:
-        """Return whether its pid is one of this process's PID namespace."""
+        """Return whether the daemon's pid belongs to this process's PID namespace."""
         return self.pid_namespace is None or self.pid_namespace == processes.namespace()
 
 
 def read_record(folder: Path) -> Record | None:
-    """Return what is written down in a GPU's folder; None when there is nothing, or nothing readable."""
+    """Return the record in a GPU's folder; None if there is none, or if it cannot be read."""
     try:
         data = json.loads((folder / OWNER).read_text(encoding="utf-8"))
         namespace = data.get("pid_namespace")
@@ -65,7 +65,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def find_leftovers(root: Path | None = None, processes: Processes | None = None) -> tuple[Leftover, ...]:
-    """Return what gpu-lets of this user left behind: records of dead daemons, and daemons that nobody uses.
+    """Return the leftovers of this user's gpu-lets: records of dead daemons, and daemons that nobody uses.
 
     A daemon of another container counts as running.
     """

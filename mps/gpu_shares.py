@@ -1,4 +1,4 @@
-"""Shares of this machine's GPU for processes that are measured: of a CUDA MPS daemon that runs, or of a private one."""
+"""Shares of this machine's GPU for processes that are measured, from a running CUDA MPS daemon or a private one."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class GpuShares:
     environment_of: Callable[[float], Mapping[str, str]]
 
     def environment(self, share_pct: float) -> Mapping[str, str]:
-        """Return what a process must find in its environment when it starts.
+        """Return the variables that a process needs in its environment when it starts.
 
-        Whether it really attached is checked by the SMs it sees: CUDA runs without the share otherwise, silently.
+        If it does not attach, CUDA silently runs without the share. So the number of SMs that it sees must be checked.
         """
         return self.environment_of(share_pct)
 
 
 def running_daemon(environment: Mapping[str, str] | None = None) -> Callable[[float], Mapping[str, str]] | None:
-    """Return the environment of a share, or None where no daemon's pid file is in its pipe directory.
+    """Return a function from a share to its environment; None if the pipe directory has no daemon's pid file.
 
     Args:
         environment: default this process's; CUDA_MPS_PIPE_DIRECTORY in it names the daemon.
@@ -49,7 +49,7 @@ def running_daemon(environment: Mapping[str, str] | None = None) -> Callable[[fl
 def shares_of(device: str, *, needed: bool) -> Iterator[GpuShares | None]:
     """Give the shares of the first visible GPU as long as this context lasts.
 
-    None on a CPU, where a share is a number of threads, where no share is needed, and where there is no GPU.
+    None on a CPU (a share is a number of threads there), if no share is needed, or if there is no GPU.
 
     Raises:
         EnvironmentFaultError: there is a GPU and a share is needed, but its daemon cannot be started, or its SMs cannot
@@ -61,7 +61,7 @@ def shares_of(device: str, *, needed: bool) -> Iterator[GpuShares | None]:
     try:
         uuid = first_visible_uuid()
     except EnvironmentFaultError:
-        yield None  # no GPU here, or none that NVML knows; measuring says what that means
+        yield None  # there is no GPU, or NVML does not know it; measuring reports that
         return
     sm_count = next((device.sm_count for device in read_inventory() if device.uuid == uuid), None)
     if sm_count is None:

@@ -1,7 +1,7 @@
-"""Which GPUs this machine has: UUID, type, memory, SM count, driver and modes, from NVML and the CUDA driver.
+"""The GPUs of this machine: UUID, type, memory, SM count, driver and modes, from NVML and the CUDA driver.
 
-Ordinals are never used to tell GPUs apart: they differ between NVML, CUDA and every process with a
-CUDA_VISIBLE_DEVICES of its own.
+GPUs are never told apart by their ordinals, because these differ between NVML, CUDA and every process that has its own
+CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COMPUTE_MODES = {0: "default", 1: "exclusive-thread", 2: "prohibited", 3: "excl
 
 
 class Nvml(Protocol):
-    """The part of the module `pynvml` that is used; the tests give a fake one."""
+    """The part of the module `pynvml` that is used; tests give a fake."""
 
     @property
     def NVMLError(self) -> type[Exception]: ...
@@ -50,7 +50,7 @@ class Nvml(Protocol):
 
 @dataclass(frozen=True)
 class GpuDevice:
-    """One GPU, or one MIG device of a GPU, which is a GPU of its own to us and to CUDA.
+    """One GPU, or one MIG device of a GPU, which counts as a GPU of its own for us and for CUDA.
 
     `type` is a name of our GPU types, or the product's name in lower case with dashes; that of a MIG device has its
     profile appended, such as a100-3g.20gb. `is_mig`: a GPU in MIG mode without a MIG device, on which nothing can run.
@@ -82,7 +82,7 @@ class GpuDevice:
 
 
 def without_mps(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what chooses GPUs or a CUDA MPS daemon, a share or a cap for its process."""
+    """Return an environment without the variables that choose GPUs, a CUDA MPS daemon, a share or a memory cap."""
     return {
         key: value
         for key, value in environment.items()
@@ -91,7 +91,7 @@ def without_mps(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def load_nvml() -> Nvml:
-    """Return the NVML binding; raises `EnvironmentFaultError` where nvidia-ml-py is not installed."""
+    """Return the NVML binding; raises `EnvironmentFaultError` if nvidia-ml-py is not installed."""
     try:
         import pynvml
     except ModuleNotFoundError as error:
@@ -104,7 +104,7 @@ def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:
     """Return the SM count of every GPU by UUID, from a process that sees all of them and no CUDA MPS daemon.
 
     Raises:
-        EnvironmentFaultError: the driver failed, answered nothing in time, or answered nonsense.
+        EnvironmentFaultError: the driver failed, did not answer in time, or gave an answer that is no count.
     """
     environment = without_mps(os.environ)
     environment["CUDA_MPS_PIPE_DIRECTORY"] = "/nonexistent"  # else CUDA looks into the default, /tmp/nvidia-mps
@@ -133,7 +133,7 @@ def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:
 def read_inventory(
     nvml: Nvml | None = None, sm_counts: Callable[[], Mapping[str, int]] = read_sm_counts
 ) -> tuple[GpuDevice, ...]:
-    """Return every GPU of this machine in NVML's order; in place of one in MIG mode its MIG devices.
+    """Return every GPU of this machine in NVML's order. A GPU in MIG mode is replaced by its MIG devices.
 
     Raises:
         EnvironmentFaultError: no driver, no binding, or a GPU whose SM count CUDA does not tell.
@@ -151,7 +151,7 @@ def read_inventory(
 
 
 class GpuProcesses:
-    """Which processes NVML sees on a GPU: who else is there before we start, and a second look at who is attached."""
+    """The processes that NVML sees on a GPU: other processes before we start, and later the attached ones."""
 
     def __init__(self, nvml: Nvml) -> None:
         self._nvml = nvml
@@ -163,7 +163,7 @@ class GpuProcesses:
             try:
                 handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
                 found = {int(p.pid) for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-                # Older drivers and bindings do not know it: the clients show as their server then.
+                # Older drivers and bindings do not have this call. There, clients show as their server.
                 with contextlib.suppress(self._nvml.NVMLError, AttributeError):
                     found |= {int(p.pid) for p in self._nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)}
                 return tuple(sorted(found))
@@ -224,7 +224,7 @@ def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) 
 
 
 def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ...]:
-    """Return the MIG devices of a GPU; none where it is not in MIG mode, or has none yet."""
+    """Return the MIG devices of a GPU; none if it is not in MIG mode, or has none yet."""
     if not gpu.is_mig:
         return ()
     found = []

@@ -16,8 +16,8 @@ _GPULET = "ray::ServeReplica:gpulet-"
 
 @dataclass(frozen=True)
 class OtherProcess:
-    """A process with a CUDA context that is not Tenuto's. `name` and `user` are None where /proc does not show it,
-    as when it runs in another container."""
+    """A process with a CUDA context that is not Tenuto's. `name` and `user` are None if /proc does not show it, because
+    it runs in another container."""
 
     pid: int
     name: str | None
@@ -30,12 +30,12 @@ class OtherProcess:
 
 
 def find_others(found: tuple[int, ...], ours: Set[int], processes: Processes | None = None) -> tuple[OtherProcess, ...]:
-    """Return which of the pids that NVML tells on a GPU are not ours, by any number a process is known by.
+    """Return the processes on a GPU that are not ours, by all pids that a process has in any namespace.
 
     Args:
-        found: of every process on the GPU.
-        ours: of gpu-lets and the server, as the daemon tells them, and of the asking process.
-        processes: what is known of processes.
+        found: pids of all processes on the GPU, from NVML.
+        ours: pids of gpu-lets and the server, from the daemon, and of this process.
+        processes: reads facts about processes.
     """
     known = processes if processes is not None else Processes()
     names = set(ours).union(*(known.numbers_elsewhere(pid) for pid in ours if known.started_at(pid) is not None))
@@ -53,7 +53,7 @@ def processes_of(daemon: PrivateDaemon) -> frozenset[int]:
 def read_others(
     daemon: PrivateDaemon, own_pid: int | None = None, gpu: GpuProcesses | None = None
 ) -> tuple[OtherProcess, ...] | None:
-    """Return the other processes on a daemon's GPU; None where NVML does not tell."""
+    """Return the other processes on a daemon's GPU; None if NVML does not tell."""
     ours = processes_of(daemon) | ({own_pid} if own_pid is not None else set())
     try:
         found = (gpu if gpu is not None else GpuProcesses(load_nvml())).on(daemon.gpu_uuid)
@@ -63,8 +63,8 @@ def read_others(
 
 
 def others_on(gpu_uuid: str) -> tuple[OtherProcess, ...] | None:
-    """Return the processes on a GPU that are neither clients of our daemon nor gpu-lets without CUDA MPS; None where
-    NVML does not tell."""
+    """Return the processes on a GPU that are neither clients of our daemon nor gpu-lets without CUDA MPS; None if NVML
+    does not tell."""
     try:
         daemon = PrivateDaemon(gpu_uuid)
         found = read_others(daemon) if daemon.is_ours() else find_others(GpuProcesses(load_nvml()).on(gpu_uuid), set())

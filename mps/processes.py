@@ -1,7 +1,7 @@
-"""What /proc tells of processes: when they began, whose they are, and by which numbers other PID namespaces know them.
+"""Facts about processes from /proc: when they began, their user, and their pids in other PID namespaces.
 
-In a container a process has one number inside and another outside; a CUDA MPS daemon speaks in the numbers of its own
-namespace. Where the host's /proc is mounted (TENUTO_HOST_PROC, else /host/proc) they can be translated.
+A process in a container has one pid inside and another one outside. A CUDA MPS daemon uses the pids of its own
+namespace. If the host's /proc is mounted (TENUTO_HOST_PROC, else /host/proc), pids can be translated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _host_proc() -> Path:
 
 @dataclass
 class Processes:
-    """What is known of processes. `proc` is of this process's namespace."""
+    """Reads facts about processes. `proc` is the /proc of this process's namespace."""
 
     proc: Path = Path("/proc")
 
@@ -28,7 +28,7 @@ class Processes:
         """Return the moment a process began, in clock ticks since boot; None when there is none."""
         try:
             stat = (self.proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-            fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
+            fields = stat.rpartition(")")[2].split()  # the program's name before it may contain anything
             return None if fields[0] in ("Z", "X") else int(fields[19])
         except (OSError, ValueError, IndexError):
             return None
@@ -63,11 +63,11 @@ class Processes:
         return _namespace(self.proc / "self")
 
     def numbers_elsewhere(self, pid: int, host_proc: Path | None = None) -> frozenset[int]:
-        """Return the numbers by which outer namespaces know a process of this one; none where the host's /proc does
-        not show it, or shows several that it could be.
+        """Return the pids of a process in outer namespaces. None are returned if the host's /proc does not show the
+        process, or shows several that it could be.
 
         Args:
-            pid: in this process's namespace.
+            pid: the pid in this process's namespace.
             host_proc: where the host's /proc is mounted; default TENUTO_HOST_PROC, else /host/proc.
         """
         base = host_proc if host_proc is not None else _host_proc()

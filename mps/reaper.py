@@ -9,16 +9,16 @@ from collections.abc import Callable
 from tenuto.mps.control import ControlError
 from tenuto.mps.daemon import PrivateDaemon
 
-POLL_S = 2.0  # limit: between two looks at a daemon's clients
-UNUSED_POLLS = 5  # limit: a gpu-let that Serve replaces is away for some seconds
-# After a fault all of a GPU's gpu-lets are away at once, for as long as importing torch and Serve's back-off between
-# two tries (at most 64 s) take; with the daemon the count of faults would go, and restarts would never come to an end.
+POLL_S = 2.0  # limit: time between two looks at a daemon's clients
+UNUSED_POLLS = 5  # limit: looks without a gpu-let before the daemon ends; Serve may take some seconds to replace one
+# After a fault all gpu-lets of the GPU are away at once, while torch is imported and while Serve waits between two
+# tries (at most 64 s). If the daemon ended meanwhile, the count of faults would be lost, and restarts would never end.
 UNUSED_POLLS_AFTER_FAULTS = 60  # limit: two minutes
 
 
 def reap(daemon: PrivateDaemon, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait until nobody has used the daemon for some polls in a row, more after a fault, then quit it; ends when the
-    daemon is gone."""
+    """Wait until nobody has used the daemon for some polls in a row (more after a fault), then quit it. Returns when
+    the daemon is gone."""
     unused = 0
     while daemon.is_ours():
         sleep(POLL_S)

@@ -16,11 +16,12 @@ from tenuto.profiles.gpu_types import sms_of_share
 def client_environment(
     gpu_uuid: str, share_pct: float | None, memory_mib: float | None, root: Path | None = None
 ) -> dict[str, str]:
-    """Return what a gpu-let's process must find in its environment when it starts; later is too late for CUDA.
+    """Return the variables that a gpu-let's process needs in its environment when it starts. (CUDA reads them only
+    then.)
 
-    The share is written with the decimals it has: CUDA rounds it down to what the hardware supports. `memory_mib` is
-    the cap of the whole process, CUDA's own allocations included. It is given for device 0, the only one that daemon
-    and client see: NVIDIA's device plugin found a cap that named the GPU by UUID not applied.
+    The share keeps its decimals; CUDA rounds it down to what the hardware supports. `memory_mib` is the cap of the
+    whole process, with CUDA's own allocations. The cap is given for device 0, the only device that daemon and client
+    see: NVIDIA's device plugin found that a cap which names the GPU by UUID is not applied.
     """
     environment = {"CUDA_VISIBLE_DEVICES": gpu_uuid, "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory(gpu_uuid, root))}
     if share_pct is not None and share_pct < 100.0:
@@ -31,17 +32,17 @@ def client_environment(
 
 
 def most_clients(driver: str) -> int:
-    """Return how many CUDA contexts a GPU's server takes with the default two connections each: 60 from CUDA 13.1's
-    driver on (590), 48 before it."""
+    """Return how many CUDA contexts a GPU's server takes, with the default of two connections each: 60 since the driver
+    of CUDA 13.1 (590), 48 before."""
     major = driver.partition(".")[0]
     return 60 if major.isdecimal() and int(major) >= 590 else 48
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a gpu-let's process says of itself after its warm-up.
+    """What a gpu-let's process reports after its warm-up.
 
-    `sm_count` and `free_mib` are what CUDA shows it; `free_mib` is None where CUDA does not tell.
+    CUDA shows `sm_count` and `free_mib` to the process; `free_mib` is None if CUDA does not tell.
     """
 
     pid: int
@@ -52,9 +53,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Attachment:
-    """Whether a gpu-let is what its plan asks for: `reasons` why not, and else how its process was recognised.
+    """Whether a gpu-let got what its plan asks for: the `reasons` why not, or else how its process was recognised.
 
-    `client` is its pid in the daemon's words, which differ from its own where they are in different containers.
+    `client` is the pid that the daemon uses for the process; it is another one if they are in different containers.
     """
 
     reasons: tuple[str, ...]
@@ -71,19 +72,20 @@ def verify_attachment(
     clients_before: Set[int] | None = None,
     memory_mib: float | None = None,
 ) -> Attachment:
-    """Prove that a gpu-let is what its plan asks for.
+    """Prove that a gpu-let got what its plan asks for.
 
     All of these must hold: it runs on the planned GPU; the daemon lists it as a client; the server is active; it sees
     no more multiprocessors than its share, and no more free memory than its cap. CUDA runs silently without CUDA MPS
     when it does not find the daemon, and without the cap when it does not understand it, so none is enough.
 
-    Where daemon and process are in different PID namespaces, the pid is translated through the host's /proc, else taken
-    from the namespace that the control program prints, else the one client that came while no other could is taken
-    for it. A MIG device shows all its memory whatever the cap is, so that there the cap proves nothing.
+    When daemon and process are in different PID namespaces, the pid is translated through the host's /proc. If that
+    fails, the only new client in the namespace that the control program prints is taken; if that fails, the only client
+    that came while no other process could start. A MIG device shows all its memory whatever the cap is, so free memory
+    proves nothing there.
 
     Args:
-        report: of the process.
-        daemon: of the planned GPU.
+        report: the report of the process.
+        daemon: the daemon of the planned GPU.
         share_pct: the planned share; None: the whole GPU.
         gpu_sm_count: multiprocessors of the whole GPU; None: unknown, which is a reason where a share is planned.
         clients_before: the daemon's clients before this process started CUDA and after its turn to start had come.
@@ -124,7 +126,7 @@ def verify_attachment(
 
 
 def _recognise(report: Report, daemon: PrivateDaemon, before: Set[int] | None) -> tuple[str, int] | None:
-    """Return how the process was recognised among the daemon's clients, and as which."""
+    """Return how the process was recognised among the daemon's clients, and its pid there."""
     clients = daemon.clients()
     if daemon.speaks_our_pids():
         return ("pid", report.pid) if report.pid in clients else None
@@ -141,5 +143,5 @@ def _recognise(report: Report, daemon: PrivateDaemon, before: Set[int] | None) -
 
 
 def _bare(uuid: str) -> str:
-    """CUDA tells 16 bytes; whether they name a GPU or a MIG device is our knowledge."""
+    """Return a UUID without its prefix: CUDA tells 16 bytes, but not whether they name a GPU or a MIG device."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()

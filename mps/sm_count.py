@@ -1,7 +1,7 @@
 """SM counts from the CUDA driver, which NVML does not know; `python -m tenuto.mps.sm_count` prints them as JSON.
 
-Run as a process of its own for the inventory: `cuInit` reads the environment once and may contact a CUDA MPS daemon,
-which the asking process must not do. No context is created.
+The inventory runs it as another process, because `cuInit` reads the environment once and may contact a CUDA MPS daemon,
+which the inventory's own process must not do. No context is created.
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ def visible_devices(library: ctypes.CDLL | None = None) -> tuple[VisibleDevice, 
     for index in range(count.value):
         device, sm_count, raw = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
         _call(library, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-        # The second version tells the UUID of a MIG device where that is what is visible.
+        # This second version of the call tells the UUID of a MIG device if a MIG device is visible.
         _call(library, "cuDeviceGetUuid_v2", raw, device)
         _call(library, "cuDeviceGetAttribute", ctypes.byref(sm_count), ctypes.c_int(_MULTIPROCESSOR_COUNT), device)
-        # CUDA does not tell a MIG device's UUID from a GPU's; who compares them leaves the prefix out.
+        # CUDA does not tell whether the UUID is a MIG device's or a GPU's, so comparisons must ignore the prefix.
         found.append(VisibleDevice(f"GPU-{uuid.UUID(bytes=bytes(raw))}", sm_count.value))
     return tuple(found)
 
 
 def free_memory_mib(library: ctypes.CDLL | None = None) -> float | None:
-    """Return the free memory in MiB that CUDA shows the primary context of this process's first GPU; None where it
-    tells none. Under CUDA MPS that is at most the cap. The context must exist: none is made for a process that has
-    none."""
+    """Return the free memory in MiB that CUDA shows the primary context of this process's first GPU; None if it does
+    not tell, or if there is no such context (none is made). Under CUDA MPS it is at most the cap."""
     try:
         library = library if library is not None else ctypes.CDLL("libcuda.so.1")
         device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()

@@ -1,7 +1,7 @@
 """GPU types Tenuto knows by name: memory, SM count and a list price, so that `--gpus v100:4` is enough.
 
-They are listed in `data/gpu_types.yaml`. Another one is used by giving `memory_mib` in the cluster file, where
-`price_per_hour` is another price.
+They are listed in `data/gpu_types.yaml`. To use another type, give its `memory_mib` in the cluster file. There,
+`price_per_hour` replaces the list price.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tenuto.documents import parse_yaml
 from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of, type_of_instance
 
 FAST_CAPABILITY = (8, 0)
-"""format: CUDA's compute capability, from which on everything that is fast is chosen where options leave it open."""
+"""format: CUDA's compute capability from which on the fast choices are the defaults for options that are left open."""
 
 
 @dataclass(frozen=True)
 class GpuType:
-    """What is fixed by the kind of device.
+    """The facts that a kind of device fixes.
 
-    `sm_count` is None where compute is not divided into streaming multiprocessors (`cpu`), and so are `capability`,
-    CUDA's compute capability, and `product`, a regular expression of what the driver calls it. `like` names the type of
-    the same chip with other memory: what was measured on that one holds here.
+    `capability` is CUDA's compute capability, and `product` a regular expression of the driver's name for it. These and
+    `sm_count` are None for `cpu`, which has no streaming multiprocessors. `like` names a type with the same chip and
+    other memory; measurements on that type hold for this one too.
     """
 
     memory_mib: int
@@ -46,8 +46,10 @@ _MIG_MIB_PER_GB = 1024 * 0.95
 
 
 def memory_mib_of(name: str) -> float | None:
-    """Return the memory in MiB of a known type, or of a MIG device of one, such as a100-3g.20gb, by its name, rounded
-    down; None for any other."""
+    """Return the memory in MiB of a known type, or of a MIG device of one, such as a100-3g.20gb. Other names: None.
+
+    The memory of a MIG device follows from its name and is rounded down.
+    """
     kind = GPU_TYPES.get(name)
     if kind is not None:
         return float(kind.memory_mib)
@@ -89,8 +91,8 @@ def is_fast_type(name: str) -> bool:
 
 
 def gpu_type_of(name: str) -> str:
-    """Return our name of a GPU type by the driver's: `v100` of `Tesla V100-SXM2-16GB`, `a100-3g.20gb` of `NVIDIA
-    A100-SXM4-40GB MIG 3g.20gb`; of a product that is not known here its name in small letters with dashes."""
+    """Return our name of a GPU type from the driver's: `v100` for `Tesla V100-SXM2-16GB`, `a100-3g.20gb` for `NVIDIA
+    A100-SXM4-40GB MIG 3g.20gb`. For an unknown product it is the driver's name in lower case with dashes."""
     mig = re.fullmatch(r"(.*\S)\s+MIG\s+((?:\d+c\.)?\d+g\.\d+gb(?:\+\S+)?)", name.strip(), re.IGNORECASE)
     if mig is not None:
         return type_of_instance(gpu_type_of(mig[1]), mig[2].lower())
@@ -101,6 +103,6 @@ def gpu_type_of(name: str) -> str:
 
 
 def sms_of_share(sm_count: int, share_pct: float) -> int:
-    """Return the most multiprocessors that a share of a GPU may give: rounded down, as CUDA MPS does, but never below
-    the two of a texture processing cluster, which are handed out together."""
+    """Return the most multiprocessors that a share of a GPU may give. It is rounded down, as CUDA MPS does, but is at
+    least two, because the two of a texture processing cluster are given out together."""
     return min(sm_count, max(2, math.floor(sm_count * share_pct / 100.0 + 1e-9)))

@@ -1,4 +1,4 @@
-"""Latency as a function of batch size, l(b): the one quantity planning, batching and emulation share.
+"""Latency as a function of batch size, l(b): the quantity that planning, batching and emulation share.
 
 Two forms: the line l(b) = alpha*b + beta of the Symphony and Nexus papers, and a table of measured points.
 """
@@ -39,9 +39,10 @@ class LinearLatency(StrictModel):
 
 
 class LatencyTable(StrictModel):
-    """Measured latencies by batch size; between two points the line through them, never beyond the largest.
+    """Measured latencies by batch size. Between two points it is the line through them; above the largest it is
+    unknown.
 
-    Below the smallest measured batch the smallest point's latency is used: an upper bound, as latency grows with b.
+    Below the smallest measured batch, the smallest point's latency is used: an upper bound, as latency grows with b.
     """
 
     points: Annotated[dict[int, PositiveMs], Field(min_length=1)]
@@ -96,7 +97,7 @@ def _form(value: object) -> str:
     return "(table)" if isinstance(value, LatencyTable) or "points" in keys else "(line)"
 
 
-# In a file the keys decide which form is meant, so that a wrong value is reported once and for that form only.
+# In a file the keys tell which form is meant, so that a wrong value is reported only once, for that form.
 LatencyField = Annotated[
     Annotated[LinearLatency, Tag("(line)")] | Annotated[LatencyTable, Tag("(table)")], Discriminator(_form)
 ]

@@ -35,7 +35,7 @@ class ProfilePoint(StrictModel):
     latency_ms: Positive
     processes_ms: dict[Annotated[int, Field(ge=2)], Positive] = Field(default_factory=dict)
     latency_spread_ms: Annotated[float, Field(ge=0)] | None = None  # half the distance of the 10th and 90th percentile
-    throughput_rps: Positive | None = None  # printed separately where more precise than batch / latency
+    throughput_rps: Positive | None = None  # a separate figure if it is more precise than batch / latency
     memory_mib: Annotated[float, Field(ge=0)] | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
 
@@ -59,11 +59,11 @@ class Measured(StrictModel):
 
 
 OCCUPANCIES = ("achieved_occupancy_pct", "wavg_ach_occ_pct")
-"""Metrics of a point that counters measure, or launch configurations estimate: `occupancy_estimated` tells."""
+"""Metrics of a point that are measured by counters or estimated from launch configurations (`occupancy_estimated`)."""
 
 
 class ModelProfile(StrictModel):
-    """All that is known about one model on one GPU type. Invariant: at least one point or an inline line."""
+    """Everything known about one model on one GPU type. Invariant: there is a point or an inline line."""
 
     points: tuple[ProfilePoint, ...] = ()
     line: LinearLatency | None = None  # a latency given as coefficients only, valid for every batch size
@@ -71,10 +71,10 @@ class ModelProfile(StrictModel):
     weights_mib: float | None = None
     coefficients: dict[str, float] = Field(default_factory=dict)  # named model constants, such as iGniter's k1..k5
     doubts: tuple[str, ...] = ()
-    estimated: tuple[str, ...] = ()  # what of the points was estimated and not measured, by key or metric
-    network: str | None = None  # source of what was measured, where the row's own name does not say it
-    options: dict[str, Any] = Field(default_factory=dict)  # of the model as it was measured, such as sequence_length
-    run: dict[str, Any] | None = None  # how it was run when it was measured, nothing left open; None: not known
+    estimated: tuple[str, ...] = ()  # keys or metrics of the points that were estimated and not measured
+    network: str | None = None  # source of the measured network, if the row's own name does not say it
+    options: dict[str, Any] = Field(default_factory=dict)  # the model's options when measured, such as sequence_length
+    run: dict[str, Any] | None = None  # all options of how it was run when measured; None: not known
 
     def estimates_occupancy(self, metric: str) -> bool:
         """Return whether an occupancy of the points comes from launch configurations and not from counters."""
@@ -83,8 +83,8 @@ class ModelProfile(StrictModel):
         )
 
     def scaled(self, factor: float) -> ModelProfile:
-        """Return the profile of the same model when each batch takes `factor` times as long, iGniter's coefficients of
-        the active time (equation 11: all but k4) included."""
+        """Return the profile of the same model when each batch takes `factor` times as long. It also scales iGniter's
+        coefficients of the active time (equation 11: all but k4)."""
         points = tuple(
             point.model_copy(
                 update={
@@ -188,7 +188,7 @@ class ModelProfile(StrictModel):
 
     @cached_property
     def _stated_rps(self) -> dict[tuple[int, float], float]:
-        """The throughput that points state, by batch size and share."""
+        """The throughput figures of points that have one, by batch size and share."""
         rates = ((p.batch_size, p.share_pct, p.throughput_rps) for p in reversed(self.points))
         return {(size, share): rate for size, share, rate in rates if rate is not None}
 
@@ -198,7 +198,7 @@ class ModelProfile(StrictModel):
         return [point for point in self.points if point.memory_mib is not None]
 
     def memory_mib(self, batch_size: int, share_pct: float = 100.0) -> float | None:
-        """Return the memory of one replica at the next measured batch size, or None where it was not measured."""
+        """Return the memory of one replica at the next larger measured batch size; None if it was not measured."""
         larger = (p for p in self.measured_memory if p.batch_size >= batch_size)
         nearest = min(larger, key=lambda p: (p.batch_size, abs(p.share_pct - share_pct)), default=None)
         return None if nearest is None else nearest.memory_mib
@@ -224,15 +224,15 @@ class CoRunPart(StrictModel):
     share_pct: Annotated[float, Field(gt=0, le=100)] = 100.0
     latency_ms: Positive
     latency_spread_ms: Annotated[float, Field(ge=0)] | None = None
-    runs: Annotated[int, Field(ge=1)] | None = None  # within the time in which all ran
+    runs: Annotated[int, Field(ge=1)] | None = None  # number of runs during the time in which all models ran
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
 class CoRun(StrictModel):
-    """A measurement of several processes on one device; a single part is a model alone, in the same set-up."""
+    """A measurement of several processes on one device. With a single part, it is a model alone in the same set-up."""
 
     parts: Annotated[tuple[CoRunPart, ...], Field(min_length=1)]
-    metrics: dict[str, float] = Field(default_factory=dict)  # of the whole device: power_w, sm_clock_mhz
+    metrics: dict[str, float] = Field(default_factory=dict)  # metrics of the whole device: power_w, sm_clock_mhz
 
 
 class Profile(StrictModel):
@@ -299,13 +299,13 @@ class Profiles:
         return found
 
     def measured(self, row: str, gpu_type: str) -> Measured | None:
-        """Return where and when a row was measured; None where its file does not say, or there is none."""
+        """Return where and when a row was measured; None if its file does not say, or there is no such row."""
         files = (file for file in self._of_type(gpu_type) if row in file.models)
         found = next(files, None)
         return None if found is None else found.measured
 
     def get(self, row: str, gpu_type: str) -> ModelProfile:
-        """Return what is known about a model on a GPU type.
+        """Return the profile of a model on a GPU type.
 
         Raises:
             InvalidInputError: no profile has this row for this type; the message lists those that exist.

@@ -1,7 +1,7 @@
-"""Latency on a share of a GPU: as measured, or, where it was not, by one of three rules that say so.
+"""Latency on a share of a GPU: as measured, or else by one of three rules.
 
-A profile never invents a number; planning has to, as soon as a model gets a share on which it was never measured. Which
-rule a latency comes from is returned with it, so that plans can name it.
+A profile never invents a number. Planning must, when a model gets a share on which it was never measured. The rule is
+returned with the latency, so that plans can name it.
 """
 
 from __future__ import annotations

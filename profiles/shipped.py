@@ -1,4 +1,4 @@
-"""The profiles that come with Tenuto, by name, with their sources and doubts kept."""
+"""The profiles that come with Tenuto, by name. Each file names its sources and what is doubtful."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tenuto.errors import one_of, refused
 from tenuto.profiles.gpu_types import measured_as
 from tenuto.profiles.profile import Profile
 
-# Name, GPU type; the first of a type comes first where none is named.
+# Name and GPU type. When no profile is named, the first of a type is its default.
 _SHIPPED = {
     "thesis-v100": "v100",
     "igniter-v100": "v100",
@@ -40,15 +40,15 @@ def load_shipped(name: str) -> Profile:
 
 
 def shipped_for(gpu_types: Iterable[str], *, except_for: Iterable[Profile] = ()) -> list[Profile]:
-    """Return every shipped profile of these GPU types but those, a type's default first."""
+    """Return every shipped profile of these GPU types without those in `except_for`; a type's default comes first."""
     types = {kind for wanted in gpu_types for kind in measured_as(wanted)}
     known = {profile.name for profile in except_for}
     return [load_shipped(name) for name, kind in _SHIPPED.items() if kind in types and name not in known]
 
 
 def default_profiles(gpu_type: str) -> list[Profile]:
-    """Return the profiles used when none is named for a GPU type: its first, and those that know other networks only;
-    empty where none is shipped."""
+    """Return the profiles of a GPU type that are used by default: its first one, and those that only have other
+    networks; empty if none is shipped."""
     found: list[Profile] = []
     for name in (name for wanted in measured_as(gpu_type) for name, kind in _SHIPPED.items() if kind == wanted):
         profile = load_shipped(name)

@@ -1,1 +1,1 @@
-"""How a profile is measured: the profiler, its worker processes, telemetry and kernels."""
+"""The profiler, which measures profiles: its worker processes, telemetry and kernels."""

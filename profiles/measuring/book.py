@@ -1,5 +1,4 @@
-"""The profile file that is filled while models are measured, written after every point: a stopped run loses one at
-most."""
+"""The profile file while models are measured. It is written after every point, so a stopped run loses at most one."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ class ProfileBook:
 
         Args:
             path: where to write; None means profile-TYPE.yaml once the device is known.
-            command: recorded in the file.
-            resume: keep what the file holds, where it exists.
+            command: the command line, which is noted in the file.
+            resume: keep the contents of the file, if it exists.
 
         Raises:
             InvalidInputError: resuming without a path, or the path's directory does not exist.
@@ -42,10 +41,10 @@ class ProfileBook:
         return self._path or Path(f"profile-{self.profile.gpu_type if self.profile else 'gpu'}.yaml")
 
     def before(self, row: str, request: MeasureRequest) -> ModelProfile | None:
-        """Return what the resumed file holds of a model.
+        """Return the row of a model in the resumed file.
 
         Raises:
-            InvalidInputError: it was measured under other options, and points of both would be mixed.
+            InvalidInputError: the row was measured with other options, so its points must not be mixed with new ones.
         """
         known = self.profile.models.get(row) if self._resumed and self.profile else None
         if known is None:
@@ -61,7 +60,7 @@ class ProfileBook:
         return known
 
     def machine(self, found: Machine) -> None:
-        """Take note of the device; raises `InvalidInputError` where the resumed file is of another one."""
+        """Take note of the device; raises `InvalidInputError` if the resumed file is of another device."""
         self._machine = found
         if self.profile is None or not self._resumed:
             return
@@ -90,7 +89,7 @@ class ProfileBook:
         self.finish(Measurement(row, partial, self._machine))
 
     def finish(self, measurement: Measurement) -> None:
-        """Keep a model as measured, in place of its points so far, and write the file."""
+        """Keep the measurement of a model instead of its points so far, and write the file."""
         made = assemble([measurement], name="measured", command=self._command)
         if self.profile is None:
             self.profile = made
@@ -103,12 +102,12 @@ class ProfileBook:
         self.write()
 
     def replace(self, profile: Profile) -> None:
-        """Put a changed profile in place and write the file."""
+        """Replace the profile and write the file."""
         self.profile = profile
         self.write()
 
     def write(self) -> None:
-        """Write the file at once or not at all.
+        """Write the file whole or not at all.
 
         Raises:
             InvalidInputError: the path cannot be written.

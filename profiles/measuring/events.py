@@ -1,4 +1,4 @@
-"""What the profiler's processes report to it, one JSON object a line; each kind is a type of its own."""
+"""The events that the profiler's worker processes report, one JSON object per line; each kind is a type."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tenuto.profiles.profile import ProfilePoint
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured on. `sm_count` is what the process sees: under CUDA MPS what its share leaves, None on a CPU."""
+    """The machine of a measurement. `sm_count` is the number of SMs that the process sees: under CUDA MPS those of its
+    share; None on a CPU."""
 
     device: str  # cpu or cuda
     gpu_type: str
@@ -27,7 +28,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Built:
-    """The model is on its device. `run` is how it is run, nothing left open."""
+    """The model is on its device. `run` has all options of how it is run."""
 
     weights_mib: float
     run: Mapping[str, Any] = field(default_factory=dict)
@@ -36,8 +37,8 @@ class Built:
 
 @dataclass(frozen=True)
 class ContextSize:
-    """What the process holds of the GPU beside PyTorch's allocator, in MiB: CUDA's context, loaded kernels, libraries'
-    workspaces."""
+    """Memory in MiB that the process holds on the GPU outside PyTorch's allocator: CUDA's context, loaded kernels,
+    workspaces of libraries."""
 
     mib: float
     event: Literal["context"] = "context"
@@ -45,7 +46,7 @@ class ContextSize:
 
 @dataclass(frozen=True)
 class PointMeasured:
-    """One point."""
+    """One point was measured."""
 
     point: ProfilePoint
     event: Literal["point"] = "point"
@@ -53,7 +54,7 @@ class PointMeasured:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Something a reader of the profile should know."""
+    """A note that a reader of the profile should know."""
 
     text: str
     event: Literal["doubt"] = "doubt"
@@ -68,7 +69,7 @@ class StoppedEarly:
 
 @dataclass(frozen=True)
 class Failed:
-    """The process gives up. `is_input`: because of what it was asked, not of where it runs."""
+    """The process gives up. `is_input`: the cause is the request, and not the machine."""
 
     text: str
     is_input: bool = False

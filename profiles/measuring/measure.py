@@ -33,11 +33,12 @@ STOPPED = "stopped before every point was measured; run it again with --resume"
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """What to measure of one model. `budget_s` is for the repetitions of all points together, building excluded.
+    """What to measure of one model. `budget_s` is the time for the repetitions of all points together, without
+    building.
 
-    `known` are points measured before, as (batch size, share in percent, latency in ms): they are not measured again.
-    With `tolerance_pct` above 0, batch sizes that the measured ones predict that well are left out (see
-    `tenuto.profiles.measuring.sampling`). After `time_limit_s`, building included, no further point is begun.
+    `known` are points measured before, as (batch size, share in percent, latency in ms). They are not measured again.
+    With `tolerance_pct` above 0, batch sizes that the measured ones predict within it are left out (see
+    `tenuto.profiles.measuring.sampling`). After `time_limit_s`, with the time to build, no further point is begun.
     """
 
     source: str
@@ -51,10 +52,10 @@ class MeasureRequest:
     known: tuple[tuple[int, float, float], ...] = ()
     tolerance_pct: float = 0.0
     time_limit_s: float | None = None
-    name: str = ""  # of the profile row, where the source does not say it
+    name: str = ""  # name of the profile row, if it is not that of the source
 
     def left(self) -> int:
-        """Return how many points are still to be measured."""
+        """Return how many points have not been measured yet."""
         have = {(batch, share) for batch, share, _ in self.known}
         return sum((batch, share) not in have for batch in self.batch_sizes for share in self.shares)
 
@@ -95,7 +96,8 @@ REQUESTS: TypeAdapter[MeasureRequest] = TypeAdapter(MeasureRequest)
 class Measurement:
     """One measured model, by the name of its profile row, with the machine it was measured on.
 
-    `context_mib` is what its process held of the GPU beside PyTorch's allocator; None on a CPU or where NVML is silent.
+    `context_mib` is the memory that its process held on the GPU outside PyTorch's allocator; None on a CPU or without
+    NVML.
     """
 
     name: str
@@ -105,14 +107,14 @@ class Measurement:
 
 
 class Shares(Protocol):
-    """What gives processes shares of a GPU."""
+    """Gives processes shares of a GPU."""
 
     @property
     def sm_count(self) -> int:
         """Multiprocessors of the whole GPU."""
 
     def environment(self, share_pct: float) -> Mapping[str, str]:
-        """Return what a process must find in its environment when it starts."""
+        """Return the variables that a process needs in its environment when it starts."""
 
 
 def row_name(source: str) -> str:
@@ -140,9 +142,9 @@ def measure_model(
     Args:
         request: what to measure.
         on_point: called after each point.
-        shares: what gives a process a share of a CUDA device (CUDA MPS); without it only the whole device can be
-            measured there. On a CPU a share is a number of threads and needs none.
-        before: what a stopped run measured of this model on this device: its points are kept, the rest is measured.
+        shares: gives a process a share of a CUDA device (CUDA MPS). Without it only the whole device can be measured
+            there. On a CPU a share is a number of threads and needs nothing.
+        before: the row of a stopped run of this model on this device; its points are kept, the rest is measured.
         on_machine: called with the device before anything is measured on it; may raise to refuse it.
 
     Raises:
@@ -198,9 +200,9 @@ def measure_model(
 
 
 def _all_events(request: MeasureRequest, shares: Shares | None) -> Iterator[Event]:
-    """Run one process after the other until none is left or the time is up.
+    """Run one process after another until none is left or the time is up.
 
-    A process stops by itself between two points: killing one with work on a GPU may harm other CUDA MPS clients.
+    A process stops by itself between two points. To kill a process at work on a GPU may harm other CUDA MPS clients.
     """
     began = time.monotonic()
     for part in _parts(request, shares):
@@ -217,7 +219,8 @@ def _all_events(request: MeasureRequest, shares: Shares | None) -> Iterator[Even
 
 
 def check_share(share_pct: float, sm_count: int | None, shares: Shares) -> None:
-    """Refuse a process that sees more SMs than its share: it is not attached to CUDA MPS, which is no error in CUDA.
+    """Refuse a process that sees more SMs than its share. Such a process is not attached to CUDA MPS, and CUDA itself
+    reports no error then.
 
     Raises:
         EnvironmentFaultError: the share is not enforced.
@@ -253,7 +256,7 @@ def _parts(request: MeasureRequest, shares: Shares | None) -> Iterator[MeasureRe
 
 
 def _device_of(request: MeasureRequest) -> str:
-    """Ask a process what `auto` means: initialising CUDA here would pin a context in the parent."""
+    """Ask another process what `auto` means. (To initialise CUDA here would keep a context in this process.)"""
     if request.device != "auto":
         return request.device
     return next(e.device for e in _events(replace(request, batch_sizes=()), None) if isinstance(e, Machine))
@@ -309,6 +312,6 @@ def assemble(measurements: Sequence[Measurement], *, name: str, command: str | N
 
 
 def largest_context(sizes_mib: Iterable[float | None]) -> dict[str, float]:
-    """Return the hardware coefficient `context_mib`: the largest of the processes', none where none is known."""
+    """Return the hardware coefficient `context_mib`: the largest of all processes; nothing if none is known."""
     known = [size for size in sizes_mib if size is not None]
     return {"context_mib": max(known)} if known else {}

@@ -1,4 +1,4 @@
-"""Peak memory of a model: what the CUDA allocator reserved, or by how much this process's resident set grew."""
+"""Peak memory of a model: the memory that the CUDA allocator reserved, or the growth of this process's resident set."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class MemoryMeter(Protocol):
         """Begin a new peak."""
 
     def peak_mib(self) -> float | None:
-        """Return the peak since `reset`, above what there was when the meter was made; None where it cannot be told."""
+        """Return the peak since `reset`, less the memory when the meter was made; None if it cannot be told."""
 
 
 class CudaMemory:
     """The largest amount PyTorch's caching allocator reserved on the first visible device.
 
-    That, not what tensors filled of it, is what other processes on the GPU cannot have. The CUDA context itself (some
-    hundreds of MiB, outside the allocator) is not in it.
+    Other processes on the GPU cannot use this memory, even if tensors do not fill it. The CUDA context itself (some
+    hundreds of MiB, outside the allocator) is not included.
     """
 
     def reset(self) -> None:
@@ -55,8 +55,8 @@ class CudaMemory:
 class ResidentMemory:
     """Growth of the resident set of this process since the meter was made, by the kernel's high-water mark (Linux).
 
-    Make it after the libraries were imported and before the model is built, in a process of its own: what other models
-    left behind would hide growth. Elsewhere than on Linux it measures nothing.
+    Make it after the libraries were imported and before the model is built, in a fresh process: memory that other
+    models left behind would hide growth. On other systems than Linux it measures nothing.
     """
 
     def __init__(self) -> None:

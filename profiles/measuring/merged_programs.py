@@ -69,8 +69,8 @@ def measure_into(
 ) -> list[list[JointTimes]]:
     """Measure every cluster, write its rows and those of its models, and return the times of each by split.
 
-    `merged` and `models` are emptied: the memory of a merged program can be told only once the originals are gone,
-    and only where there is one program.
+    `merged` and `models` are emptied, because the memory of a merged program can be measured only when the originals
+    are gone, and only if there is one program.
     """
     machine = describe_machine("cpu")
     signatures = {name: loaded.signature for name, loaded in models.items()}
@@ -96,7 +96,7 @@ def measure_into(
 
 
 def splits_of(names: Sequence[str], size: int) -> list[dict[str, int]]:
-    """Return the splits of a joint batch that are measured: as even as it can be, and each member alone."""
+    """Return the splits of a joint batch that are measured: the most even one, and all of each member alone."""
     found: list[dict[str, int]] = []
     for split in (even_split(names, size), *({name: size} for name in names)):
         if split not in found:
@@ -118,12 +118,12 @@ def measure_joint(
     All of them run in turns, round after round, so that a slow phase of a shared machine falls on all alike.
 
     Args:
-        merged: before it let go of the originals.
+        merged: the merged program, while it still has the originals.
         models: the originals.
-        batch_sizes: joint batches.
+        batch_sizes: sizes of joint batches.
         shares: percentages of the CPU's cores, as threads.
         repetitions: timed runs of each way, after one that is not counted.
-        report: told what has been done.
+        report: is called with lines of progress.
     """
     names, together = tuple(merged.signatures), ProgramRunner(merged)
     apart = {name: lone_program(name, models[name], PLAIN) for name in names}
@@ -137,7 +137,7 @@ def measure_joint(
             for repetition in range(repetitions + 1):
                 for split, (together_ms, apart_ms) in zip(splits, samples, strict=True):
                     both = _both_ways_ms(together, apart, split)
-                    if repetition:  # the first is the warm-up
+                    if repetition:  # the first run is the warm-up
                         together_ms.append(both[0])
                         apart_ms.append(both[1])
                 report(f"{len(splits)} splits at {share:g} %: round {repetition} of {repetitions}")
@@ -167,10 +167,10 @@ def _inputs(runner: ProgramRunner, split: Mapping[str, int]) -> dict[str, Blocks
 
 
 def measure_memory(merged: MergedNetwork, batch_sizes: Sequence[int], meter: MemoryMeter) -> dict[int, float]:
-    """Return the peak memory of the merged program by joint batch, in MiB; empty where it cannot be told.
+    """Return the peak memory of the merged program by joint batch, in MiB; empty if it cannot be told.
 
-    It must have let go of the originals, and the caller too; `meter` was made before they were built. On a CPU
-    memory that other work of this process has freed hides growth, so at least the weights are counted.
+    Neither the program nor the caller may refer to the originals any more, and `meter` must have been made before they
+    were built. On a CPU, memory that this process freed before hides growth, so at least the weights are counted.
     """
     found, runner = {}, ProgramRunner(merged)
     for size in batch_sizes:
@@ -190,7 +190,7 @@ def profiles_of(
     sources: Mapping[str, str],
     options: Mapping[str, Any],
 ) -> dict[str, ModelProfile]:
-    """Return the profile rows: of the group by the worst split of each joint batch, and of its members alone."""
+    """Return the profile rows: of the group, by the slowest split of each joint batch; and of its members alone."""
     rows = {"+".join(sorted(merged.signatures)): _profile(_worst(times), memory_mib, merged.weights_mib)}
     for name in merged.signatures:
         alone = [(one.share_pct, one.batch_size, one.apart) for one in times if set(one.split) == {name}]

@@ -39,16 +39,16 @@ from tenuto.profiles.profile import ProfilePoint
 Report = Callable[[Event], None]
 Record = Callable[[Callable[[], object]], KernelTrace]
 
-# What a profile calls the times of a batch on the device, and what the runner does.
+# The times of a batch on the device: their names in a profile, and the names that the runner uses.
 DEVICE_TIMES = {"h2d_ms": "copy_in_ms", "kernels_ms": "execution_ms", "d2h_ms": "copy_out_ms"}
 
-_NOISY_PCT = 10.0  # limit: a median less certain than this is recorded with a doubt
-_WATCH_S = 1.0  # derived: for power and clocks: the driver's power is a moving average of up to a second
+_NOISY_PCT = 10.0  # limit: a median that is less certain than this is recorded with a doubt
+_WATCH_S = 1.0  # derived: time to watch power and clocks, as the driver's power is a moving average of up to a second
 
 
 class BatchOfOne:
-    """The one batch that is repeated: random rows of a program of one model, pictures in the form that gateways send.
-    Calling it runs it once."""
+    """The batch that is repeated: random rows for a program of one model, with pictures in the form that gateways send.
+    A call runs the batch once."""
 
     def __init__(self, runner: ProgramRunner, rows: int, seed: int) -> None:
         """Draw the inputs."""
@@ -95,7 +95,7 @@ def measure_points(
     import torch
 
     began_s = clock_s() if began_s is None else began_s
-    # Fast devices stream unless a workload says otherwise: with room for a second batch, which is part of the memory.
+    # On fast devices, gpu-lets stream by default. So the measured memory includes room for a second batch.
     streams = cuda_streams(device, overlapping=is_fast_device(device))
     runner = lone_program(request.source, loaded, options, request.batch_sizes, streams)
     report(Built(runner.network.weights_mib, options.chosen(capability_of(streams)).to_data()))
@@ -135,7 +135,7 @@ def measure_points(
 
 @dataclass(frozen=True)
 class _Instruments:
-    """What a point is measured with."""
+    """The instruments that measure a point."""
 
     memory: MemoryMeter
     clock_s: Callable[[], float]
@@ -144,7 +144,8 @@ class _Instruments:
     report: Report
 
     def readings(self, run: Callable[[], object], budget_s: float) -> dict[str, float]:
-        """Return power, clocks and kernel metrics of a run; what fails is reported as a doubt and left out."""
+        """Return power, clocks and kernel metrics of a run. A reading that fails is reported as a doubt and left
+        out."""
         found: dict[str, float] = {}
         try:
             if self.telemetry is not None:
@@ -203,7 +204,7 @@ def _measure_point(
 
 
 def _device_times(batches: Sequence[BatchTimes]) -> dict[str, float]:
-    """Return the medians of what CUDA events say of batches."""
+    """Return the medians of the batches' times from CUDA events."""
     return {
         name: round(statistics.median(getattr(times, key) for times in batches), 4)
         for name, key in DEVICE_TIMES.items()
@@ -217,7 +218,7 @@ def _sm_count() -> int:
 
 
 def describe_machine(device: str) -> Machine:
-    """Return what is measured on; on CUDA the first visible device."""
+    """Return the machine; on CUDA it names the first visible device."""
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -229,7 +230,7 @@ def describe_machine(device: str) -> Machine:
     if device == "cuda":
         name, properties = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0)
         versions["cuda"] = str(torch.version.cuda)
-        # The SM count is the share's under CUDA MPS, so it does not name the device.
+        # Under CUDA MPS the SM count is that of the share, so the device's name must not contain it.
         return Machine(
             device, gpu_type_of(name), name, properties.total_memory / 2**20, versions, properties.multi_processor_count
         )
@@ -253,7 +254,7 @@ def _import_libraries(source: str) -> None:
     import torch  # noqa: F401
 
     if is_factory(source) or is_exported(source):
-        return  # what a user's module imports is part of what its model costs
+        return  # the memory of a user module's imports is a part of what its model costs
     family = "transformers" if os.path.isdir(source) else lookup(source).source.partition("/")[0]
     try:
         if family == "torchvision":
@@ -305,8 +306,8 @@ def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], floa
 
 
 def _before_cuda() -> tuple[Telemetry | None, float | None]:
-    """Return NVML of the GPU that CUDA will use, and the memory that others hold of it; without NVML the rest is still
-    worth measuring."""
+    """Return NVML of the GPU that CUDA will use, and the memory that other processes hold there. Both are None without
+    NVML, as the rest can still be measured."""
     try:
         telemetry = NvmlTelemetry(first_visible_uuid())
     except TenutoError:

@@ -1,9 +1,10 @@
 """Which batch size to measure next, and when the rest may be left to interpolation. Pure arithmetic.
 
-The rule, per share: the smallest and the largest batch first; then always the batch at which the two ways to predict it
-from what is measured disagree most, namely the line through its measured neighbours and the least-squares line through
-all points; halfway in size between two measured ones where no line through all is known yet. When they disagree nowhere
-by more than the tolerance, the rest is left out: looking it up interpolates between the neighbours anyhow.
+The rule for each share: the smallest and the largest batch are measured first. Each other batch has two predictions:
+the line through its measured neighbours, and the least-squares line through all points. The batch at which the two
+disagree most is measured next. While there is no line through all points yet, it is the batch halfway between two
+measured ones. When the predictions nowhere disagree by more than the tolerance, the rest is left out, because a profile
+interpolates between neighbours anyhow.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tenuto.profiles.measuring.timing import fit_line
 
 
 def next_batch(wanted: Collection[int], measured_ms: Mapping[int, float], tolerance_pct: float) -> int | None:
-    """Return the batch size to measure next, or None when nothing is left that would teach more than the tolerance.
+    """Return the batch size to measure next, or None if predictions agree within the tolerance for all that are left.
 
     Args:
         wanted: batch sizes asked for, measured or not.

@@ -14,7 +14,7 @@ from tenuto.errors import EnvironmentFaultError
 
 @dataclass(frozen=True)
 class Reading:
-    """What the GPU said at one moment. Watts, MHz and degrees Celsius."""
+    """One reading of a GPU: watts, MHz and degrees Celsius."""
 
     power_w: float
     sm_clock_mhz: float
@@ -54,7 +54,7 @@ class NvmlTelemetry:
             ) from error
 
     def read(self) -> Reading:
-        """Return the present reading; raises `EnvironmentFaultError` where the driver refuses one."""
+        """Return the present reading; raises `EnvironmentFaultError` if the driver refuses it."""
         nvml = self._nvml
         try:
             return Reading(
@@ -66,14 +66,14 @@ class NvmlTelemetry:
             raise EnvironmentFaultError(f"NVML reads neither power nor clocks: {error}.") from error
 
     def used_mib(self) -> float:
-        """Return the memory that all processes hold; raises `EnvironmentFaultError` where the driver refuses."""
+        """Return the memory that all processes hold; raises `EnvironmentFaultError` if the driver refuses."""
         try:
             return float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used) / 2**20
         except self._nvml.NVMLError as error:
             raise EnvironmentFaultError(f"NVML knows no memory: {error}.") from error
 
     def limits(self) -> dict[str, float]:
-        """Return `max_power_w` and `max_sm_clock_mhz`; raises `EnvironmentFaultError` where the driver refuses."""
+        """Return `max_power_w` and `max_sm_clock_mhz`; raises `EnvironmentFaultError` if the driver refuses."""
         nvml = self._nvml
         try:
             return {
@@ -87,8 +87,8 @@ class NvmlTelemetry:
 def first_visible_uuid() -> str:
     """Return the UUID of the first GPU that CUDA_VISIBLE_DEVICES leaves visible, without starting CUDA.
 
-    Ordinals are taken in PCI order, NVML's; with several GPUs of different kinds CUDA counts otherwise unless
-    CUDA_DEVICE_ORDER=PCI_BUS_ID, so that naming the UUID is safer.
+    Ordinals are taken in PCI order, as NVML does. With GPUs of different kinds CUDA counts in another order, unless
+    CUDA_DEVICE_ORDER=PCI_BUS_ID, so it is safer to name the UUID.
 
     Raises:
         EnvironmentFaultError: nvidia-ml-py or the driver is missing, or there is no such GPU.

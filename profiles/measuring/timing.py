@@ -1,4 +1,4 @@
-"""When to stop repeating a measurement, and what to report of it. No clock of its own, no torch."""
+"""When to stop repeating a measurement, and which figures to report. The clock is an argument; torch is not needed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 from tenuto.profiles.profile import Fit, ProfilePoint
 
-TOLERANCE_PCT = 1.5  # limit: half-width of the median's 95 % confidence interval at which it is believed
-MIN_RUNS, MAX_RUNS = 10, 500  # limit: before that, and after that whatever the interval
-AGREEMENT_PCT = 2 * TOLERANCE_PCT  # derived: two right medians are that far apart at most
+TOLERANCE_PCT = 1.5  # limit: a median is known when half the width of its 95 % confidence interval is this small
+MIN_RUNS, MAX_RUNS = 10, 500  # limit: there are never fewer and never more runs, whatever the interval
+AGREEMENT_PCT = 2 * TOLERANCE_PCT  # derived: two correct medians are at most this far apart
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ def _median_interval(count: int) -> tuple[int, int]:
 def measure_repeatedly(
     run: Callable[[], object], clock_s: Callable[[], float], *, budget_s: float
 ) -> tuple[Timing, float]:
-    """Measure twice, each with half the budget; again while the medians differ by more than `AGREEMENT_PCT`.
+    """Measure in two rounds with half the budget each. When their medians differ by more than `AGREEMENT_PCT`, repeat.
 
-    A further round begins only where both together left some of the budget, and replaces the earlier of the two: what
-    disturbed one of them (a cold cache, another process) is over then.
+    A further round begins only if some of the budget is left. It replaces the earlier of the two rounds, as a cold
+    cache or another process may have disturbed that one.
 
     Args:
         run: one repetition; blocks until the work is done.
@@ -66,8 +66,8 @@ def measure_repeatedly(
         budget_s: seconds for all rounds; only a round's first three runs may exceed it.
 
     Returns:
-        The summary of the last two rounds, and by how many percent their medians differ: what a repeated profile would
-        show.
+        The summary of the last two rounds, and by how many percent their medians differ. A repeated profile would
+        differ about as much.
     """
     began = clock_s()
     rounds = [sample(run, clock_s, budget_s / 2) for _ in range(2)]
@@ -122,7 +122,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float, float |
 
 
 def fit_points(points: Sequence[ProfilePoint]) -> Fit | None:
-    """Return the line through the points of the whole device, rounded for a file; None where there is none."""
+    """Return the line through the points of the whole device, rounded for a file; None if there is none."""
     line = fit_line([(point.batch_size, point.latency_ms) for point in points if point.share_pct == 100.0])
     if line is None:
         return None

@@ -1,4 +1,4 @@
-"""A process of the profiler: started with a request, read event by event, and ended without hurting its neighbours."""
+"""A worker process of the profiler: start it with a request, read its events, and end it without harm to others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.profiles.measuring.events import EVENTS, Failed
 from tenuto.profiles.networks.cpu_share import calm_openmp
 
-_SETTLE_S = 10.0  # limit: for a batch in flight to end after SIGINT
+_SETTLE_S = 10.0  # limit: time for a running batch to end after SIGINT
 
 
 class LostWorkerError(EnvironmentFaultError):
@@ -35,7 +35,7 @@ class LostWorkerError(EnvironmentFaultError):
 
 
 class LineProcess:
-    """A process of Python spoken to in lines. A thread reads its own, so that waiting for them can have an end."""
+    """A Python process that takes and prints lines. A thread reads its lines, so that waiting for one has a limit."""
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], name: str, errors: IO[str] | int
@@ -71,14 +71,14 @@ class LineProcess:
         self._lines.put(None)
 
     def _next_line(self, timeout_s: float | None) -> str | None:
-        """Return its next line, None once it has ended, however often that is asked; raises `queue.Empty`."""
+        """Return the next line; None whenever the process has ended; raises `queue.Empty` after the timeout."""
         line = self._lines.get(timeout=timeout_s)
         if line is None:
             self._lines.put(None)
         return line
 
     def tell(self, line: str = "") -> None:
-        """Send a line; a process that is gone is found out when its next event is awaited."""
+        """Send a line. If the process is gone, this shows when its next event is awaited."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.write(line + "\n")
@@ -89,7 +89,7 @@ class LineProcess:
         self._reader.join(timeout=5.0)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what it did not read any more
+                with contextlib.suppress(OSError):  # lines that the process did not read
                     pipe.close()
 
 
@@ -115,12 +115,12 @@ class WorkerProcess(LineProcess):
         super().__init__(arguments, variables, f"profiling {about}", self._errors)
 
     def next_event(self, timeout_s: float | None = None) -> Any:
-        """Return what it reports next; None once it has ended well.
+        """Return the next event; None when the process has ended well.
 
         Raises:
-            TenutoError: what it reported as its fault.
-            LostWorkerError: it was killed or crashed.
-            EnvironmentFaultError: it reported nothing within `timeout_s`.
+            TenutoError: the fault that the process reported.
+            LostWorkerError: the process was killed or crashed.
+            EnvironmentFaultError: the process reported nothing within `timeout_s`.
         """
         try:
             line = self._next_line(timeout_s)
@@ -151,11 +151,10 @@ class WorkerProcess(LineProcess):
         return lines[-1] if lines else "no message"
 
     def end(self, patience_s: float = 0.0, settle_s: float = _SETTLE_S) -> None:
-        """Let the process leave by itself; after `patience_s` ask it to, and only one that is deaf for
-        `settle_s` is stopped.
+        """Let the process end by itself. After `patience_s` interrupt it; kill it only after another `settle_s`.
 
-        A CUDA MPS client that is stopped with kernels in flight takes its neighbours with it, so it is interrupted
-        first: that lets the batch end.
+        To kill a CUDA MPS client while its kernels run would harm its neighbours. So the process is interrupted first,
+        which lets the batch end.
         """
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -178,9 +177,9 @@ class WorkerProcess(LineProcess):
 
 
 def serve_parent(work: Callable[[Callable[[Any], None]], None], events: TypeAdapter[Any] = EVENTS) -> None:
-    """Do a worker's work, with a function that reports `events`; a fault is reported as the last of them.
+    """Run `work` in a worker, with a function that reports events. A fault is reported as the last event.
 
-    Whatever a model prints goes to stderr. When interrupted, what the device has begun is finished.
+    Output that a model prints goes to stderr. After an interrupt, the device finishes the work that it has begun.
     """
     with os.fdopen(os.dup(1), "w", buffering=1) as reports:
         os.dup2(2, 1)

@@ -1,2 +1,2 @@
-"""How a network is built and run: from the catalogue, local files or a factory; plain, compiled, captured or
-streamed."""
+"""Building and running networks. They come from the catalogue, local files or a factory, and run plain, compiled,
+captured or streamed."""

@@ -1,4 +1,4 @@
-"""The networks Tenuto knows by name: where each comes from and what goes in and out. No torch.
+"""The networks that Tenuto knows by name: their source, their inputs and their outputs. No torch.
 
 They are listed in `data/catalogue.yaml`: image classifiers of torchvision and sequence classifiers of transformers. A
 model of one's own is named `package.module:factory`; the factory returns a
@@ -28,8 +28,8 @@ class TensorSignature:
     """One input or output: numpy dtype name and shape without the batch dimension.
 
     `below` bounds integer inputs: every value must be in [0, below). An identifier outside an embedding table is an
-    error on the CPU and loses the whole CUDA context on a GPU, so it is checked before anything runs. `accepts` are
-    further dtypes that the input may come in; what runs the model makes them into its own as the first step.
+    error on the CPU, and on a GPU it destroys the whole CUDA context, so it is checked before anything runs. `accepts`
+    are further dtypes in which the input may come; they are converted as the first step.
     """
 
     name: str
@@ -45,7 +45,8 @@ class ImageInput:
 
     The shorter edge is resized to `resize_px`, the middle `crop_px` square is cut out, values are scaled to [0, 1] and
     then normalised by `mean` and `std` per RGB channel. On the wire an image is that tensor: float32, CHW. With
-    `as_pixels` pictures better stay uint8 (CHW, cropped), a quarter of the bytes, and are normalised on the device.
+    `as_pixels`, pictures should be sent as uint8 (CHW, cropped), a quarter of the bytes, and are normalised on the
+    device.
     """
 
     resize_px: int
@@ -77,9 +78,9 @@ class TextInput:
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """What goes in and out of a model. `kind` `tensor` means that raw images and texts are not understood.
+    """The inputs and outputs of a model. `kind` `tensor` means that the model takes no raw images or texts.
 
-    `labels` names the entries of the first output, in order; empty where there are no names.
+    `labels` names the entries of the first output, in order; empty if there are no names.
     """
 
     kind: Literal["image", "text", "tensor"]
@@ -96,9 +97,9 @@ class LoadedModel:
     """A torch module in evaluation mode with its signature: what `build` and a user's own factory return.
 
     The module is called with one tensor per input, in the signature's order, each with a leading batch dimension, and
-    returns one tensor, or a tuple of tensors in the order of the outputs. A row of an output may depend on that row of
-    the inputs only: requests of different clients share a batch. With an `onnx_file` that runs instead of the module,
-    which is empty then.
+    returns one tensor, or a tuple of tensors in the order of the outputs. A row of an output must depend only on the
+    same row of the inputs, because requests of different clients share a batch. If there is an `onnx_file`, it runs
+    instead of the module, which is empty then.
     """
 
     module: torch.nn.Module
@@ -108,7 +109,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """A network known by name. `config` are the arguments that tell it from its family's defaults."""
+    """A network known by name. `config` has the arguments that differ from its family's defaults."""
 
     name: str
     source: str
@@ -201,12 +202,12 @@ def lookup(name_or_source: str) -> CatalogueEntry:
 
 
 def with_pixels(signature: ModelSignature, *, preferred: bool) -> ModelSignature:
-    """Return the signature of a model whose pictures may also come as uint8 pixels or as float16; as it is where there
-    are none.
+    """Return the signature of a model whose pictures may also come as uint8 pixels or as float16. A signature without
+    pictures is returned unchanged.
 
     Args:
-        signature: of the model.
-        preferred: whether who prepares pictures for it shall send pixels.
+        signature: the signature of the model.
+        preferred: whether pictures should be sent as pixels.
     """
     image = signature.image
     if image is None or len(signature.inputs) != 1 or signature.inputs[0].dtype != "float32":
@@ -218,7 +219,7 @@ def with_pixels(signature: ModelSignature, *, preferred: bool) -> ModelSignature
 def with_sizes(
     signature: ModelSignature, *, image_size: int | None = None, sequence_length: int | None = None
 ) -> ModelSignature:
-    """Return the signature for another image edge (pixels; the resize edge keeps its proportion) or length (tokens)."""
+    """Return the signature for another image edge (pixels; the resize edge scales with it) or another text length."""
     if image_size is not None and signature.image is not None:
         old = signature.image
         resize_px = max(image_size, round(old.resize_px * image_size / old.crop_px))

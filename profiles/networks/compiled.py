@@ -1,4 +1,4 @@
-"""A module run through `torch.compile`: one program per fixed shape, and a failing compiler told as what it is.
+"""A module run through `torch.compile`: one program per fixed shape. Errors of the compiler are reported as such.
 
 torch is imported when a module is compiled, not with this module.
 """
@@ -13,7 +13,7 @@ from tenuto.errors import EnvironmentFaultError, first_line
 if TYPE_CHECKING:
     import torch
 
-# Where the errors of the compiler come from; what the model itself raises comes through as it is.
+# Modules whose errors are the compiler's. Errors of the model itself are passed on unchanged.
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 
 
@@ -25,8 +25,8 @@ class CompiledModule:
 
         Args:
             module: the forward pass on its device.
-            name: what to call the model in an error.
-            shapes: how many it will be called with.
+            name: the model's name for errors.
+            shapes: the number of shapes that it will be called with.
         """
         import torch
 
@@ -38,7 +38,7 @@ class CompiledModule:
         """Run the program of these shapes.
 
         Raises:
-            EnvironmentFaultError: there is no program yet and it cannot be made.
+            EnvironmentFaultError: there is no program for these shapes yet, and it cannot be made.
         """
         try:
             return self._call(*tensors)
@@ -56,7 +56,8 @@ def _is_compilers(error: Exception) -> bool:
 
 
 def _allow_shapes(count: int) -> None:
-    """Let torch keep a program per shape: past its limit (8 per function) it runs uncompiled and only logs so."""
+    """Let torch keep a program for every shape. Above its limit (8 per function) it runs uncompiled, and only logs
+    it."""
     import torch._dynamo.config as dynamo
 
     name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"

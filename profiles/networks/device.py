@@ -10,7 +10,7 @@ from tenuto.profiles.networks.runner import Streams
 
 
 def pick_device(device: str) -> str:
-    """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`; `auto` is CUDA where this torch finds a device.
+    """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`; `auto` is CUDA if this torch finds a device.
 
     Raises:
         EnvironmentFaultError: CUDA was asked for and there is none.
@@ -32,7 +32,7 @@ def cuda_streams(device: str, *, overlapping: bool = False) -> Streams | None:
     """Return new streams for a process that runs its programs on `cuda`; None for `cpu`.
 
     Args:
-        device: as `pick_device` returns it.
+        device: the result of `pick_device`.
         overlapping: whether copies have streams of their own, see `Streams.overlapping`.
     """
     if device == "cpu":
@@ -44,7 +44,7 @@ def cuda_streams(device: str, *, overlapping: bool = False) -> Streams | None:
 
 
 def is_fast_device(device: str) -> bool:
-    """Return whether the device is a GPU from `FAST_CAPABILITY` on, on which everything that is fast is the default."""
+    """Return whether the device is a GPU from `FAST_CAPABILITY` on, on which the fast choices are the defaults."""
     if device == "cpu":
         return False
     import torch
@@ -53,10 +53,11 @@ def is_fast_device(device: str) -> bool:
 
 
 def loses_device(error: BaseException) -> bool:
-    """Return whether an error of a batch is sticky: every later call on the device fails, only a new process helps.
+    """Return whether an error of a batch is sticky: every later call on the device fails, and only a new process helps.
 
-    The words do not tell: `cuDNN error: CUDNN_STATUS_EXECUTION_FAILED` may come of a lost context or of one kernel that
-    was refused. So a tiny operation asks the device itself. What is not CUDA's, or only lacks memory, is never sticky.
+    The message does not tell: `cuDNN error: CUDNN_STATUS_EXECUTION_FAILED` may mean a lost context, or one kernel that
+    was refused. So a tiny operation is tried on the device. Errors that are not CUDA's, and lack of memory, are never
+    sticky.
     """
     import torch
 

@@ -13,10 +13,11 @@ from tenuto.profiles.networks.runtimes import ONNX_TYPES
 
 
 def load_exported(source: str) -> LoadedModel:
-    """Return the network of a file, with the signature that the file tells; its first dimension must be the batch.
+    """Return the network of a file, with the signature in the file. Its first dimension must be the batch.
 
     Raises:
-        InvalidInputError: no such file, not where it may be, not of this kind, or for one batch size only.
+        InvalidInputError: there is no such file, its place is not allowed, it is of another kind, or it only takes one
+            batch size.
         EnvironmentFaultError: ONNX Runtime is not installed.
     """
     check_path(source, "source")
@@ -31,7 +32,7 @@ def _exported_program(path: Path) -> LoadedModel:
 
     try:
         program = torch.export.load(path)
-    except Exception as error:  # of many kinds: a damaged archive, another version, a compiled package
+    except Exception as error:  # there are many kinds: a damaged archive, another version, a compiled package
         raise _unusable(path, error, "Write it with torch.export.save(torch.export.export(…), path).") from error
     nodes = {node.name: node for node in program.graph.nodes}
     names = program.graph_signature.user_inputs, program.graph_signature.user_outputs
@@ -56,7 +57,7 @@ def _onnx(path: Path) -> LoadedModel:
         ) from error
     try:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    except Exception as error:  # the library's own classes have no common base but this
+    except Exception as error:  # the library's own errors have no other common base
         raise _unusable(path, error, "Give a complete ONNX model.") from error
     inputs, outputs = (
         tuple(_tensor(path, one.name, ONNX_TYPES.get(one.type, one.type), one.shape) for one in some)

@@ -11,24 +11,24 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-_TOLERANCE = 1e-3  # limit: of the largest magnitude of an output: fp32 rounding through a deep network, no more
+_TOLERANCE = 1e-3  # limit: part of an output's largest magnitude; fp32 rounding in a deep network stays below it
 
 
 def fold_batch_norms(module: torch.nn.Module, examples: tuple[torch.Tensor, ...]) -> tuple[torch.nn.Module, int]:
-    """Return a copy without the batch normalisations that follow a convolution directly, and how many those were.
+    """Return a copy without the batch normalisations that directly follow a convolution, and how many those were.
 
-    A network that cannot be traced, has none, or whose outputs would change beyond rounding comes back as it is, with
-    0: folding is an optimisation, never a condition.
+    Folding is an optimisation and never required. So the network comes back unchanged, with 0, if it cannot be traced,
+    if it has none, or if its outputs would change by more than rounding.
 
     Args:
-        module: in evaluation mode, fp32, on the CPU.
-        examples: inputs it accepts, on which the copy is compared with it.
+        module: a module in evaluation mode, fp32, on the CPU.
+        examples: inputs that it accepts; the copy is compared with it on them.
     """
     if not any(isinstance(part, _NORMS) for part in module.modules()):
         return module, 0
     try:
         traced = fx.symbolic_trace(copy.deepcopy(module))
-    except Exception:  # whatever its forward pass does that a trace cannot hold
+    except Exception:  # the forward pass does something that cannot be traced
         return module, 0
     count = _fold(traced)
     if count == 0 or not _agrees(module, traced, examples):

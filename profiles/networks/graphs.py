@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class UncapturableError(EnvironmentFaultError):
-    """A network does something that no CUDA graph can hold."""
+    """A network does something that cannot be captured in a CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """What was captured for one batch size: it reads the first rows of the inputs that all sizes share, and writes
+    """The graph of one batch size. It reads the first rows of the inputs, which all sizes share, and writes
     `outputs`."""
 
     graph: Any
@@ -50,12 +50,12 @@ class GraphedModule:
 
         Args:
             module: the forward pass on the device.
-            name: what to call the model in an error.
+            name: the model's name for errors.
             intake: writes batches into the graphs' memory, in the type and layout that the module takes.
-            sizes: batch sizes to capture; others run without a graph.
-            warmup_runs: before a capture: libraries choose algorithms and get their workspaces then, which a capture
-                must not do.
-            stream: to capture on.
+            sizes: batch sizes to capture; other sizes run without a graph.
+            warmup_runs: runs before a capture. In these, libraries choose algorithms and get their workspaces, which
+                must not happen during a capture.
+            stream: the stream to capture on.
         """
         import torch
 
@@ -64,11 +64,11 @@ class GraphedModule:
         self._name = name
         self._intake = intake
         self._sizes = frozenset(sizes)
-        self._inputs: tuple[torch.Tensor, ...] = ()  # of the largest size; the others use its first rows
+        self._inputs: tuple[torch.Tensor, ...] = ()  # for the largest size; other sizes use the first rows
         self._warmup_runs = warmup_runs
         self._stream = stream
         self._graphs: dict[int, _Graph] = {}
-        # One pool for all sizes: they never run at the same time, and results are copied out before another runs.
+        # All sizes share one pool, as two never run at the same time, and results are copied out before the next run.
         self._pool: Any = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:

@@ -14,18 +14,18 @@ Arrays = dict[str, "np.ndarray[Any, Any]"]
 """One model's tensors by name, each with a leading batch dimension."""
 
 Blocks = Mapping[str, Sequence["np.ndarray[Any, Any]"]]
-"""One model's inputs by name, each as arrays whose rows, one array after the other, are the batch: requests arrive in
-memory of their own, and who copies them to a device need not put them together first."""
+"""One model's inputs by name, each as a list of arrays; their rows, one array after another, are the batch. Every
+request arrives in memory of its own, and need not be joined with others before the copy to a device."""
 
 
 def as_blocks(arrays: Arrays) -> Blocks:
-    """Return inputs that are in one piece each."""
+    """Return inputs as blocks of one array each."""
     return {name: (array,) for name, array in arrays.items()}
 
 
 def blank_inputs(signature: ModelSignature, rows: int, *, pixels: bool = False) -> Arrays:
-    """Return a batch of zeros in which every position of an attention mask is attended; pictures as uint8 pixels where
-    these are asked for and taken."""
+    """Return a batch of zeros, but with ones in attention masks. With `pixels`, pictures are uint8 if the model takes
+    them so."""
     return {
         t.name: np.full((rows, *t.shape), 1 if t.name == "attention_mask" else 0, dtype=_dtype(t, pixels))
         for t in signature.inputs
@@ -38,7 +38,7 @@ def takes_pixels(signature: ModelSignature) -> bool:
 
 
 def sends_pixels(signature: ModelSignature) -> bool:
-    """Return whether who prepares pictures sends them as uint8 pixels."""
+    """Return whether pictures should be sent as uint8 pixels."""
     return signature.image is not None and signature.image.as_pixels and takes_pixels(signature)
 
 
@@ -63,8 +63,8 @@ def random_inputs(signature: ModelSignature, rows: int, seed: int = 0, *, pixels
 
 
 def check_range(spec: TensorSignature, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the array; refuse integers outside the model's range, which on CUDA would cost the whole context and every
-    model in it.
+    """Return the array, but refuse integers outside the model's range: on CUDA these would destroy the context with all
+    its models.
 
     Raises:
         InvalidInputError: a value is below 0 or not below `spec.below`.

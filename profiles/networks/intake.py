@@ -1,4 +1,4 @@
-"""Bring a batch into the type and the layout its network computes in: one kernel, the normalisation of pixels included.
+"""Converts a batch into the type and layout of its network, and normalises pixels, in one kernel.
 
 torch is imported on use.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """The first step of a network. Integers keep their type, pixels of a picture excepted."""
+    """The first step of a network. Integers keep their type, except the pixels of pictures."""
 
     def __init__(
         self,
@@ -25,11 +25,11 @@ class Intake:
         channels_last: bool = False,
         pictures: ImageInput | None = None,
     ) -> None:
-        """Say what is computed in.
+        """Set the type and layout of the network.
 
         Args:
-            dtype: of everything that is no integer.
-            device: where batches are.
+            dtype: the type of all inputs that are no integers.
+            device: the device of batches.
             channels_last: whether tensors of four dimensions get that layout.
             pictures: how uint8 pixels are normalised; None: uint8 is a type like others.
         """
@@ -45,7 +45,7 @@ class Intake:
             self._pictures = (-mean / std).to(device), (1.0 / (255.0 * std)).to(device)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the batch as the network takes it; tensors that are so already are not copied."""
+        """Return the batch as the network takes it. A tensor that has the right form already is not copied."""
         return [self._as_wanted(tensor) for tensor in tensors]
 
     def _as_wanted(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Intake:
         return self.write(self.room(tensor, tensor.shape[0]), tensor)
 
     def room(self, like: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return memory for a batch of so many rows like those of another."""
+        """Return memory for a batch of `rows` rows with the shape of the rows of `like`."""
         return self._torch.empty(
             (rows, *like.shape[1:]), dtype=self._dtype_of(like), device=self._device, memory_format=self._layout(like)
         )

@@ -1,7 +1,7 @@
-"""A model's `options`, separated by whom they concern; read without torch, so that a plan can be checked anywhere.
+"""A model's `options`, separated by kind. They are read without torch, so that a plan can be checked anywhere.
 
-How a model is run, its hooks and what a batch costs on an emulated GPU have names of their own; every other key says
-how the model is built: `BuildOptions` for a network of the catalogue, keyword arguments for a user's factory.
+Known keys say how a model is run, name its hooks, or say what a batch costs on an emulated GPU. All other keys say how
+the model is built: `BuildOptions` for a network of the catalogue, keyword arguments for a user's factory.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Runtime = Literal["torch", "aot_inductor", "onnxruntime", "tensorrt"]
 
 
 class RunOptions(StrictModel):
-    """How a model is run. What is left open (None, `auto`) is chosen for the device; see `chosen`.
+    """How a model is run. Options that are left open (None, `auto`) are chosen for the device; see `chosen`.
 
-    Half precision (`bf16`, `fp16`) changes the results within its own tolerance; `tf32` does so for products of what
-    stays fp32. `channels_last` is the layout of pictures inside the network. `cuda_graphs` captures the kernels of
-    every batch size and replays them; `compile` runs the module through `torch.compile` with fixed shapes: both pad
-    batches to the next prepared size, and go without the other. `fold_batch_norms` folds them into the convolutions.
-    `cudnn_benchmark` lets cuDNN try its algorithms for every size. `pad_batches` runs every batch at the next planned
-    size, filled up with blank rows. `uint8_input`: pictures are sent as uint8 pixels, a quarter of the bytes, and
-    normalised on the device; normalised float32 is taken all the same. `runtime` is what executes: PyTorch, a program
-    that `torch.export` and AOTInductor compiled, or ONNX Runtime, with TensorRT or without.
+    Half precision (`bf16`, `fp16`) changes the results within its own tolerance; `tf32` does so for products of fp32
+    numbers. `channels_last` is the layout of pictures inside the network. `cuda_graphs` captures the kernels of every
+    batch size and replays them. `compile` runs the module through `torch.compile` with fixed shapes. Both pad batches
+    to the next prepared size, and exclude each other. `fold_batch_norms` folds batch normalisations into convolutions.
+    `cudnn_benchmark` lets cuDNN try its algorithms for every size. `pad_batches` fills every batch up with blank rows
+    to the next planned size. `uint8_input`: pictures are sent as uint8 pixels, a quarter of the bytes, and normalised
+    on the device; normalised float32 is taken too. `runtime` executes the model: PyTorch, a program that `torch.export`
+    and AOTInductor compiled, or ONNX Runtime with or without TensorRT.
     """
 
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
@@ -76,14 +76,14 @@ class RunOptions(StrictModel):
         return self
 
     def chosen(self, capability: tuple[int, int] | None) -> ChosenOptions:
-        """Return what a device runs: what is given, and for the rest what is fast on it.
+        """Return all options for a device: the given ones, and for the rest the device's defaults.
 
-        From compute capability 8.0 on that is bf16 (fp16 with ONNX Runtime and TensorRT, whose kernels for bf16 are
-        few), channels last, CUDA graphs wherever a network can be captured, folded batch norms, cuDNN's own choice,
-        TF32 and pictures as pixels; before it, and on a CPU, nothing that changes a result or a kernel.
+        From compute capability 8.0 on the defaults are bf16 (with ONNX Runtime and TensorRT fp16, as these have few
+        kernels for bf16), channels last, CUDA graphs if the network can be captured, folded batch norms, cuDNN's own
+        choice, TF32 and pictures as pixels. On older GPUs and on a CPU no default changes a result or a kernel.
 
         Args:
-            capability: of the CUDA device; None for a CPU.
+            capability: the compute capability of the CUDA device; None for a CPU.
         """
         is_fast = capability is not None and capability >= FAST_CAPABILITY
 
@@ -110,8 +110,8 @@ class RunOptions(StrictModel):
 
 @dataclass(frozen=True)
 class ChosenOptions:
-    """How a model is run on one device, nothing left open; `graphs_are_asked_for`: where it cannot be captured, that is
-    an error and not a reason to go without."""
+    """How a model is run on one device, with no option left open. `graphs_are_asked_for`: when the model cannot be
+    captured, that is an error; otherwise it runs without CUDA graphs."""
 
     dtype: Literal["fp32", "fp16", "bf16"]
     channels_last: bool
@@ -128,11 +128,11 @@ class ChosenOptions:
 
     @property
     def prepared_sizes(self) -> bool:
-        """Whether batches are padded to a few sizes, each prepared before requests come."""
+        """Whether batches are padded to a few sizes, which are prepared before requests come."""
         return self.compile or self.cuda_graphs or self.runtime == "aot_inductor"
 
     def to_data(self) -> dict[str, Any]:
-        """Return what decides a model's latency, for the profile and the plan that rests on it."""
+        """Return the options that decide a model's latency, for the profile and for plans that use it."""
         data = asdict(self)
         del data["warmup_runs"], data["graphs_are_asked_for"]
         return data
@@ -147,19 +147,19 @@ PLAIN = RunOptions(
     tf32=False,
     uint8_input=False,
 )
-"""Nothing that changes a result: what the originals of a merged program are compared with."""
+"""Options that change no result. The outputs of a merged program are compared with originals that run like this."""
 
 
 class CostOptions(StrictModel):
-    """What a batch costs on an emulated GPU beyond its plan: the copies of one request in and out, in ms."""
+    """Costs on an emulated GPU that are not in the plan: the copies of one request in and out, in ms."""
 
     copy_in_ms: float | None = Field(default=None, ge=0, strict=True)
     copy_out_ms: float | None = Field(default=None, ge=0, strict=True)
 
 
 class HookOptions(StrictModel):
-    """What a gateway makes of raw bodies and of outputs: the user's own `hooks` (`package.module:factory`, see
-    `tenuto.profiles.networks.hooks`), in how many processes of each gateway."""
+    """The user's own pre- and post-processing of raw bodies and outputs: `hooks` names it (`package.module:factory`,
+    see `tenuto.profiles.networks.hooks`), and `hook_processes` processes of each gateway run it."""
 
     hooks: str | None = None
     hook_processes: int = Field(default=2, ge=1, le=64)
@@ -174,7 +174,7 @@ class HookOptions(StrictModel):
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options of one model in four parts; `build` is still unread, as only who builds knows its keys."""
+    """The options of one model in four parts. `build` is not checked yet, as only the builder knows its keys."""
 
     build: Mapping[str, Any]
     run: RunOptions
@@ -186,7 +186,7 @@ class ModelOptions:
         """Separate and check a model's options.
 
         Raises:
-            InvalidInputError: a value of how the model is run, of its hooks, or of what it costs, is wrong.
+            InvalidInputError: a value of the run, hook or cost options is wrong.
         """
         named = {key for kind in (RunOptions, CostOptions, HookOptions) for key in kind.model_fields}
         build = {key: value for key, value in options.items() if key not in named}
@@ -200,19 +200,19 @@ class ModelOptions:
 
 
 def _of(kind: type[StrictModel], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that one kind of them knows."""
+    """Return the options whose keys one kind of options has."""
     return {key: value for key, value in options.items() if key in kind.model_fields}
 
 
 def run_differences(
     measured: Mapping[str, Any], options: Mapping[str, Any], capability: tuple[int, int] | None
 ) -> dict[str, tuple[Any, Any]]:
-    """Return in what a model would run otherwise than it was measured, by key: as measured, and as it would.
+    """Return, by key, the options that differ between the measurement and the run: (as measured, as it would run).
 
     Args:
-        measured: `run` of its profile.
-        options: of the model in a workload or plan, checked before.
-        capability: of the device it would run on; None for a CPU.
+        measured: `run` of the model's profile.
+        options: options of the model in a workload or plan, already checked.
+        capability: compute capability of the device it would run on; None for a CPU.
     """
     would = ModelOptions.parse(options, "options").run.chosen(capability).to_data()
     return {key: (measured[key], would[key]) for key in would if key in measured and measured[key] != would[key]}
@@ -226,23 +226,23 @@ def compiled_sizes(largest: int) -> tuple[int, ...]:
 def captured_sizes(largest: int) -> tuple[int, ...]:
     """Return the batch sizes that are captured: every one to 16, then every eighth, and the largest.
 
-    A capture costs a few runs and shares its memory with the others, while a batch that is padded from 17 to 32 takes
-    as long as one of 32.
+    A capture costs only a few runs, and captures share their memory. Without those in between, a batch of 17 would be
+    padded to 32 and take as long as one of 32.
     """
     return tuple(sorted({*range(1, min(16, largest) + 1), *range(24, largest, 8), largest}))
 
 
 def run_option_problems(options: Mapping[str, Any], path: str, *, on_cpu: bool = False) -> list[Problem]:
-    """Return all that is wrong with how a model shall be run and with its hooks, one problem per key.
+    """Return the problems of a model's run options and hooks, one per key.
 
     Args:
-        options: of the model in a workload or plan; keys that say how it is built are not judged.
-        path: of the options, such as `models.0.options`.
-        on_cpu: whether it runs on a CPU, where there are no CUDA graphs.
+        options: options of the model in a workload or plan; keys that say how it is built are not checked.
+        path: the path of the options, such as `models.0.options`.
+        on_cpu: whether the model runs on a CPU, which has no CUDA graphs.
     """
     given = _of(RunOptions, options)
     wrong = _problems_of(RunOptions, given)
-    # One wrong value must not hide what the others contradict.
+    # One wrong value must not hide a contradiction between the other values.
     right = {key: value for key, value in given.items() if key not in {problem.path for problem in wrong}}
     found = [*wrong, *(_problems_of(RunOptions, right) if wrong else ())]
     found += _problems_of(HookOptions, _of(HookOptions, options))
@@ -262,8 +262,8 @@ def _problems_of(kind: type[StrictModel], given: Mapping[str, Any]) -> tuple[Pro
 
 
 def unmergeable_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a merged program does not know, by key: a type other than fp32, whose rounding exceeds
-    the tolerance, and all that say how a single module is run. Keys with wrong values are left out."""
+    """Return, by key, the options that are not possible in a merged program: a type other than fp32, because its
+    rounding exceeds the tolerance, and all options for a single module. Keys with wrong values are left out."""
     left_open = RunOptions()
     found = {}
     for key, value in options.items():

@@ -1,4 +1,4 @@
-"""Build a network: from the catalogue with random or local weights, from a local directory, or by a user's factory.
+"""Builds a network: from the catalogue with random or local weights, from a local directory, or by a user's factory.
 
 Nothing is downloaded and nothing is unpickled. torch, torchvision and transformers are imported when a model is built.
 """
@@ -41,7 +41,7 @@ def build(
         source: a catalogue name or source, `package.module:factory`, a local transformers directory, or a `.pt2` or
             `.onnx` file.
         weights_path: local `.safetensors` or state dict, or a transformers directory; without it weights are random.
-        seed: of the random weights; the same seed gives the same weights.
+        seed: seed of the random weights; the same seed gives the same weights.
         options: see `BuildOptions`; for a factory, its keyword arguments.
 
     Raises:
@@ -118,7 +118,7 @@ def _text_model(entry: CatalogueEntry, weights_path: str | None, options: BuildO
 def _from_directory(
     directory: Path, weights_path: str | None, options: BuildOptions, expected: str | None = None
 ) -> LoadedModel:
-    """Load a local transformers sequence classifier, with its `tokenizer.json` where there is one."""
+    """Load a local transformers sequence classifier, with its `tokenizer.json` if there is one."""
     from tenuto.profiles.networks.text_networks import classify, load_directory
 
     if weights_path is not None or options.config:
@@ -187,7 +187,7 @@ def _from_factory(source: str, weights_path: str | None, options: dict[str, Any]
 
 
 def _seeded(create: Any, name: str, config: Mapping[str, Any], seed: int) -> Any:
-    """Create a network with weights drawn from `seed`, leaving the caller's random state as it was."""
+    """Create a network with weights drawn from `seed`. The caller's random state does not change."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -206,16 +206,16 @@ def _seeded(create: Any, name: str, config: Mapping[str, Any], seed: int) -> Any
 def _calibrate(module: Any, size_px: int, seed: int) -> None:
     """Set the statistics of batch normalisation from one batch of seeded pictures, much as training would.
 
-    Without it the activations of random weights vanish or explode with depth (1e-15 in EfficientNet, 1e12 in
-    Inception): labels would hang on rounding errors, and denormal numbers slow a CPU down as no trained network does.
-    The mean stays zero: centring would amplify the small differences that are left deep in a random network. One
-    network remains touchy: EfficientNet-B7, 55 blocks deep, still magnifies rounding errors on photographs.
+    Without this, the activations of random weights vanish or explode with depth (1e-15 in EfficientNet, 1e12 in
+    Inception). Then labels would depend on rounding errors, and denormal numbers would slow a CPU down as no trained
+    network does. The mean stays zero, because centring would amplify the small differences that are left deep in a
+    random network. EfficientNet-B7, which is 55 blocks deep, still magnifies rounding errors on photographs.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
     layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
-    if not layers or isinstance(layers[0].running_var, FakeTensor):  # one that is only traced has no values
+    if not layers or isinstance(layers[0].running_var, FakeTensor):  # a module that is only traced has no values
         return
 
     def normalise(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -231,7 +231,8 @@ def _calibrate(module: Any, size_px: int, seed: int) -> None:
 
 
 def _pictures(size_px: int, seed: int) -> torch.Tensor:
-    """Return a batch of which one half is white noise and the other smooth at all scales, as photographs are."""
+    """Return a batch of pictures: one half is white noise, the other half is smooth at all scales, as photographs
+    are."""
     import torch
     from torch.nn.functional import interpolate
 
@@ -261,7 +262,7 @@ def _sized(signature: ModelSignature, classes: int, options: BuildOptions) -> Mo
 
 
 def _smaller_vocabulary(text: TextInput, vocabulary: int) -> TextInput:
-    """Keep special identifiers inside a vocabulary that `config` changed."""
+    """Keep special identifiers inside a vocabulary whose size `config` changed."""
     inside = max(0, vocabulary - 1)
     return replace(
         text,

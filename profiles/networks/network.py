@@ -1,4 +1,4 @@
-"""What a program computes: one model as its options say, or several merged into one. torch is imported on use."""
+"""The computation of a program: one model with its options, or several merged into one. torch is imported on use."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[str, "Sequence[torch.Tensor]"]
-"""By model, its tensors in the signature's order."""
+"""The tensors of each model, in the order of its signature."""
 
 
 class Network(Protocol):
-    """The computation of a program on its device. One thread at a time calls it, on CUDA on one stream."""
+    """The computation of a program on its device. One thread at a time calls it; on CUDA always on one stream."""
 
     @property
     def signatures(self) -> Mapping[str, ModelSignature]:
-        """What goes in and out of each of its models, in order."""
+        """The signature of each of its models, in order."""
 
     def __call__(self, batches: Tensors) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Compute the outputs of every model that has a batch, each of its own number of rows; on CUDA only queues."""
+        """Compute the outputs of every model that has a batch, with its own number of rows. On CUDA it only queues."""
 
     def padded(self, rows: int) -> int:
-        """Return how many rows a model's batch is filled up to."""
+        """Return the number of rows to which a model's batch is padded."""
 
     def warm_up_rows(self) -> Sequence[Mapping[str, int]]:
         """Return the batches to run before requests come, as rows by model, in order."""
 
     @property
     def largest_batch(self) -> int:
-        """The most rows that a batch of any of its models is planned with, 1 where nothing is planned."""
+        """The largest planned batch of any of its models; 1 if none is planned."""
 
     @property
     def weights_mib(self) -> float:
@@ -48,14 +48,14 @@ class Network(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What of its options it goes without, and why."""
+        """The options that it runs without, and why."""
 
     @property
     def way(self) -> str:
         """How it runs: `plain`, `cuda_graphs`, `compile`, `merged`, or another runtime."""
 
     def facts(self) -> dict[str, float | int]:
-        """Return what merging did, empty for a lone model."""
+        """Return figures of merging; empty for a lone model."""
 
 
 class LoneModel:
@@ -74,12 +74,12 @@ class LoneModel:
         """Move the module to the device, or hand it to another runtime.
 
         Args:
-            name: of the model.
-            loaded: as `build` returns it.
-            device: where it runs.
+            name: the name of the model.
+            loaded: the result of `build`.
+            device: the device to run on.
             options: see `ChosenOptions`.
-            batch_sizes: the planned ones.
-            stream: that it will be called on, where the device is CUDA.
+            batch_sizes: the planned batch sizes.
+            stream: the stream that it will be called on, if the device is CUDA.
 
         Raises:
             InvalidInputError: an option needs another device.
@@ -149,7 +149,7 @@ class LoneModel:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The network in PyTorch; ValueError where another runtime runs it."""
+        """The network in PyTorch; ValueError if another runtime runs it."""
         if self._module is None:
             raise ValueError(f"'{self._name}' is not run by PyTorch")
         return self._module
@@ -165,7 +165,7 @@ class LoneModel:
         return folded
 
     def _examples(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return a batch of two that the model accepts: at one, networks may skip what every other size needs."""
+        """Return a batch of two that the model accepts. (With one row, networks may skip steps that others need.)"""
         import torch
 
         signature = self.signatures[self._name]
@@ -192,7 +192,7 @@ class LoneModel:
         return self.module(*self._intake(tensors))
 
     def padded(self, rows: int) -> int:
-        """Return the next size that is compiled, captured or planned, where the options ask for padding."""
+        """Return the next size that is compiled, captured or planned, if the options ask for padding."""
         if not (self._options.pad_batches or self._options.prepared_sizes):
             return rows
         return min((size for size in self._sizes if size >= rows), default=rows)
@@ -200,14 +200,14 @@ class LoneModel:
     def warm_up_rows(self) -> Sequence[Mapping[str, int]]:
         """Return every planned, compiled or captured size.
 
-        Graphs are captured from the largest down: what the largest needs, the others fit into.
+        Graphs are captured from the largest down, as the smaller ones fit into the memory of the largest.
         """
         sizes = self._sizes[::-1] if self._options.cuda_graphs else self._sizes
         return [{self._name: size} for size in sizes]
 
     @property
     def largest_batch(self) -> int:
-        """The largest size of those."""
+        """The largest of these sizes."""
         return max(self._sizes, default=1)
 
     @property
@@ -220,7 +220,7 @@ class LoneModel:
         return "cuda_graphs" if isinstance(self._call, GraphedModule) else "plain"
 
     def facts(self) -> dict[str, float | int]:
-        """Return nothing: nothing was merged."""
+        """Return nothing, as nothing was merged."""
         return {}
 
 
@@ -230,10 +230,10 @@ def size_mib(module: torch.nn.Module) -> float:
 
 
 def set_backends(options: ChosenOptions) -> None:
-    """Set what PyTorch keeps for the whole process before a call on CUDA: models of one process may differ in it.
+    """Set PyTorch's switches for the whole process before a call on CUDA, because models of one process may differ.
 
-    Always, as PyTorch's own default runs convolutions of fp32 in TF32. By the older names of these switches: the newer
-    ones leave the older in a state that raises where libraries read them (seen with 2.11 and 2.13).
+    They are always set, as PyTorch's own default runs fp32 convolutions in TF32. The older names of the switches are
+    used: after the newer ones are set, reading an older one raises an error in libraries (seen with 2.11 and 2.13).
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""Where models and hooks may come from: the factories and paths that whoever runs the machine allows.
+"""Where models and hooks may come from: the factories and paths that the operator of a machine allows.
 
-A plan is a file that people hand on, and its `source: package.module:factory` is code that runs once deployed. Two
-environment variables of the processes that load models say what is allowed; unset, as on a machine of one's own,
-everything is:
+People hand plans on as files, and a plan's `source: package.module:factory` is code that runs when it is deployed. Two
+environment variables of the processes that load models say what is allowed. If they are not set, as on a machine of
+one's own, everything is allowed:
 
     TENUTO_FACTORIES    packages or modules, separated by commas; what is inside them is allowed too
     TENUTO_MODEL_PATHS  folders, separated as in PATH, for weights, transformers directories and exported networks
@@ -35,7 +35,7 @@ def imported(source: str, what: str) -> Any:
     check_factory(source, what)
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # a model beside the workload file is found
+        sys.path.append(here)  # so that a model beside the workload file is found
     module, _, name = source.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -52,7 +52,7 @@ def imported(source: str, what: str) -> Any:
 
 
 def check_factory(source: str, what: str = "source") -> None:
-    """Raise `InvalidInputError` for a factory outside of the allowed packages; called before anything is imported."""
+    """Raise `InvalidInputError` for a factory outside of the allowed packages. Call it before anything is imported."""
     allowed = os.environ.get(FACTORIES)
     if allowed is None:
         return
@@ -64,10 +64,10 @@ def check_factory(source: str, what: str = "source") -> None:
 
 
 def check_path(path: str | Path, what: str) -> None:
-    """Raise `InvalidInputError` for a file or folder outside of the allowed ones, wherever links lead.
+    """Raise `InvalidInputError` for a file or folder outside of the allowed folders; links are followed first.
 
     Args:
-        path: of weights or of a network.
+        path: the path of weights or of a network.
         what: the key that named it.
     """
     allowed = os.environ.get(MODEL_PATHS)

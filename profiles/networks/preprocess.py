@@ -1,7 +1,7 @@
-"""Turn a picture or a text into a model's input tensors, and logits into labels, without importing torch.
+"""Turns a picture or a text into a model's input tensors, and logits into labels, without importing torch.
 
-Images follow torchvision's `ImageClassification` preset on PIL images step for step, so that the tensor equals the one
-torchvision itself makes. Texts go through a local `tokenizer.json`, or through a hashing tokenizer where there is none.
+Images follow torchvision's `ImageClassification` preset on PIL images step by step, so the tensor equals torchvision's
+own. Texts go through a local `tokenizer.json`, or, if there is none, through a hashing tokenizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tenuto.profiles.networks.inputs import sends_pixels
 Array = NDArray[Any]
 Prediction = dict[str, Any]
 
-MAX_PIXELS = 50_000_000  # limit: larger pictures are refused before they are decoded: they would take gigabytes
+MAX_PIXELS = 50_000_000  # limit: larger pictures would take gigabytes, so they are refused before they are decoded
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -32,7 +32,7 @@ def preprocess(signature: ModelSignature, body: bytes | memoryview) -> dict[str,
     """Return the input tensors of one request, without a batch dimension, from a raw body.
 
     Raises:
-        InvalidInputError: not an image, not UTF-8 text, empty, or a model that takes tensors only.
+        InvalidInputError: the body is not an image, not UTF-8 text, or empty, or the model takes only tensors.
     """
     if not len(body):
         raise refused("body", "", "is empty", "Send the bytes of an image, or a text.")
@@ -60,7 +60,7 @@ def image_tensor(body: bytes | memoryview, image: ImageInput, *, is_normalised: 
     """Return float32 CHW from the bytes of a JPEG or PNG: resize, centre crop, scale, normalise.
 
     Without `is_normalised` it ends with the crop and returns uint8 CHW, for a model that does the rest itself. Grey,
-    palette and transparent pictures become RGB. The EXIF orientation is not applied, as in the reference.
+    palette and transparent pictures become RGB. As in torchvision, the EXIF orientation is not applied.
 
     Raises:
         InvalidInputError: the bytes are no JPEG or PNG, are damaged, or hold more than 50 million pixels.
@@ -72,7 +72,7 @@ def image_tensor(body: bytes | memoryview, image: ImageInput, *, is_normalised: 
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is the stricter one
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is stricter
             with Image.open(io.BytesIO(bytes(body)), formats=("JPEG", "PNG")) as opened:
                 if opened.width * opened.height > MAX_PIXELS:
                     size = f"{opened.width}x{opened.height}"
@@ -104,7 +104,7 @@ def normalised(pixels: Array, image: ImageInput) -> Array:
 
 
 def _resized(width: int, height: int, shorter_px: int) -> tuple[int, int]:
-    """Return the size with the shorter edge at `shorter_px`; the longer is cut to whole pixels, as torchvision does."""
+    """Return the size with the shorter edge at `shorter_px`. The longer edge is rounded down, as torchvision does."""
     if width <= height:
         return shorter_px, int(shorter_px * height / width)
     return int(shorter_px * width / height), shorter_px
@@ -182,9 +182,9 @@ def postprocess(
     """Return the `top_k` most likely classes of one request: `label`, `index`, `score` (softmax), `logit`.
 
     Args:
-        signature: of the model.
-        outputs: without a batch dimension; the first output of the signature is read as logits.
-        top_k: how many, fewer where the model has fewer classes.
+        signature: the signature of the model.
+        outputs: outputs without a batch dimension; the first output of the signature is read as logits.
+        top_k: how many classes; fewer if the model has fewer.
         labels: names instead of the signature's; a class without a name is `class N`.
     """
     logits = np.asarray(outputs[signature.outputs[0].name], dtype=np.float64).reshape(-1)

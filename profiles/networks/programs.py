@@ -1,4 +1,4 @@
-"""Build a program from its models and make it ready for requests: what a gpu-let loads."""
+"""Builds a program from its models and makes it ready for requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Member:
-    """One model of a program, as a plan asks for it. `source` None: its name is that of the catalogue."""
+    """One model of a program, as a plan asks for it. `source` None: its name is a name of the catalogue."""
 
     name: str
     source: str | None = None
@@ -35,14 +35,15 @@ def load_program(
     streams: Streams | None = None,
     merged_file: str | None = None,
 ) -> ProgramRunner:
-    """Build a program on the CPU, or on CUDA where `streams` are given, and run every batch size as warm-up.
+    """Build a program on CUDA if `streams` are given, else on the CPU, and run every batch size as warm-up.
 
     Args:
         members: one model, or several that run as one.
-        batch_sizes: the planned ones, the rows of all members together.
-        streams: of the process, on the first visible CUDA device.
-        merged_file: what `merge_members` wrote of several; without it they run as single graphs in turn. With it only
-            one batch runs as warm-up: requests wait for it, and the single graphs have warmed up most already.
+        batch_sizes: the planned sizes; they count the rows of all members.
+        streams: the streams of the process, on the first visible CUDA device.
+        merged_file: the file that `merge_members` wrote. Without it, several members run as single graphs in turn. With
+            it, only one batch runs as warm-up: requests wait meanwhile, and the single graphs have already warmed up
+            most things.
 
     Raises:
         InvalidInputError: an unknown model or option, or weights that do not fit.
@@ -86,7 +87,7 @@ def _joint_network(
 
     for member in members:
         check_run_options(member.name, ModelOptions.parse(member.options, f"options of {member.name}").run)
-    # Written by a process of ours from the members of the plan: it is as trusted as their sources.
+    # A process of ours wrote this file from the members of the plan, so it is as trusted as their sources.
     merged: Merged | None = None if merged_file is None else torch.load(merged_file, weights_only=False)
     clusters = () if merged is None else merged.clusters
     inside = {name for cluster in clusters for name in cluster.names}
@@ -103,12 +104,12 @@ def _joint_network(
 
 
 def merge_members(members: Sequence[Member], file: str) -> None:
-    """Merge what can be merged of some models on the CPU and write it to a file for `load_program`.
+    """Merge models on the CPU as far as possible, and write the result to a file for `load_program`.
 
-    PyTorch traces by changing modules for the whole process, so this belongs into one that serves nothing.
+    PyTorch changes modules for the whole process while it traces, so call this in a process that serves nothing.
 
     Raises:
-        InvalidInputError: no two of them merge, an unknown model or option, or weights that do not fit.
+        InvalidInputError: no two of the models merge, a model or option is unknown, or weights do not fit.
     """
     import torch
 
@@ -126,10 +127,10 @@ def lone_program(
     """Return a program of one model that is built already; nothing is run.
 
     Args:
-        name: of the model.
-        loaded: as `build` returns it; its module is moved to the device.
-        options: how it is run; what they leave open is chosen for the device.
-        batch_sizes: the planned ones.
+        name: the name of the model.
+        loaded: the result of `build`; its module is moved to the device.
+        options: how the model is run; options that are left open are chosen for the device.
+        batch_sizes: the planned batch sizes.
         streams: see `load_program`.
 
     Raises:
@@ -166,7 +167,8 @@ def _device(streams: Streams | None) -> torch.device:
 
 
 def _on(streams: Streams | None) -> contextlib.AbstractContextManager[Any]:
-    """Move and convert weights on the stream that reads them: on another one they would not be waited for."""
+    """Move and convert weights on the stream that reads them. (On another stream, the reader would not wait for
+    them.)"""
     if streams is None:
         return contextlib.nullcontext()
     import torch

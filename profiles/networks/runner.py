@@ -1,4 +1,4 @@
-"""Run batches of a program, from numpy to numpy, in three steps: what serving and profiling both run and time.
+"""Runs batches of a program, from numpy to numpy, in three steps. Serving and profiling both run and time batches so.
 
 `stage` copies a batch to the device, `launch` queues its kernels and the copy back, `finish` waits for it. On CUDA
 inputs go through pinned buffers on the stream of the copies in, kernels run on the stream of the process, outputs come
@@ -28,17 +28,17 @@ from tenuto.profiles.networks.preprocess import normalised
 if TYPE_CHECKING:
     import torch
 
-_FEW_CORES = 8  # limit: a process that waits for its GPU spins above, and sleeps up to it
-STREAMED_DEPTH = 2  # derived: batches between `stage` and `finish` where copies overlap: one executes, one is staged
+_FEW_CORES = 8  # limit: with up to so many cores, a process that waits for its GPU sleeps; with more, it spins
+STREAMED_DEPTH = 2  # derived: batches between `stage` and `finish` when copies overlap: one executes, one is staged
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """Where the time of a batch went, in ms. `execution_ms` is the kernels' alone: neither copies nor waiting."""
+    """The times of a batch's steps, in ms. `execution_ms` is the time of the kernels, without copies and waiting."""
 
     staging_ms: float  # host memory to pinned host memory
     copy_in_ms: float  # from there to the device
-    wait_ms: float  # its data was on the device, and the batch before still ran
+    wait_ms: float  # time on the device while the batch before still ran
     execution_ms: float
     copy_out_ms: float
     begun_at_s: float  # when it began to execute, on the monotonic clock
@@ -46,7 +46,7 @@ class BatchTimes:
 
 @dataclass(frozen=True)
 class Streams:
-    """The CUDA streams of a process, shared by its programs: kernels of two batches never run at once."""
+    """The CUDA streams of a process. Its programs share them, so kernels of two batches never run at the same time."""
 
     kernels: torch.cuda.Stream
     copy_in: torch.cuda.Stream
@@ -54,7 +54,7 @@ class Streams:
 
     @classmethod
     def one(cls, kernels: torch.cuda.Stream) -> Streams:
-        """Copy on the stream of the kernels: one batch after the other."""
+        """Copy on the stream of the kernels: one batch after another."""
         return cls(kernels, kernels, kernels)
 
     @classmethod
@@ -73,12 +73,12 @@ class Streams:
 
 
 Array = np.ndarray[Any, Any]
-Key = tuple[str, str, str]  # of a buffer: model, input and dtype
+Key = tuple[str, str, str]  # the key of a buffer: model, input and dtype
 
 
 @dataclass(slots=True)
 class _Slot:
-    """The input buffers of one batch: pinned on the host, and their copies on the device; they only ever grow."""
+    """The input buffers of one batch, pinned on the host, and their copies on the device. Buffers only grow."""
 
     pinned: dict[Key, torch.Tensor] = field(default_factory=dict)
     device: dict[Key, torch.Tensor] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class StagedBatch:
-    """A batch between `stage` and `finish`. Keeps alive whatever its copies and kernels still use."""
+    """A batch between `stage` and `finish`. It keeps the memory alive that its copies and kernels still use."""
 
     rows: Mapping[str, int]
     tensors: dict[str, list[torch.Tensor]]
@@ -105,7 +105,7 @@ class ProgramRunner:
     """
 
     def __init__(self, network: Network, streams: Streams | None = None) -> None:
-        """Take what the program computes, on its device; `streams` where that is CUDA."""
+        """`network`: the computation of the program, on its device; `streams`: given if that is CUDA."""
         import torch
 
         self._torch = torch
@@ -115,7 +115,7 @@ class ProgramRunner:
 
     @property
     def signatures(self) -> Mapping[str, ModelSignature]:
-        """What goes in and out of each of the program's models."""
+        """The signature of each of the program's models."""
         return self.network.signatures
 
     @property
@@ -132,21 +132,21 @@ class ProgramRunner:
         """Run one batch and return its outputs by model; blocks until they are there.
 
         Args:
-            inputs: by model; may be in read-only memory.
-            rows: of each model in the batch; models without any may be left out.
+            inputs: the inputs by model; they may be in read-only memory.
+            rows: the number of rows by model; models without rows may be left out.
 
         Raises:
-            InvalidInputError: an integer is outside a model's range; found before anything ran.
+            InvalidInputError: an integer is outside a model's range; this is found before anything runs.
         """
         return self.run_timed(inputs, rows)[0]
 
     def run_timed(self, inputs: Mapping[str, Blocks], rows: Mapping[str, int]) -> tuple[dict[str, Arrays], BatchTimes]:
-        """Run one batch as `run` does; also return where its time went."""
+        """Run one batch as `run` does; also return the times of its steps."""
         batch = self.stage(inputs, rows)
         try:
             self.launch(batch)
         except BaseException:
-            with contextlib.suppress(Exception):  # the device may be lost; what was raised first says more
+            with contextlib.suppress(Exception):  # the device may be lost, but the first error says more
                 self.discard(batch)
             raise
         return self.finish(batch)
@@ -172,7 +172,7 @@ class ProgramRunner:
         }
 
     def reserve(self, rows: int | None = None) -> None:
-        """Make every buffer as large as a batch of any of the models needs; default the largest planned one."""
+        """Make every buffer large enough for a batch of `rows` of any model; default: the largest planned batch."""
         if self._streams is None:
             return
         rows = self.network.largest_batch if rows is None else rows
@@ -187,12 +187,12 @@ class ProgramRunner:
         """Begin to copy a batch to the device, whatever runs there; returns without waiting for the copy.
 
         Args:
-            inputs: see `run`; not needed any more afterwards on CUDA.
+            inputs: see `run`; on CUDA they are not needed any more afterwards.
             rows: see `run`.
 
         Raises:
             InvalidInputError: an integer is outside a model's range; nothing was begun.
-            RuntimeError: as many batches as there may be are under way already.
+            RuntimeError: `depth` batches are under way already.
         """
         began_s = time.monotonic()
         rows = {name: count for name, count in rows.items() if count}
@@ -213,7 +213,7 @@ class ProgramRunner:
         try:
             filled = {key: self._fill(slot, key, mine) for key, mine in blocks.items()}
             now_s = time.monotonic()
-            # The last is waited for, by a sleeping thread where cores are few: a spinning one takes a whole core.
+            # A thread waits for the last event. With few cores it must sleep, as a spinning one takes a whole core.
             waits = [False] * 4 + [cpu_cores() <= _FEW_CORES]
             events = tuple(torch.cuda.Event(enable_timing=True, blocking=blocking) for blocking in waits)
             tensors: dict[str, list[Any]] = {name: [] for name in rows}
@@ -230,9 +230,9 @@ class ProgramRunner:
         return StagedBatch(rows, tensors, (now_s - began_s) * 1000.0, now_s, slot, events)
 
     def launch(self, batch: StagedBatch) -> None:
-        """Queue the kernels behind those of the batch before and the copy back behind them; does not wait on CUDA.
+        """Queue the kernels after those of the batch before, and the copy back after them. On CUDA it does not wait.
 
-        On a CPU nothing is begun: the forward pass is `finish`'s. After an error the batch must be discarded.
+        On a CPU nothing is begun, as `finish` runs the forward pass. After an error the batch must be discarded.
         """
         streams, torch = self._streams, self._torch
         if streams is None:
@@ -246,7 +246,7 @@ class ProgramRunner:
                 ended.record(streams.kernels)
             with torch.cuda.stream(streams.copy_out):
                 streams.copy_out.wait_event(ended)
-                # New every time: the answer leaves the process from this memory, while the next batch comes back.
+                # The memory is new every time: the answer leaves the process from it while the next batch comes back.
                 for name, answer in batch.answers.items():
                     host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in answer)
                     for target, tensor in zip(host, answer, strict=True):
@@ -255,10 +255,10 @@ class ProgramRunner:
                 out.record(streams.copy_out)
 
     def finish(self, batch: StagedBatch) -> tuple[dict[str, Arrays], BatchTimes]:
-        """Wait for a batch and return its outputs as arrays of the caller's own, and where its time went.
+        """Wait for a batch and return its outputs, which the caller may keep, and the times of its steps.
 
         Raises:
-            InvalidInputError: the outputs are not what a signature says.
+            InvalidInputError: the outputs are not as the signature says.
         """
         if self._streams is None:
             begun_s = time.monotonic()
@@ -300,7 +300,7 @@ class ProgramRunner:
             self._free.append(slot)
 
     def _padded(self, name: str, inputs: Blocks, rows: int) -> Iterator[tuple[str, Sequence[Array]]]:
-        """Yield a model's inputs in the signature's order, filled up with blank rows where its options say so."""
+        """Yield a model's inputs in the signature's order, padded with blank rows if its options say so."""
         signature = self.signatures[name]
         more = self.network.padded(rows) - rows
         for spec in signature.inputs:
@@ -312,7 +312,7 @@ class ProgramRunner:
             yield spec.name, given
 
     def _fill(self, slot: _Slot, key: Key, blocks: Sequence[Array]) -> int:
-        """Copy blocks into a pinned buffer of a slot that nobody uses; return their rows."""
+        """Copy blocks into a pinned buffer of an unused slot; return the number of their rows."""
         count = sum(len(block) for block in blocks)
         held = slot.pinned.get(key)
         if held is None or held.shape[0] < count:
@@ -326,7 +326,7 @@ class ProgramRunner:
     def _grow(self, slot: _Slot, key: Key, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
         torch, streams = self._torch, self._streams
         kind = torch.from_numpy(np.empty(0, np.dtype(key[2]))).dtype
-        # The allocator reuses memory in the order of the stream that it was first asked for on.
+        # The allocator reuses memory in the order of the stream on which it was first allocated.
         with torch.cuda.stream(None if streams is None else streams.copy_in):
             slot.device[key] = torch.empty((rows, *shape), dtype=kind, device=torch.device("cuda:0"))
         slot.pinned[key] = torch.empty((rows, *shape), dtype=kind, pin_memory=True)
@@ -360,7 +360,7 @@ def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows
 
 
 def _of_one_type(signature: ModelSignature, blocks: Sequence[Array]) -> Sequence[Array]:
-    """Return blocks of one type: pictures of a batch that came in several all as float32, pixels normalised."""
+    """Return blocks of one type. When pictures of a batch came in several types, all become normalised float32."""
     image = signature.image
     if image is None or len({block.dtype for block in blocks}) == 1:
         return blocks
@@ -371,8 +371,8 @@ def _of_one_type(signature: ModelSignature, blocks: Sequence[Array]) -> Sequence
 
 
 def _as_one(blocks: Sequence[Array]) -> Array:
-    """Return blocks as one array that torch may wrap: it warns about read-only memory, although inference never writes
-    to inputs."""
+    """Return blocks as one array that torch may wrap. (It warns about read-only memory, although inference never writes
+    to inputs.)"""
     array = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
     if array.flags.writeable and array.flags.c_contiguous and array.flags.aligned:
         return array

@@ -1,7 +1,7 @@
-"""Run a network by something else than PyTorch's modules: a program that AOTInductor compiled, or ONNX Runtime.
+"""Other runtimes than PyTorch's modules: a program that AOTInductor compiled, or ONNX Runtime.
 
-Each is made from the module and called like it, with tensors of the device; so everything around (buffers, streams,
-padding, the scheduler's batches) stays the same. torch is imported on use.
+Each is made from the module and called like it, with tensors on the device. So buffers, streams, padding and the
+scheduler's batches stay the same. torch is imported on use.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def run_elsewhere(
     sizes: Sequence[int],
     stream: torch.cuda.Stream | None,
 ) -> Call:
-    """Return what runs a module's batches; compiled or converted now.
+    """Compile or convert a module; return a function that runs its batches.
 
     Args:
         runtime: `aot_inductor`, `onnxruntime` or `tensorrt`.
-        module: in evaluation mode, on the CPU, in its type.
-        name: of the model, for errors.
+        module: a module in evaluation mode, on the CPU, in its type.
+        name: the model's name for errors.
         examples: inputs of two rows that it accepts.
-        device: where it runs.
-        sizes: the batch sizes that will be run, empty for any.
-        stream: that it will be called on, where the device is CUDA.
+        device: the device to run on.
+        sizes: the batch sizes that will be run; empty: any.
+        stream: the stream that it will be called on, if the device is CUDA.
 
     Raises:
         EnvironmentFaultError: the runtime is not installed, has no provider for the device, or cannot take the model.
@@ -55,7 +55,7 @@ def run_elsewhere(
 def run_onnx(
     path: Path, name: str, *, device: torch.device, stream: torch.cuda.Stream | None, with_tensorrt: bool
 ) -> Call:
-    """Return what runs an ONNX file; see `run_elsewhere`."""
+    """Return a function that runs the batches of an ONNX file; see `run_elsewhere`."""
     return _OnnxSession(path, name, device, stream, _providers(stream, with_tensorrt=with_tensorrt))
 
 
@@ -78,7 +78,7 @@ def _aot_inductor(
                 exported = torch.export.export(module, given, dynamic_shapes=tuple({0: batch} for _ in given))
             path = aoti_compile_and_package(exported, package_path=str(Path(folder) / "model.pt2"))
             return aoti_load_package(path)
-    except Exception as error:  # torch.export and Inductor raise what they find, of many kinds
+    except Exception as error:  # torch.export and Inductor raise many kinds
         raise EnvironmentFaultError(
             f"'{name}' cannot be compiled ahead of time: {first_line(error)}. Install a C++ compiler (and CUDA's for "
             "a GPU), or remove `runtime: aot_inductor` from the model's options."
@@ -86,7 +86,7 @@ def _aot_inductor(
 
 
 def _providers(stream: torch.cuda.Stream | None, *, with_tensorrt: bool) -> list[str]:
-    """Return what of ONNX Runtime is to run a network; see `run_elsewhere` for the errors."""
+    """Return the providers of ONNX Runtime that must run a network; see `run_elsewhere` for the errors."""
     try:
         import onnxruntime
     except ModuleNotFoundError as error:
@@ -122,7 +122,7 @@ class _OnnxSession:
         providers = [(provider, {} if provider.startswith("CPU") else own) for provider in wanted]
         try:
             self._session: Any = onnxruntime.InferenceSession(str(path), settings, providers=providers)
-        except Exception as error:  # the library's own classes have no common base but this
+        except Exception as error:  # the library's own errors have no other common base
             raise EnvironmentFaultError(f"ONNX Runtime cannot load '{name}': {first_line(error)}.") from error
         self._inputs = [one.name for one in self._session.get_inputs()]
         self._outputs = [(one.name, ONNX_TYPES[one.type], tuple(one.shape[1:])) for one in self._session.get_outputs()]
@@ -136,7 +136,7 @@ class _OnnxSession:
         import torch
 
         binding, place = self._session.io_binding(), self._device.type
-        given = [tensor.contiguous() for tensor in tensors]  # alive until it has run
+        given = [tensor.contiguous() for tensor in tensors]  # must stay alive until the batch has run
         rows = given[0].shape[0]
         for name, tensor in zip(self._inputs, given, strict=True):
             number = _NUMBERS[str(tensor.dtype)]
@@ -171,7 +171,7 @@ ONNX_TYPES = {
 
 @contextlib.contextmanager
 def _as_onnx(module: torch.nn.Module, name: str, examples: tuple[torch.Tensor, ...]) -> Iterator[Path]:
-    """Write the module as an ONNX file with a batch of any size, as long as this context lasts."""
+    """Write the module as an ONNX file for batches of any size; the file exists as long as this context lasts."""
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +189,7 @@ def _as_onnx(module: torch.nn.Module, name: str, examples: tuple[torch.Tensor, .
                     verbose=False,
                     dynamic_shapes=tuple({0: batch} for _ in examples),
                 )
-        except Exception as error:  # the exporter raises what it finds, of many kinds
+        except Exception as error:  # the exporter raises many kinds
             raise EnvironmentFaultError(
                 f"'{name}' cannot be written as ONNX: {first_line(error)}. Install onnx and onnxscript, or remove "
                 "`runtime` from the model's options."
@@ -199,7 +199,7 @@ def _as_onnx(module: torch.nn.Module, name: str, examples: tuple[torch.Tensor, .
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Exporters warn of deprecated calls within PyTorch itself, which nobody here can act on."""
+    """Silence warnings of exporters about deprecated calls inside PyTorch, which nobody here can change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

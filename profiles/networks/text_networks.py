@@ -19,9 +19,10 @@ from tenuto.profiles.networks.torchvision_import import import_torchvision
 
 
 def prepare_transformers(name: str | None = None) -> None:
-    """Import what transformers needs, and the classes of one network of the catalogue.
+    """Import transformers and the classes of one network of the catalogue.
 
-    torchvision comes first where it is installed: transformers imports it too, and fails beside a CPU build of torch.
+    If torchvision is installed, it is imported first in our way: transformers imports it too, and fails with a CPU
+    build of torch otherwise.
     """
     if importlib.util.find_spec("torchvision") is not None:
         import_torchvision()
@@ -47,7 +48,7 @@ def make_text_network(name: str, config: Mapping[str, Any]) -> Any:
 
 
 def _inference_only(config: Any) -> Any:
-    """Switch off what only generation uses; it costs memory and changes no logit."""
+    """Switch off options that only generation uses. They cost memory and change no logit."""
     for key in ("use_cache", "use_mems_eval"):
         if hasattr(config, key):
             setattr(config, key, False)
@@ -69,8 +70,9 @@ class _Classifier(torch.nn.Module):
 class _T5Classifier(_Classifier):
     """Reads each text at its last attended token, where T5's end-of-text token stands.
 
-    transformers' own forward looks for that token and refuses a whole batch whose texts do not contain it equally
-    often; here one client's text cannot fail another's. For texts that end in it, once, the logits are the same.
+    transformers' own forward looks for that token, and refuses a whole batch whose texts do not contain it equally
+    often. Here the text of one client cannot make another's fail. For texts that end with the token and have it once,
+    the logits are the same.
     """
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -84,7 +86,7 @@ class _T5Classifier(_Classifier):
 
 
 def classify(network: Any) -> torch.nn.Module:
-    """Return a module that takes `input_ids` and `attention_mask` and returns logits, each row on its own."""
+    """Return a module that takes `input_ids` and `attention_mask` and returns logits. No row depends on another."""
     return _T5Classifier(network) if network.config.model_type == "t5" else _Classifier(network)
 
 

@@ -1,4 +1,4 @@
-"""Import torchvision beside a torch build its compiled operators do not fit, and read its ImageNet names without torch.
+"""Imports torchvision with a build of torch that its compiled operators do not fit; reads ImageNet names without torch.
 
 The wheels of the package index are CUDA builds. Beside a CPU build of torch their library of operators (nms, roi_align,
 …) cannot be loaded; torchvision tolerates that itself, except that two modules then register rules for operators which
@@ -18,7 +18,7 @@ from types import ModuleType
 
 from tenuto.errors import EnvironmentFaultError
 
-# What only serves the missing operators: their shape rules for fake tensors and their gradients.
+# Modules that only serve the missing operators: their shape rules for fake tensors, and their gradients.
 _OPERATOR_RULES = ("torchvision._meta_registrations", "torchvision._autograd_registrations")
 _CURE = "Install the torchvision that belongs to this torch, or torchvision 0.28 with --no-deps beside torch 2.13.0."
 

@@ -1,4 +1,4 @@
-"""Read local weights and put them into a network; never unpickles objects. Imports torch when called."""
+"""Reads local weights and puts them into a network. It never unpickles objects. Imports torch when called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_state(path: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a `.safetensors` file or of a state dict saved by torch.
 
     Raises:
-        InvalidInputError: absent, damaged, or a pickle with anything but tensors in it.
+        InvalidInputError: the file is absent or damaged, or a pickle that contains more than tensors.
     """
     import torch
     from safetensors import SafetensorError

@@ -1,1 +1,1 @@
-"""Kernels of one batch: how they were launched, what they occupied, and what whole-model metrics follow from them."""
+"""Kernels of one batch: their launches, their occupancy, and metrics of the whole model from them."""

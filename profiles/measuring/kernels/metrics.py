@@ -1,4 +1,4 @@
-"""From the kernels of one batch to the compute metrics a profile holds: occupancy and SM utilisation, weighted by time.
+"""The compute metrics of a profile from the kernels of one batch: occupancy and SM utilisation, weighted by time.
 
 Sources: thesis section 5.3.2 (weighted SM utilisation, weighted achieved occupancy), USHER section 4.1 (the compute
 requirement is the largest occupancy of kernels that run at once).
@@ -50,7 +50,8 @@ def weighted_sm_utilisation_pct(sequence: Sequence[Launch], sm_count: int) -> fl
 
 
 def time_weighted_mean(kernels: Sequence[Kernel], value: Callable[[Kernel], float | None]) -> float | None:
-    """Return the mean of a value weighted by each kernel's duration; None where a kernel lacks it, or there is none."""
+    """Return the mean of a value, weighted by each kernel's duration; None if a kernel lacks it or there is no
+    kernel."""
     total = weighted = 0.0
     for kernel in kernels:
         one = value(kernel)
@@ -64,11 +65,11 @@ def time_weighted_mean(kernels: Sequence[Kernel], value: Callable[[Kernel], floa
 def kernel_metrics(kernels: Sequence[Kernel], device: Device) -> dict[str, float]:
     """Return a batch's metrics by the names profiles use.
 
-    `achieved_occupancy_pct` (largest sum over kernels that run at once, at most 100), `wavg_ach_occ_pct` (that sum,
+    `achieved_occupancy_pct` (the largest sum over kernels that run at once, at most 100), `wavg_ach_occ_pct` (this sum,
     averaged over the time in which any kernel runs), `wavg_sm_util_pct`, `kernels`, `kernel_ms` (time in which at least
-    one ran), `kernel_gap_ms` (time between them, in which none did), `overlap_pct` (of `kernel_ms`, in which two or
-    more did), and `l2_util_pct`, `dram_util_pct` where every kernel has them. `occupancy_estimated` is 1 where any
-    kernel's occupancy is an estimate from its launch configuration and 0 where all were measured.
+    one kernel ran), `kernel_gap_ms` (time between kernels in which none ran), `overlap_pct` (part of `kernel_ms` in
+    which two or more ran), and, if every kernel has them, `l2_util_pct` and `dram_util_pct`. `occupancy_estimated` is 1
+    if the occupancy of any kernel is estimated from its launch configuration, and 0 if all were measured.
     """
     limits, sms = device.limits, device.sm_count
     estimated = any(kernel.achieved_occupancy_pct is None for kernel in kernels)

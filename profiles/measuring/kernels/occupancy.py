@@ -29,7 +29,7 @@ class BlockBounds:
 
     @property
     def binding(self) -> str:
-        """The name of the bound that decides; of equal ones the first of blocks, threads, registers, shared_memory."""
+        """The name of the smallest bound; of equal ones the first of blocks, threads, registers, shared_memory."""
         names = ("blocks", "threads", "registers", "shared_memory")
         return min(names, key=lambda name: (getattr(self, name), names.index(name)))
 
@@ -37,7 +37,7 @@ class BlockBounds:
 def block_bounds(kernel: Kernel, limits: SmLimits) -> BlockBounds:
     """Return how many blocks fit by each bound.
 
-    Registers or shared memory that were not recorded do not bound, so that the result is an upper bound then.
+    If registers or shared memory were not recorded, they set no bound, so the result is an upper bound.
 
     Raises:
         InvalidInputError: not even one block fits; the kernel did not run on this compute capability.
@@ -76,8 +76,8 @@ def sms_needed(kernel: Kernel, limits: SmLimits) -> int:
 def estimated_occupancy_pct(kernel: Kernel, limits: SmLimits, sm_count: int) -> float:
     """Estimate achieved occupancy: warps resident per SM of the whole GPU, in percent of what an SM holds.
 
-    The blocks are spread evenly over all SMs, and at most the bound is resident; a kernel's last, partly filled wave is
-    not counted. It is what CUPTI-based profilers print as an estimate; the measured value is Nsight Compute's.
+    The blocks are spread evenly over all SMs, and at most as many as fit are resident. A kernel's last, partly filled
+    wave does not count. Profilers that use CUPTI print the same estimate; Nsight Compute measures the real value.
     """
     warps = max(1, math.ceil(kernel.threads_per_block / limits.warp_size))
     resident = min(kernel.blocks / sm_count, block_bounds(kernel, limits).fit)

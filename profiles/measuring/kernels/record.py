@@ -12,7 +12,7 @@ Dim3 = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch. Times in microseconds on the recorder's clock; what was not recorded is None, never a guess.
+    """One launch. Times are microseconds on the recorder's clock. A value that was not recorded is None, never a guess.
 
     `shared_memory_bytes` is static and dynamic shared memory of one block together.
     """
@@ -48,10 +48,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class SmLimits:
-    """What one SM of a compute capability holds at once (CUDA C++ Programming Guide, technical specifications).
+    """The limits of one SM of a compute capability (CUDA C++ Programming Guide, technical specifications).
 
-    Registers are handed out to warps in units of `register_unit`, and the warps that fit are rounded down to a multiple
-    of `warp_granularity` (one per scheduler). From 8.0 on the system keeps `reserved_shared_bytes` of each block.
+    Warps get registers in units of `register_unit`. The number of warps that fit is rounded down to a multiple of
+    `warp_granularity` (one per scheduler). From 8.0 on the system reserves `reserved_shared_bytes` of each block.
     """
 
     warps: int

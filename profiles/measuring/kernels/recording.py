@@ -31,7 +31,7 @@ def record_kernels(run: Callable[[], object]) -> KernelTrace:
     """Return the kernels and copies of one run.
 
     Raises:
-        InvalidInputError: no kernels were recorded, as on a CPU or where CUPTI is not permitted.
+        InvalidInputError: no kernels were recorded, for example on a CPU, or because CUPTI is not permitted.
         EnvironmentFaultError: the profiler fails, or there is no room for its trace.
     """
     try:

@@ -1,7 +1,7 @@
-"""One model as a torch.fx graph: functional ATen operators, with the depth of each and the dimension its batch is in.
+"""One model as a torch.fx graph: functional ATen operators, with the depth of each and the dimension of its batch.
 
-`torch.export` traces with a batch of unknown size, so that every shape says where the batch went; that is what lets
-two models' batches run through one operator. Imports torch.
+`torch.export` traces with a batch of unknown size, so every shape tells which dimension is the batch. Therefore batches
+of two models can run through one operator. Imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tenuto.errors import first_line, refused
 from tenuto.profiles.networks.merging.distance import OperatorGraph
 
 aten = torch.ops.aten
-# Operators that mix what lies along their dimension; harmless along any but the batch.
+# Operators that mix values along their dimension. They are harmless unless that dimension is the batch.
 _ALONG = frozenset(
     (
         "softmax",
@@ -48,12 +48,12 @@ _RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a value is.
+    """Facts about a value of the graph.
 
-    `depth`: operators on the longest way from an input or a weight. `batch`: dimension that carries the batch, and
-    rows in it per request; None where no dimension does. `from_input`: depends on the model's input. `position`: row
-    numbers made from the batch's size, which have to be made anew for a joint batch. `joinable`: batches of several
-    models may run through this operator together.
+    `depth`: operators on the longest way from an input or a weight. `batch`: the dimension that has the batch, and the
+    rows in it per request; None if no dimension does. `from_input`: the value depends on the model's input. `position`:
+    the value is row numbers made from the batch's size, which must be made again for a joint batch. `joinable`: batches
+    of several models may run through this operator together.
     """
 
     depth: int
@@ -86,9 +86,9 @@ def capture(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
     """Trace a model.
 
     Args:
-        name: of the model.
-        module: in evaluation mode.
-        inputs: a batch of at least two rows, the batch in dimension 0 of each.
+        name: the name of the model.
+        module: a module in evaluation mode.
+        inputs: a batch of at least two rows; dimension 0 of each input is the batch.
 
     Raises:
         InvalidInputError: the network cannot be traced for batches of any size, for example because its control flow
@@ -100,7 +100,7 @@ def capture(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
             dynamic = tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)
             program = torch.export.export(module, inputs, dynamic_shapes=(dynamic,) if _variadic(module) else dynamic)
             program = program.run_decompositions({})
-    except Exception as error:  # export raises many kinds, all of which mean the same here
+    except Exception as error:  # export raises many kinds, which all mean the same here
         raise refused(
             f"model {name}",
             type(module).__name__,
@@ -144,7 +144,7 @@ def _captured(name: str, program: Any) -> CapturedModel:
 
 
 def _plain_batch_norms(graph: fx.Graph) -> None:
-    """Put batch normalisation back as the operator with one result that the model called."""
+    """Replace batch normalisation by the operator with one result that the model called."""
     for node in list(graph.nodes):
         if node.target == aten._native_batch_norm_legit_no_training.default:
             with graph.inserting_before(node):
@@ -173,9 +173,9 @@ def _live(graph: fx.Graph, outputs: tuple[Any, ...]) -> tuple[fx.Node, ...]:
 
 
 def static_size(value: Any) -> tuple[int, int] | None:
-    """Return a size as (factor, constant) of factor x batch + constant, or None where it is nothing as simple.
+    """Return a size as (factor, constant), for factor x batch + constant; None if it has no such form.
 
-    All inputs' batches are one and the same.
+    All inputs have the same batch.
     """
     if isinstance(value, int):
         return (0, value)
@@ -239,7 +239,7 @@ def _facts(node: fx.Node, model: CapturedModel, symbols: set[Any]) -> NodeFacts:
 
 
 def _mixes(node: fx.Node, carrying: list[NodeFacts]) -> bool:
-    """Return whether an operator acts along the batch, other than taking all of it."""
+    """Return whether an operator acts along the batch, and does more than take all of it."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.name.partition("::")[2] not in _ALONG or not carrying:
         return False

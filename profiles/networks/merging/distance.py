@@ -1,10 +1,10 @@
 """Graph edit distance between operator graphs and the clusters it gives (USHER §3.4). No torch.
 
-Finding the exact distance is NP-hard and hopeless for hundreds of operators, so the distance here is the cost of a real
-edit path, hence an upper bound: the cheaper of aligning both graphs in their order of execution, and of assigning
-operators by their kind and neighbourhood (K. Riesen, H. Bunke: Approximate graph edit distance computation by means of
-bipartite graph matching, Image and Vision Computing 27(7), 2009). Networks traced from the same code give exactly 0.
-Every inserted, deleted or relabelled operator and every inserted or deleted edge costs 1.
+To find the exact distance is NP-hard, and hopeless for hundreds of operators. The distance here is the cost of a real
+edit path, so it is an upper bound. Of two paths the cheaper is taken: one aligns both graphs in their order of
+execution, the other assigns operators by kind and neighbourhood (K. Riesen, H. Bunke: Approximate graph edit distance
+computation by means of bipartite graph matching, Image and Vision Computing 27(7), 2009). Networks traced from the same
+code give exactly 0. Every inserted, deleted or relabelled operator and every inserted or deleted edge costs 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import networkx
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-_LARGEST_ASSIGNMENT = 1500  # limit: operators; above, the assignment costs more than merging may
+_LARGEST_ASSIGNMENT = 1500  # limit: operators; with more, the assignment would take too long
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ def cluster_graphs(
 ) -> tuple[list[tuple[str, ...]], dict[tuple[str, str], float]]:
     """Return DBSCAN's clusters of two or more models, in the order given, and the distance of every pair.
 
-    Two models are enough for a cluster, and then DBSCAN's are the connected parts of the graph of close models.
+    Two models are enough for a cluster; then DBSCAN's clusters are the connected parts of the graph of close models.
 
     Args:
-        graphs: by model.
-        radius: DBSCAN's, in edits.
+        graphs: the graph of every model.
+        radius: the radius of DBSCAN, in edits.
     """
     distances = {(a, b): edit_distance(graphs[a], graphs[b]) for a, b in combinations(graphs, 2)}
     close = networkx.Graph(pair for pair, distance in distances.items() if distance <= radius)
@@ -61,7 +61,7 @@ def _aligned(a: OperatorGraph, b: OperatorGraph) -> dict[int, int]:
 
 
 def _assigned(a: OperatorGraph, b: OperatorGraph) -> dict[int, int]:
-    """Assign operators by kind, kinds of neighbours, and place in the order; the last only breaks ties."""
+    """Assign operators by kind, kinds of neighbours, and place in the order. The place only breaks ties."""
     n, m = len(a.kinds), len(b.kinds)
     around_a, around_b = _adjacent_operators(a), _adjacent_operators(b)
     cost = np.zeros((n + m, n + m))

@@ -1,4 +1,4 @@
-"""Which weighted operators of a cluster's models run together, and which part of their weights. Imports torch."""
+"""Which weighted operators of a cluster's models run together, and with which part of their weights. Imports torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class WeightedOperator:
-    """An operator with a weight matrix: nodes of its input, weight and bias, and what else it must agree in.
+    """An operator with a weight matrix: nodes of its input, weight and bias, and properties that must match.
 
     `transposed`: the weight is stored with inputs first (`addmm`).
     """
@@ -52,14 +52,14 @@ class WeightedOperator:
 
     @property
     def outline(self) -> tuple[Any, ...]:
-        """Its input's shape without features; of the batch, how the dimension depends on it."""
+        """Its input's shape without the features; for the batch, how the dimension depends on it."""
         shape = self.input.meta["val"].shape
         return tuple(s if isinstance(s, int) else static_size(s) for i, s in enumerate(shape) if i != self.features)
 
 
 @dataclass(frozen=True)
 class SharedOperator:
-    """Operators, one for each member model, of one kind and depth, and the submatrix of weights they share."""
+    """Operators of one kind and depth, one for each member model, and the submatrix of weights that they share."""
 
     members: dict[str, WeightedOperator]
     part: Submatrix
@@ -76,7 +76,7 @@ _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 
 
 def weighted(model: CapturedModel, node: fx.Node) -> WeightedOperator | None:
-    """Return a node as an operator with a weight matrix, None for any other and for weights that are computed."""
+    """Return a node as an operator with a weight matrix; None for other nodes, and if the weight is computed."""
     args = node.args
     bias: Any = None
     settings: tuple[Any, ...] = ()
@@ -112,7 +112,8 @@ def matrix(model: CapturedModel, operator: WeightedOperator) -> torch.Tensor:
 
 
 def _fits(model: CapturedModel, operator: WeightedOperator) -> bool:
-    """Whether batches of several models can run through it: the batch is in one known dimension, not the features'."""
+    """Whether batches of several models can run through it: the batch is in a known dimension, and not in the
+    features'."""
     given, made = model.facts[operator.input], model.facts[operator.node]
     return (
         given.batch is not None
@@ -124,9 +125,9 @@ def _fits(model: CapturedModel, operator: WeightedOperator) -> bool:
 
 
 def match_models(models: Sequence[CapturedModel]) -> list[SharedOperator]:
-    """Return the shared operators of a cluster: every model's are matched with those of the first.
+    """Return the shared operators of a cluster. The operators of every model are matched with those of the first.
 
-    A model joins a group as long as the submatrix all members share stays at least `OMEGA` of their mean weights.
+    A model joins a group if the submatrix that all members share stays at least `OMEGA` of the mean of their weights.
     """
     found = []
     tables = {model.name: _table(model) for model in models}
@@ -149,9 +150,9 @@ def match_models(models: Sequence[CapturedModel]) -> list[SharedOperator]:
 
 
 def _table(model: CapturedModel) -> dict[Any, list[WeightedOperator]]:
-    """Return a model's weighted operators by kind and depth, and what must be equal for one call to serve all.
+    """Return a model's weighted operators by kind, depth, and the properties that must be equal for a joint call.
 
-    Inputs of different sizes are padded, but the batch has to be in one place.
+    Inputs of different sizes can be padded, but the batch must be in the same dimension.
     """
     table: dict[Any, list[WeightedOperator]] = defaultdict(list)
     for node in model.operators:

@@ -1,4 +1,4 @@
-"""Merge the models of one gpu-let: trace, cluster, match, build, and check that the outputs are those of the originals.
+"""Merges the models of one gpu-let: trace, cluster, match, build, and compare the outputs with those of the originals.
 
 USHER (OSDI 2024), §3.4. Imports torch.
 """
@@ -22,39 +22,39 @@ from tenuto.profiles.networks.merging.merged_program import MergePlan, build_pro
 from tenuto.profiles.networks.merging.report import MergedCluster, MergedOperator, MergeReport
 from tenuto.profiles.networks.network import size_mib
 
-# Of DBSCAN, in graph edits: USHER's published value (OSDI 2024, §4), which joins models of equal graphs only.
+# The radius of DBSCAN in graph edits: USHER's published value (OSDI 2024, §4), which only joins models of equal graphs.
 DISTANCE = 1e-7
-# limit: the largest error of an output, relative to its largest magnitude; models whose merged outputs err by more stay
-# as they are.
+# limit: the largest error of an output, relative to its largest magnitude. Models whose merged outputs have a larger
+# error are not merged.
 TOLERANCE = 1e-5
 
 
 class MergedModels:
-    """The programs of a cluster: any of its models together, or one alone. All share one copy of the weights.
+    """The programs of a cluster, for any of its models together or one alone. All share one copy of the weights.
 
-    Once settled it can be pickled: other processes run what one has merged.
+    After `settle` it can be pickled, so that other processes can run it.
     """
 
     def __init__(self, plan: MergePlan) -> None:
-        """Keep the plan; programs are built when first asked for."""
+        """Keep the plan; each program is built when it is first needed."""
         self._plan: MergePlan | None = plan
         self._programs: dict[tuple[str, ...], fx.GraphModule] = {}
         self._outputs = {name: len(model.outputs) for name, model in plan.models.items()}
         self.names = tuple(plan.models)
-        self.weights_mib = plan.store.size_mib  # of all models, those in common once
+        self.weights_mib = plan.store.size_mib  # weights of all models; common weights count once
 
     def program(self, present: Sequence[str]) -> fx.GraphModule:
-        """Return the program of some of the models, in the cluster's order: it takes their inputs one after another and
-        returns all their outputs."""
+        """Return the program of some of the models. It takes their inputs one after another, in the cluster's order,
+        and returns all their outputs."""
         chosen = tuple(name for name in self.names if name in present)
         if chosen not in self._programs and self._plan is not None:
             self._programs[chosen] = build_program(self._plan, chosen)
         return self._programs[chosen]
 
     def settle(self, device: torch.device | str) -> None:
-        """Build the program of every combination of models, let go of the originals, and move the weights to a device.
+        """Build the program of every combination of models, drop the originals, and move the weights to a device.
 
-        From then on only the merged weights are held; there are 2**models - 1 programs.
+        From then on only the merged weights are kept. There are 2**models - 1 programs.
         """
         for count in range(1, len(self.names) + 1):
             for present in combinations(self.names, count):
@@ -83,13 +83,13 @@ class MergedModels:
 def merge_models(
     models: Mapping[str, tuple[torch.nn.Module, ModelSignature]],
 ) -> tuple[list[MergedModels], MergeReport]:
-    """Merge whatever of some models can be merged.
+    """Merge models as far as possible.
 
     Args:
-        models: modules in evaluation mode with their signatures, by name; left as they are.
+        models: modules in evaluation mode with their signatures, by name; they are not changed.
 
     Returns:
-        The merged clusters and the report; models in no cluster stay as they are and the report says why.
+        The merged clusters and the report. It says why a model is in no cluster.
 
     Raises:
         InvalidInputError: fewer than two models.
@@ -183,8 +183,8 @@ def _described(group: SharedOperator, models: Sequence[CapturedModel]) -> Merged
 
 
 def _worst_error(made: MergedModels, models: Mapping[str, tuple[torch.nn.Module, ModelSignature]]) -> float:
-    """Return the largest error of an output over joint batches of equal and unequal sizes and over every model alone,
-    relative to the output's largest magnitude; infinite if it is not a number where the original is."""
+    """Return the largest error of an output, relative to the output's largest magnitude. It is over joint batches of
+    equal and unequal sizes, and over every model alone. It is infinite if only the merged output is not a number."""
     count = len(made.names)
     trials = [
         dict.fromkeys(made.names, 2),
@@ -210,7 +210,7 @@ def _worst_error(made: MergedModels, models: Mapping[str, tuple[torch.nn.Module,
 
 
 def _examples(module: torch.nn.Module, signature: ModelSignature, size: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Return random inputs the model accepts, where its weights are and in their type."""
+    """Return random inputs that the model accepts, on the device and in the type of its weights."""
     weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     arrays = random_inputs(signature, size, seed)
     tensors = [torch.from_numpy(arrays[spec.name]) for spec in signature.inputs]

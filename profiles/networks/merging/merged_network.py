@@ -1,4 +1,4 @@
-"""Several models run as one program: what a `ProgramRunner` runs as it runs a lone model. Imports torch."""
+"""Several models as one program, which a `ProgramRunner` runs in the same way as a lone model. Imports torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CURE = "Remove the group from `merge` of the plan (or the workload); the models 
 
 @dataclass(frozen=True)
 class Merged:
-    """What merging made of some models: programs of clusters, the report, and the signatures of all of them."""
+    """The result of merging models: programs of clusters, the report, and the signatures of all models."""
 
     clusters: tuple[MergedModels, ...]
     report: MergeReport
@@ -27,10 +27,10 @@ class Merged:
 
     @classmethod
     def of(cls, models: Mapping[str, LoadedModel]) -> Merged:
-        """Merge what can be merged of two or more models, as `build` returns them, on the CPU, and check the outputs.
+        """Merge two or more models, which `build` returned, as far as possible on the CPU, and check the outputs.
 
         Raises:
-            InvalidInputError: no two of them merge within the tolerance; the cure is to serve them one by one.
+            InvalidInputError: no two of the models merge within the tolerance; the cure is to serve them one by one.
         """
         found, report = merge_models({member: (loaded.module, loaded.signature) for member, loaded in models.items()})
         if not found:
@@ -40,7 +40,7 @@ class Merged:
 
 
 class MergedNetwork:
-    """The program of several models, run on joint batches of any of them: merged graphs and single ones in turn.
+    """The program of several models. It takes joint batches of any of them, and runs merged and single graphs in turn.
 
     Single graphs are on their device already; `settle` moves merged ones there.
     """
@@ -52,8 +52,8 @@ class MergedNetwork:
         batch_sizes: Sequence[int] = (),
         report: MergeReport | None = None,
     ) -> None:
-        """Take the graphs, each of a cluster of models or of one; the signatures of all in their order; the planned
-        joint batches; and what merging reported of them."""
+        """Take the graphs, each of a cluster of models or of one model; the signatures of all models in order; the
+        sizes of planned joint batches; and the report of merging."""
         self.signatures = signatures
         self.report = report
         self._parts = [(_names(part), part) for part in parts]
@@ -61,7 +61,7 @@ class MergedNetwork:
         self._on_cuda = False
 
     def settle(self, device: torch.device) -> None:
-        """Move the weights to the device and let go of the originals."""
+        """Move the weights to the device and drop the originals."""
         for _, part in self._parts:
             if isinstance(part, MergedModels):
                 part.settle(device)
@@ -70,7 +70,7 @@ class MergedNetwork:
     def __call__(self, batches: Tensors) -> dict[str, tuple[torch.Tensor, ...]]:
         """Compute the outputs of the models that have a batch; only their operators run."""
         if self._on_cuda:
-            set_backends(PLAIN.chosen(None))  # its outputs were compared in fp32
+            set_backends(PLAIN.chosen(None))  # because its outputs were checked in fp32
         found: dict[str, tuple[torch.Tensor, ...]] = {}
         for names, part in self._parts:
             mine = {name: batches[name] for name in names if name in batches}
@@ -79,7 +79,7 @@ class MergedNetwork:
         return found
 
     def padded(self, rows: int) -> int:
-        """Return the rows as they are: a joint batch has too many splits to prepare a few sizes."""
+        """Return `rows`, as joint batches are not padded: they have too many splits to prepare."""
         return rows
 
     def warm_up_rows(self) -> Sequence[Mapping[str, int]]:
@@ -89,29 +89,29 @@ class MergedNetwork:
 
     @property
     def notes(self) -> Sequence[str]:
-        """Return why models run by themselves although others are merged."""
+        """Return why some models run by themselves although others are merged."""
         unmerged = {} if self.report is None else self.report.unmerged
         return [f"{name} runs by itself: {reason}" for name, reason in unmerged.items()]
 
     @property
     def way(self) -> str:
-        """Return `merged`, `merged in part`, or `single graphs` as long as nothing is merged."""
+        """Return `merged`, `merged in part`, or, as long as nothing is merged, `single graphs`."""
         lone = [part for _, part in self._parts if isinstance(part, LoneModel)]
         return "merged" if not lone else "single graphs" if len(lone) == len(self.signatures) else "merged in part"
 
     @property
     def largest_batch(self) -> int:
-        """The largest planned joint batch: all of it may be one model's."""
+        """The largest planned joint batch. All its rows may be of one model."""
         return max(self._sizes, default=1)
 
     @property
     def weights_mib(self) -> float:
-        """The weights of all models, those in common once."""
+        """The weights of all models; common weights count once."""
         return sum(part.weights_mib for _, part in self._parts)
 
     def facts(self) -> dict[str, float | int]:
-        """Return what merging did: operators with weights and MiB before and after, and the largest error; empty while
-        nothing is merged."""
+        """Return figures of merging: operators with weights and MiB, before and after, and the largest error. Empty
+        while nothing is merged."""
         clusters = () if self.report is None else self.report.clusters
         if not clusters:
             return {}
@@ -129,19 +129,19 @@ def _names(part: MergedModels | LoneModel) -> tuple[str, ...]:
 
 
 def even_split(names: Sequence[str], size: int) -> dict[str, int]:
-    """Return the rows of every member in a joint batch that is split as evenly as it can be; none of a member: left
-    out."""
+    """Return the rows of every member in a joint batch that is split as evenly as possible. Members without rows are
+    left out."""
     share, more = divmod(size, len(names))
     rows = {name: share + (place < more) for place, name in enumerate(names)}
     return {name: count for name, count in rows.items() if count}
 
 
 def check_run_options(name: str, options: RunOptions) -> None:
-    """Refuse options that a merged program does not know.
+    """Refuse options that are not possible in a merged program.
 
     Raises:
-        InvalidInputError: another type than fp32, whose rounding exceeds the tolerance, or an option of how one module
-            is run.
+        InvalidInputError: the type is not fp32, so that rounding exceeds the tolerance, or an option is for a single
+            module.
     """
     problems = [
         Problem(f"options of {name}", f"{key}: {value}", "is not possible for a model that is merged", CURE)

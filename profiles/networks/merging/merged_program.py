@@ -1,8 +1,8 @@
-"""Build one torch.fx program for any of a cluster's models together: shared operators once, everything else apart.
+"""Builds one torch.fx program for any of a cluster's models together. Shared operators run once, all others apart.
 
 Every value has a key that says how it is computed from the inputs and the weights. Values of different models with the
-same key are one value of a joint batch, the models' batches one after the other; where ways part, the joint batch is
-split (a view), where they meet again, it is put together (a copy). Imports torch.
+same key are one value of a joint batch, which has the models' batches one after another. When the models' computations
+part, the joint batch is split (a view); when they meet again, it is joined (a copy). Imports torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Key = Hashable
 
 
 class WeightStore:
-    """Tensors of a merged cluster by name. Invariant: no two that `add` holds are equal in type, shape and value."""
+    """Tensors of a merged cluster by name. Invariant: no two tensors from `add` are equal in type, shape and value."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -30,7 +30,7 @@ class WeightStore:
         self.device = torch.device("cpu")
 
     def put(self, name: str, tensor: torch.Tensor) -> str:
-        """Hold a tensor under a name of its own and return the name."""
+        """Keep a tensor under a new name and return the name."""
         plain = "".join(c if c.isalnum() else "_" for c in name)
         while plain in self.tensors:
             plain += "_"
@@ -39,7 +39,7 @@ class WeightStore:
         return plain
 
     def add(self, name: str, tensor: torch.Tensor) -> str:
-        """Hold a tensor, or find the equal one that is held already; return its name."""
+        """Keep a tensor, or find an equal one that is there already; return its name."""
         mark = (tuple(tensor.shape), tensor.dtype, tensor.double().sum().item())
         for known in self._alike.setdefault(mark, []):
             if torch.equal(self.tensors[known], tensor):
@@ -55,10 +55,10 @@ class WeightStore:
 
 
 class MergePlan:
-    """The keys of all values of a cluster's models, and the weights they need; what programs are built from."""
+    """The keys of all values of a cluster's models, and their weights. Programs are built from it."""
 
     def __init__(self, models: Sequence[CapturedModel], shared: Sequence[SharedOperator]) -> None:
-        """Give every value its key and put the weights into the store, equal ones once."""
+        """Give every value its key, and put the weights into the store; equal weights are kept once."""
         self.models = {model.name: model for model in models}
         self.tags = {model.name: f"m{index}" for index, model in enumerate(models)}  # names fit for attributes
         self.store = WeightStore()
@@ -71,7 +71,7 @@ class MergePlan:
             self._key_all(model)
 
     def _store_group(self, group: SharedOperator) -> None:
-        """Cut a group's weights into the shared submatrix and every member's rests; whole ones stay as they are."""
+        """Cut a group's weights into the shared submatrix and the rest of every member. Whole weights are not cut."""
         first = next(iter(group.members.values()))
         name = self.name_of(group)
         if group.is_whole:
@@ -134,11 +134,12 @@ class MergePlan:
 
     @staticmethod
     def joins(group: SharedOperator) -> bool:
-        """Return whether all members' inputs and results are of one size, so that the results are one value."""
+        """Return whether the inputs and results of all members have the same size, so that the results are one
+        value."""
         return len({(matrix_shape(member)[0], member.outline) for member in group.members.values()}) == 1
 
     def _static(self, argument: Any) -> Key:
-        """Return an argument as something that can be compared; sizes as their dependence on the batch."""
+        """Return an argument in a form that can be compared; for a size, that is how it depends on the batch."""
         if isinstance(argument, fx.Node):
             value = argument.meta["val"]
             if isinstance(value, torch.SymInt):
@@ -160,7 +161,7 @@ def _others(some: Sequence[int], count: int) -> list[int]:
 
 
 def build_program(plan: MergePlan, present: Sequence[str]) -> fx.GraphModule:
-    """Return a module that takes the inputs of the `present` models, one model after the other, and returns all their
+    """Return a module that takes the inputs of the `present` models, one model after another, and returns all their
     outputs in the same order."""
     return _Builder(plan, tuple(present)).build()
 
@@ -218,7 +219,7 @@ class _Builder:
     # --- values -------------------------------------------------------------------------------------------------
 
     def get(self, key: Key, members: tuple[str, ...], node: fx.Node) -> Any:
-        """Return a value for the joint batch of `members`, made from what there is."""
+        """Return a value for the joint batch of `members`, made from values that exist already."""
         if (key, members) in self.values:
             return self.values[key, members]
         if (key, ()) in self.values:
@@ -307,7 +308,7 @@ class _Builder:
         return self.values[key, members]
 
     def plain(self, node: fx.Node, members: tuple[str, ...]) -> Any:
-        """Emit an operator as it stands, on the joint batch of `members`."""
+        """Emit an operator unchanged, on the joint batch of `members`."""
         args = self.argument(node.args, members)
         if node.target is operator.getitem:
             return self.call(operator.getitem, *args)
@@ -337,7 +338,7 @@ class _Builder:
         return self.call(node.target, *args)
 
     def inputs(self, group: SharedOperator, members: tuple[str, ...]) -> Any:
-        """Return the joint input of a group, whether its members' inputs are one value or several."""
+        """Return the joint input of a group; its members' inputs may be one value or several."""
         nodes = [group.members[name].input for name in members]
         keys = {self.plan.keys[node] for node in nodes}
         if len(keys) == 1:
@@ -346,10 +347,11 @@ class _Builder:
         return self.join(parts, self.plan.models[members[0]].facts[nodes[0]].batch)
 
     def parted(self, group: SharedOperator, members: tuple[str, ...]) -> list[Any]:
-        """Run the shared submatrix on the joint batch and the rests on each model's own, and put rows in order.
+        """Run the shared submatrix on the joint batch, and the rest of each model on its own batch; then order the
+        rows.
 
-        Inputs of different sizes are padded with zeros for the joint batch (USHER, section 2.4), which changes nothing
-        in the part of the result that is kept.
+        Inputs of different sizes are padded with zeros for the joint batch (USHER, section 2.4). This does not change
+        the part of the result that is kept.
         """
         first = group.members[members[0]]
         name = self.plan.name_of(group)
@@ -395,7 +397,7 @@ class _Builder:
         return results
 
     def padded(self, value: Any, item: WeightedOperator, outlines: Iterable[tuple[Any, ...]]) -> Any:
-        """Return an operator's input, filled up with zeros to the largest of some outlines."""
+        """Return an operator's input, padded with zeros to the largest of the outlines."""
         largest = [max(sizes) if isinstance(sizes[0], int) else None for sizes in zip(*outlines, strict=True)]
         more = [0 if size is None else size - mine for size, mine in zip(largest, item.outline, strict=True)]
         more.insert(item.features, 0)
@@ -404,7 +406,7 @@ class _Builder:
         return self.call(aten.constant_pad_nd.default, value, [n for extra in reversed(more) for n in (0, extra)])
 
     def parts_of(self, joint: Any, group: SharedOperator, members: tuple[str, ...]) -> list[Any]:
-        """Return each member's own part of a joint result, without what came of padding."""
+        """Return each member's part of a joint result, without the padding."""
         items = [group.members[name] for name in members]
         batches = [self.plan.models[item.model].facts[item.node].batch or (0, 1) for item in items]
         parts = self.split(joint, members, batches[0][0], [factor for _, factor in batches])
@@ -415,7 +417,7 @@ class _Builder:
         return parts
 
     def take(self, value: Any, indices: list[int], dim: int) -> Any:
-        """Return features by index; a slice where they lie side by side."""
+        """Return features by index; as a slice if they lie side by side."""
         if indices == list(range(indices[0], indices[-1] + 1)):
             return self.call(aten.slice.Tensor, value, dim, indices[0], indices[-1] + 1)
         name = f"order_{len(self.tensors)}"

@@ -1,4 +1,4 @@
-"""What merging found and did, as plain data. No torch."""
+"""The report of merging, as plain data. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 class MergedOperator:
     """Operators of several models that run their common weights once.
 
-    `names`: the weight's name in every model. `similarity`: their common submatrix twice over the sum of their weights,
-    the least among the members. `shared_pct`: the submatrix really run once, in percent of the larger operator. `rows`
-    and `columns`: its output and input features.
+    `names`: the weight's name in every model. `similarity`: twice the common submatrix over the sum of the weights, the
+    least among the members. `shared_pct`: the submatrix that really runs once, in percent of the larger operator.
+    `rows` and `columns`: its output and input features.
     """
 
     kind: str
@@ -28,7 +28,7 @@ class MergedOperator:
 @dataclass(frozen=True)
 class MergedCluster:
     """Models merged into one program. `operators_before` and `operators_after`: operators with weights that run for one
-    request to every model; `operators_partly`: of those after, the ones that share only a part of their weights."""
+    request to every model. `operators_partly`: operators after merging that share only a part of their weights."""
 
     models: tuple[str, ...]
     operators: tuple[MergedOperator, ...]
@@ -42,13 +42,13 @@ class MergedCluster:
 
     @property
     def memory_saved_mib(self) -> float:
-        """Weights no longer held twice, in MiB."""
+        """MiB of weights that are no longer kept twice."""
         return self.memory_before_mib - self.memory_after_mib
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """Everything: the merged clusters, why other models stay as they are, and the graph edit distances of all pairs."""
+    """The merged clusters, the reasons why other models are not merged, and the graph edit distances of all pairs."""
 
     clusters: tuple[MergedCluster, ...]
     unmerged: dict[str, str]

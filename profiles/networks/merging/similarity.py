@@ -1,6 +1,7 @@
-"""How much two operators' weights have in common, which operators to match, and the submatrix they share (USHER §3.4).
+"""How much the weights of two operators have in common, which operators to match, and their shared submatrix (USHER
+§3.4).
 
-A weight is a matrix of output features (rows) by input features (columns); a convolution's entry is its whole kernel.
+A weight is a matrix of output features (rows) by input features (columns); an entry of a convolution is a whole kernel.
 The common part may lie further down or right in one weight than in another. Imports torch.
 """
 
@@ -16,8 +17,8 @@ from scipy.optimize import linear_sum_assignment
 
 @dataclass(frozen=True)
 class Submatrix:
-    """Rows and columns of the first weight, ascending, in which all weights are equal; `entry_size` weights lie in each
-    entry. `shifts`: how many rows and columns further they lie in each weight, the first among them."""
+    """Rows and columns of the first weight, ascending, in which all weights are equal. Each entry has `entry_size`
+    numbers. `shifts`: by how many rows and columns the submatrix is shifted in each weight; the first has (0, 0)."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -26,12 +27,12 @@ class Submatrix:
 
     @property
     def parameters(self) -> int:
-        """Weights in it."""
+        """How many numbers the submatrix has."""
         return len(self.rows) * len(self.columns) * self.entry_size
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, shift: tuple[int, int], within: float) -> np.ndarray:
-    """Return which entries of `a` are equal to those of `b` that lie so many rows and columns further."""
+    """Return which entries of `a` are equal to the entries of `b` shifted by so many rows and columns."""
     equal = torch.zeros(a.shape[:2], dtype=torch.bool, device=a.device)
     (top, bottom), (left, right) = ((max(0, -d), min(a.shape[k], b.shape[k] - d)) for k, d in enumerate(shift))
     if top < bottom and left < right:
@@ -42,8 +43,8 @@ def _equal(a: torch.Tensor, b: torch.Tensor, shift: tuple[int, int], within: flo
 
 
 def _shift(a: torch.Tensor, b: torch.Tensor, within: float) -> tuple[int, int]:
-    """Return how many rows and columns further in `b` the larger common part lies: in place, or where most values lie
-    that occur once in each."""
+    """Return the shift (rows, columns) of the larger common part in `b`: none, or the shift of most values that occur
+    once in each weight."""
     in_place = _equal(a, b, (0, 0), within)
     (known, at), (others, places) = _once(a), _once(b)
     _, mine, theirs = np.intersect1d(known, others, assume_unique=True, return_indices=True)
@@ -59,7 +60,7 @@ def _shift(a: torch.Tensor, b: torch.Tensor, within: float) -> tuple[int, int]:
 
 
 def _once(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the entries (of kernels the first weight) whose value occurs once, and their places."""
+    """Return the entries whose value occurs once, and their places; of a kernel only the first number counts."""
     entries = weight.detach().reshape(weight.shape[0] * weight.shape[1], -1)[:, 0].float().cpu().numpy()
     values, places, counts = np.unique(entries, return_index=True, return_counts=True)
     return values[counts == 1], places[counts == 1]
@@ -75,9 +76,9 @@ def similarity(a: torch.Tensor, b: torch.Tensor, within: float) -> float:
 def match_operators(
     anchors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], omega: float, within: float
 ) -> list[tuple[int, int, float]]:
-    """Return the pairs (anchor, other, similarity) of most similarity in total that reach `omega`.
+    """Return the pairs (anchor, other, similarity) with the largest total similarity; each reaches `omega`.
 
-    The Hungarian method, on operators of one kind at one depth; ties go to pairs in the same place.
+    It uses the Hungarian method on operators of one kind at one depth. Ties go to pairs in the same place.
     """
     if not anchors or not others:
         return []
@@ -90,14 +91,14 @@ def match_operators(
 def shared_submatrix(weights: Sequence[torch.Tensor], within: float, *, whole_rows: bool = False) -> Submatrix:
     """Return a large submatrix in which all weights are equal, empty if there is none.
 
-    The largest one is NP-hard to find (maximum-edge biclique). Found here: grow rows in the order of how much of them
-    is equal and keep the columns equal in all of them; the same with rows and columns exchanged; the larger wins.
-    Exact where whole rows, whole columns or everything is equal, which is what fine-tuning leaves.
+    The largest one is NP-hard to find (maximum-edge biclique). The method here adds rows in the order of how much of
+    them is equal, and keeps the columns that are equal in all; then it does the same with rows and columns exchanged,
+    and takes the larger result. It is exact if whole rows, whole columns or everything is equal, as after fine-tuning.
 
     Args:
-        weights: two or more, of one kernel size.
-        within: largest absolute difference of equal weights.
-        whole_rows: only rows that are equal in full, as grouped convolutions need.
+        weights: two or more weights of one kernel size.
+        within: the largest absolute difference between weights that count as equal.
+        whole_rows: only take rows that are equal in full, as grouped convolutions need.
     """
     first = weights[0]
     entry = int(np.prod(first.shape[2:], initial=1))
