@@ -1,4 +1,4 @@
-"""How a plan is found: workload, cluster, plan, and one file per policy."""
+"""How a plan is made: the workload, the cluster, the plan, and one folder per policy."""
 
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node

@@ -1,7 +1,7 @@
 """Applications: one request that fans out over several models and joins again, with one deadline for the whole.
 
-Each stage becomes a model of the workload, named `application.stage`, with the rate of its requests and the part of the
-deadline that is its own, so that every policy plans applications without knowing them.
+Each stage becomes a model of the workload, named `application.stage`. The model has the rate of the stage's requests
+and the stage's own part of the deadline. Policies therefore plan applications without knowing of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stage(StrictModel):
     """
 
     model: str
-    name: _NAME | None = None  # default: the model's
+    name: _NAME | None = None  # default: the name of the model
     count: Annotated[int, Field(ge=1, le=1000)] = 1
     after: tuple[str, ...] = ()
     part: Annotated[float, Field(gt=0)] = 1.0
@@ -39,7 +39,7 @@ class Stage(StrictModel):
 
 
 class Application(StrictModel):
-    """Requests that are answered when all stages are; the stages form a graph without cycles."""
+    """Requests that are answered when all stages are complete. The stages form a graph without cycles."""
 
     name: _NAME
     rate_rps: Annotated[float, Field(gt=0)]
@@ -69,27 +69,28 @@ class Application(StrictModel):
         return self
 
     def model_name(self, stage: Stage) -> str:
-        """Return the workload's name of a stage."""
+        """Return the name of the model that a stage becomes in the workload."""
         return f"{self.name}.{stage.label}"
 
     def _before(self, stage: Stage) -> float:
-        """Return the largest sum of parts on a way to this stage, without its own."""
+        """Return the largest sum of parts on a path to this stage, without the part of the stage."""
         earlier = [other for other in self.stages if other.label in stage.after]
         return max((self._before(other) + other.part for other in earlier), default=0.0)
 
     def _behind(self, stage: Stage) -> float:
-        """Return the largest sum of parts on a way from this stage to the end, without its own."""
+        """Return the largest sum of parts on a path from this stage to the end, without the part of the stage."""
         later = [other for other in self.stages if stage.label in other.after]
         return max((self._behind(other) + other.part for other in later), default=0.0)
 
     def budget_ms(self, stage: Stage) -> float:
-        """Return the stage's own part of the deadline: in proportion to `part` on its longest way through the graph."""
+        """Return the stage's own part of the deadline, in proportion to `part` on its longest path through the
+        graph."""
         return self.slo_ms * stage.part / (self._before(stage) + stage.part + self._behind(stage))
 
     def complete_by_ms(self, stage: Stage) -> float:
-        """Return when the stage must be complete, counted from the application's arrival.
+        """Return when the stage must be complete, counted from the arrival of the application's request.
 
-        A stage that starts early has the time that its predecessors left over on top of its budget.
+        When earlier stages take less than their budgets, this stage has the time that is left over as well.
         """
         before = self._before(stage) + stage.part
         return self.slo_ms * before / (before + self._behind(stage))

@@ -1,4 +1,4 @@
-"""The cluster a plan is made for: nodes, their GPUs, and the MIG instances into which these are cut."""
+"""The cluster that a plan is made for: its nodes, their GPUs, and the MIG instances into which GPUs are cut."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from tenuto.errors import one_of, refused
 from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 from tenuto.profiles.mig_instances import ALL_GPCS, instance_profiles, instance_type_of, mig_types, type_of_instance
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # format: of a node or a rack
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # format: the name of a node or a rack
 
 
 def node_of(gpu_id: str) -> str:
-    """Return the node of a GPU, which stands before the last `/` of its id."""
+    """Return the node of a GPU: the part of the GPU's id before the last `/`."""
     return gpu_id.rpartition("/")[0]
 
 
 MigUse = Literal["fixed", "managed"]
-"""What may be done to the MIG layout of a GPU: nothing, or plans may cut it into other instances."""
+"""`fixed`: the MIG layout of a GPU stays as it is. `managed`: plans may cut the GPU into other instances."""
 
 
 class InstancePlace(StrictModel):
-    """Where a MIG instance lies: on which GPU, and how many of its memory slices it takes from which on. `gpu_uuid` is
-    that of the GPU; None: a logical one, or not known."""
+    """Where a MIG instance lies: on the GPU `gpu`, where it takes `slices` memory slices from slice `start` on.
+
+    `gpu_uuid` is the UUID of the GPU. It is None when the GPU is logical, or when the UUID is not known.
+    """
 
     gpu: str
     start: Annotated[int, Field(ge=0)]
@@ -37,19 +39,19 @@ class InstancePlace(StrictModel):
     gpu_uuid: str | None = None
 
     def overlaps(self, other: InstancePlace) -> bool:
-        """Return whether both are of one GPU and take a memory slice of it that is the same."""
+        """Return whether both instances are on the same GPU and have a memory slice in common."""
         apart = self.start + self.slices <= other.start or other.start + other.slices <= self.start
         return self.gpu == other.gpu and not apart
 
 
 class Gpu(StrictModel):
-    """One GPU of the cluster, or one MIG instance, which is a GPU to everything that lies in it: it has a type (such as
-    a100-3g.20gb), memory, compute and a UUID of its own, and no neighbours but those inside.
+    """One GPU of the cluster, or one MIG instance. Programs see an instance as a GPU: it has a type (such as
+    a100-3g.20gb), memory, compute and a UUID of its own, and no neighbours from other instances.
 
-    `uuid` is None for a logical GPU that is not bound to hardware; `address` is the IP of its node in the Ray cluster,
-    `label` a label that only this node has, where one of them is known; `rack` where its node stands. `instance` says
-    where a MIG instance lies; None: a whole GPU, or an instance of which that is not known. `mig`: what may be done to
-    the layout of the GPU; None: it is not to be cut.
+    `uuid` is None for a logical GPU, which is not bound to hardware. `address` is the IP of the node in the Ray
+    cluster, and `label` a label that only this node has; at most one of the two is given. `rack` is where the node
+    stands. `instance` is the place of a MIG instance; it is None for a whole GPU, or when the place is not known. `mig`
+    is None for a GPU that must not be cut.
     """
 
     id: str
@@ -61,15 +63,15 @@ class Gpu(StrictModel):
     mig: MigUse | None = None
     instance: InstancePlace | None = None
     memory_mib: float
-    price_per_hour: float | None = None  # of an instance its GPCs' part of the GPU's
+    price_per_hour: float | None = None  # an instance has its GPCs' part of the GPU's price
 
     @property
     def device(self) -> str:
-        """The id of the physical GPU: its own, or that of the GPU it is an instance of."""
+        """The id of the physical GPU: this GPU, or the one that this instance is a part of."""
         return self.id if self.instance is None else self.instance.gpu
 
     def cut(self, profile: str, start: int) -> Gpu:
-        """Return an instance of this GPU; KeyError where its type has no such profile."""
+        """Return an instance of this GPU; raises KeyError if the GPU type has no such profile."""
         size = instance_profiles(self.type)[profile]
         kind = type_of_instance(self.type, profile)
         price = None if self.price_per_hour is None else self.price_per_hour * size.gpcs / ALL_GPCS
@@ -80,7 +82,7 @@ class Gpu(StrictModel):
 
 
 class Placed(Protocol):
-    """What lies somewhere: a GPU, or an instance of one, of a cluster or of a plan."""
+    """A GPU or a MIG instance, in a cluster or in a plan."""
 
     @property
     def id(self) -> str: ...
@@ -93,8 +95,11 @@ class Placed(Protocol):
 
 
 def excludes(one: Placed, other: Placed) -> bool:
-    """Return whether a GPU's layout cannot have both: they are of one physical GPU, are not the same, and one of them
-    is all of it, or both take a memory slice that is the same."""
+    """Return whether a physical GPU cannot have both at once.
+
+    That is so when they differ and belong to the same physical GPU, and one of them is the whole GPU or both have a
+    memory slice in common.
+    """
     if one.device != other.device or (one.id, one.type) == (other.id, other.type):
         return False
     return one.instance is None or other.instance is None or one.instance.overlaps(other.instance)
@@ -106,8 +111,9 @@ def instance_id(gpu_id: str, start: int) -> str:
 
 
 class GroupInstance(StrictModel):
-    """A MIG instance of every GPU of a group: its profile, such as 3g.40gb, the memory slice where it begins, and of a
-    single GPU its UUID."""
+    """A MIG instance that each GPU of a group has: its profile, such as 3g.40gb, and the memory slice where it begins.
+    It has a `uuid` only if the group is a single GPU.
+    """
 
     profile: str
     start: Annotated[int, Field(ge=0)]
@@ -115,8 +121,10 @@ class GroupInstance(StrictModel):
 
 
 class GpuGroup(StrictModel):
-    """`count` GPUs of one type on a node. Memory and price default to what is known of the type. With `mig` they are
-    cut into `instances`, all alike: as they are to stay (`fixed`), or as they are now (`managed`)."""
+    """`count` GPUs of one type on a node. Memory and price default to those of the type.
+
+    With `mig`, each of the GPUs is cut into `instances`: for good (`fixed`), or until a plan changes it (`managed`).
+    """
 
     type: str
     count: Annotated[int, Field(ge=1, le=100_000)] = 1
@@ -156,7 +164,7 @@ class GpuGroup(StrictModel):
             if instance.profile not in profiles:
                 rule = f"no MIG profile '{instance.profile}' on GPU type '{self.type}'"
                 raise Fault(rule, one_of(instance.profile, profiles))
-            # What the driver made is right, whatever the table says.
+            # An instance with a UUID was made by the driver, and is right whatever the table says.
             starts = profiles[instance.profile].starts
             if instance.start not in starts and not (self.uuids or instance.uuid):
                 allowed = ", ".join(map(str, starts))
@@ -169,10 +177,10 @@ class GpuGroup(StrictModel):
 
 
 def first_overlap(placed: Sequence[tuple[str, int, int]]) -> str | None:
-    """Return in words the first two of instances of one GPU that take the same memory slice; None where none do.
+    """Return in words the first two instances of a GPU that have a memory slice in common; None if there are none.
 
     Args:
-        placed: name, first memory slice and number of slices of each.
+        placed: name, first memory slice and number of slices of each instance.
     """
     for place, (name, start, slices) in enumerate(placed):
         for other, begins, takes in placed[:place]:
@@ -182,9 +190,12 @@ def first_overlap(placed: Sequence[tuple[str, int, int]]) -> str | None:
 
 
 class Node(StrictModel):
-    """One machine. `address` is the node's IP in the Ray cluster, or `label` a label `key=value` that only this node
-    has there, where gpu-lets must be kept on this node; a label outlives a pod that comes back with another IP.
-    Nodes of one `rack`, or of one zone or power line, may be lost together."""
+    """One machine.
+
+    When gpu-lets must stay on this node, give its `address`, the IP in the Ray cluster, or a `label`, a `key=value`
+    that only this node has there. A label still holds when a pod comes back with another IP. Nodes of one `rack` (or of
+    one zone or power line) may be lost together.
+    """
 
     name: Annotated[str, Field(pattern=NAME)]
     gpus: tuple[GpuGroup, ...]
@@ -200,9 +211,10 @@ class Node(StrictModel):
 
 
 class Cluster(StrictModel):
-    """Nodes with GPUs; `elastic` lets a policy use as many GPUs of these types as it needs, and cost counts.
+    """Nodes with GPUs.
 
-    `left_out` names GPUs, as `node/index`, that plans do not use.
+    If `elastic`, a policy may use as many GPUs of these types as it needs, and aims at a low cost. `left_out` names
+    GPUs that plans do not use, as `node/index`.
     """
 
     schema_version: SchemaVersion = SCHEMA
@@ -213,7 +225,7 @@ class Cluster(StrictModel):
 
     @classmethod
     def of(cls, gpus: Iterable[Gpu]) -> Cluster:
-        """Return the fixed cluster of these very GPUs, as what is left of another one."""
+        """Return the fixed cluster of these GPUs, for example of those that are left of another cluster."""
         found = cls()
         found._given = tuple(gpus)
         return found
@@ -233,15 +245,15 @@ class Cluster(StrictModel):
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """Every GPU, in file order, with ids `node/index`; in place of one that is cut its MIG instances, with ids
-        `node/index.start`."""
+        """Every GPU, in file order. A whole GPU has the id `node/index`; a GPU that is cut is replaced by its MIG
+        instances, with ids `node/index.start`."""
         if self._given:
             return tuple(gpu for gpu in self._given if {gpu.id, gpu.device}.isdisjoint(self.left_out or ()))
         return _gpus_of(self.nodes, self.left_out)
 
     @property
     def uncut(self) -> Cluster:
-        """This cluster for policies that choose MIG layouts: every GPU that plans may cut (`mig: managed`) is whole."""
+        """This cluster with every GPU whole that plans may cut (`mig: managed`), for policies that choose layouts."""
         if not any(gpu.mig == "managed" and gpu.instance is not None for gpu in self.gpus):
             return self
         given = {gpu.device: whole_of(gpu) if gpu.mig == "managed" else gpu for gpu in self.gpus}
@@ -250,8 +262,12 @@ class Cluster(StrictModel):
         return found
 
     def cut_as(self, places: Iterable[tuple[str, str, InstancePlace | None]]) -> Cluster:
-        """Return this cluster as a plan cuts it: with the plan's places (id, type, and where it is an instance) for
-        those of GPUs that plans may cut, GPUs that were bought among them."""
+        """Return this cluster with the layouts of a plan, on those GPUs that plans may cut and on GPUs that were
+        bought.
+
+        Args:
+            places: the plan's GPUs and instances: id, type, and the place of an instance.
+        """
         wanted = list(places)
         there = {(gpu.id, gpu.type): gpu for gpu in self.gpus}
         if all(place is None or (name, kind) in there for name, kind, place in wanted):
@@ -279,19 +295,22 @@ class Cluster(StrictModel):
 
     @property
     def gpu_types(self) -> tuple[str, ...]:
-        """The GPU types present, in file order."""
+        """The GPU types of the cluster, in file order."""
         return tuple(dict.fromkeys(gpu.type for gpu in self.gpus))
 
     @property
     def streams(self) -> bool:
-        """Whether gpu-lets stream where a workload does not say: all GPUs are real ones (bound by UUID) of compute
-        capability 8.0 or later. Logical GPUs do not: what they emulate knows no copies."""
+        """Whether gpu-lets stream when the workload does not say.
+
+        They do when all GPUs are real ones (with UUIDs) of compute capability 8.0 or later. Logical GPUs do not stream,
+        as an emulated batch copies nothing.
+        """
         gpus = self.gpus
         return bool(gpus) and all(gpu.uuid is not None and is_fast_type(gpu.type) for gpu in gpus)
 
     @property
     def one_of_each(self) -> dict[str, Gpu]:
-        """The first GPU of every type, for its memory and price, by type in file order."""
+        """The first GPU of each type, by type in file order."""
         found: dict[str, Gpu] = {}
         for gpu in self.gpus:
             found.setdefault(gpu.type, gpu)
@@ -299,27 +318,27 @@ class Cluster(StrictModel):
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many GPUs there are of every type, in file order."""
+        """The number of GPUs of each type, in file order."""
         return dict(Counter(gpu.type for gpu in self.gpus))
 
     @property
     def prices(self) -> dict[str, float]:
-        """What an hour of a GPU of every type costs, in file order; one unit each where any price is unknown."""
+        """The price of an hour of each GPU type, in file order. When any price is unknown, all are 1."""
         prices = {kind: gpu.price_per_hour for kind, gpu in self.one_of_each.items()}
         known = {kind: price for kind, price in prices.items() if price is not None}
         return known if len(known) == len(prices) else dict.fromkeys(prices, 1.0)
 
     def dump(self) -> str:
-        """Render as YAML; `Cluster.load` of the text gives an equal cluster."""
+        """Return the cluster as YAML. `Cluster.load` of the text gives an equal cluster."""
         return dump_yaml(self.model_dump(mode="json", by_alias=True, exclude_none=True))
 
     @classmethod
     def parse(cls, text: str, *, elastic: bool = False) -> Cluster:
-        """Build a one-node cluster from the short form `v100:4`, or `v100:2,t4:2` for several types; `a100:4:mig` are
+        """Return the one-node cluster of a short form: `v100:4`, or `v100:2,t4:2` for several types. `a100:4:mig` means
         GPUs that plans may cut into MIG instances.
 
         Raises:
-            InvalidInputError: not of that form, or an unknown type.
+            InvalidInputError: the text does not have this form, or names an unknown type.
         """
         groups: list[dict[str, object]] = []
         for part in text.split(","):
@@ -368,7 +387,7 @@ def _gpus_of(nodes: tuple[Node, ...], left_out: tuple[str, ...] | None) -> tuple
 
 
 def whole_of(gpu: Gpu) -> Gpu:
-    """Return the GPU of a MIG instance; of any other GPU itself."""
+    """Return the GPU that a MIG instance is a part of, or the GPU itself if it is whole."""
     mig = instance_type_of(gpu.type)
     if gpu.instance is None or mig is None:
         return gpu

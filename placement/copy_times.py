@@ -1,4 +1,4 @@
-"""What of a batch's latency its copies to and from the GPU take, which streaming hides behind the batch before."""
+"""How much of a batch's latency its copies to and from the GPU take. Streaming hides them behind the batch before."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tenuto.profiles import ModelProfile
 
 
 def copy_ms_per_request(model: ModelProfile, batch_size: int, share_pct: float) -> tuple[float | None, float | None]:
-    """Return the measured time of one request's copies in and out, in ms; None where the profile has none.
+    """Return how long the copies of one request into the GPU and out of it take, in ms; None if not measured.
 
-    They are `h2d_ms` and `d2h_ms` of the smallest measured batch that holds `batch_size` (the largest if none does)
-    at this share, else on the whole GPU: copy engines are not divided by a share.
+    They come from `h2d_ms` and `d2h_ms` of the smallest measured batch of at least `batch_size`, or of the largest if
+    none is as large. If this share was not measured, the whole GPU counts, as shares do not divide copy engines.
     """
     for share in (share_pct, 100.0):
         sizes = model.batch_sizes(share)
@@ -28,18 +28,20 @@ def copy_ms_per_request(model: ModelProfile, batch_size: int, share_pct: float) 
 
 
 def hidden_copies_ms(plan: Plan, replica: Replica) -> float:
-    """Return how much of a batch's latency streaming hides, in ms of one request: what the model's options say of its
-    copies, else the replica; 0 without streaming and where neither says anything."""
+    """Return how much of a batch's latency streaming hides, in ms per request.
+
+    The model's options count first, then the replica's own copy times. Without streaming, or without either, it is 0.
+    """
     if not plan.streaming:
         return 0.0
     options = plan.model(replica.name).options
     found = 0.0
     for key, planned in (("copy_in_ms", replica.copy_in_ms), ("copy_out_ms", replica.copy_out_ms)):
         value = options.get(key, planned)
-        found += float(value) if isinstance(value, int | float) else 0.0  # a wrong one is refused where it is used
+        found += float(value) if isinstance(value, int | float) else 0.0  # a wrong value is refused where it is used
     return found
 
 
 def longest_copies_ms(plan: Plan) -> float:
-    """Return how long the copies of the plan's longest copied batch take: what a scheduler has to send it ahead by."""
+    """Return the longest time that the copies of any batch of the plan take. Schedulers send batches ahead by it."""
     return max((hidden_copies_ms(plan, r) * r.batch_size for g in plan.gpulets for r in g.models), default=0.0)

@@ -1,8 +1,8 @@
-"""What a model of the workload costs on a GPU type: the one place where policies and expectations look it up.
+"""What a model of the workload costs on a GPU type. All policies and expectations look it up here.
 
-Latencies come from the profile, or from one of the rules of `tenuto.profiles.share_latency` where a share was not
-measured; memory is what was measured, weights apart where they are known. Tables are made once per profile row and
-share, however many models use the row.
+Latencies come from the profile; when a share was not measured, a rule of `tenuto.profiles.share_latency` gives them.
+Memory is as measured, with the weights apart if they are known. Each table is made once per profile row and share,
+however many models use the row.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tenuto.profiles import Latency, LatencyTable, LinearLatency, ModelProfile, 
 from tenuto.profiles.share_latency import EVERY_RULE, WHOLE_GPU_PCT, ShareRule, latency_on_share
 
 MOST_BATCH = 128  # limit: the largest batch considered unless a policy says otherwise
-CONTEXT_MIB = 600.0  # limit: of a process where it was not measured; what is kept free for one, stated where it counts
-SLACK = 1e-9  # limit: of rounding, relative; budgets are often exactly a latency
-FULL_PCT = WHOLE_GPU_PCT + 1e-9  # limit: of rounding in sums of shares
+CONTEXT_MIB = 600.0  # limit: memory kept free for a CUDA context that was not measured
+SLACK = 1e-9  # limit: relative error of rounding; a budget is often exactly a latency
+FULL_PCT = WHOLE_GPU_PCT + 1e-9  # limit: a sum of shares, with its error of rounding
 
 Steps = tuple[float, ...]
 """l(0), l(1), …, l(b) in ms; l(0) is 0 and no latency is below the one before it."""
 
 
 class _Row:
-    """What is computed once per profile row: latency by share, and l(b) as a table that bisects."""
+    """What is computed once per profile row: the latency by share, and l(b) as a sorted table to search in."""
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
@@ -73,19 +73,19 @@ class ModelOnGpu:
 
     @property
     def profile(self) -> ModelProfile:
-        """The profile row it is planned with."""
+        """The profile row that the model is planned with."""
         return self._row.profile
 
     def latency(self, share_pct: float = WHOLE_GPU_PCT) -> Latency:
-        """Return l(b) on a share; raises `MissingProfileError` where no rule gives one."""
+        """Return l(b) on a share; raises `MissingProfileError` if no rule gives it."""
         return self._row.latency(share_pct)[0]
 
     def rule(self, share_pct: float) -> ShareRule:
-        """Return where the latency on a share comes from; raises `MissingProfileError` where there is none."""
+        """Return the rule that gives the latency on a share; raises `MissingProfileError` if none does."""
         return self._row.latency(share_pct)[1]
 
     def knows(self, share_pct: float, allowed: Container[ShareRule]) -> bool:
-        """Say whether an allowed rule gives a latency on a share."""
+        """Return whether an allowed rule gives the latency on a share."""
         try:
             return self._row.latency(share_pct)[1] in allowed
         except MissingProfileError:
@@ -96,36 +96,42 @@ class ModelOnGpu:
         return self._row.steps(share_pct, most)
 
     def largest_batch(self, budget_ms: float, share_pct: float = WHOLE_GPU_PCT, most: int = MOST_BATCH) -> int:
-        """Return the largest batch within a budget on a share, every smaller one within it as well; or 0."""
+        """Return the largest batch size such that it and all smaller ones keep a budget on a share; 0 if none does."""
         return bisect_right(self.steps(share_pct, most), budget_ms * (1 + SLACK)) - 1
 
     def batches_in_memory(self, room_mib: float, most: int) -> int:
-        """Return the largest batch up to `most` whose replica fits into this memory, or 0; unknown memory fits."""
+        """Return the largest batch up to `most` whose replica fits into this memory, or 0. Unknown memory always
+        fits."""
         size = most
         while size and (self.memory_mib(size) or 0.0) > room_mib * (1 + SLACK):
             size -= 1
         return size
 
     def memory_mib(self, batch_size: int) -> float | None:
-        """Return the memory of a replica, weights included; None where it was not measured. That of a batch larger than
-        was measured lies on the line through the two largest."""
+        """Return the memory of a replica with its weights; None if it was not measured.
+
+        Batches above the largest measured one lie on the line through the two largest.
+        """
         return self._row.memory_mib(batch_size)
 
     def needs_mib(self, batch_size: int) -> tuple[float, float | None]:
-        """Return the memory of a replica, 0 where it was not measured, and the part of it that is weights, None where
-        these are not known apart; see `held_mib`."""
+        """Return the memory of a replica (0 if not measured) and the part that its weights take (None if not known).
+
+        `held_mib` uses both.
+        """
         return self.memory_mib(batch_size) or 0.0, self.profile.weights_mib
 
     def cut(self, share_pct: float, batch_size: int) -> Latency:
-        """Return l(b) on a share for the plan: a line as it is, a table with its points up to a batch size.
+        """Return l(b) on a share for the plan: a line stays as it is, a table keeps its points up to a batch size.
 
-        Beyond the largest measured batch the line through the two largest goes on.
+        Batches above the largest measured one lie on the line through the two largest.
         """
         return latency_up_to(self._row.latency(share_pct)[0], batch_size)
 
 
 def latency_up_to(latency: Latency, batch_size: int) -> Latency:
-    """Return l(b) up to a batch size: a line as it is, a table with its points up to there, the last one continued."""
+    """Return l(b) up to a batch size: a line stays as it is; a table keeps its points up to that size and ends
+    there."""
     if isinstance(latency, LinearLatency):
         return latency
     points = {size: ms for size, ms in latency.points.items() if size < batch_size}
@@ -135,7 +141,7 @@ def latency_up_to(latency: Latency, batch_size: int) -> Latency:
 
 
 def _on_line(known: Mapping[int, float], batch_size: int) -> float:
-    """Return the value of a larger batch than is known: on the line through the two largest, never falling."""
+    """Return the value of a batch above the largest known one: on the line through the two largest, never falling."""
     sizes = sorted(known)
     small, large = sizes[-2:] if len(sizes) > 1 else (sizes[0], sizes[0])
     per_request = max(0.0, (known[large] - known[small]) / max(1, large - small))
@@ -143,8 +149,10 @@ def _on_line(known: Mapping[int, float], batch_size: int) -> float:
 
 
 def memory_of(profile: ModelProfile, batch_size: int) -> float | None:
-    """Return the memory of a replica in MiB, None where it was not measured; that of a batch larger than was measured
-    lies on the line through the two largest."""
+    """Return the memory of a replica in MiB; None if it was not measured.
+
+    Batches above the largest measured one lie on the line through the two largest.
+    """
     memory = profile.memory_mib(batch_size)
     if memory is None and (known := {p.batch_size: p.memory_mib or 0.0 for p in profile.measured_memory}):
         return _on_line(known, batch_size)
@@ -152,8 +160,10 @@ def memory_of(profile: ModelProfile, batch_size: int) -> float | None:
 
 
 def context_mib_of(gpu_type: str, profiles: Profiles) -> float:
-    """Return what the CUDA context of a process takes: the coefficient `context_mib` of the type's profile, else a
-    stated default; 0 on a CPU."""
+    """Return the memory of a process's CUDA context: the coefficient `context_mib` of the type's profile, or a default.
+
+    It is 0 on a CPU.
+    """
     return 0.0 if gpu_type == "cpu" else profiles.hardware(gpu_type).get("context_mib", CONTEXT_MIB)
 
 

@@ -1,7 +1,7 @@
-"""Why a plan is as it is and what would change it, each figure tried with the model that plans promise by.
+"""Explains why a plan is as it is and what would change it. Each figure is tried with the model by which plans promise.
 
-What one GPU more brings is the plan that the same policy makes with it, what a replica is
-for is what the plan promises without it, and what breaks first is found by raising the rates.
+To find what one GPU more brings, the same policy plans with it. To find what a replica is for, the plan is judged
+without it. To find what breaks first, the rates are raised.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tenuto.placement.surviving import is_at
 from tenuto.profiles import Profiles
 from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of
 
-NARROW = 1.01  # limit: of a search, highest over lowest
-MOST = 1000.0  # limit: of a search, times the rate or the SLO of the plan
-LESS_PCT = 10.0  # limit: points of share that are taken away to see what they are for
+NARROW = 1.01  # limit: a search ends when its highest value is at most this many times its lowest
+MOST = 1000.0  # limit: a search goes up to this many times the rate or the SLO of the plan
+LESS_PCT = 10.0  # limit: how much of a share is taken away, in points, to find out what it is for
 
 
 @dataclass(frozen=True)
 class ReplicaExplained:
-    """One replica: where it is, the batches that are gathered there at the plan's rates, and what it is for.
+    """One replica: where it is, which batches it runs at the plan's rates, and what it is for.
 
-    `takes_ms`: of such a batch beside its neighbours; `waits_ms`: what the SLO leaves a request to wait. `busy`: the
-    part of its gpu-let's time that its batches take. `slowdown`: while all neighbours run. `without_rps`: what the plan
-    promises of the model without this replica; `less_share_rps`: with `LESS_PCT` points of share less, None where the
-    gpu-let has no share or none to spare.
+    `takes_ms` is the latency of such a batch beside its neighbours, `waits_ms` the time that the SLO then leaves a
+    request to wait. `busy` is the part of the gpu-let's time that these batches take. `slowdown` is the factor while
+    all neighbours run. `without_rps` is the goodput of the model without this replica. `less_share_rps` is the goodput
+    with `LESS_PCT` points less of the share; it is None if the gpu-let has no share, or too small a one.
     """
 
     gpulet: str
@@ -55,12 +55,12 @@ class ReplicaExplained:
 
 @dataclass(frozen=True)
 class ModelExplained:
-    """One model: what it is promised, what it costs, and how far its rate and SLO may go while all models that are
-    promised in full stay so.
+    """One model: what the plan promises it, what it costs, and how far its rate and its SLO may change before a model
+    that is promised in full no longer is.
 
-    `cost_per_hour`: its part of the price of its GPUs, by share and busy time, idle time in proportion; None without
-    prices. `most_rps`, `least_slo_ms`: None where it is not promised in full as it is; then `enough_rps` and
-    `enough_slo_ms` say with which rate or SLO it would be, None where with none.
+    `cost_per_hour` is the model's part of the price of its GPUs, by share and busy time; idle time is split in the same
+    proportion. It is None without prices. `most_rps` and `least_slo_ms` are None if the model is not promised in full.
+    Then `enough_rps` and `enough_slo_ms` are the rate and the SLO with which it would be; None if there are none.
     """
 
     name: str
@@ -85,7 +85,7 @@ class ModelExplained:
 
 @dataclass(frozen=True)
 class OneMore:
-    """What the same policy promises with one GPU more of a type, or why it cannot tell."""
+    """What the same policy promises with one GPU more of a type, or why that is not known."""
 
     gpu_type: str
     goodput_rps: float
@@ -96,9 +96,13 @@ class OneMore:
 
 @dataclass(frozen=True)
 class Explained:
-    """A plan explained. All rates may grow by `growth` before a model that is promised in full no longer is: `breaks`;
-    None where no model is, or none ever breaks. `enough`: on which GPUs, by type, the same policy serves every model as
-    asked, for `enough_cost` per hour; None where the plan does, or no number of them is known to."""
+    """A plan explained.
+
+    When all rates grow by more than the factor `growth`, the models in `breaks` are no longer promised in full.
+    `growth` is None if no model is promised in full, or if none ever breaks. `enough` says on how many GPUs of each
+    type the same policy serves every model as asked, and `enough_cost` what they cost per hour. `enough` is None if
+    this plan serves them already, or if no such number is known.
+    """
 
     models: tuple[ModelExplained, ...]
     growth: float | None
@@ -112,10 +116,10 @@ def explain(plan: Plan, gpus: Sequence[Gpu], profiles: Profiles, names: Sequence
     """Return why a plan is as it is and what would change it.
 
     Args:
-        plan: complete.
-        gpus: of its cluster, with memory and prices; those that it has drained count as not there.
-        profiles: it was planned with.
-        names: of the models that are explained; default: all.
+        plan: a complete plan.
+        gpus: the GPUs of its cluster, with memory and prices. GPUs that the plan has drained do not count.
+        profiles: the profiles that the plan was made with.
+        names: the models that are explained; default: all.
     """
     gpus = [gpu for gpu in gpus if not is_at(gpu, plan.drained)]
     trying = _Trying(plan, gpus, profiles)
@@ -148,12 +152,12 @@ class _Trying:
         return self._outlooks.promised(plan, traffic)[0]
 
     def _broken(self, plan: Plan, rates_rps: Mapping[str, float] | None = None) -> set[str]:
-        """Return the models that are promised in full and would not be."""
+        """Return the models that the present plan promises in full, and that this plan at these rates would not."""
         parts = self._parts(plan, rates_rps)
         return {name for name in self._in_full if parts.get(name, 0.0) < IN_FULL - 1e-3}
 
     def growth(self) -> tuple[float | None, tuple[str, ...]]:
-        """Return by which factor all rates may grow, and the models that break beyond."""
+        """Return the factor by which all rates may grow, and the models that break beyond it."""
 
         def grown(factor: float) -> set[str]:
             return self._broken(self._plan, {s.name: factor * s.rate_rps for s in self._plan.models})
@@ -235,7 +239,7 @@ class _Trying:
         return self._plan.model_copy(update={"gpulets": tuple(gpulets)})
 
     def _costs_per_hour(self) -> dict[str, float] | None:
-        """Return the part of each model of the price of the GPUs that are used; together they are that price."""
+        """Return each model's part of the price of the GPUs in use. The parts add up to that price."""
         found = dict.fromkeys((spec.name for spec in self._plan.models), 0.0)
         places = {gpulet.id: place for place, gpulet in enumerate(self._plan.gpulets)}
         by_gpu, together = self._plan.by_gpu(), dict[str, list[tuple[Gpulet, float]]]()
@@ -254,7 +258,7 @@ class _Trying:
         return found
 
     def _work(self, place: int) -> dict[str, float]:
-        """Return the part of each model of the work on a gpu-let, adding up to 1; equal parts where there is none."""
+        """Return each model's part of the work on a gpu-let. The parts add up to 1; without work they are equal."""
         work: dict[str, float] = {}
         for program in self._plan.gpulets[place].programs:
             carried = self._outlook.carried[place].get(program.name, 0.0)
@@ -267,7 +271,7 @@ class _Trying:
         return {name: part / total if total > 0.0 else 1.0 / len(work) for name, part in work.items()}
 
     def one_more(self, kind: str) -> OneMore:
-        """Return what the policy of the plan makes of one GPU more of a type."""
+        """Return what the plan's policy promises with one GPU more of a type."""
         known = next(gpu for gpu in self._gpus if gpu.type == kind)
         cluster = Cluster.of([*self._gpus, known.model_copy(update=_ONE_MORE)])
         try:
@@ -278,7 +282,7 @@ class _Trying:
         return OneMore(kind, plan.expected.goodput_rps, plan.expected.cost_per_hour, tuple(plan.unserved_reasons))
 
     def enough(self) -> tuple[Mapping[str, int] | None, float | None]:
-        """Return the GPUs by type on which the policy of the plan serves every model as asked, and their price."""
+        """Return on how many GPUs of each type the plan's policy serves every model as asked, and their price."""
         if not self._plan.unserved_reasons:
             return None, None
         try:
@@ -295,7 +299,7 @@ def _hosts(gpulet: Gpulet, name: str) -> bool:
 
 
 def _furthest(holds: Callable[[float], bool]) -> tuple[float, float | None]:
-    """Return a factor that holds, and one at most 1 % above it that does not; `MOST` and None where none fails."""
+    """Return a factor that holds, and one at most 1 % above it that does not; `MOST` and None if no factor fails."""
     low, high = 1.0, 2.0
     while holds(high):
         low, high = high, 2.0 * high
@@ -308,5 +312,5 @@ def _furthest(holds: Callable[[float], bool]) -> tuple[float, float | None]:
 
 
 def _nearest(holds: Callable[[float], bool]) -> float | None:
-    """Return a factor that holds, of which one at most 1 % below does not; None where none up to `MOST` does."""
+    """Return a factor that holds, such that one at most 1 % below does not; None if no factor up to `MOST` holds."""
     return _furthest(lambda factor: not holds(factor))[1]

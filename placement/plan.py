@@ -1,7 +1,7 @@
-"""The plan: which models run on which share of which GPU, with which batch size, and what is expected of it.
+"""The plan: which models run on which share of which GPU, with which batch size, and with which expected goodput.
 
-One schema for every policy. Plans are immutable and comparable; they carry all that serving and simulating need
-(sources, SLOs, latencies), so that neither reads the workload or the profiles again.
+All policies make plans of one schema. Plans are immutable and comparable. A plan carries all that serving and
+simulating need (sources, SLOs, latencies), so that neither reads the workload or the profiles again.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from tenuto.placement.workload import ModelSpec, MpsUse, Objective, Workload
 
 
 class PolicyUsed(StrictModel):
-    """The policy that made the plan, and the options it was given."""
+    """The policy that made the plan, with its options."""
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
 
 
 class PlannedGpu(StrictModel):
-    """A GPU of the plan, or one of its MIG instances, see `tenuto.placement.cluster.Gpu`. `uuid` None: a logical GPU,
-    emulated on a machine without NVIDIA hardware, or an instance that is not there yet. `address`: the IP of its node
-    in the Ray cluster, or `label`, a label of that node, on which its gpu-lets run; None: any node. `rack`: where its
-    node stands, if the cluster file says it."""
+    """A GPU or MIG instance of the plan; see `tenuto.placement.cluster.Gpu`.
+
+    `uuid` is None for a logical GPU, which is emulated on a machine without NVIDIA hardware, and for an instance that
+    does not exist yet. The gpu-lets run on the node with the IP `address` or the label `label`; when both are None,
+    they run on any node. `rack` is where the node stands, if the cluster file says it.
+    """
 
     id: str
     type: str
@@ -46,33 +48,33 @@ class PlannedGpu(StrictModel):
 
     @property
     def device(self) -> str:
-        """The id of the physical GPU: its own, or that of the GPU it is an instance of."""
+        """The id of the physical GPU: this GPU, or the one that this instance is a part of."""
         return self.id if self.instance is None else self.instance.gpu
 
     @classmethod
     def of(cls, gpu: Gpu) -> PlannedGpu:
-        """Return a GPU of the cluster as plans have it."""
+        """Return the plan's entry for a GPU of the cluster."""
         return cls(**gpu.model_dump(exclude={"memory_mib", "price_per_hour"}))
 
 
 class ExpectedModel(StrictModel):
-    """What the plan promises for one model: requests per second in time, and the latency of its slowest replica's
-    batch."""
+    """What the plan promises for one model: the requests per second in time, and the batch latency of its slowest
+    replica."""
 
     goodput_rps: float
     latency_ms: float | None = None
 
 
 class Believed(StrictModel):
-    """What the policy that made the plan believed of it: goodput by its own formula, latency as it saw it."""
+    """What the policy that made the plan expects of it: the goodput and the latencies by the policy's own formulas."""
 
     goodput_rps: float = 0.0
     models: dict[str, ExpectedModel] = Field(default_factory=dict)
 
 
 class ExpectedLoss(StrictModel):
-    """What the plan promises while one GPU, node or rack is lost and everything else runs: requests per second in time
-    of the models that are asked to be spread or to survive it."""
+    """What the plan promises while one GPU, node or rack is lost and everything else runs: the requests per second in
+    time of the models that must be spread or must survive the loss."""
 
     domain: str  # such as `node n1`
     goodput_rps: dict[str, float]
@@ -81,8 +83,9 @@ class ExpectedLoss(StrictModel):
 class Expected(StrictModel):
     """What the plan promises as a whole, by the same model for every policy (`tenuto.placement.expectation`).
 
-    `cost_per_hour` is None where a used GPU type has no price; `assumptions` say where a share, neighbours or waiting
-    had to be modelled, and by which model. `losses` has the domains that a model's `spread` or `survive` names.
+    `cost_per_hour` is None if a GPU type in use has no price. `assumptions` say when the effect of a share, of
+    neighbours or of waiting is not measured but comes from a model, and from which. `losses` has an entry for each GPU,
+    node or rack whose loss concerns a model with `spread` or `survive`.
     """
 
     goodput_rps: float = 0.0
@@ -95,10 +98,11 @@ class Expected(StrictModel):
 
 @dataclass(frozen=True)
 class GpuletProcess:
-    """What is fixed of a gpu-let when its process starts: its process goes on in another plan where that has the same.
+    """The settings of a gpu-let that cannot change while its process runs.
 
-    Everything else changes in place. `node`: the label or address of the node; None: any. `cuda_mps`: it joins the
-    daemon of its GPU; only one that is bound by UUID has a daemon that can be named in a plan.
+    When the gpu-let of a new plan has the same settings, its process goes on, and everything else changes in place.
+    `node` is the label or the address of the node; None means any node. `cuda_mps` says that the process joins the
+    CUDA MPS daemon of its GPU. A plan can name this daemon only if the GPU is bound by UUID.
     """
 
     gpu: str
@@ -119,22 +123,22 @@ class Plan(StrictModel):
     policy: PolicyUsed
     gpus: tuple[PlannedGpu, ...] = ()
     gpulets: tuple[Gpulet, ...] = ()
-    drained: tuple[str, ...] = ()  # nodes, racks or GPUs that hold nothing, and get nothing until they are undrained
+    drained: tuple[str, ...] = ()  # nodes, racks or GPUs that hold no gpu-lets and get none until they are undrained
     expected: Expected = Expected()
-    believed: Believed | None = None  # by the policy; None: it states nothing of its own
+    believed: Believed | None = None  # what the policy expects by its own formulas; None: it states nothing
     unserved: tuple[str, ...] = ()
-    unserved_reasons: dict[str, str] = Field(default_factory=dict)  # also of models served below their attainment
-    notes: tuple[str, ...] = ()  # which constraint bound, what was given up, over-commitment
+    unserved_reasons: dict[str, str] = Field(default_factory=dict)  # also for models that are served only in part
+    notes: tuple[str, ...] = ()  # which constraint was reached, what was given up, whether GPUs are over-committed
     models: tuple[ModelSpec, ...] = ()  # the workload's entries, for serving and simulation
-    applications: tuple[Application, ...] = ()  # whose stages are among the models
+    applications: tuple[Application, ...] = ()  # applications; their stages are among the models
     mps: MpsUse = "auto"
     streaming: bool = False
     objective: Objective = "weighted"
-    overcommits: bool = False  # on purpose: the shares of a GPU may add up to more than 100 %
+    overcommits: bool = False  # whether the shares of a GPU may add up to more than 100 % on purpose
 
     @property
     def workload(self) -> Workload:
-        """What the plan was made for, as far as plans say it."""
+        """The workload of the plan, as far as the plan records it."""
         kept = {name: getattr(self, name) for name in ("models", "applications", "objective", "mps", "streaming")}
         return Workload.model_validate(kept)
 
@@ -150,23 +154,25 @@ class Plan(StrictModel):
         return tuple(gpulet for gpulet in self.gpulets if gpulet.gpu == gpu_id)
 
     def by_gpu(self) -> dict[str, list[Gpulet]]:
-        """Return the gpu-lets of every GPU by its id, idle GPUs with none; one pass, for plans with thousands of
-        GPUs."""
+        """Return the gpu-lets of each GPU by its id; an idle GPU has none.
+
+        It goes over the plan only once, as plans may have thousands of GPUs.
+        """
         found: dict[str, list[Gpulet]] = {gpu.id: [] for gpu in self.gpus}
         for gpulet in self.gpulets:
             found.setdefault(gpulet.gpu, []).append(gpulet)
         return found
 
     def processes(self) -> dict[str, GpuletProcess]:
-        """Return the process of every gpu-let, by its id."""
+        """Return the process of each gpu-let, by the id of the gpu-let."""
         gpus, held = {gpu.id: gpu for gpu in self.gpus}, self.by_gpu().items()
         return {g.id: process for name, gpulets in held for g, process in self.processes_on(gpus[name], gpulets)}
 
     def processes_on(self, gpu: PlannedGpu, gpulets: Sequence[Gpulet]) -> list[tuple[Gpulet, GpuletProcess]]:
-        """Return what the processes of gpu-lets would be that share a GPU, which need not be one of the plan.
+        """Return what the processes of gpu-lets would be if they shared a GPU, which may be outside the plan.
 
-        CUDA MPS is always there if required, with `auto` where its GPU has shares or several gpu-lets. All gpu-lets of
-        a GPU need it or none, or those outside would take turns with the whole of the others.
+        When MPS is `required`, all processes use it. When it is `auto`, they use it if the GPU has shares or several
+        gpu-lets. Either all gpu-lets of a GPU use it or none: a process outside would take turns with all those inside.
         """
         needs_mps = self.mps == "required" or (
             self.mps == "auto" and (len(gpulets) > 1 or any(g.effective_share_pct < 100.0 for g in gpulets))
@@ -176,7 +182,7 @@ class Plan(StrictModel):
         return [(g, GpuletProcess(*place, g.share_pct, g.memory_mib, *how)) for g in gpulets]
 
     def devices(self, gpu_ids: Iterable[str]) -> tuple[str, ...]:
-        """Return the physical GPUs of some of its GPUs and MIG instances, each once, in their order in the plan."""
+        """Return the physical GPUs of some GPUs and MIG instances of the plan, each once, in the order of the plan."""
         wanted = {*gpu_ids}
         return tuple(dict.fromkeys(gpu.device for gpu in self.gpus if gpu.id in wanted))
 
@@ -185,7 +191,7 @@ class Plan(StrictModel):
         return tuple(g for g in self.gpulets if any(replica.name == model for replica in g.models))
 
     def to_data(self) -> dict[str, Any]:
-        """Return plain data in the key order of the file format."""
+        """Return the plan as plain data, with keys in the order of the file format."""
         data = self.model_dump(mode="json", by_alias=True)
         for gpu in data["gpus"]:
             _drop(gpu, address=None, label=None, rack=None, mig=None, instance=None)
@@ -205,7 +211,7 @@ class Plan(StrictModel):
         return data
 
     def dump(self) -> str:
-        """Render as YAML; `Plan.load` of the text gives an equal plan."""
+        """Return the plan as YAML. `Plan.load` of the text gives an equal plan."""
         return dump_yaml(self.to_data())
 
     @classmethod
@@ -230,7 +236,7 @@ class Plan(StrictModel):
         return cls.from_data(load_document(path), origin=str(path))
 
     def check_references(self, origin: str = "plan") -> None:
-        """Raise `InvalidInputError` with every rule that its gpu-lets break; see `tenuto.placement.rules`."""
+        """Raise `InvalidInputError` with every rule that the gpu-lets break; see `tenuto.placement.rules`."""
         types = {gpu.id: gpu.type for gpu in self.gpus}
         found = layout_problems([(gpu.id, gpu.type, gpu.instance) for gpu in self.gpus], origin)
         raise_if_any([*found, *plan_problems(types, self.gpulets, self.models, origin)])
@@ -240,7 +246,7 @@ def _read(value: Any) -> Any:
     return value if isinstance(value, Plan) else Plan.from_data(value)
 
 
-# A plan inside another schema: plain data there, as `Plan.to_data` makes it.
+# A plan as a field of another schema. The data of that schema contain it as `Plan.to_data` makes it.
 PlanField = Annotated[Plan, BeforeValidator(_read), PlainSerializer(Plan.to_data)]
 
 

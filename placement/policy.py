@@ -1,4 +1,4 @@
-"""What a placement policy is, and how it is found by name."""
+"""What a placement policy is, and how to get one by name."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from tenuto.placement.workload import Objective, Workload
 from tenuto.plugins import POLICIES, cure_of_unknown, entry_point, registered
 from tenuto.profiles import Profiles
 
-DEFAULT_POLICY = "tenuto"  # what plans where no policy is named
+DEFAULT_POLICY = "tenuto"  # the policy that plans when none is named
 
 
 class Policy(ABC):
-    """Turns workload, cluster and profiles into a plan. It only decides; completing and validating happen in `solve`.
+    """Makes a plan from a workload, a cluster and profiles. A policy only decides; `solve` completes and checks plans.
 
-    A policy never changes its arguments and gives the same plan for the same arguments. Options are keyword-only
-    parameters of `__init__` with defaults; `--option k=v` reaches them by name. Tenuto's own policies are dataclasses
-    whose fields are the options, each with its bounds (`tenuto.options.option`).
+    A policy never changes its arguments, and makes the same plan for the same arguments. Its options are keyword-only
+    parameters of `__init__` with defaults; `--option k=v` sets them by name. Tenuto's own policies are dataclasses:
+    their fields are the options, each with its bounds (`tenuto.options.option`).
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     source: ClassVar[str]
-    readings: ClassVar[str] = ""  # what its source leaves open or has otherwise, in a line for `tenuto policies`
-    objectives: ClassVar[tuple[Objective, ...]] = ("total",)  # of workloads that it follows; a plan names others
-    is_tried: ClassVar[bool] = False  # what it believes was served in trials: where these failed no more is promised
-    is_interruptible: ClassVar[bool] = False  # it says how far it is, and stops with the best plan so far when asked to
+    readings: ClassVar[str] = ""  # a line for `tenuto policies`: what its source leaves open, or what differs from it
+    objectives: ClassVar[tuple[Objective, ...]] = ("total",)  # objectives that it plans for; plans note any other
+    is_tried: ClassVar[bool] = False  # whether it tries its plans; they then promise no more than the trials served
+    is_interruptible: ClassVar[bool] = False  # whether it reports progress, and can stop with the best plan so far
     watch: PlanningWatch = PlanningWatch()
 
     def __post_init__(self) -> None:
-        """Take the options of a dataclass, or raise `InvalidInputError` with all that are out of their bounds."""
+        """Check the options of a dataclass; raises `InvalidInputError` with all that are out of their bounds."""
         options = options_of_dataclass(type(self))
         given = {option.name: getattr(self, option.name) for option in options}
         problems = [*self._problems()]
@@ -51,16 +51,16 @@ class Policy(ABC):
         raise_if_any(problems)
 
     def _problems(self) -> Iterable[Problem]:
-        """Return what is wrong with the options beyond their bounds."""
+        """Return problems of the options that their bounds do not exclude."""
         return ()
 
     @abstractmethod
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
-        """Return the plan. A model that fits nowhere goes to `unserved` with its reason, it is never dropped."""
+        """Return the plan. A model that fits nowhere must be in `unserved`, with the reason."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options this instance was made with, for the plan's record."""
+        """The options of this policy, which the plan records."""
         parameters = inspect.signature(type(self).__init__).parameters
         return {
             name: getattr(self, name)
@@ -70,12 +70,12 @@ class Policy(ABC):
 
 
 def policy_names() -> dict[str, type[Policy]]:
-    """Return every policy by name: the entry points of all installed packages, Tenuto's own among them."""
+    """Return every policy by name: the entry points of all installed packages, including Tenuto's own."""
     return {name: point.load() for name, point in registered(POLICIES).items()}
 
 
 def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """Return a policy by entry-point name, or from a module or a file as `package.module:Class` and `path.py:Class`.
+    """Return a policy by its entry-point name, or from a module (`package.module:Class`) or a file (`path.py:Class`).
 
     Raises:
         InvalidInputError: unknown name, module, file, class or option; the message lists the known ones.

@@ -1,8 +1,8 @@
-"""What a gpu-let runs: replicas of models, and the programs they form.
+"""What a gpu-let runs: replicas of models, and the programs that they form.
 
-A program is one or more models that run as one; a lone model is a program of one. In a plan file replicas stand under
-`models`, and those that run as one merged program (USHER, section 3.4) are named under `merge`; everything that
-schedules, sends or shows batches asks `Gpulet.programs` and never which of the two it is.
+A program is one or more models that run as one; a model that runs alone is a program too. In a plan file, replicas
+stand under `models`, and `merge` names those that run as one merged program (USHER, section 3.4). Code that schedules,
+sends or shows batches uses `Gpulet.programs`, and so treats both kinds alike.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.share_latency import ShareRule
 
 Basis = Literal["measured", "sum"]
-"""Where the latency of a merged program comes from: it was measured, or its members' are added up."""
+"""Where the latency of a merged program comes from: it was measured, or it is the sum of its members' latencies."""
 
 
 class Replica(StrictModel):
     """One model resident on a gpu-let.
 
-    `batch_size` is the largest batch that will be run. `latency` is l(b) on this gpu-let alone; `slowdown` what its
-    neighbours on the GPU are expected to cost on top (1.0: nothing). `rate_rps` is the part of the model's load
-    planned here.
+    `batch_size` is the largest batch that will run. `latency` is l(b) on this gpu-let without neighbours. `slowdown` is
+    the factor by which neighbours on the GPU are expected to lengthen it (1.0: not at all). `rate_rps` is the part of
+    the model's rate that is planned for this replica.
     """
 
     name: str
     batch_size: Annotated[int, Field(ge=1)]
     rate_rps: float | None = None
-    latency_ms: float | None = None  # expected for one full batch, neighbours included
+    latency_ms: float | None = None  # expected latency of one full batch beside the neighbours
     slowdown: Annotated[float, Field(ge=1)] = 1.0
     memory_mib: float | None = None
-    weights_mib: float | None = None  # the part of memory_mib that every batch needs; None: not known apart
+    weights_mib: float | None = None  # the part of memory_mib that every batch needs; None: not known
     latency: LatencyField | None = None
     latency_rule: ShareRule = "measured"  # where the latency on the share comes from
-    # Of one request, part of its batch's latency; filled in where streaming hides them.
+    # Copy times of one request, which are a part of its batch's latency. They are given if streaming hides them.
     copy_in_ms: Annotated[float, Field(ge=0)] | None = None
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None
 
 
-MOST_MERGED = 4  # limit: models of a group; a program is built for every combination of them
+MOST_MERGED = 4  # limit: models of a group, as a program is built for every combination of them
 
 
 class MergedGroup(StrictModel):
-    """Models of one gpu-let that run as one program on the joint batch of all; in a file also written as a plain list.
+    """Models of one gpu-let that run as one program on a joint batch. In a file, a group may also be a plain list.
 
-    `batch_size` is the largest joint batch, the members' rows together; `latency` is l(b) of the merged program by
-    joint batch and its worst split over the members. What is not given follows from the members (`Program.merged`).
-    `memory_mib` is what the merged program needs, equal weights counted once; None: not known, so that the members'
-    sum is counted.
+    `batch_size` is the largest joint batch, which has the rows of all members. `latency` is l(b) of the merged program
+    for a joint batch of b, split over the members in the worst way. Values that are not given follow from the members
+    (`Program.merged`). `memory_mib` is the memory of the merged program, with equal weights counted once; when it is
+    None, the sum of the members counts.
     """
 
     models: Annotated[tuple[str, ...], Field(min_length=2, max_length=MOST_MERGED)]
@@ -66,24 +66,24 @@ class MergedGroup(StrictModel):
     @field_validator("models", mode="after")
     @classmethod
     def _sorted(cls, models: tuple[str, ...]) -> tuple[str, ...]:
-        """Sort them, so that one group has one name; a name twice is an error."""
+        """Sort the members, so that a group has only one name. It is an error to name a model twice."""
         if len(set(models)) < len(models):
             raise Fault("names a model twice", "name every member once")
         return tuple(sorted(models))
 
     @property
     def name(self) -> str:
-        """The name of its program and of its profile row."""
+        """The name of the group's program and of its profile row."""
         return program_name(self.models)
 
 
 @dataclass(frozen=True)
 class Program:
-    """One or more models that run as one on a gpu-let; a lone model is a program of one.
+    """One or more models that run as one on a gpu-let. A model that runs alone is a program too.
 
-    `batch_size` is the largest batch, the rows of all members together; `latency` is l(b) by such a batch alone on the
-    gpu-let (None: unknown), `slowdown` what the neighbours cost on top. `memory_mib` counts equal weights once where
-    that was measured. `basis` None: a single model.
+    `batch_size` is the largest batch, with the rows of all members. `latency` is l(b) for such batches without
+    neighbours (None: unknown); `slowdown` is the factor by which neighbours lengthen it. `memory_mib` counts equal
+    weights once if that was measured. `basis` is None for a single model.
     """
 
     name: str
@@ -101,10 +101,10 @@ class Program:
 
     @classmethod
     def merged(cls, group: MergedGroup, members: Sequence[Replica]) -> Program:
-        """Return the program of a group; what the group does not say comes from its members.
+        """Return the program of a group. Values that the group does not give follow from its members.
 
-        The largest batch is then the sum of theirs, the latency the most they take one after the other for any split,
-        the slowdown the largest of theirs.
+        The largest batch is then the sum of the members' largest batches. The latency is the longest that the members
+        take one after the other, over all splits of the batch. The slowdown is the largest of the members.
         """
         largest = group.batch_size or sum(member.batch_size for member in members)
         latency: Latency | None = group.latency
@@ -121,37 +121,37 @@ class Program:
 
     @property
     def is_merged(self) -> bool:
-        """Whether it runs several models at once."""
+        """Whether the program runs several models at once."""
         return len(self.members) > 1
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The names of its members."""
+        """The names of the members."""
         return tuple(member.name for member in self.members)
 
     @property
     def weights_mib(self) -> float | None:
-        """The part of its memory that every batch needs; None where it is not known apart."""
+        """The part of the memory that every batch needs; None if it is not known."""
         return None if self.is_merged else self.members[0].weights_mib
 
     @property
     def latency_ms(self) -> float | None:
-        """What a batch of the largest size takes, neighbours included; None where unknown."""
+        """The latency of a batch of the largest size beside the neighbours; None if it is not known."""
         if self.latency is None:
             return None if self.is_merged else self.members[0].latency_ms
         return self.latency.at(self.batch_size) * self.slowdown
 
     @property
     def rate_rps(self) -> float | None:
-        """The load planned here, of all members together; None where one has none."""
+        """The planned rate of all members together; None if a member has none."""
         return _sum(member.rate_rps for member in self.members)
 
 
 class Gpulet(StrictModel):
-    """A share of one GPU served by one process.
+    """A share of one GPU, which one process serves.
 
-    `share_pct` None: unrestricted. `duty_cycle_ms`: the models take turns in rounds of this length (temporal sharing);
-    None: whichever batch is due runs.
+    When `share_pct` is None, the share is not restricted. When `duty_cycle_ms` is given, the models take turns in
+    rounds of this length (temporal sharing); otherwise the scheduler decides which batch runs next.
     """
 
     id: str
@@ -171,7 +171,7 @@ class Gpulet(StrictModel):
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """Its programs in the order of its models; a merged one stands where the first of its members does."""
+        """The programs in the order of the models. A merged program stands in the place of its first member."""
         replicas = {replica.name: replica for replica in self.models}
         group_of = {name: group for group in self.merge for name in group.models}
         found: dict[str, Program] = {}
@@ -185,24 +185,25 @@ class Gpulet(StrictModel):
 
     @property
     def held_mib(self) -> float | None:
-        """What its programs need in MiB, without the context of its process, see `held_mib`; None where the memory of a
-        program is not known."""
+        """The memory in MiB that the programs need, without the process's context (see `held_mib`).
+
+        It is None if the memory of a program is not known.
+        """
         known = [(p.memory_mib, p.weights_mib) for p in self.programs if p.memory_mib is not None]
         return held_mib(known) if len(known) == len(self.programs) else None
 
     @property
     def effective_share_pct(self) -> float:
-        """The share as a number: 100 where unrestricted."""
+        """The share as a number: 100 if it is not restricted."""
         return 100.0 if self.share_pct is None else self.share_pct
 
 
 def held_mib(needs: Iterable[tuple[float, float | None]]) -> float:
-    """Return what programs that take turns in one process need in MiB: their weights, and the working memory of the
-    largest.
+    """Return the memory in MiB of programs that take turns in one process: all weights, and the largest working memory.
 
     Args:
-        needs: of each program its memory and its weights, which the memory includes. Weights that are not known apart
-            (None) count with all of their program's memory.
+        needs: for each program its memory, and the part of it that the weights take. When the part is not known (None),
+            the whole memory counts as weights.
     """
     static, working = 0.0, 0.0
     for memory, weights in needs:
@@ -212,7 +213,7 @@ def held_mib(needs: Iterable[tuple[float, float | None]]) -> float:
 
 
 def slowest_ms(gpulets: Iterable[Gpulet]) -> dict[str, float | None]:
-    """Return, by model, the latency of the replica whose batch takes longest; None where none is known."""
+    """Return, for each model, the latency of the replica whose batch takes longest; None if none is known."""
     found: dict[str, float | None] = {}
     for replica in (replica for gpulet in gpulets for replica in gpulet.models):
         known = [ms for ms in (found.get(replica.name), replica.latency_ms) if ms is not None]
@@ -221,19 +222,20 @@ def slowest_ms(gpulets: Iterable[Gpulet]) -> dict[str, float | None]:
 
 
 def program_name(models: Iterable[str]) -> str:
-    """Return `a+b`; no model is called so, as `+` is not allowed in their names."""
+    """Return a name such as `a+b`. No model has such a name, as `+` is not allowed there."""
     return "+".join(sorted(models))
 
 
 def worst_split_ms(members: Sequence[tuple[int, Latency]], largest: int) -> list[float]:
-    """Return, by joint batch size from 0 to `largest`, the most that members take one after the other for any split.
+    """Return, for joint batches of 0 to `largest`, the longest that the members take one after the other, over all
+    splits of the batch.
 
-    More rows of a member than it was planned for count as several batches: an upper bound wherever a batch costs less
-    than its parts.
+    When a member gets more rows than its planned batch, they count as several batches. As a batch usually costs less
+    than its parts, this is an upper bound.
 
     Args:
-        members: planned batch size and l(b) of each.
-        largest: joint batch.
+        members: planned batch size and l(b) of each member.
+        largest: the largest joint batch.
     """
     worst = np.zeros(largest + 1)
     for planned, latency in members:
@@ -247,7 +249,7 @@ def worst_split_ms(members: Sequence[tuple[int, Latency]], largest: int) -> list
 
 
 def _corners(steps: Sequence[float]) -> dict[int, float]:
-    """Return the points of a table of which the others are the lines between."""
+    """Return the points of a table that define it: all other points lie on lines between these."""
     last = len(steps) - 1
     return {
         size: round(steps[size], 9)

@@ -1,4 +1,4 @@
-"""The one path from policy to plan: check, decide, complete, promise, validate. Every plan goes through here."""
+"""The way from policy to plan: check, decide, complete, promise, validate. Every plan is made here."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ from tenuto.placement.watch import INTERRUPTED
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import ModelProfile, Profiles
 
-MOST_ELASTIC_GPUS = 10_000  # limit: a rate that takes more is a slip of the pen; policies would open GPUs for minutes
-# paper: Symphony's goodput, the 99th percentile within the SLO; what a model is named for staying below
+MOST_ELASTIC_GPUS = 10_000  # limit: a rate that takes more is probably a typing error, and policies would take minutes
+# paper: Symphony's goodput, the 99th percentile within the SLO; the plan names every model that stays below
 ATTAINED = 0.99
 _SERVED_WITH = frozenset({"torch", "onnxruntime"})  # packages that execute models
-NEARLY = 0.97  # limit: chooses between two sentences; what a promise near the capacity of its gpu-lets is at least
+NEARLY = 0.97  # limit: from this part of the rate on, the reason says "little GPU time left" instead of "none"
 
 
 def solve(
     policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, trial: Trial | None = None
 ) -> Plan:
-    """Return the completed, validated plan of a policy.
+    """Return the completed and validated plan of a policy.
 
-    A model that no GPU of the cluster can serve does not keep the others from being planned: it is left unserved, with
-    the reason.
+    When no GPU of the cluster can serve a model, the model is unserved with the reason, and the others are planned.
 
     Args:
-        policy: that decides.
+        policy: the policy that decides.
         workload: all models.
-        cluster: its GPUs.
+        cluster: the GPUs.
         profiles: what the models cost.
-        trial: tries what each loss leaves that models are to survive; without one it is expected by formulas.
+        trial: tries the plan after each loss that models must survive; without it, formulas expect the result.
 
     Raises:
-        InvalidInputError: the inputs contradict each other, or the plan breaks a rule; all problems at once.
+        InvalidInputError: the inputs contradict each other, or the plan breaks a rule; it lists all problems.
     """
     impossible = _impossible(check_inputs(workload, cluster, profiles), profiles)
     possible = tuple(spec for spec in workload.models if spec.name not in impossible)
@@ -68,8 +67,9 @@ def solve(
 def enough_for_all(
     policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, trial: Trial | None = None
 ) -> Plan:
-    """Return the plan of a policy on as many GPUs of the cluster's types as it takes; what it does not serve as asked
-    then has another reason than too few GPUs, which the plan gives.
+    """Return the plan of a policy on as many GPUs of the cluster's types as it takes.
+
+    When this plan does not serve a model as asked, the reason is not a lack of GPUs; the plan gives the reason.
 
     Raises:
         InvalidInputError: the policy does not plan on elastic clusters.
@@ -80,13 +80,13 @@ def enough_for_all(
 def solve_on_fewest(
     policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, trial: Trial | None = None
 ) -> Plan:
-    """Return a plan as `solve` that serves every model as asked on as few GPUs of a fixed cluster as were found.
+    """Return a plan that serves every model as asked on as few GPUs of a fixed cluster as this search finds.
 
-    GPUs are left out many at a time and then fewer, the dearest type first. Where not even all of them serve every
+    The search leaves out many GPUs at a time and then fewer, the dearest type first. When not even all GPUs serve every
     model as asked, the plan is that of `solve`.
 
     Raises:
-        InvalidInputError: as `solve`.
+        InvalidInputError: `solve` raised it.
     """
     found = solve(policy, workload, cluster, profiles, trial=trial)
     prices, step = cluster.prices, len(cluster.gpus) // 2
@@ -117,11 +117,11 @@ def _nothing(cluster: Cluster) -> Plan:
 
 
 def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> Mapping[str, Mapping[str, ModelOnGpu]]:
-    """Return what the models cost, as `costs_of`.
+    """Check the inputs, and return what the models cost, as `costs_of` does.
 
     Raises:
-        InvalidInputError: models without a profile, options that they cannot be run with, rates for which an elastic
-            cluster would grow beyond `MOST_ELASTIC_GPUS`.
+        InvalidInputError: a model has no profile, a model cannot run with its options, or an elastic cluster would grow
+            beyond `MOST_ELASTIC_GPUS`.
     """
     on_cpu = {spec.name for spec in workload.models} if set(cluster.gpu_types) == {"cpu"} else set[str]()
     problems = option_problems(workload.models, workload.merge if isinstance(workload.merge, tuple) else (), on_cpu)
@@ -168,7 +168,10 @@ def _missing(spec: ModelSpec, kind: str, profiles: Profiles) -> tuple[Problem, .
 
 
 def _most_rps(model: ModelProfile) -> float:
-    """Return what no GPU full of replicas of this model can exceed: the throughput of a measured batch, per share."""
+    """Return an upper bound for the requests per second of a GPU full of this model's replicas.
+
+    It is the best throughput of a measured batch, divided by the share of the batch.
+    """
     if model.line is not None:
         return 1000.0 / model.line.alpha_ms if model.line.alpha_ms > 0 else float("inf")
     rates = (model.throughput_rps(p.batch_size, p.share_pct) * 100.0 / p.share_pct for p in model.points)
@@ -176,7 +179,7 @@ def _most_rps(model: ModelProfile) -> float:
 
 
 def _impossible(costs: Mapping[str, Mapping[str, ModelOnGpu]], profiles: Profiles) -> dict[str, str]:
-    """Return why models cannot be served on any GPU of the cluster, whatever a policy does."""
+    """Return the models that no GPU of the cluster can serve, whatever a policy does, with the reasons."""
     found = {}
     for name, by_type in costs.items():
         fastest = min(by_type.values(), key=lambda on: on.steps()[1])
@@ -211,14 +214,15 @@ def complete(
     at_most: int | None = None,
     trial: Trial | None = None,
 ) -> Plan:
-    """Return the plan with everything that follows from the policy's decision, validated.
+    """Return the plan with everything that follows from the policy's decision, and check it.
 
-    That is: latency on each share beside the neighbours, memory and caps, merged programs, the expected goodput, cost,
-    and the workload's entries. What the policy states itself is kept as what it believed. With `parts`, what runs stays
-    and at most so many replicas are added until it promises these parts, see `arranged`. `trial` is as of `solve`.
+    These follow: the latency on each share beside the neighbours, memory and its caps, merged programs, the expected
+    goodput, the cost, and the workload's entries. The goodput that the policy itself states is kept as `believed`. With
+    `parts`, all replicas stay, and at most `at_most` are added until the plan promises these parts (see `arranged`).
+    `trial` is as in `solve`.
 
     Raises:
-        InvalidInputError: the plan breaks a rule; all problems at once.
+        InvalidInputError: the plan breaks a rule; it lists all problems.
     """
     expected = plan.expected
     believed = Believed(goodput_rps=expected.goodput_rps, models=expected.models) if expected.models else None
@@ -264,8 +268,8 @@ def complete(
 
 
 def _measured_otherwise_than_here(plan: Plan, profiles: Profiles) -> list[str]:
-    """Return a line per GPU type whose profiles come from several devices, and per package that is installed here in
-    another version than what the plan rests on was measured with."""
+    """Return a line for each GPU type whose profiles come from several devices, and a line for each package that is
+    installed here in another version than the plan's profiles were measured with."""
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     devices: dict[str, dict[str, None]] = {}
     versions: dict[tuple[str, str], dict[str, None]] = {}
@@ -296,9 +300,9 @@ def _installed(package: str) -> str | None:
 
 
 def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]], compute_metric: str | None) -> list[str]:
-    """Return what of the profiles the plan rests on was estimated and not measured, in a line per GPU type.
+    """Return, in a line per GPU type, which values of the plan's profiles were estimated and not measured.
 
-    `compute_metric` is what the policy reads a model's compute requirement from, None where it reads none.
+    `compute_metric` is the metric from which the policy reads a model's compute requirement; None if it reads none.
     """
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     found: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
@@ -320,9 +324,9 @@ def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]], comput
 
 
 def _with_expectation(plan: Plan, scene: Scene, *, is_tried: bool) -> Plan:
-    """Return the plan with what it promises, and a reason for every model that is served below `ATTAINED`.
+    """Return the plan with what it promises, and with a reason for every model that it serves below `ATTAINED`.
 
-    A model that missed `ATTAINED` in a trial is promised what it got there.
+    When a model stayed below `ATTAINED` in a trial, the plan promises the goodput of the trial.
     """
     used = {gpulet.gpu for gpulet in plan.gpulets}
     prices = {gpu.type: whole_of(gpu).price_per_hour for gpu in scene.cluster.gpus}
@@ -354,7 +358,7 @@ def _with_expectation(plan: Plan, scene: Scene, *, is_tried: bool) -> Plan:
 def _why_below(
     plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, float], fastest: tuple[float, Gpulet] | None
 ) -> str:
-    """Return the figure of a model that is served in part, and why."""
+    """Return in words how much of a model's rate is served in time, and why it is not all."""
     why = plan.unserved_reasons.get(spec.name)
     if fastest is not None and fastest[0] > spec.slo_ms:
         why = (
@@ -370,7 +374,7 @@ def _why_below(
 
 
 def _circumstances(plan: Plan, gpulets: Sequence[Gpulet]) -> str:
-    """Return what makes a request take longer on gpu-lets than alone on a whole GPU, in words before others."""
+    """Return the beginning of a sentence: why a request takes longer on these gpu-lets than alone on a whole GPU."""
     by_gpu = plan.by_gpu()
     share = "on its share " if any(gpulet.effective_share_pct < 100.0 for gpulet in gpulets) else ""
     beside = "beside its neighbours " if any(len(by_gpu[gpulet.gpu]) > 1 for gpulet in gpulets) else ""
@@ -378,7 +382,7 @@ def _circumstances(plan: Plan, gpulets: Sequence[Gpulet]) -> str:
 
 
 def _fastest(plan: Plan) -> dict[str, tuple[float, Gpulet]]:
-    """Return how many ms a request of each model takes where that is least, and where that is."""
+    """Return, for each model, the gpu-let where a request takes the shortest time, and that time in ms."""
     found: dict[str, tuple[float, Gpulet]] = {}
     for gpulet in plan.gpulets:
         for program in gpulet.programs:
@@ -397,8 +401,9 @@ def _plain_options(policy: Policy) -> dict[str, object]:
 def check_plan(plan: Plan, cluster: Cluster) -> None:
     """Raise `InvalidInputError` when a plan breaks a rule that holds for every policy.
 
-    Rules: ids are consistent; models exist; memory of the gpu-lets of a GPU fits; shares sum to at most 100 % unless
-    the plan says that it over-commits; shares below 100 % need CUDA MPS; every model is served or listed as unserved.
+    The rules: Ids are consistent. Models exist. The gpu-lets of a GPU fit into its memory. The shares of a GPU sum to
+    at most 100 %, unless the plan says that it over-commits. Shares below 100 % need CUDA MPS. Every model is served or
+    listed as unserved.
     """
     plan.check_references()
     problems: list[Problem] = []

@@ -1,4 +1,4 @@
-"""What watches a long planning: is told how far it is, and may ask it to stop with the best plan so far."""
+"""Watches a policy that plans for long: the policy reports its progress, and the watch can ask it to stop."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ INTERRUPTED = "planning was interrupted; this is the best plan found until then"
 
 
 class PlanningWatch:
-    """Told by a policy how far it is. This one hears nothing and lets it finish."""
+    """Receives the progress of a policy. This class ignores it and lets the policy finish."""
 
     def say(self, progress: str) -> None:
-        """Hear of progress, in a few words; called as often as a policy likes."""
+        """Receive the progress in a few words. A policy may call this as often as it likes."""
 
     def is_stopped(self) -> bool:
-        """Say whether the policy is to return the best plan it has, soon."""
+        """Return whether the policy must soon stop and return the best plan that it has."""
         return False

@@ -1,4 +1,4 @@
-"""The workload: which models are asked for, how often, and how fast they must answer."""
+"""The workload: which models are served, at which rates, and how fast they must answer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tenuto.profiles.latency import LatencyField
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 Positive = Annotated[float, Field(gt=0)]
 
-# What counts where not everything can be served: every request alike, the model that is served worst, or requests in
-# time by the weight of their model.
+# What counts when not everything can be served: all requests alike, the model that is served worst, or the requests in
+# time by the weights of their models.
 Objective = Literal["total", "each", "weighted"]
 
 # YAML 1.1 reads a bare off as false.
@@ -28,20 +28,21 @@ MpsUse = Annotated[
 ]
 
 
-# What may be lost at once: a GPU, a node with all of its GPUs, a rack with all of its nodes.
+# What may be lost at once: a GPU, a node with all its GPUs, or a rack with all its nodes.
 Spread = Literal["gpu", "node", "rack"]
 
 
 class ModelSpec(StrictModel):
     """One model of the workload. `name` is unique and appears in URLs.
 
-    Under overload models of higher `priority` are served first; `weight` is the worth of one request in time under the
-    objective `weighted`. `longest_hold_ms` bounds how long a request is held for a larger batch while a gpu-let is idle
-    (None: as long as the scheduler finds that it pays).
+    Under overload, models of higher `priority` are served first. `weight` is the worth of one request in time under the
+    objective `weighted`. `longest_hold_ms` limits how long a request waits for a larger batch while a gpu-let is idle;
+    when it is None, the scheduler decides.
 
-    `spread`: its replicas lie on as many GPUs, nodes or racks as can be. `survive`: the part of its planned rate, above
-    0 and at most 1, that the loss of any one of these leaves it. `only_on`, `keep_off`: nodes, racks or GPU ids.
-    `prefer`: the one where it lies if that costs no GPU, no rate, and nothing that another model asks.
+    `spread`: the model's replicas lie on as many GPUs, nodes or racks as possible. `survive`: the part of the planned
+    rate, above 0 and at most 1, that must be left after the loss of any one of these. `only_on` and `keep_off` name
+    nodes, racks or GPU ids where the model must or must not lie. `prefer` names a place where the model lies if that
+    costs no GPU, no rate, and nothing that another model asks for.
     """
 
     name: Name
@@ -59,7 +60,7 @@ class ModelSpec(StrictModel):
     only_on: tuple[str, ...] = ()
     keep_off: tuple[str, ...] = ()
     prefer: str | None = None
-    weights_path: str | None = None  # local safetensors or state dict; seeded random weights without it
+    weights_path: str | None = None  # local safetensors or state dict; without it, weights are random with a fixed seed
     options: dict[str, Any] = Field(default_factory=dict)  # passed to the executor, such as dtype
 
     @property
@@ -75,17 +76,17 @@ class ModelSpec(StrictModel):
 
 
 class Workload(StrictModel):
-    """The models that share the cluster, the stages of applications among them. Invariant: names are unique."""
+    """The models that share the cluster, including the stages of applications. Invariant: names are unique."""
 
     models: tuple[ModelSpec, ...] = ()
     applications: tuple[Application, ...] = ()
     mps: MpsUse = "auto"  # CUDA MPS for gpu-lets that share a GPU
     merge: Literal["off", "auto", "all"] | tuple[tuple[str, ...], ...] = "off"  # models to run as one merged program
     objective: Objective = "weighted"
-    spread: Spread | None = None  # of all models that name none
-    survive: Annotated[float, Field(gt=0, le=1)] | None = None  # likewise
-    # The copies of a batch overlap with the execution of the one before; None: where all GPUs are real ones on which
-    # that is the default (`Cluster.streams`).
+    spread: Spread | None = None  # the default for models without `spread`
+    survive: Annotated[float, Field(gt=0, le=1)] | None = None  # the default for models without `survive`
+    # Whether the copies of a batch overlap with the execution of the batch before; None: the cluster's GPUs decide
+    # (`Cluster.streams`).
     streaming: bool | None = None
 
     @model_validator(mode="before")
@@ -181,7 +182,7 @@ class Workload(StrictModel):
 
     @classmethod
     def of_document(cls, data: Any, origin: str) -> Self:
-        """Validate what was read from a file of that name, as `load`."""
+        """Validate what was read from a file of that name, as `load` does."""
         if isinstance(data, dict) and data.keys() & {"gpulets", "http_options"}:
             raise refused(origin, None, "is a plan and no workload", "Give the workload that it was made from.")
         return parse_document(cls, data, origin=origin)
@@ -199,7 +200,7 @@ class Workload(StrictModel):
         return sum(model.rate_rps for model in self.models)
 
     def dump(self) -> str:
-        """Render as YAML; `Workload.load` of the text gives an equal workload."""
+        """Return the workload as YAML. `Workload.load` of the text gives an equal workload."""
         return dump_yaml(self.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
 
     def scaled(self, factor: float) -> Workload:
@@ -227,7 +228,7 @@ def _stage_models(applications: Iterable[Application]) -> list[ModelSpec]:
 
 
 def profile_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfile:
-    """Return what a workload's model costs on a GPU type: its inline latency, else its row of the profile files.
+    """Return the profile of a workload's model on a GPU type: its inline latency, or else its row of the profile files.
 
     Raises:
         InvalidInputError: neither exists; the message lists the known rows.

@@ -1,2 +1,5 @@
-"""Tenuto's laboratory: what exists for papers, figures and experiments. It may import all of Tenuto; nothing there
-imports it. Policies, schedulers and verbs of the laboratory register themselves by entry points."""
+"""Tenuto's laboratory: everything that exists for papers, figures and experiments.
+
+The laboratory may import all of Tenuto; Tenuto never imports the laboratory. Policies, schedulers and verbs of the
+laboratory register themselves as entry points.
+"""

@@ -1,7 +1,7 @@
 """Squishy bin packing: which models share a GPU, at which batch sizes and in which duty cycle (Nexus, SOSP 2019, §6.1).
 
-"Squishy" because the space a model takes on a GPU shrinks when the duty cycle, and with it the batch, gets shorter.
-Pure functions of rates and latencies; GPUs are alike and hold any model.
+It is "squishy" because a model takes less of a GPU when the duty cycle, and with it the batch, gets shorter. These are
+pure functions of rates and latencies. All GPUs are alike and can hold any model.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model asks for: its key, rate, SLO, and l(b) in ms by batch size (index 0 unused, the last the
-    largest)."""
+    """What a model asks for: its key, its rate, its SLO, and l(b) in ms by batch size.
+
+    Index 0 of `latency_ms` is unused; its last index is the largest batch size.
+    """
 
     model: int
     rate_rps: float
@@ -23,7 +25,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Part:
-    """A model on a GPU: the batch it runs once per duty cycle, and the rate that is routed there."""
+    """A model on a GPU: the batch size that runs once per duty cycle, and the rate that is routed to the GPU."""
 
     model: int
     batch: int
@@ -46,8 +48,10 @@ class Bin:
 
 
 def full_batch(demand: Demand, slack_ms: float = 0.0) -> int:
-    """Return the largest b with 2 l(b) <= SLO - slack, or 1: a request that just misses a batch waits for a whole
-    one."""
+    """Return the largest b with 2 l(b) <= SLO - slack, or 1.
+
+    The factor is 2 because a request that just misses a batch waits for that whole batch first.
+    """
     latency = demand.latency_ms
     largest = 1
     for size in range(2, len(latency)):
@@ -65,16 +69,16 @@ def pack(
 ) -> list[Bin]:
     """Return the GPUs needed to carry these rates.
 
-    Each model first gets whole GPUs at its full batch. What remains gets a duty cycle of the time its batch takes to
-    collect, d = b / rate with the largest b that keeps (b - 1) / rate + l(b) <= SLO and d <= SLO - l(b). Remainders are
-    merged best fit decreasing: the fuller first, each into the GPU that becomes fullest, at the shorter of both cycles
-    and with batches ceil(d * rate).
+    Each model first gets whole GPUs at its full batch. The rest of its rate gets a duty cycle d, the time in which its
+    batch collects: d = b / rate, with the largest b that keeps (b - 1) / rate + l(b) <= SLO and d <= SLO - l(b). These
+    remainders are then merged, the fullest first, each into the GPU that becomes fullest. Two that are merged have the
+    shorter of both duty cycles and batches of ceil(d * rate).
 
     Args:
         demands: models with positive rates.
-        slack_ms: taken off the SLO where full batches are sized (the published program uses 2 ms).
-        fits: whether a GPU has room for these parts together, such as in its memory; any number fits without it.
-        most: leave out GPUs after this many, so that a rate far beyond a fixed cluster costs no time.
+        slack_ms: time that is subtracted from the SLO when full batches are sized (2 ms in the published program).
+        fits: whether a GPU has room for these parts together, for example in its memory; None: always.
+        most: at most this many GPUs are returned, so that a rate far beyond a fixed cluster costs no time.
     """
     full: list[Bin] = []
     rest: list[Bin] = []
@@ -116,7 +120,7 @@ def _remainder(demand: Demand, rate_rps: float, largest: int) -> Bin:
 
 
 def _merge(first: Bin, second: Bin) -> Bin | None:
-    """Return both in one duty cycle, or None where they do not fit."""
+    """Return both bins merged into one duty cycle, or None if they do not fit."""
     duty = min(first.duty_ms, second.duty_ms)
     parts: list[Part] = []
     busy = 0.0

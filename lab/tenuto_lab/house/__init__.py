@@ -1,1 +1,1 @@
-"""What can be counted of the house itself: lines of code by room, and where its constants come from."""
+"""Counts of Tenuto's own sources: lines of code by room, and constants by the source of their values."""

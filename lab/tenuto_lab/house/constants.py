@@ -32,7 +32,7 @@ _WORDS: tuple[tuple[Origin, re.Pattern[str]], ...] = (
 
 @dataclass(frozen=True)
 class NumericConstant:
-    """A constant of a module: where it stands, its value as written, and what is said of it."""
+    """A constant of a module: where it stands, its value as written, and its comment."""
 
     place: str
     room: str
@@ -42,12 +42,12 @@ class NumericConstant:
 
     @property
     def origin(self) -> Origin:
-        """Where the value comes from, by what is said of it."""
+        """Where the value comes from, according to the comment."""
         return next((origin for origin, words in _WORDS if words.search(self.said)), "unsourced")
 
 
 def find_constants(sources: Iterable[Source]) -> Iterator[NumericConstant]:
-    """Yield the numeric constants of modules: capital names whose value is numbers only, alone or in a collection."""
+    """Yield the numeric constants of modules: names in capitals whose values are numbers, or collections of numbers."""
     for source in sources:
         tree = ast.parse(source.text)
         comments = _comments(source.text)
@@ -63,7 +63,7 @@ def find_constants(sources: Iterable[Source]) -> Iterator[NumericConstant]:
 
 
 def _assigned(node: ast.stmt) -> list[tuple[str, ast.expr]]:
-    """Return the names that a statement assigns to with their values; of `A, B = 1, 2` both."""
+    """Return the names that a statement assigns to, with their values; `A, B = 1, 2` has two."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1:
         target, value = node.targets[0], node.value
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
@@ -78,7 +78,7 @@ def _assigned(node: ast.stmt) -> list[tuple[str, ast.expr]]:
 
 
 def _is_numeric(value: ast.expr, known: set[str]) -> bool:
-    """Return whether a value is made of numbers, and of constants of the same module that are."""
+    """Return whether a value consists of numbers and of numeric constants of the same module."""
     if isinstance(value, ast.Constant):
         return isinstance(value.value, int | float) and not isinstance(value.value, bool)
     if isinstance(value, ast.Name):
@@ -95,7 +95,7 @@ def _is_numeric(value: ast.expr, known: set[str]) -> bool:
 
 
 def _comments(text: str) -> dict[int, tuple[str, bool]]:
-    """Return the comment of each line that has one, and whether it stands alone there."""
+    """Return, for each line with a comment, the comment and whether the line has nothing else."""
     return {
         token.start[0]: (token.string.lstrip("# ").rstrip(), not token.line[: token.start[1]].strip())
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
@@ -109,7 +109,7 @@ def _beside(node: ast.stmt, comments: dict[int, tuple[str, bool]]) -> str:
 
 
 def _above(node: ast.stmt, comments: dict[int, tuple[str, bool]]) -> str:
-    """Return the comment that ends on the line above; it may be of several lines."""
+    """Return the comment of one or more lines that ends on the line above."""
     found: list[str] = []
     line = node.lineno - 1
     while line in comments and comments[line][1]:
@@ -119,7 +119,7 @@ def _above(node: ast.stmt, comments: dict[int, tuple[str, bool]]) -> str:
 
 
 def _text(node: ast.stmt | None) -> str:
-    """Return the text that stands below an assignment and documents it."""
+    """Return the docstring below an assignment."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return " ".join(node.value.value.split())
     return ""

@@ -1,4 +1,4 @@
-"""Lines of code proper: without blank lines, comments, docstrings and imports."""
+"""Counts lines of code proper: lines that are not blank, a comment, a docstring or an import."""
 
 from __future__ import annotations
 

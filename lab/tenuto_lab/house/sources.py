@@ -1,4 +1,4 @@
-"""The modules of a checkout: each once, by the folder and the room it is in."""
+"""The modules of a checkout, each once, with its folder and its room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import tenuto
 
 APART = frozenset({"tests", "lab", "docs", "scripts", "."})
-"""Folders that are no part of the machine; `.` is the root itself."""
+"""Folders that are not a part of the machine; `.` is the root itself."""
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,17 @@ class Source:
 
     @property
     def folder(self) -> str:
-        """The folder of the root it is in; `.` for the root itself."""
+        """The top folder of the module; `.` if the module lies in the root."""
         return self.path.parts[0] if len(self.path.parts) > 1 else "."
 
     @property
     def room(self) -> str:
-        """The folder in that folder, as `placement/policies`, or the folder where it lies there itself."""
+        """The folder of the second level, such as `placement/policies`, or the top folder if the module lies there."""
         return "/".join(self.path.parts[:2]) if len(self.path.parts) > 2 else self.folder
 
     @property
     def is_machine(self) -> bool:
-        """Whether it is a part of what serves."""
+        """Whether the module is a part of the machine, the code that serves."""
         return self.folder not in APART
 
 
@@ -41,7 +41,7 @@ def checkout() -> Path:
 
 
 def read_sources(root: Path) -> Iterator[Source]:
-    """Yield every module below a root. What is reached through a link is read where it lies, so that it counts once."""
+    """Yield every module below a root. Links are not followed, so that each module counts once."""
     for file in sorted(root.rglob("*.py")):
         path = file.relative_to(root)
         is_hidden = any(part.startswith(".") or part == "build" for part in path.parts)

@@ -1,7 +1,6 @@
-"""The walk of a command through the house: its modules in the order in which they are first called, and by whom.
+"""The walk of a command through the house: the modules in the order of their first calls, each with its caller.
 
-Only this process is walked. What happens in others, such as gpu-lets, is another walk. Code that runs while modules are
-imported is no part of it.
+A walk covers this process only, not others such as gpu-lets. Code that runs while modules are imported does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _PACKAGES = ("tenuto", "tenuto_lab")
 
 @dataclass(frozen=True)
 class Stay:
-    """The first call of a module: the function that was called, and the module that called it, if one of ours did."""
+    """The first call of a module: the function that was called, and the module of ours that called it, if any."""
 
     module: str
     function: str
@@ -31,7 +30,7 @@ class Stay:
 
 
 def walk(run: Callable[[], object]) -> list[Stay]:
-    """Run something and return the walk; what it raises is raised."""
+    """Run a function and return its walk. Errors of the function are raised."""
     stays: dict[str, Stay] = {}
     known: set[CodeType] = set()
 
@@ -55,7 +54,7 @@ def walk(run: Callable[[], object]) -> list[Stay]:
 
 
 def _caller(frame: FrameType) -> str:
-    """Return the nearest of our modules that has called; empty where that is this one."""
+    """Return the nearest caller among our modules; empty if that is this module."""
     caller = frame.f_back
     while caller is not None and _module(caller).partition(".")[0] not in _PACKAGES:
         caller = caller.f_back

@@ -1,6 +1,7 @@
-"""The schedulers Tenuto's is compared with, each on the same core interface and each after its own paper or program.
+"""Rivals: the schedulers that Tenuto's scheduler is compared with. All have the same interface, and each follows its
+own paper or program.
 
-What the sources leave open is stated in each class with the reading taken; lab/journal/rivals.md compares the results
-with the published ones. None of them sends a batch to a gpu-let that is still running: with a network delay a gpu-let
-idles until the next batch's data has come, as it does in these systems.
+Where a source leaves something open, the class says so and names the reading taken. lab/journal/rivals.md compares the
+results with the published ones. No rival sends a batch to a gpu-let that still runs another. With a network delay, a
+gpu-let therefore idles until the data of its next batch has come, as it does in the published systems.
 """

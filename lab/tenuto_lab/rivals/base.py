@@ -1,5 +1,5 @@
-"""What rivals share: queues in order of deadlines, tables of what batches take, idle gpu-lets by what they hold, and
-giving up in time."""
+"""What rivals share: queues in order of deadlines, tables of batch times, pools of idle gpu-lets, and dropping of
+requests that would be late."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from tenuto.batching.core.system import EXPIRY_MARGIN_MS, INF, TIME_TOLERANCE_MS
 
 
 class IdlePool:
-    """Gpu-lets that host the same programs; they may differ in speed. Entries of both heaps may be stale."""
+    """The gpu-lets that host the same programs. They may differ in speed. Both heaps may contain stale entries."""
 
     __slots__ = ("hosts", "idle", "waiting")
 
     def __init__(self, hosts: Mapping[int, Host]) -> None:
         self.hosts = hosts
-        self.idle: list[int] = []  # gpu-let indices; valid while the gpu-let is marked idle
-        self.waiting: list[tuple[float, int]] = []  # (rank, program); valid while it is the program's rank
+        self.idle: list[int] = []  # gpu-let indices; an entry is stale once its gpu-let is not marked idle
+        self.waiting: list[tuple[float, int]] = []  # (rank, program); an entry is stale once the program's rank differs
 
 
 class RivalQueue(Queue[Pool]):
-    """Its deadlines have the tolerance added, so that plain <= compares. `sent[b]` is the time from dispatch to end of
-    a batch on the fastest gpu-let, `quickest` that of one request.
+    """The queue of one program. Its deadlines include the tolerance, so that a plain <= compares them.
+
+    `sent[b]` is the time from the dispatch to the end of a batch of b on the fastest gpu-let. `quickest` is how long
+    before its deadline a request is given up.
     """
 
     __slots__ = ("budget_ms", "idle_pools", "quickest", "rank", "sent", "timer_at")
@@ -36,13 +38,16 @@ class RivalQueue(Queue[Pool]):
         self.idle_pools: list[IdlePool] = []  # fastest first
         self.sent: list[float] = [0.0]
         self.quickest = INF
-        self.budget_ms = 0.0  # from arrival to the end of the batch, for the shortest SLO of its models
-        self.timer_at = INF  # a subclass's timer
+        self.budget_ms = 0.0  # time from an arrival to the latest end of its batch, for the shortest SLO of the models
+        self.timer_at = INF  # when the timer of a subclass is due
         self.rank = INF  # order among waiting programs; INF: not waiting
 
 
 def head_first_batch(deadlines: list[float], now: float, sent: list[float]) -> tuple[int, int]:
-    """Return how many requests at the front cannot be met even alone, and the largest batch behind them (0: none)."""
+    """Return how many requests at the front would be late even alone, and the size of the largest batch behind them.
+
+    The size is 0 when no request is left.
+    """
     skip = bisect_left(deadlines, now + sent[1])
     count = len(deadlines) - skip
     if not count:
@@ -52,15 +57,15 @@ def head_first_batch(deadlines: list[float], now: float, sent: list[float]) -> t
 
 
 class RivalScheduler(Scheduler):
-    """Base of these schedulers. A subclass says what an arrival, a free gpu-let, a new head and a timer cause.
+    """The base of the rivals. A subclass decides what an arrival, a free gpu-let, a new head and a timer cause.
 
-    Costs per event: O(log M + log G) plus the subclass's.
+    An event costs O(log M + log G) here, for M models and G gpu-lets, plus what the subclass does.
     """
 
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         super().__init__(system, options)
         count = len(system.gpulets)
-        self._timers: list[tuple[float, int]] = []  # (time, program, or number of programs + key of the subclass)
+        self._timers: list[tuple[float, int]] = []  # (time, key): a program, or programs + a key of the subclass
         self._queues = [RivalQueue(index) for index in range(len(system.programs))]
         self._queue_of = [self._queues[program] for program in system.program_of]
         self._idle = [True] * count
@@ -74,13 +79,12 @@ class RivalScheduler(Scheduler):
             self._pool_of.append(pool)
             pool.idle.append(index)
         self._pools = list(pools.values())
-        self._tables: list[
-            dict[int, list[float]]
-        ] = []  # by gpu-let and program: time from dispatch to end, by batch size
+        # By gpu-let and program: the time from dispatch to end, by batch size.
+        self._tables: list[dict[int, list[float]]] = []
         self._adopt(system.network)
 
     def _adopt(self, network: NetworkDelay) -> None:
-        """Compute every table from latencies, corrections and network delays."""
+        """Compute all tables from the latencies, their corrections and the network delays."""
         self._ctrl_ms, self._data_ms = network.ctrl_ms, network.data_ms_per_request
         self._response_ms = network.response_ms
         shared: dict[object, dict[int, list[float]]] = {}
@@ -109,27 +113,27 @@ class RivalScheduler(Scheduler):
         return [latency * factor + delay for latency, delay in zip(host.planned_ms(), delays, strict=True)]
 
     def _give_up_ms(self, queue: RivalQueue) -> float:
-        """Return how long before its deadline a queued request is given up: when even alone it would be late."""
+        """Return how long before its deadline a queued request is given up: when it would be late even alone."""
         return queue.sent[1]
 
     # What a subclass decides -----------------------------------------------------------------------------------------
 
     def _arrived(self, now: float, queue: RivalQueue) -> None:
-        """A request was queued."""
+        """React to a request that was queued."""
         raise NotImplementedError
 
     def _freed(self, now: float, gpulet: int) -> None:
-        """A gpu-let has nothing to run and is not marked idle: send it a batch, or call `_set_idle`."""
+        """React to a gpu-let that has nothing to run: send a batch to it, or mark it with `_set_idle`."""
         raise NotImplementedError
 
     def _head_changed(self, now: float, queue: RivalQueue) -> None:
-        """Requests left the queue without being run; it may be empty."""
+        """React to requests that left the queue without being run. The queue may be empty."""
 
     def _timer(self, now: float, at: float, key: int) -> None:
-        """A timer of the subclass, set with `_push_timer`, is due."""
+        """React to a timer that the subclass set with `_push_timer`."""
 
     def _tables_changed(self) -> None:
-        """Latencies or delays were corrected."""
+        """React to corrected latencies or delays."""
 
     # Events ----------------------------------------------------------------------------------------------------------
 
@@ -183,7 +187,7 @@ class RivalScheduler(Scheduler):
             self.next_wake_ms = at
 
     def _expire(self, now: float, queue: RivalQueue) -> None:
-        """Give up what can no longer be met anywhere, and set the timer of the new head."""
+        """Give up the requests that would be late on every gpu-let, and set the timer of the new head."""
         gone = bisect_left(queue.deadlines, now + queue.quickest)
         if gone:
             self._drop(queue, gone)
@@ -226,8 +230,7 @@ class RivalScheduler(Scheduler):
         heappush(self._pool_of[gpulet].idle, gpulet)
 
     def _idle_for(self, queue: RivalQueue) -> int:
-        """Return an idle gpu-let that hosts the program, of the fastest pool the one with the smallest index; -1 if
-        none."""
+        """Return the idle gpu-let with the smallest index in the fastest pool that hosts the program; -1 if none."""
         is_idle = self._idle
         for pool in queue.idle_pools:
             idle = pool.idle
@@ -238,7 +241,7 @@ class RivalScheduler(Scheduler):
         return -1
 
     def _send(self, now: float, queue: RivalQueue, gpulet: int, skip: int, size: int) -> None:
-        """Run `size` requests behind the first `skip`; of those, the ones no gpu-let can serve in time are given up."""
+        """Run the `size` requests behind the first `skip`. Give up those of the first that would be late everywhere."""
         index = queue.program
         batch = queue.take(skip, skip + size)
         if skip:
@@ -253,10 +256,10 @@ class RivalScheduler(Scheduler):
     def _drop(self, queue: RivalQueue, count: int) -> None:
         self.decisions.append(Drop(queue.program, queue.take(0, count)))
 
-    # Waiting programs, for schedulers that rank them by a time -------------------------------------------------------
+    # Waiting programs, for rivals that rank programs by a time -------------------------------------------------------
 
     def _wait(self, queue: RivalQueue, rank: float) -> None:
-        """Let a program wait for a gpu-let under this rank, the smallest first."""
+        """Let a program wait for a gpu-let under this rank. The program with the smallest rank is served first."""
         if rank != queue.rank:
             queue.rank = rank
             for pool in queue.idle_pools:

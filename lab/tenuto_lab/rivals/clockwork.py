@@ -1,4 +1,4 @@
-"""Clockwork: one candidate per batch size, ordered by the latest moment at which each can still be executed."""
+"""Clockwork: one candidate per batch size. Candidates are ordered by the latest moment at which they can start."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tenuto.batching.core.system import System
 
 @dataclass(frozen=True)
 class ClockworkOptions(SchedulerOptions):
-    """What the sources leave open.
+    """Where the sources leave something open, these options choose.
 
-    order: `earliest` takes the candidate whose latest moment comes first, which is its largest executable batch and the
-    reading of Clockwork's paper taken here; `latest` takes the one whose latest moment comes last, always a batch of
-    one, which is how the goodputs and median batches of 1 in Symphony's table 2 come out.
-    sizes: `powers` has candidates of 1, 2, 4, 8, … as Clockwork compiles its models; `all` of every size.
+    order: `earliest` takes the candidate whose latest moment comes first. That is the largest batch that can run, and
+    our reading of Clockwork's paper. `latest` takes the candidate whose latest moment comes last, which is always a
+    batch of one. Only so do the goodputs and the median batches of 1 in Symphony's table 2 come out.
+    sizes: `powers` has candidates of 1, 2, 4, 8, …, as Clockwork compiles its models; `all` has one of every size.
     """
 
     order: str = field(default="earliest", metadata={"choices": ("earliest", "latest")})
@@ -27,12 +27,14 @@ class ClockworkOptions(SchedulerOptions):
 
 
 class ClockworkScheduler(EagerScheduler):
-    """Clockwork (Gujarati et al., OSDI 2020), its inference scheduler on models that are all loaded.
+    """The inference scheduler of Clockwork (Gujarati et al., OSDI 2020), with all models loaded.
 
-    For each model and each batch size b up to the queue's length there is a candidate with the latest moment
-    `d - l(b)` of its first request; candidates past that moment are gone. A free gpu-let takes the first candidate in
-    order. Loading models to GPUs and Clockwork's action windows for imprecise workers are not part of it: every
-    gpu-let holds its models, and an action is sent when the gpu-let is free, not ahead.
+    Each model has a candidate for each batch size b up to the length of its queue. The latest moment of a candidate is
+    `d - l(b)`, where d is the deadline of its first request; after that moment the candidate is gone. A free gpu-let
+    takes the first candidate in order.
+
+    Two parts of Clockwork are left out. Models are not loaded to GPUs, as every gpu-let holds its models. There are no
+    action windows for imprecise workers, as a batch is sent when the gpu-let is free, not ahead.
     """
 
     name = "clockwork"

@@ -1,4 +1,4 @@
-"""Nexus: squishy bin packing gives every GPU its models and batch sizes; GPUs work by themselves, round robin."""
+"""Nexus: squishy bin packing gives every GPU its models and batch sizes. Each GPU then takes its models in turn."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tenuto_lab.squishy import Bin, Demand
 
 @dataclass(frozen=True)
 class NexusOptions(SchedulerOptions):
-    """What the published program has, with its constants as defaults.
+    """The options of the published program, with its constants as defaults.
 
-    plan: `static` makes one plan at the start that fills all gpu-lets, with the models in the proportion of their
-    stated rates (alike where none is stated), which is how the published goodputs were taken; `epochs` plans for the
-    measured rates.
-    epoch_s: time between plans; a rate that has left 80 to 110 % of what was planned brings it forward to
+    plan: `static` makes one plan at the start, which fills all gpu-lets, with the models in the proportion of their
+    stated rates (all equal when no rate is stated); the published goodputs were measured so. `epochs` plans again and
+    again, for the measured rates.
+    epoch_s: time between plans. When a rate leaves 80 to 110 % of its planned value, the next plan is made after
     early_epoch_s.
-    rate_window_s: time constant of the exponentially weighted mean of the rates (of counts per second).
-    head_room_pct: planned above the measured rate. The original has none, and so never gets below 1 % late under
-    Poisson.
-    slack_ms: taken off the SLO where full batches are sized.
+    rate_window_s: time constant of the exponentially weighted mean of the requests per second.
+    head_room_pct: how far the planned rate is above the measured one. The original has no head room, and under Poisson
+    arrivals never gets below 1 % late.
+    slack_ms: time that is subtracted from the SLO when full batches are sized.
     """
 
     plan: str = field(default="static", metadata={"choices": ("static", "epochs")})
@@ -37,7 +37,7 @@ class NexusOptions(SchedulerOptions):
 
 
 class _Slot:
-    """A model on a gpu-let: its planned batch and its own queue, in order of deadlines."""
+    """A model on a gpu-let, with its planned batch and a queue of its own in order of deadlines."""
 
     __slots__ = ("batch", "deadlines", "gpulet", "ids", "program", "sent", "stride", "tag")
 
@@ -53,18 +53,18 @@ class _Slot:
 
 
 class NexusScheduler(RivalScheduler):
-    """Nexus (Shen et al., SOSP 2019), global scheduler and backends.
+    """The global scheduler and the backends of Nexus (Shen et al., SOSP 2019).
 
-    Requests are routed on arrival, in proportion to the planned rates (smooth weighted round robin, ties to the smaller
-    gpu-let; the published program's deficit round robin can lock into half of the GPUs, which is not repeated here). A
-    gpu-let cycles through its models; each takes min(queue, planned batch) at once without waiting for its duty cycle.
-    Early
-    drop: while the head cannot be met in a batch of the planned size, or of what is queued if less, it is given up.
+    Requests are routed on arrival, in proportion to the planned rates, by smooth weighted round robin; of two equal
+    gpu-lets the one with the smaller index is taken. (The published program's deficit round robin can lock into half of
+    the GPUs; we do not repeat that.) A gpu-let takes its models in turn. Each model runs min(queue, planned batch) at
+    once and does not wait for its duty cycle. Early drop: when the head would be late in a batch of the planned size,
+    or of the whole queue if that is shorter, the head is given up.
 
-    Readings: drops are reported at once, not with the end of the batch. On gpu-lets that differ, each group of equal
-    ones is packed by itself and a model's rate is split by what the groups can carry. When the plan changes, queued
-    requests are routed again. A model of which no plan has room is served beyond the duty cycles of the emptiest
-    gpu-lets. Queues of two gpu-lets never help each other.
+    Our readings: Drops are reported at once, not at the end of the batch. When gpu-lets differ, each group of equal
+    ones is packed by itself, and a model's rate is split by what the groups can carry. When the plan changes, queued
+    requests are routed again. When a plan has no room for a model, the emptiest gpu-lets serve it beyond their duty
+    cycles. A gpu-let never takes requests from the queue of another.
     """
 
     name = "nexus"
@@ -92,7 +92,7 @@ class NexusScheduler(RivalScheduler):
     # Planning --------------------------------------------------------------------------------------------------------
 
     def _plan(self, *, fill_all: bool) -> None:
-        """Assign models to the gpu-lets that are not lost. `fill_all`: scale the rates up until these are full."""
+        """Assign models to the gpu-lets that are not lost. `fill_all`: scale the rates until the gpu-lets are full."""
         self._slots = [[] for _ in self.system.gpulets]
         self._turn = [0] * len(self._slots)
         routes: list[list[_Slot]] = [[] for _ in self.system.programs]
@@ -135,7 +135,7 @@ class NexusScheduler(RivalScheduler):
         self._planned_rates = list(self._rates)
 
     def _capacity(self, pool: IdlePool, index: int) -> float:
-        """Return the rate one gpu-let of the pool carries of a model, in requests per second."""
+        """Return the requests per second of a model that one gpu-let of the pool carries."""
         if index not in pool.hosts:
             return 0.0
         sent = self._tables[self._pool_of.index(pool)][index]
@@ -165,8 +165,10 @@ class NexusScheduler(RivalScheduler):
                 slot.sent = self._tables[slot.gpulet][slot.program]
 
     def _measure(self, now: float) -> None:
-        """Close the seconds that are over, and plan when the epoch is. Arrivals drive this: without any, no rate
-        matters."""
+        """Count the seconds that are over, and make a plan if the epoch is over.
+
+        Arrivals call this. While there are none, no rate matters.
+        """
         longest_ms = 20_000.0 * self._chosen.rate_window_s  # after that long without arrivals nothing is left of a rate
         self._measure_at = max(self._measure_at, now - longest_ms)
         while self._measure_at <= now:
@@ -224,7 +226,7 @@ class NexusScheduler(RivalScheduler):
         self._guard(slot)
 
     def _guard(self, slot: _Slot) -> None:
-        """See to it that the head of a slot is given up in time even if its gpu-let stays busy."""
+        """Set a timer that gives up the head of a slot in time, even if the gpu-let stays busy."""
         queue = self._queues[slot.program]
         if slot.deadlines:
             at = slot.deadlines[0] - queue.quickest + 1e-3
@@ -249,7 +251,7 @@ class NexusScheduler(RivalScheduler):
         del slot.ids[:count], slot.deadlines[:count]
 
     def _arrived(self, now: float, queue: RivalQueue) -> None:
-        """Not used: requests go to the slots of gpu-lets."""
+        """Do nothing: requests go to the slots of gpu-lets, not to the queues of programs."""
 
     def _freed(self, now: float, gpulet: int) -> None:
         slots = self._slots[gpulet]
@@ -307,5 +309,5 @@ class NexusScheduler(RivalScheduler):
 
 
 def _in_order(bins: list[Bin]) -> list[Bin]:
-    """Return the bins in an order that moves few models when rates change a little: by their first model."""
+    """Return the bins ordered by their first model, so that few models move when rates change a little."""
     return sorted(bins, key=lambda planned: (planned.parts[0].model, -planned.occupancy))

@@ -1,4 +1,4 @@
-"""Shepherd's online part, Flex: the largest batch first, and a running batch gives way to one three times its size."""
+"""Flex, the online part of Shepherd: the largest batch runs first, and aborts a running batch of a third its size."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from tenuto_lab.rivals.base import RivalQueue, RivalScheduler, head_first_batch
 
 @dataclass(frozen=True)
 class ShepherdOptions(SchedulerOptions):
-    """`preempt_ratio`: how many times larger a batch must be to abort a running one (3.03 in the paper); 0: never."""
+    """`preempt_ratio`: how many times larger than a running batch a new one must be to abort it; 0: batches never do.
+
+    The paper has 3.03.
+    """
 
     preempt_ratio: float = field(default=3.03, metadata={"minimum": 0.0})
 
 
 class _Running:
-    """A batch on a gpu-let, kept so that its requests can go back to the queue."""
+    """A batch on a gpu-let, remembered so that its requests can go back to the queue."""
 
     __slots__ = ("deadlines", "gpulet", "ids", "program", "version")
 
@@ -31,17 +34,18 @@ class _Running:
 
 
 class ShepherdScheduler(RivalScheduler):
-    """Flex of Shepherd (Zhang et al., NSDI 2023). Its offline part, Herd, groups models and GPUs and is a placement
-    matter.
+    """Flex of Shepherd (Zhang et al., NSDI 2023). Shepherd's offline part, Herd, groups models and GPUs; it belongs to
+    placement and is left out.
 
-    A candidate is the largest batch in order of deadlines that its first deadline allows; a head that cannot be met
-    even alone is given up (the published program looks at the newest request instead, and so lets a lost head block
-    its model). An arrival runs at once on an idle gpu-let. If there is none, its model's candidate is compared with
-    the smallest running batch and with the smallest of its own model, whose requests would join it; one at least
-    `preempt_ratio` times larger aborts it. The aborted requests are queued again and the work is lost; which of
-    several gpu-lets to preempt is left open by the paper, the smallest batch loses least. A gpu-let that becomes free
-    takes the largest candidate of all its models, ties to the model that waits longer. Sizes are counted in requests
-    across models, as in the paper.
+    The candidate of a model is the largest batch, in order of deadlines, that the first deadline allows. A head that
+    would be late even alone is given up. (The published program looks at the newest request instead, so that a lost
+    head blocks its model.) A request that arrives runs at once if a gpu-let is idle. If none is, the candidate of its
+    model is compared with the smallest running batch, and with the smallest running batch of the same model, whose
+    requests would join the candidate. When the candidate is at least `preempt_ratio` times larger, it aborts the
+    running batch: the work is lost, and the requests are queued again. The paper does not say which of several gpu-lets
+    to preempt; we take the smallest batch, which loses least. A gpu-let that becomes free takes the largest candidate
+    of all its models; of two equal ones, the candidate of the model that has waited longer. Sizes are counted in
+    requests across models, as in the paper.
     """
 
     name = "shepherd"
@@ -57,7 +61,8 @@ class ShepherdScheduler(RivalScheduler):
         self._versions = [0] * count
         super().__init__(system, options)
         self._waiting: dict[int, None] = {}  # models with a queue, longest waiting first
-        # Smallest running batches: over a pool, and by pool and model. Entries (size, gpu-let, version) may be stale.
+        # Heaps of running batches, the smallest first, by pool and by model. Entries are (size, gpu-let, version), and
+        # may be stale.
         self._smallest: dict[int, list[tuple[int, int, int]]] = {id(pool): [] for pool in self._pools}
         self._own: list[list[tuple[int, int, int]]] = [[] for _ in system.programs]
 

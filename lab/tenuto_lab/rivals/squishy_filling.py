@@ -1,4 +1,4 @@
-"""Squishy bin packing on a fixed number of GPUs: all rates are scaled alike as far as these carry them."""
+"""Squishy bin packing on a fixed number of GPUs: all rates are scaled alike until the GPUs are full."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from tenuto_lab.squishy import Bin, Demand, full_batch, pack
 def fill(
     demands: Sequence[Demand], gpus: int, *, largest_scale: float = float("inf"), slack_ms: float = 0.0
 ) -> tuple[float, list[Bin]]:
-    """Scale all rates alike as far as `gpus` GPUs carry them.
+    """Scale all rates by the largest common factor at which `gpus` GPUs carry them.
 
     Returns:
-        The scale, at most `largest_scale`, and the packing, of at most `gpus` GPUs. When the models do not even fit at
-        vanishing rates, the emptiest GPUs hold more than their duty cycle allows (scale 0): then some will be late.
+        The factor, at most `largest_scale`, and the packing on at most `gpus` GPUs. When the models do not fit even at
+        tiny rates, the factor is 0 and the emptiest GPUs hold more than their duty cycles allow, so that some requests
+        will be late.
     """
     if not demands or gpus < 1:
         return 0.0, []
@@ -26,7 +27,7 @@ def fill(
         bins = at(largest_scale)
         if len(bins) <= gpus:
             return largest_scale, bins
-    # One GPU's full throughput per model is an upper bound for what each can carry.
+    # The throughput of a model alone on a GPU is an upper bound for what the GPU can carry.
     need = sum(d.rate_rps * d.latency_ms[full_batch(d, slack_ms)] / (1000.0 * full_batch(d, slack_ms)) for d in demands)
     high = min(largest_scale, 1.001 * gpus / need)
     low, best = 0.0, None

@@ -1,8 +1,9 @@
-"""The router of Elvinger's thesis: batches of a target size built for one replica after the other, sent when full or
-after a fixed wait.
+"""The router of Elvinger's thesis: it builds batches of a target size for one replica after the other, and sends a
+batch when it is full or after a fixed wait.
 
-Source: P. Elvinger, ETH Zurich master thesis 2024, chapter 4: wait limit 100 ms, requests spread over the replicas
-round robin in proportion to their batch sizes. It knows no deadlines: nothing is given up, batches queue at the worker.
+Source: P. Elvinger, ETH Zurich master thesis 2024, chapter 4. The wait is 100 ms there, and requests are spread over
+the replicas in turn, in proportion to their batch sizes. The router knows no deadlines: it gives no request up, and
+batches queue at the worker.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class ThesisRouterOptions(SchedulerOptions):
     wait_ms: how long the first request of a batch waits for the batch to fill.
     batch_size: the target size for every replica; 0: the planned batch size of each.
     spread: `in-turn` builds a whole batch for one replica, then one for the next; `interleaved` deals single requests,
-    so that all replicas fill at once, each at its part of the rate. Both give each replica its batch size's part.
+    so that the batches of all replicas fill at once. Either way, a replica's part of the requests is in proportion to
+    its batch size.
     """
 
     wait_ms: float = field(default=100.0, metadata={"minimum": 0})
@@ -46,10 +48,11 @@ class _Lane:
 
 
 class ThesisRouterScheduler(Scheduler):
-    """Requests of a program fill one lane per replica; a lane leaves when full or `wait_ms` after its first request.
+    """Each replica has a lane, which requests of its program fill. A lane is sent as a batch when it is full, or
+    `wait_ms` after its first request.
 
-    A batch is dispatched at once and queues at the worker behind earlier ones, so that its way over the network
-    overlaps with their execution. Without any replica left, requests are given up as they come.
+    A batch is dispatched at once and queues at the worker behind earlier batches, so that it travels while they run.
+    When no replica is left, requests are given up as they come.
     """
 
     name = "thesis-router"
@@ -69,7 +72,7 @@ class ThesisRouterScheduler(Scheduler):
         self._turn = [0] * len(system.programs)
         self._timers: list[tuple[float, int, int, _Lane]] = []
         self._counter = 0
-        self._sent: list[deque[float]] = [deque() for _ in system.gpulets]  # estimated ends of batches under way
+        self._sent: list[deque[float]] = [deque() for _ in system.gpulets]  # estimated ends of batches in flight
 
     def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
         if deadline_ms < now_ms:
@@ -91,7 +94,7 @@ class ThesisRouterScheduler(Scheduler):
             self.next_wake_ms = min(self.next_wake_ms, now + self._chosen.wait_ms)
 
     def _lane_for(self, program: int) -> _Lane | None:
-        """Return the lane that takes the next request; None without any replica."""
+        """Return the lane that takes the next request; None when no replica is left."""
         lanes = (
             [lane for lane in self._lanes[program] if lane.gpulet not in self._gone]
             if self._gone
@@ -103,7 +106,8 @@ class ThesisRouterScheduler(Scheduler):
             return lanes[0]
         if self._chosen.spread == "in-turn":
             return lanes[self._turn[program] % len(lanes)]
-        # Smooth weighted round robin: every lane earns its size per request, the richest pays for all.
+        # Smooth weighted round robin: per request each lane earns its size, and the lane with the most credit takes the
+        # request and pays the sum of all sizes.
         for lane in lanes:
             lane.credit += lane.size
         chosen = max(lanes, key=lambda lane: lane.credit)
@@ -137,7 +141,7 @@ class ThesisRouterScheduler(Scheduler):
             if request_id in lane.ids:
                 lane.ids.remove(request_id)
                 if not lane.ids:
-                    lane.version += 1  # the next request starts a wait of its own
+                    lane.version += 1  # so that the next request starts a new wait
                 return True
         return False
 

@@ -1,4 +1,4 @@
-"""Batching with a fixed size and a fixed wait, as general serving systems do it."""
+"""Batching with a fixed size and a fixed wait, as in general serving systems."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tenuto_lab.rivals.base import RivalQueue, RivalScheduler
 
 @dataclass(frozen=True)
 class TimeoutOptions(SchedulerOptions):
-    """The two constants of these systems, and what happens to requests that are late.
+    """The two constants of these systems, and what happens to late requests.
 
     batch_size: requests per batch; 0: per model the largest b with 2 l(b) <= SLO, as a careful operator would set it.
     wait_ms: how long the oldest request waits for a full batch; negative: what the SLO leaves, SLO - 2 l(batch_size).
-    drop: `late` gives up what the batch being sent would answer late (kinder to the goodput than any of these systems);
-    `queue` what has spent its whole SLO in the queue (Triton's queue policy with timeout action REJECT); `none` runs
-    everything, however late (TensorFlow Serving, @serve.batch).
+    drop: `late` gives up the requests that the batch being sent would answer late (this is kinder to the goodput than
+    any of these systems). `queue` gives up the requests that have spent their whole SLO in the queue (Triton's queue
+    policy with timeout action REJECT). `none` runs all requests, however late (TensorFlow Serving, @serve.batch).
     """
 
     batch_size: int = field(default=0, metadata={"minimum": 0})
@@ -30,11 +30,11 @@ class TimeoutOptions(SchedulerOptions):
 class TimeoutScheduler(RivalScheduler):
     """TensorFlow Serving's batching session, Triton's dynamic batcher and Ray Serve's `@serve.batch`.
 
-    A batch is released when it is full or when its oldest request has waited `wait_ms`; while no gpu-let is idle it
-    keeps filling up to the size. Released batches of different models are taken in order of release; the systems
-    differ there (round robin in TensorFlow Serving, one queue per model instance in Triton and Serve). Within a model
-    the order is that of deadlines, which is the order of arrival unless clients set their own SLO; then a wait counts
-    from deadline - SLO.
+    A batch is released when it is full or when its oldest request has waited `wait_ms`. While no gpu-let is idle, a
+    released batch keeps filling up to its size. Released batches of different models run in order of release. (The
+    systems differ there: TensorFlow Serving takes models in turn; Triton and Serve have a queue per model instance.)
+    The requests of one model run in order of deadlines. That is the order of arrival unless clients set SLOs of their
+    own; then the wait of a request counts from deadline - SLO.
     """
 
     name = "timeout"
@@ -77,7 +77,7 @@ class TimeoutScheduler(RivalScheduler):
             self._consider(now, queue)
 
     def _consider(self, now: float, queue: RivalQueue) -> None:
-        """Release the batch if it is full or old enough, else see to it that a timer does."""
+        """Release the batch if it is full or old enough. Otherwise set a timer that releases it."""
         deadlines, index = queue.deadlines, queue.program
         while deadlines:
             release_at = deadlines[0] - queue.budget_ms + self._waits[index]
@@ -100,7 +100,7 @@ class TimeoutScheduler(RivalScheduler):
                 self._consider(now, queue)
 
     def _run(self, now: float, queue: RivalQueue, gpulet: int) -> bool:
-        """Send one batch; False if nothing of the queue can run there in time."""
+        """Send one batch. Return False if no request of the queue can run on this gpu-let in time."""
         sent = self._tables[gpulet][queue.program]
         deadlines = queue.deadlines
         limit = min(self._sizes[queue.program], len(sent) - 1)

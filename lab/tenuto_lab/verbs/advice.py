@@ -1,4 +1,4 @@
-"""`tenuto advice`: how many GPUs a simulated run would have been advised to add or release, window by window."""
+"""`tenuto advice`: how many GPUs the advice would add or release in each window of a simulated run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tenuto_lab.advice_series import advice_over_time
 
 @click.command("advice", short_help="Scaling advice over the time of a simulated run.")
 @virtual_arguments
-@click.option("--window-s", type=float, default=10.0, help="Length of the windows.")
+@click.option("--window-s", type=float, default=10.0, help="Length of a window in seconds.")
 def command(asked: VirtualArguments, window_s: float) -> None:
     """Run PLAN or WORKLOAD as `tenuto simulate` does, and print the advice of every window without following it.
 

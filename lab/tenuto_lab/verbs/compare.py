@@ -1,4 +1,4 @@
-"""`tenuto compare`: differences between runs, with the spread that belongs to them."""
+"""`tenuto compare`: differences between runs, with their spread."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @click.command(name="compare", short_help="Compare runs that saw the same schedule: differences, spread, conclusion.")
 @click.argument("folders", metavar="A B…", nargs=-1, required=True)
-@click.option("--different-schedules", is_flag=True, help="Compare although the schedules differ.")
+@click.option("--different-schedules", is_flag=True, help="Compare runs even if their schedules differ.")
 @json_option
 def command(folders: tuple[str, ...], different_schedules: bool) -> None:
     """Compare every further run with the first.
 
-    A folder of run folders counts as repeats of one run.
+    A folder that contains run folders counts as repeats of one run.
 
     Example: tenuto compare runs/deferred runs/eager
     """

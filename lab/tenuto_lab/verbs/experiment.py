@@ -1,4 +1,4 @@
-"""`tenuto experiment`: run published experiments again and say which of their observations come out."""
+"""`tenuto experiment`: run published experiments again, and say which of their observations come out again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _COLUMNS = ("policy", "model", "from s", "share %", "batch", "batch ms", "answer
 
 @click.command("experiment", short_help="Run the thesis' experiments again; one page per experiment.")
 @click.argument("names", metavar="LIST|NAME...", nargs=-1, required=True)
-@click.option("-o", "--output", "folder", metavar="DIR", help="Folder; each experiment gets its own below it.")
+@click.option(
+    "-o", "--output", "folder", metavar="DIR", help="Folder for the results; each experiment gets a folder in it."
+)
 @click.option("--force", is_flag=True, help="Replace experiments that are already in DIR.")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="Only this policy; repeatable.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the arrivals.")
@@ -36,20 +38,24 @@ _COLUMNS = ("policy", "model", "from s", "share %", "batch", "batch ms", "answer
     "--clients",
     type=click.Choice(["thesis", "exact"]),
     default="thesis",
-    help="Send what the thesis' clients reached, or the target rates exactly.",
+    help="Send the rates that the thesis' clients reached, or exactly the target rates.",
 )
-@click.option("--quick", is_flag=True, help="Fewer points and shorter runs; the observations' points are kept.")
-@click.option("--live", is_flag=True, help="On Ray Serve with emulated GPUs: the points the page shows in detail.")
+@click.option("--quick", is_flag=True, help="Run fewer points for a shorter time; keep the points of the observations.")
+@click.option(
+    "--live", is_flag=True, help="Run on Ray Serve with emulated GPUs the points that the page shows in detail."
+)
 @click.option(
     "--time-stretch",
     type=click.FloatRange(1, 1000),
     metavar="K",
-    help="With --live: make all times K times as long and all rates a K-th. Default: 1, real time.",
+    help="With --live: multiply all times by K and divide all rates by K. Default: 1, real time.",
 )
 @click.option(
-    "--address", metavar="ADDRESS", help="With --live: Ray cluster; default: a running one, else a local one."
+    "--address", metavar="ADDRESS", help="With --live: the Ray cluster. Default: a running one, else a local one."
 )
-@click.option("--jobs", type=click.IntRange(1), help="Processes. Default: 2, or 1 on a machine with one core.")
+@click.option(
+    "--jobs", type=click.IntRange(1), help="Number of processes. Default: 2, or 1 on a machine with one core."
+)
 @json_option
 def command(
     names: tuple[str, ...],
@@ -231,7 +237,7 @@ def _print_list(experiments: Sequence[Experiment]) -> None:
 
 
 def _derived(derived: dict[str, Any]) -> str:
-    """Return in one sentence who planned with derived numbers, and their errors."""
+    """Return in one sentence which policies planned with derived numbers, and the errors of these numbers."""
     errors = derived["errors_pct"]
     fits = ", ".join(f"{name} {mean:.1f} % (at most {most:.1f} %)" for name, (mean, most, _) in errors.items())
     plain, stand_in = derived["pair_errors_pct"]

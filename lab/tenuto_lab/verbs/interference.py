@@ -1,4 +1,4 @@
-"""`tenuto interference`: measure models beside each other, and fit what iGniter's and gpulet's models say of it."""
+"""`tenuto interference`: measure models beside each other, and fit the interference models of iGniter and gpulet."""
 
 from __future__ import annotations
 
@@ -21,25 +21,31 @@ from tenuto_lab.interference.co_run_series import KINDS, measure_co_runs
 
 @click.group("interference", short_help="Measure models beside each other, and fit interference models.")
 def command() -> None:
-    """Measure what models cost each other on one device, and fit the interference models of iGniter and gpulet.
+    """Measure how much models slow each other down on one device, and fit the models of iGniter and gpulet to it.
 
     Example: tenuto interference measure resnet50 vgg19 --profile v100.yaml --kinds pairs
     """
 
 
-@command.command("measure", short_help="Run models at once, into the profile that holds them alone.")
+@command.command("measure", short_help="Measure models at the same time, for the profile that has them alone.")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL…")
 @click.option(
-    "--profile", "profile", required=True, metavar="FILE", help="The profile, with the models measured alone."
+    "--profile", "profile", required=True, metavar="FILE", help="The profile in which the models were measured alone."
 )
 @click.option("--kinds", required=True, metavar="KIND,…", help="igniter (alone and two copies), pairs, residents.")
 @click.option("--seconds", type=float, default=5.0, show_default=True, help="Seconds of each co-run.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--batch-sizes", "sizes", type=Numbers(int), default="1,2,4,8", show_default=True, metavar="N,N…")
 @click.option("--shares", type=Numbers(float), default="50,100", show_default=True, metavar="PCT,PCT…")
-@click.option("--option", "options", multiple=True, metavar="K=V", help="Model option, as measured alone; repeatable.")
+@click.option(
+    "--option",
+    "options",
+    multiple=True,
+    metavar="K=V",
+    help="Model option, the same as when it was measured alone; repeatable.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights and inputs.")
-@click.option("--time-limit-s", type=float, metavar="S", help="Begin no co-run after S seconds.")
+@click.option("--time-limit-s", type=float, metavar="S", help="Start no further co-run after S seconds.")
 def _measure(
     models: tuple[str, ...],
     profile: str,
@@ -91,7 +97,7 @@ def _measure(
 
 
 def _telemetry() -> Telemetry | None:
-    """Return NVML of the first GPU this process may use; its absence only leaves power and clocks out."""
+    """Return NVML of the first GPU that this process may use. Without NVML, only power and clocks are left out."""
     try:
         return NvmlTelemetry(first_visible_uuid())
     except TenutoError as error:

@@ -29,17 +29,19 @@ from tenuto.profiles import Profiles
     metavar="FILE",
     help="Present partition: output of `tenuto partition --json`, or a mapping of model to sub-cluster.",
 )
-@click.option("--time-limit-s", type=float, default=math.inf, help="For the solver; two runs may then differ.")
-@click.option("--max-rate-rps", type=float, help="Most requests per second of one sub-cluster.")
-@click.option("--max-models", type=int, help="Most models of one sub-cluster.")
 @click.option(
-    "--max-moved-mib", type=float, help="Most memory that may be loaded and unloaded, both counted, against --current."
+    "--time-limit-s", type=float, default=math.inf, help="Time limit of the solver; with one, two runs may differ."
+)
+@click.option("--max-rate-rps", type=float, help="A sub-cluster gets at most this many requests per second.")
+@click.option("--max-models", type=int, help="A sub-cluster gets at most this many models.")
+@click.option(
+    "--max-moved-mib", type=float, help="Change --current by at most this much memory, loaded and unloaded together."
 )
 @click.option(
     "--memory-weight",
     type=float,
     default=PartitionLimits().memory_weight,
-    help="Weight of even memory against even rates.",
+    help="How much even memory counts compared to even rates.",
 )
 @json_option
 def command(
@@ -131,7 +133,7 @@ def _models(
 
 
 def _described(found: Partition, total_gpus: int) -> dict[str, Any]:
-    """Return a partition for JSON; the file can be given as the current one later."""
+    """Return a partition as JSON data. A later run can take the file as --current."""
     groups = [found.members(k) for k in range(found.subclusters)]
     return {
         "subclusters": [
