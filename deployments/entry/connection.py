@@ -72,40 +72,6 @@ class Service(Protocol):
         """Answer a request, now or later; called when its body is there."""
 
 
-class ArrivalClock:
-    """Says when the bytes that are read now arrived.
-
-    An event loop gets to them later: what comes while it works off a turn is found by its next poll. Of such bytes only
-    bounds are known, and the earlier one is taken, the end of the poll before, so that no client waits longer than the
-    server thinks. Bytes that ended a sleep of the loop came now.
-    """
-
-    _SLEPT_S = 2e-4  # a poll that returns sooner found something waiting
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic) -> None:
-        self._loop = loop
-        self._clock = clock
-        self._has_read = False  # in this turn
-        self._found_s = self._polled_s = clock()
-        self._arrived_s = 0.0
-
-    def arrived_ms(self) -> float:
-        """Return it in ms on the monotonic clock; call it once for every read."""
-        if not self._has_read:
-            self._has_read = True
-            self._loop.call_soon(self._poll)
-            now_s = self._clock()
-            has_slept = now_s - self._polled_s > self._SLEPT_S
-            self._arrived_s = now_s if has_slept else self._found_s
-            self._found_s = now_s if has_slept else self._polled_s
-        return self._arrived_s * 1000.0
-
-    def _poll(self) -> None:
-        """The turn is over, the loop polls next."""
-        self._has_read = False
-        self._polled_s = self._clock()
-
-
 class HttpExchange(msgspec.Struct, eq=False):
     """See `tenuto.deployments.entry.exchange.Exchange`. `response` is there once it is answered."""
 
@@ -256,7 +222,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._closes:
             return  # thrown away
         server, rest = self.server, self._rest
-        self._arrived_ms = server.clock.arrived_ms()
+        self._arrived_ms = server.turns.arrived_ms()
         came = bytes(server.room[:nbytes]) if rest is None else rest[:nbytes]
         if server.turns.left <= 0:
             self._ahead = came
@@ -584,8 +550,7 @@ class HttpServer:
         self.service = service
         self.arena = arena
         self.limits = limits
-        self.clock = ArrivalClock(asyncio.get_running_loop())
-        self.turns = Turns()
+        self.turns = Turns(asyncio.get_running_loop())
         self.heads = KnownHeads()
         self.chunked_bytes = 0  # of bodies that come in chunks and are not complete
         self.turned_away: Counter[str] = Counter()  # by reason: requests whose body was not wanted

@@ -1,9 +1,12 @@
-"""How much of what clients ask is done in one turn of the event loop, however many of them ask at once."""
+"""The turns of the gateway's event loop: how much of what clients ask is done in one, however many of them ask at once,
+and when the bytes arrived that are read in it."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 MOST_WORK = 16  # limit: of a turn, in requests of 0.1 to 0.3 ms each
@@ -24,26 +27,48 @@ class Turns:
     with what it has sent ahead. What carries no load has a turn of its own for each request. A connection finds out
     that the work of a turn is done when it has been read already: what came is kept, and no more is read.
 
-    `left`: work that may be done before the loop has another turn; none where it is 0 or less. It is renewed only then:
-    a callback in each turn would have the loop poll once more without a wait.
+    An event loop gets to bytes later: what comes while it works off a turn is found by its next poll. Of such bytes only
+    bounds are known, and the earlier one is taken, the end of the poll before, so that no client waits longer than the
+    server thinks. Bytes that ended a sleep of the loop came now.
+
+    `left`: work that may be done in this turn; none where it is 0 or less.
     """
 
-    def __init__(self) -> None:
+    _SLEPT_S = 2e-4  # a poll that returns sooner found something waiting
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic) -> None:
+        """Take the loop and its clock, in monotonic seconds."""
         self.left = MOST_WORK
+        self._loop = loop
+        self._clock = clock
         self._first: deque[Asking] = deque()
         self._ahead: deque[Asking] = deque()
         self._cold: deque[asyncio.Future[None]] = deque()
         self._handle: asyncio.Handle | None = None
+        self._has_read = False  # in this turn
+        self._found_s = self._polled_s = clock()
+        self._arrived_s = 0.0
 
     @property
     def waiting(self) -> int:
         """How many wait for a turn."""
         return len(self._first) + len(self._ahead) + len(self._cold)
 
+    def arrived_ms(self) -> float:
+        """Return when the bytes came that are read now, in ms on the monotonic clock; call it once for every read."""
+        if not self._has_read:
+            self._has_read = True
+            self._schedule()
+            now_s = self._clock()
+            has_slept = now_s - self._polled_s > self._SLEPT_S
+            self._arrived_s = now_s if has_slept else self._found_s
+            self._found_s = now_s if has_slept else self._polled_s
+        return self._arrived_s * 1000.0
+
     def spend(self, requests: int, size: int = 0) -> None:
         """Take note of work: of so many requests, and of so many bytes that are looked at one by one."""
         self.left -= requests + size // _WORK_BYTES
-        if self.left <= 0:
+        if self._handle is None:
             self._schedule()
 
     def wait(self, asking: Asking) -> None:
@@ -58,17 +83,17 @@ class Turns:
 
     async def cold(self) -> None:
         """Wait for a turn in which no other request that carries no load is answered."""
-        turn = asyncio.get_running_loop().create_future()
+        turn = self._loop.create_future()
         self._cold.append(turn)
         self._schedule()
         await turn
 
     def _schedule(self) -> None:
         if self._handle is None:
-            self._handle = asyncio.get_running_loop().call_soon(self._next)
+            self._handle = self._loop.call_soon(self._next)
 
     def _next(self) -> None:
-        """The loop has polled, or is about to."""
+        """The turn is over: let those go on that waited for it, then the loop polls."""
         self._handle = None
         self.left = MOST_WORK
         while self._first and self.left > 0:
@@ -82,3 +107,5 @@ class Turns:
                 break
         if self._first or self._ahead or self._cold:
             self._schedule()
+        self._has_read = False
+        self._polled_s = self._clock()

@@ -240,7 +240,10 @@ class _Gateway:
             given = [arena, *given]
         self.service = InferenceService(*given, clock=loop.time)
         self.server = connection.HttpServer(self.service, arena, connection.Limits())
-        self.server.clock = connection.ArrivalClock(loop, loop.time)
+        if hasattr(connection, "ArrivalClock"):  # of f373c82
+            self.server.clock = connection.ArrivalClock(loop, loop.time)
+        else:
+            self.server.turns = connection.Turns(loop, loop.time)
         options = {"rehearse": "false"} if scheduler == "deferred" else {}
         self.gpulets: list[_Gpulet] = []
 

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tenuto.deployments.entry import connection as connection_module
-from tenuto.deployments.entry.connection import ArrivalClock, HttpExchange, HttpServer
+from tenuto.deployments.entry.connection import HttpExchange, HttpServer
 from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.open_connections import Limits
+from tenuto.deployments.entry.turns import Turns
 from tenuto.deployments.wire.arena import Arena
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S
@@ -494,7 +495,7 @@ async def test_gateways_of_one_machine_share_a_port(bench: Bench) -> None:
     second.close()
 
 
-class Turns:
+class Loop:
     """A loop whose turns the test runs, and a clock that it sets."""
 
     def __init__(self) -> None:
@@ -511,14 +512,14 @@ class Turns:
 
 
 def test_bytes_that_waited_for_the_loop_are_dated_back_and_others_are_not() -> None:
-    turns = Turns()
-    clock = ArrivalClock(turns, clock=lambda: turns.now_s)  # type: ignore[arg-type]
-    turns.now_s = 10.050  # the loop slept: they came now
-    assert clock.arrived_ms() == 10_050.0
-    turns.now_s = 10.080  # the same turn, after 30 ms of work
-    assert clock.arrived_ms() == 10_050.0
-    turns.end_turn()
-    assert clock.arrived_ms() == 10_050.0  # found by the next poll at once: since the one before, which ended then
-    turns.end_turn()
-    turns.now_s = 10.0801
-    assert clock.arrived_ms() == 10_080.0
+    loop = Loop()
+    turns = Turns(loop, clock=lambda: loop.now_s)  # type: ignore[arg-type]
+    loop.now_s = 10.050  # the loop slept: they came now
+    assert turns.arrived_ms() == 10_050.0
+    loop.now_s = 10.080  # the same turn, after 30 ms of work
+    assert turns.arrived_ms() == 10_050.0
+    loop.end_turn()
+    assert turns.arrived_ms() == 10_050.0  # found by the next poll at once: since the one before, which ended then
+    loop.end_turn()
+    loop.now_s = 10.0801
+    assert turns.arrived_ms() == 10_080.0
