@@ -76,7 +76,8 @@ class Head:
     """The head of a request. Clients send the same one again and again, so that heads are kept and read once.
 
     `headers` are by lower-case name. `is_old`: HTTP/1.0. `length` is that of the body, unless it comes in chunks;
-    `expects`: it comes when it is asked for. `route` is what the service found the request to lead to, by the plan of
+    `expects`: it comes when it is asked for. `is_agreed`: llhttp has found a request with this head to end where
+    `length` says, and has gone on behind it. `route` is what the service found the request to lead to, by the plan of
     `generation`.
     """
 
@@ -88,6 +89,7 @@ class Head:
     is_chunked: bool = False
     expects: bool = False
     is_old: bool = False
+    is_agreed: bool = False
     route: Any = None
     generation: int = -1
 

@@ -1,8 +1,12 @@
 """Where requests begin and end on a connection, and what their heads say. No I/O.
 
-llhttp decides both, through httptools and with none of its leniencies: it is given every byte of a connection in order.
+llhttp decides both, through httptools and with none of its leniencies: it is given the bytes of a connection in order.
 What is here cuts the bytes where llhttp must agree that a head or a body ends, and refuses what llhttp takes although
-servers and proxies read it in different ways. Sections are those of RFC 9112.
+servers and proxies read it in different ways.
+
+Where llhttp goes on behind a request, it is in the same state as at the beginning, and what is in a body of a given
+length means nothing to it. So a whole request is not given to it again where it has gone on behind one with the same
+head, byte by byte. Sections are those of RFC 9112.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ class Framing:
         self.chunks: bytearray | None = None  # of a body without a length, what has come; then nothing follows it
         self._heads = known
         self._known = known.plain.get
+        self._before: Head | None = None  # of the request before, where nobody knows whether llhttp goes on behind it
         self.is_amid_head = False  # one has begun and is not complete
         self._began = bytearray()  # what has come of that one
         self._is_headed = self.is_over = False  # by llhttp, the head under way, and the request
@@ -90,12 +95,17 @@ class Framing:
         else:
             end = data.find(_HEAD_END) + 4
             known = self._known(data[:end])
-            if known is not None:  # nothing in it is new, only llhttp has to agree: once, on all that is there
+            if known is not None:
                 size, came = end + known.length, len(data)
+                if known.is_agreed and size <= came and self._before is None:
+                    self.is_over = True
+                    return known, end
+                # Nothing in it is new, only llhttp has to agree: once, on all that is there.
                 left = self.left = size - came if size > came else 0
                 is_upgrade = self._feed(data if size >= came else data[:size])
                 if is_upgrade or not self._is_headed or self.is_over == (left > 0):
                     raise malformed(_UNFIT)
+                self._goes_on_with(known)
                 return known, end
         is_whole = end > 3
         if (end if is_whole else held + len(data)) > _MOST_HEADER_BYTES:
@@ -121,6 +131,7 @@ class Framing:
         self.left = head.length
         if not self._is_headed or self.is_over != (not head.length and not head.is_chunked):
             raise malformed(_UNFIT)
+        self._goes_on_with(head)
         if head.is_chunked:
             self.chunks = bytearray()
             self._begin_anew(raw)
@@ -128,6 +139,12 @@ class Framing:
         if head.length and len(data) > end:
             self.body(data[end : end + head.length])
         return head, end
+
+    def _goes_on_with(self, head: Head) -> None:
+        """llhttp has taken a head, and with it the end of the request before."""
+        if self._before is not None:
+            self._before.is_agreed = True
+        self._before = None if head.is_agreed else head
 
     def body(self, data: Buffer) -> None:
         """Take bytes of a body, at most as many as are `left`."""

@@ -27,7 +27,7 @@ class Turns:
     with what it has sent ahead. What carries no load has a turn of its own for each request. A connection finds out
     that the work of a turn is done when it has been read already: what came is kept, and no more is read.
 
-    An event loop gets to bytes later: what comes while it works off a turn is found by its next poll. Of such bytes only
+    A loop gets to bytes later: what comes while it works off a turn is found by its next poll. Of such bytes only
     bounds are known, and the earlier one is taken, the end of the poll before, so that no client waits longer than the
     server thinks. Bytes that ended a sleep of the loop came now.
 

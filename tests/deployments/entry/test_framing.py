@@ -303,7 +303,7 @@ def test_what_is_taken_ends_where_it_ends_for_others(name: str) -> None:
 @pytest.mark.parametrize("wrong", [0, 1, 4, 6, 7, 9, 40, 5000])
 def test_what_is_known_of_a_head_holds_only_where_llhttp_agrees(wrong: int) -> None:
     raw, known = post(b"Content-Length: 5"), KnownHeads()
-    assert ours(raw + b"abcde" + NEXT, known=known).requests == ours(raw + b"abcde" + NEXT).requests
+    ours(raw, known=known)  # its body has not come: llhttp has not seen where it ends
     known.plain[raw].length = wrong
     for data in (raw + b"abcde", raw + b"abcde" + NEXT, raw + b"GET /", raw + NEXT):
         found = ours(data, known=known)
@@ -370,10 +370,12 @@ def made_up(dice: random.Random) -> bytes:
 
 def test_no_bytes_are_requests_here_that_others_refuse_or_cut_elsewhere() -> None:
     dice = random.Random(26)
-    taken = 0
+    taken, known = 0, KnownHeads()
     for _ in range(CASES):
         data = made_up(dice)
         found = check(data)
         taken += bool(found.requests)
         assert ours(data, iter(lambda: dice.choice((1, 2, 5, 40)), 0)) == found, data
+        for _ in range(3):  # read, agreed to, and not looked at again
+            assert ours(data, known=known) == found, data
     assert CASES / 5 < taken < CASES / 2  # else it says nothing
