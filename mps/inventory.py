@@ -131,9 +131,10 @@ def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:
 
 
 def read_inventory(
-    nvml: Nvml | None = None, sm_counts: Callable[[], Mapping[str, int]] = read_sm_counts
+    nvml: Nvml | None = None, sm_counts: Callable[[], Mapping[str, int]] | None = read_sm_counts
 ) -> tuple[GpuDevice, ...]:
-    """Return every GPU of this machine in NVML's order. A GPU in MIG mode is replaced by its MIG devices.
+    """Return every GPU of this machine in NVML's order. A GPU in MIG mode is replaced by its MIG devices. Without
+    `sm_counts` no process asks CUDA, and whole GPUs have 0 multiprocessors.
 
     Raises:
         EnvironmentFaultError: no driver, no binding, or a GPU whose SM count CUDA does not tell.
@@ -143,7 +144,7 @@ def read_inventory(
         try:
             driver = text_of(nvml.nvmlSystemGetDriverVersion())
             handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-            counts = sm_counts() if handles else {}
+            counts = None if sm_counts is None else sm_counts() if handles else {}
             whole = [(handle, _device(nvml, handle, driver, counts)) for handle in handles]
             return tuple(device for handle, gpu in whole for device in (_mig_devices(nvml, handle, gpu) or (gpu,)))
         except nvml.NVMLError as error:
@@ -186,7 +187,7 @@ def answering(nvml: Nvml) -> Iterator[None]:
         nvml.nvmlShutdown()
 
 
-def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) -> GpuDevice:
+def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int] | None) -> GpuDevice:
     uuid, name = text_of(nvml.nvmlDeviceGetUUID(handle)), text_of(nvml.nvmlDeviceGetName(handle))
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -201,7 +202,7 @@ def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) 
         mode, pending, has_mig = 0, 0, False
     is_mig = mode == 1
     # With MIG on, CUDA shows instances and no whole GPU; 0 then says that there is nothing to share by SMs.
-    if uuid not in sm_counts and not is_mig:
+    if sm_counts is not None and uuid not in sm_counts and not is_mig:
         raise EnvironmentFaultError(f"CUDA does not show {name} ({uuid}), which NVML does. Check nvidia-smi -L.")
     try:
         compute_mode = nvml.nvmlDeviceGetComputeMode(handle)
@@ -214,7 +215,7 @@ def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) 
         memory_mib=total >> 20,
         free_memory_mib=free >> 20,
         compute_capability=(int(major), int(minor)),
-        sm_count=int(sm_counts.get(uuid, 0)),
+        sm_count=int((sm_counts or {}).get(uuid, 0)),
         driver=driver,
         is_mig=is_mig,
         compute_mode=_COMPUTE_MODES.get(compute_mode, "unknown"),

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.mps.inventory import GpuProcesses, Nvml, answering, load_nvml, text_of
+from tenuto.mps.inventory import GpuProcesses, Nvml, answering, load_nvml, read_inventory, text_of
 from tenuto.mps.others import find_others
 from tenuto.mps.processes import Processes
 
@@ -95,6 +95,27 @@ def read_layout(gpu_uuid: str, nvml: MigNvml | None = None) -> MigLayout:
     nvml = nvml or _load()
     with answering(nvml), _told(nvml, gpu_uuid):
         return _Gpu(nvml, gpu_uuid).layout()
+
+
+class MigDevice(NamedTuple):
+    """A MIG device as everybody may see it: its type, such as a100-3g.20gb, and UUID, and where its instance begins;
+    None where this user is not told."""
+
+    type: str
+    start: int | None
+    uuid: str
+
+
+def read_mig_devices(nvml: Nvml | None = None) -> dict[str, tuple[MigDevice, ...]]:
+    """Return the MIG devices of every GPU of this machine by the GPU's UUID; raises `EnvironmentFaultError` where NVML
+    does not answer."""
+    devices = read_inventory(nvml or load_nvml(), None)
+    found: dict[str, tuple[MigDevice, ...]] = {device.uuid: () for device in devices if device.parent_uuid is None}
+    for device in devices:
+        if device.parent_uuid is not None:
+            told = MigDevice(device.type, device.start, device.uuid)
+            found[device.parent_uuid] = (*found.get(device.parent_uuid, ()), told)
+    return found
 
 
 def possible_places(gpu_uuid: str, nvml: MigNvml | None = None) -> dict[str, tuple[int, ...]]:

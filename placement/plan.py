@@ -102,12 +102,14 @@ class GpuletProcess:
 
     When the gpu-let of a new plan has the same settings, its process goes on, and everything else changes in place.
     `node` is the label or the address of the node; None means any node. `cuda_mps` says that the process joins the
-    CUDA MPS daemon of its GPU. A plan can name this daemon only if the GPU is bound by UUID.
+    CUDA MPS daemon of its GPU. A plan can name this daemon only if the GPU is bound to hardware. A MIG instance of a
+    GPU that plans may cut gets another UUID whenever it is made. It is found by its place, and `uuid` is None.
     """
 
     gpu: str
     gpu_type: str
     uuid: str | None
+    instance: InstancePlace | None
     node: str | None
     share_pct: float | None
     memory_mib: float | None
@@ -177,8 +179,10 @@ class Plan(StrictModel):
         needs_mps = self.mps == "required" or (
             self.mps == "auto" and (len(gpulets) > 1 or any(g.effective_share_pct < 100.0 for g in gpulets))
         )
-        joins = needs_mps and gpu.uuid is not None and gpu.type != "cpu"
-        place, how = (gpu.id, gpu.type, gpu.uuid, gpu.label or gpu.address), (self.mps, joins, self.streaming)
+        by_place = gpu.mig == "managed" and gpu.instance is not None and gpu.instance.gpu_uuid is not None
+        joins = needs_mps and (gpu.uuid is not None or by_place) and gpu.type != "cpu"
+        uuid, node = None if by_place else gpu.uuid, gpu.label or gpu.address
+        place, how = (gpu.id, gpu.type, uuid, gpu.instance, node), (self.mps, joins, self.streaming)
         return [(g, GpuletProcess(*place, g.share_pct, g.memory_mib, *how)) for g in gpulets]
 
     def devices(self, gpu_ids: Iterable[str]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from tenuto.deployments.control.controller import Controller
+from tenuto.deployments.control.cuts import LayoutSide
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.live import Live, LiveSystem, ServeSide
 from tenuto.deployments.control.planner import NoPlanner
@@ -39,6 +40,7 @@ def change_deployment(
     by: str,
     why: str,
     ready_timeout_s: float | None = None,
+    layouts: LayoutSide | None = None,
     tell: Callable[[str], None] = lambda _text: None,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
@@ -54,6 +56,7 @@ def change_deployment(
         by: who does it, for the history.
         why: what for.
         ready_timeout_s: how long new gpu-lets may take, and gateways to answer.
+        layouts: cuts GPUs into MIG instances.
         tell: is told what happens.
         clock: seconds.
         sleep: waits for seconds.
@@ -65,7 +68,7 @@ def change_deployment(
     plan, is_first = running.plan, not running.plan.gpulets
     patience_s = ready_timeout_s or (_FIRST_READY_S if is_first else _READY_S)
     settings = ControlSettings.model_validate({"mode": "off", "change": {"ready_timeout_s": patience_s}})
-    system = LiveSystem(running, serve, read_status, gpus_of(plan))
+    system = LiveSystem(running, serve, read_status, gpus_of(plan), layouts)
     ends: list[bool] = []
 
     def hear(entry: LogLine) -> None:

@@ -25,6 +25,7 @@ from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, Ove
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
+from tenuto.deployments.machines.node_layouts import NodeLayouts
 from tenuto.deployments.serve.applications import Applications
 from tenuto.deployments.serve.building import import_applications
 from tenuto.deployments.serve.deployment import Deployment
@@ -289,8 +290,8 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogLine], None],
         memory = Memory(plan, version.deployment.workload or plan.workload)
     deployment = version.deployment.with_plan(memory.plan)
     import_applications(deployment.config())
-    known = {gpu.id: gpu for gpu in (*gpus_of(plan, memory.plan), *gpus)}
-    system = LiveSystem(deployment, Applications(), gateway_status, tuple(known.values()))
+    known = {(gpu.id, gpu.type): gpu for gpu in (*gpus_of(plan, memory.plan), *gpus)}
+    system = LiveSystem(deployment, Applications(), gateway_status, tuple(known.values()), NodeLayouts())
     planner = PlannerProcess(profiles, settings.change.plan_timeout_s, on_answer=wake)
     controller = Controller(settings, memory)
     live = Live(

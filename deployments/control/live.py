@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tenuto.deployments.control.controller import Controller
+from tenuto.deployments.control.cuts import Cuts, LayoutSide
 from tenuto.deployments.control.fit import gpus_of, renamed
 from tenuto.deployments.control.interface import Apply, Decision, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind
@@ -34,7 +35,7 @@ from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History, Store
 from tenuto.deployments.serve.states import ApplicationState, gpulets_of
 from tenuto.deployments.serve.sub_clusters import evened, imbalance
-from tenuto.deployments.serve.user_config import GpuletConfig
+from tenuto.deployments.serve.user_config import GpuletConfig, GpuOfGpulet
 from tenuto.deployments.wire.status import DispatchingStatus, LogLine, ModelStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
 from tenuto.placement import Gpulet, Plan
@@ -106,7 +107,8 @@ class LiveSystem:
 
     A plan is applied in up to three steps, so that nothing that serves is taken away before its successor is there:
     running gpu-lets load what they are to hold more; the gateways follow the plan; what it lacks is unloaded, and
-    gpu-lets that left end.
+    gpu-lets that left end. Gpu-lets in MIG instances that are not there yet start last: once those in the way have
+    ended, the GPU is cut.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class LiveSystem:
         serve: ServeSide,
         read_status: Callable[[], DispatchingStatus],
         gpus: tuple[Gpu, ...],
+        layouts: LayoutSide | None = None,
     ) -> None:
         """Take over what runs.
 
@@ -123,12 +126,14 @@ class LiveSystem:
             serve: the cluster.
             read_status: returns the gateways' status; raises `EnvironmentFaultError` while none answers.
             gpus: all that the cluster should have.
+            layouts: cuts GPUs; None: none of them is bound to hardware.
         """
         self.deployment = deployment
         self._serve = serve
         self._read_status = read_status
         self._gpus = gpus
         self._gpulets = _gpulets_of(deployment.config())  # applications that the plan has, by name
+        self._places = {name: app.spec.gpu for name, app in self._gpulets.items() if app.spec}  # of all that ever ran
         self._plan = deployment.plan
         self._routed = self._plan  # what the gateways follow
         self._draining: dict[str, _Draining] = {}
@@ -140,6 +145,9 @@ class LiveSystem:
         self._migration: _Migration | None = None
         self._runs = ENTRY_APPLICATION in serve.states()
         self._told: deque[dict[str, Any]] = deque(maxlen=_PLANS_UNDER_WAY)  # the plans that gateways may follow
+        states = serve.states()
+        held = {gpulet.gpu for gpulet in self._plan.gpulets if application_name(gpulet.id) in states}
+        self._cut = Cuts(layouts, [gpu for gpu in self._plan.gpus if gpu.id in held])
 
     def apply(
         self, plan: Plan, now_s: float, standby: Sequence[Gpulet] = (), *, wanted: Deployment | None = None
@@ -161,7 +169,7 @@ class LiveSystem:
             deployment = deployment.model_copy(update={"partition": migration.before})
         waited = {application_name(name): app for name, app in self._standby.items() if name not in idle}
         self._standby, self._waiting = idle, tuple(standby)
-        before = waited | self._gpulets | {name: leaving.application for name, leaving in self._draining.items()}
+        before = waited | self._started() | {name: leaving.application for name, leaving in self._draining.items()}
         draining, grows = {}, False
         for name, present in before.items():
             if name not in gpulets:
@@ -175,7 +183,23 @@ class LiveSystem:
         self._migration = migration
         if not grows:
             self._routed = plan
+        self._cut.need(plan, emulated=deployment.executor == "emulated")
+        self._cut.go_on(self._leaving(self._serve.states()))
         self._send()
+
+    def _started(self) -> dict[str, _GpuletApplication]:
+        """Return the applications of the plan, but for those that wait for their GPU to be cut."""
+        waiting = self._cut.waiting
+        return {
+            name: application
+            for name, application in self._gpulets.items()
+            if application.spec is None or application.spec.gpu.id not in waiting
+        }
+
+    def _leaving(self, states: Mapping[str, ApplicationState]) -> list[GpuOfGpulet]:
+        """Return where gpu-lets still are that the plan does not have."""
+        started = self._started()
+        return [gpu for name, gpu in self._places.items() if name in states and name not in started]
 
     def _moved(self, after: Mapping[str, int] | None, now_s: float) -> _Migration | None:
         """Return how models get to their sub-clusters in another partition; None where all of them stay. What is new is
@@ -194,7 +218,7 @@ class LiveSystem:
         """
         wanted.config(plan)
         raise_if_any(_unchangeable(self.deployment, wanted))
-        self._gpus = tuple({gpu.id: gpu for gpu in (*gpus_of(plan), *self._gpus)}.values())
+        self._gpus = tuple({(gpu.id, gpu.type): gpu for gpu in (*gpus_of(plan), *self._gpus)}.values())
         if wanted.with_plan(self._plan) != self.deployment:
             self.apply(self._plan, now_s, self._waiting, wanted=wanted)
 
@@ -210,7 +234,8 @@ class LiveSystem:
         also = None if migration is None else migration.before if migration.is_routed else migration.after
         config = self.deployment.config(self._routed, also=also, standby=self._waiting)
         idle = {application_name(name): application for name, application in self._standby.items()}
-        gpulets = idle | self._gpulets | {name: leaving.application for name, leaving in self._draining.items()}
+        gpulets = idle | self._started() | {name: leaving.application for name, leaving in self._draining.items()}
+        self._places |= {name: application.spec.gpu for name, application in gpulets.items() if application.spec}
         self._serve.apply(replace(config, gpulets=tuple(gpulets.values())))
         self._runs = True
         told = self._routed.to_data()
@@ -245,6 +270,8 @@ class LiveSystem:
         states = self._serve.states()
         ready = _ready(self._plan, status)
         self._go_on(now_s, status, ready, states)
+        if self._cut.go_on(self._leaving(states)):
+            self._send()
         self._ready = ready | {name for name in self._standby if _is_running(states, name)}
         is_first = not self._counted
         models, seconds = self._ended(status.models)
@@ -258,14 +285,17 @@ class LiveSystem:
         )
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """Return those on nodes that are alive."""
+        """Return those on nodes that are alive; of MIG instances that cannot be there together those of the plan, and
+        none that was cut away."""
         alive = self._serve.node_names() | {""}
-        return tuple(gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive)
+        there = [gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive]
+        return self._cut.remaining(there, self._plan)
 
     @property
     def is_settled(self) -> bool:
         """Whether the gateways follow the plan, and nothing beyond it is there."""
-        return self._routed is self._plan and not self._draining and self._migration is None
+        is_cut = not self._cut.waiting
+        return self._routed is self._plan and not self._draining and self._migration is None and is_cut
 
     def _go_on(
         self, now_s: float, status: DispatchingStatus, ready: frozenset[str], states: Mapping[str, ApplicationState]
@@ -331,7 +361,7 @@ class LiveSystem:
         return found, max(lengths_s, default=None)
 
     def _broken(self, states: Mapping[str, ApplicationState]) -> dict[str, str]:
-        found = {}
+        found = {g.id: why for g in self._plan.gpulets if (why := self._cut.refused.get(g.gpu)) is not None}
         for gpulet in self._plan.gpulets:
             state = states.get(application_name(gpulet.id))
             if state is not None and state.is_broken:

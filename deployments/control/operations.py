@@ -23,6 +23,7 @@ from tenuto.deployments.control.foreseen import ForeseenChange, foresee
 from tenuto.deployments.control.interface import AdvisedPlan
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.settings import check_policy
+from tenuto.deployments.machines.node_layouts import NodeLayouts, check_layouts
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.process.ray_address import KnownDeployment, announce, cluster_address
 from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
@@ -251,6 +252,8 @@ class Operations:
             wanted = wanted.model_copy(update={"control": running.control})
         check_policy(wanted.control, wanted.plan)
         check_nodes(wanted.config())
+        if wanted.executor != "emulated":
+            check_layouts(wanted.plan)
         if has_controller:
             since_s = time.time()
             AskedController().deploy(wanted, by, why)
@@ -372,6 +375,8 @@ def begin(
     applications, gpulets = Applications(), len(deployment.plan.gpulets)
     gateways = deployment.gateways or fitting_gateways(applications.count_cores(), gpulets)
     deployment = deployment.model_copy(update={"nodes": applications.count_nodes(), "gateways": gateways})
+    if deployment.executor != "emulated":
+        check_layouts(deployment.plan)
     if ends_with_caller:
         sign_launcher(store)
     launcher.start_serve(deployment.config())
@@ -398,7 +403,16 @@ def _carry_out(
     """Go from one deployment to another where no controller runs; the controller of the other one begins after it."""
     serve, history = _WithoutController(), History(store)
     reached = change_deployment(
-        running, wanted, serve, gateway_status, history, by=by, why=why, tell=progress, sleep=sleep
+        running,
+        wanted,
+        serve,
+        gateway_status,
+        history,
+        by=by,
+        why=why,
+        layouts=NodeLayouts(),
+        tell=progress,
+        sleep=sleep,
     )
     version = history.latest()
     if reached:

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 
 from tenuto.deployments.serve.user_config import GpuletSpec
 from tenuto.deployments.wire.status import MpsStatus
@@ -274,6 +274,38 @@ async def turn_of(shared: SharedGpu | None) -> AsyncIterator[None]:
         yield
     finally:
         held.__exit__(None, None, None)
+
+
+def bound(
+    spec: GpuletSpec,
+    *,
+    has_driver: bool,
+    devices: Callable[[], tuple[GpuDevice, ...]] = read_inventory,
+    environment: MutableMapping[str, str] = os.environ,
+) -> GpuletSpec:
+    """Return what a gpu-let is to be, with the UUID of the MIG instance at its place. This process's environment then
+    chooses it, which CUDA reads when it starts: call this before.
+
+    Raises:
+        EnvironmentFaultError: there is no such instance.
+    """
+    place = spec.gpu.instance
+    if spec.gpu.uuid is not None or place is None or place.gpu_uuid is None:
+        return spec
+    if not has_driver or spec.executor == "emulated":
+        return spec
+    parts = [device for device in devices() if device.parent_uuid == place.gpu_uuid]
+    found = [part.uuid for part in parts if part.start == place.start and part.type == spec.gpu.type]
+    if len(found) != 1:
+        there = ", ".join(f"{part.type} at {'?' if part.start is None else part.start}" for part in parts)
+        raise EnvironmentFaultError(
+            f"gpu-let {spec.gpulet}: GPU {place.gpu_uuid} has no {spec.gpu.type} at {place.start}; it has "
+            f"{there or 'no MIG instances'}. Run `tenuto cluster` and plan on what is there."
+        )
+    environment["CUDA_VISIBLE_DEVICES"] = found[0]
+    if spec.cuda_mps:
+        environment.update(client_environment(found[0], spec.share_pct, spec.memory_mib))
+    return spec.model_copy(update={"gpu": spec.gpu.model_copy(update={"uuid": found[0]})})
 
 
 def join_shared_gpu(spec: GpuletSpec, *, has_driver: bool) -> SharedGpu | None:

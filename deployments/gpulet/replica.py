@@ -20,7 +20,7 @@ from tenuto.deployments.gpulet.channel import Channel
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.choose import has_nvidia_devices, make_executor
 from tenuto.deployments.gpulet.executors.streamed import make_streaming
-from tenuto.deployments.gpulet.mps_sharing import SharedGpu, join_shared_gpu, turn_of
+from tenuto.deployments.gpulet.mps_sharing import SharedGpu, bound, join_shared_gpu, turn_of
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.worker import WorkerThread
 from tenuto.deployments.process.niceness import run_at_normal_priority
@@ -93,7 +93,9 @@ class LocalReplica:
         self._has_started = True
 
     def _share_gpu(self) -> SharedGpu | None:
-        return join_shared_gpu(self._spec, has_driver=has_nvidia_devices())
+        has_driver = has_nvidia_devices()
+        self._spec = bound(self._spec, has_driver=has_driver)
+        return join_shared_gpu(self._spec, has_driver=has_driver)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Load, unload and warm up until the resident programs are those of `user_config`; unchanged ones are not

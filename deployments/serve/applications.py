@@ -164,12 +164,14 @@ def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: ServeConf
     """Return what the nodes lack for a Serve config; None: nothing. `nodes` has the names of each node (its address
     first) and how many GPUs Ray counts there."""
     gpus = {name: sum(count for names, count in nodes if name in names) for found, _ in nodes for name in found}
-    held: dict[str, dict[str, int]] = {}  # number of processes by the name of their node ("": any) and their GPU
+    # Number of processes by the name of their node ("": any), their GPU, and the GPU or MIG instance that they are on.
+    held: dict[str, dict[str, dict[str, int]]] = {}
     for application in config.gpulets:
         gpu = None if application.spec is None else application.spec.gpu
         on_node = held.setdefault(application.actor.node or "", {})
         if gpu is not None and gpu.type != "cpu":
-            on_node[gpu.id] = on_node.get(gpu.id, 0) + 1
+            on_node.setdefault(gpu.device, {}).setdefault(gpu.id, 0)
+            on_node[gpu.device][gpu.id] += 1
     missing = sorted(held.keys() - gpus.keys() - {""})
     if missing:
         known = sorted({name for names, _ in nodes for name in names if name == names[0] or "=" in missing[0]})
@@ -178,7 +180,8 @@ def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: ServeConf
             "Ray there (`ray start --address`, `--labels` for a label), or correct `address` or `label` in the cluster "
             "file and plan again."
         )
-    crowded = {gpu: count for on_node in held.values() for gpu, count in on_node.items() if count > MOST_CLIENTS}
+    on_gpus = {gpu: count for on_node in held.values() for on in on_node.values() for gpu, count in on.items()}
+    crowded = {gpu: count for gpu, count in on_gpus.items() if count > MOST_CLIENTS}
     if crowded and config.entry.user_config.plan.mps != "off":
         shown = ", ".join(f"{gpu} ({count})" for gpu, count in crowded.items())
         return f"more gpu-lets than CUDA MPS has clients on a GPU, {MOST_CLIENTS}: {shown}. Plan with fewer per GPU."

@@ -283,7 +283,7 @@ class Deployment(StrictModel):
             ),
             spec=GpuletSpec(
                 gpulet=gpulet.id,
-                gpu=GpuOfGpulet(id=process.gpu, type=process.gpu_type, uuid=process.uuid),
+                gpu=GpuOfGpulet(id=process.gpu, type=process.gpu_type, uuid=process.uuid, instance=process.instance),
                 share_pct=process.share_pct,
                 memory_mib=process.memory_mib,
                 executor=self.executor,

@@ -16,6 +16,7 @@ from tenuto.deployments.security.keys import KeyEntry, read_keys
 from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import refused
 from tenuto.placement import Plan
+from tenuto.placement.cluster import InstancePlace
 from tenuto.placement.plan import PlanField
 from tenuto.profiles.latency import LatencyField
 
@@ -34,11 +35,23 @@ class UserConfig(StrictModel):
 
 
 class GpuOfGpulet(StrictModel):
-    """The GPU of a gpu-let; see `PlannedGpu`."""
+    """The GPU of a gpu-let; see `PlannedGpu`. Without `uuid` and with a place on a real GPU, it is the MIG instance that
+    is there when the process starts."""
 
     id: str
     type: str
     uuid: str | None = None
+    instance: InstancePlace | None = None
+
+    @property
+    def device(self) -> str:
+        """The id of the physical GPU: its own, or that of the GPU it is an instance of."""
+        return self.id if self.instance is None else self.instance.gpu
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it is bound to hardware."""
+        return self.uuid is not None or (self.instance is not None and self.instance.gpu_uuid is not None)
 
 
 class GpuletSpec(StrictModel):

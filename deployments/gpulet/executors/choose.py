@@ -35,7 +35,7 @@ def make_executor(spec: GpuletSpec) -> Executor:
     if has_nvidia_devices():
         _check_share(spec)
         return _torch("cuda", spec)
-    if spec.executor == "torch" or gpu.uuid is not None or spec.mps == "required":
+    if spec.executor == "torch" or gpu.is_real or spec.mps == "required":
         raise EnvironmentFaultError(
             f"gpu-let {spec.gpulet} needs {gpu.uuid or 'a ' + gpu.type}, but this node has no NVIDIA driver. "
             "Deploy on the node the plan was made for, or write the plan with --executor emulated."

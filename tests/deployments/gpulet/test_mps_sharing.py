@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tenuto.deployments.gpulet import replica as gpulet_module
-from tenuto.deployments.gpulet.mps_sharing import SharedGpu, join_shared_gpu
+from tenuto.deployments.gpulet.mps_sharing import SharedGpu, bound, join_shared_gpu
 from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import diff
@@ -25,7 +25,8 @@ from tenuto.mps.sm_count import VisibleDevice
 from tenuto.placement import Plan
 from tests.instruments.live import PATIENCE_S
 from tests.mps.conftest import bench as bench  # the fixture
-from tests.mps.fake_nvml import FakeGpu, FakeNvml
+from tests.mps.fake_mig import FakeMigGpu, FakeMigNvml
+from tests.mps.fake_nvml import A100, FakeGpu, FakeNvml
 from tests.mps.fakes import OTHER, UUID, Bench
 
 
@@ -475,3 +476,48 @@ async def test_a_gpu_is_left_when_the_executor_cannot_be_had(
     with pytest.raises(EnvironmentFaultError, match="no torch"):
         await replica()
     assert recorder.calls == ["leave"]
+
+
+def in_instance(start: int) -> GpuletSpec:
+    place = {"gpu": "n0/0", "start": start, "slices": 4, "gpu_uuid": A100}
+    gpu = {"id": f"n0/0.{start}", "type": "a100-3g.20gb", "instance": place}
+    return GpuletSpec.model_validate({**spec(f"n0/0.{start}/a"), "executor": "auto", "gpu": gpu})
+
+
+def test_a_gpulet_in_an_instance_finds_it_by_its_place_and_has_share_and_daemon_inside() -> None:
+    nvml, environment = FakeMigNvml(FakeMigGpu()), {"CUDA_VISIBLE_DEVICES": "0"}
+    for start in (0, 4):
+        nvml.gpu.cut("3g.20gb", start)
+    devices = read_inventory(nvml, dict)
+    found = bound(in_instance(4), has_driver=True, devices=lambda: devices, environment=environment)
+    assert found.gpu.uuid == devices[1].uuid
+    assert environment == client_environment(devices[1].uuid, 40.0, 3000.0)
+    assert devices[1].uuid in environment["CUDA_MPS_PIPE_DIRECTORY"]
+
+
+def test_a_gpulet_whose_instance_is_not_there_says_what_is() -> None:
+    nvml = FakeMigNvml(FakeMigGpu())
+    nvml.gpu.cut("2g.10gb", 4)
+    with pytest.raises(EnvironmentFaultError, match=r"has no a100-3g.20gb at 4; it has a100-2g.10gb at 4"):
+        bound(in_instance(4), has_driver=True, devices=lambda: read_inventory(nvml, dict), environment={})
+    assert bound(in_instance(4), has_driver=False) == in_instance(4)
+
+
+def test_an_instance_that_is_made_anew_is_the_same_process_in_a_plan() -> None:
+    def of(uuid: str | None, mig: str) -> Plan:
+        place = {"gpu": "n0/0", "start": 4, "slices": 4, "gpu_uuid": A100}
+        gpu = {"id": "n0/0.4", "type": "a100-3g.20gb", "uuid": uuid, "mig": mig, "instance": place}
+        held = [{"name": "m", "batch_size": 1, "latency_ms": 5}]
+        return Plan.from_data(
+            {
+                "policy": {"name": "hand"},
+                "gpus": [gpu],
+                "gpulets": [{"id": "x", "gpu": "n0/0.4", "share_pct": 50, "models": held}],
+                "models": [{"name": "m", "rate_rps": 1, "slo_ms": 100}],
+            }
+        )
+
+    first, second = of("MIG-1", "managed").processes()["x"], of(None, "managed").processes()["x"]
+    assert first == second
+    assert first.cuda_mps
+    assert of("MIG-1", "fixed").processes()["x"].uuid == "MIG-1"

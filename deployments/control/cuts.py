@@ -1,0 +1,133 @@
+"""The MIG layouts that a plan needs while it is applied: which of its gpu-lets wait for their GPU to be cut, what ends
+before, and which instances are there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from tenuto.deployments.machines.node_layouts import CutOrder
+from tenuto.mps.mig_layout import MigDevice
+from tenuto.placement import Plan
+from tenuto.placement.cluster import Gpu, Placed, excludes
+from tenuto.placement.plan import PlannedGpu
+
+logger = logging.getLogger("ray.serve")
+
+
+class LayoutSide(Protocol):
+    """Cuts GPUs into MIG instances, and watches these; `NodeLayouts` on a real cluster. No call waits."""
+
+    def begin(self, order: CutOrder) -> None:
+        """Begin to cut a GPU."""
+
+    def ended(self) -> dict[str, str]:
+        """Return the GPUs that were cut since the last call, each with why it could not be; empty: it was."""
+
+    def watch(self, nodes: Sequence[str | None]) -> Mapping[str, tuple[MigDevice, ...]]:
+        """Return the MIG devices of GPUs of some nodes by the GPU's UUID, as far as they are known."""
+
+
+class Cuts:
+    """Invariant: a GPU is cut only while no gpu-let is in an instance that goes; one GPU once at a time.
+
+    `refused`: why a place could not be had, by its id. An emulated GPU has the layout that a plan gives it as soon as
+    what is in the way has ended.
+    """
+
+    def __init__(self, layouts: LayoutSide | None, held: Iterable[PlannedGpu]) -> None:
+        """Take over GPUs on which gpu-lets run: what holds these is there."""
+        self._layouts = layouts
+        self._there: dict[str, list[PlannedGpu]] = {}  # by GPU: what is known to be there
+        for gpu in held:
+            self._there.setdefault(gpu.device, []).append(gpu)
+        self._wanted: dict[str, list[PlannedGpu]] = {}  # by GPU that is to be cut: its places in the plan
+        self._under_way: set[str] = set()
+        self._emulated = False
+        self.refused: dict[str, str] = {}
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """The places of the plan that are not there yet."""
+        return frozenset(gpu.id for places in self._wanted.values() for gpu in places if not self._is_there(gpu))
+
+    def _is_there(self, gpu: PlannedGpu) -> bool:
+        return any((gpu.id, gpu.type) == (other.id, other.type) for other in self._there.get(gpu.device, ()))
+
+    def need(self, plan: Plan, *, emulated: bool) -> None:
+        """Have a plan's places from now on. Places that may not be cut are taken to be there."""
+        self._emulated, self.refused, self._wanted = emulated, {}, {}
+        held = {gpulet.gpu for gpulet in plan.gpulets}
+        missing = {g.device for g in plan.gpus if g.id in held and g.mig == "managed" and not self._is_there(g)}
+        for gpu in plan.gpus:
+            if gpu.device in missing:
+                self._wanted.setdefault(gpu.device, []).append(gpu)
+
+    def go_on(self, leaving: Sequence[Placed]) -> bool:
+        """Cut what is free to be cut; return whether places have come that gpu-lets waited for.
+
+        Args:
+            leaving: where gpu-lets still are that the plan does not have.
+        """
+        came = False
+        for device, why in ({} if self._layouts is None else self._layouts.ended()).items():
+            self._under_way.discard(device)
+            places = self._wanted.get(device, [])
+            if why:
+                logger.error("control: GPU %s could not be cut: %s", device, why)
+                wanted = {(gpu.id, gpu.type) for gpu in places}  # what had to go for them may be there or not
+                self._there[device] = [g for g in self._there.get(device, ()) if (g.id, g.type) in wanted]
+                self.refused |= {gpu.id: why for gpu in places}
+            else:
+                came = self._have(device) or came
+        for device, places in list(self._wanted.items()):
+            is_blocked = any(excludes(gpu, other) for gpu in places for other in leaving)
+            if device in self._under_way or is_blocked or any(gpu.id in self.refused for gpu in places):
+                continue
+            order = None if self._emulated else CutOrder.of(places)
+            if order is None or self._layouts is None:
+                came = self._have(device) or came
+            else:
+                self._layouts.begin(order)
+                self._under_way.add(device)
+        return came
+
+    def _have(self, device: str) -> bool:
+        places = self._wanted.pop(device, [])
+        kept = [g for g in self._there.get(device, ()) if not any(g.id == p.id or excludes(g, p) for p in places)]
+        self._there[device] = [*kept, *places]
+        return bool(places)
+
+    def remaining(self, gpus: Sequence[Gpu], plan: Plan) -> tuple[Gpu, ...]:
+        """Return the GPUs without those that cannot be there together with the plan's, and without MIG instances that
+        another tool ended."""
+        on: dict[str, list[PlannedGpu]] = {}
+        for gpu in plan.gpus:
+            if gpu.mig is not None or gpu.instance is not None:
+                on.setdefault(gpu.device, []).append(gpu)
+        if not on:
+            return tuple(gpus)
+        real = [
+            g for places in on.values() for g in places if g.instance is not None and g.instance.gpu_uuid is not None
+        ]
+        nodes = list(dict.fromkeys(gpu.label or gpu.address for gpu in real))
+        found = self._layouts.watch(nodes) if self._layouts is not None and not self._emulated else {}
+        waiting = self.waiting
+        for device, places in self._there.items():
+            self._there[device] = [gpu for gpu in places if _is_present(gpu, found)]
+        return tuple(
+            gpu
+            for gpu in gpus
+            if not any(excludes(gpu, other) for other in on.get(gpu.device, ()))
+            and (gpu.id in waiting or _is_present(gpu, found))
+        )
+
+
+def _is_present(gpu: Gpu | PlannedGpu, found: Mapping[str, tuple[MigDevice, ...]]) -> bool:
+    """Return whether a MIG instance is among those of its GPU; what nobody has looked at is."""
+    parts = None if gpu.instance is None else found.get(gpu.instance.gpu_uuid or "")
+    if parts is None or gpu.instance is None:
+        return True
+    by_place = any(part.type == gpu.type and part.start in (None, gpu.instance.start) for part in parts)
+    return by_place if gpu.mig == "managed" or gpu.uuid is None else any(part.uuid == gpu.uuid for part in parts)
