@@ -143,11 +143,12 @@ class LiveSystem:
         self._ready: frozenset[str] = frozenset()  # gpu-lets that were ready then
         self._counted: dict[str, tuple[float, tuple[int, int, int]]] = {}  # when, and what
         self._migration: _Migration | None = None
-        self._runs = ENTRY_APPLICATION in serve.states()
-        self._told: deque[dict[str, Any]] = deque(maxlen=_PLANS_UNDER_WAY)  # the plans that gateways may follow
         states = serve.states()
+        self._runs = ENTRY_APPLICATION in states
+        self._told: deque[dict[str, Any]] = deque(maxlen=_PLANS_UNDER_WAY)  # the plans that gateways may follow
         held = {gpulet.gpu for gpulet in self._plan.gpulets if application_name(gpulet.id) in states}
         self._cut = Cuts(layouts, [gpu for gpu in self._plan.gpus if gpu.id in held])
+        self._cut.need(self._plan, emulated=deployment.executor == "emulated")  # a change may be under way
 
     def apply(
         self, plan: Plan, now_s: float, standby: Sequence[Gpulet] = (), *, wanted: Deployment | None = None

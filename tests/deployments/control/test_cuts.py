@@ -164,6 +164,17 @@ def test_an_instance_that_another_tool_ended_is_gone_with_its_gpulets() -> None:
     assert [set(order.wanted) for order, _ in cluster.layouts.orders] == [{("3g.20gb", 0), ("3g.20gb", 4)}]
 
 
+def test_who_takes_over_in_the_middle_of_a_change_has_the_gpu_cut_first() -> None:
+    cluster = CutCluster(plan(HALVES[1:]))
+    stage = cluster.of(plan(MIXED))
+    system = LiveSystem(stage, cluster.serve, cluster.serve.status, gpus_of(plan(MIXED)), cluster.layouts)
+    system.look(1.0)
+    assert [len(order.wanted) for order, _ in cluster.layouts.orders] == [3]
+    assert cluster.places()[-1] == [("n0/0.4", "a100-3g.20gb")]
+    system.look(2.0)
+    assert len(cluster.places()[-1]) == 3
+
+
 def test_instances_that_cannot_be_there_together_are_not_planned_on() -> None:
     cluster = CutCluster(plan(HALVES))
     gpus = (*gpus_of(plan(HALVES)), *gpus_of(plan(MIXED)))
