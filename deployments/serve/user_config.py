@@ -35,8 +35,8 @@ class UserConfig(StrictModel):
 
 
 class GpuOfGpulet(StrictModel):
-    """The GPU of a gpu-let; see `PlannedGpu`. Without `uuid` and with a place on a real GPU, it is the MIG instance that
-    is there when the process starts."""
+    """The GPU of a gpu-let; see `PlannedGpu`. Without `uuid` and with a place on a real GPU, it is the MIG instance
+    that is there when the process starts."""
 
     id: str
     type: str
