@@ -28,7 +28,7 @@ def cheapest(choice: Chooser, cluster: Cluster) -> Candidate | None:
     purchase = _Purchase(choice, cluster)
     found = purchase.first_safe(sorted(starts, key=lambda each: purchase.price(each.bought)))
     found = found or purchase.grown(starts[0])
-    return purchase.lowered(found) if found else choice.tried(starts[0])
+    return purchase.lowered(found) if found else choice.confirmed(starts[0])
 
 
 class _Purchase:

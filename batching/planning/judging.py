@@ -41,10 +41,16 @@ class Judged:
         """Say whether every model has at least this fraction of its requests in time, or misses a single one."""
         return bool(self.kept(attainment).all())
 
-    def kept(self, attainment: float) -> NDArray[np.bool_]:
+    def surely_keeps(self, attainment: float) -> bool:
+        """Say the same with a standard deviation of so many misses to spare, so that other arrivals say it too. What
+        was ended early keeps nothing."""
+        return self.value >= 0.0 and bool(self.kept(attainment, deviations=1.0).all())
+
+    def kept(self, attainment: float, *, deviations: float = 0.0) -> NDArray[np.bool_]:
         """Return of each model whether it has."""
-        lost_rps, one = self.offered_rps - self.ok_rps, 1.0 / self.window_s
-        return lost_rps <= np.maximum(one, (1.0 - attainment) * self.offered_rps) + 1e-9
+        may_lose_rps, one = (1.0 - attainment) * self.offered_rps, 1.0 / self.window_s
+        most_rps = may_lose_rps - deviations * np.sqrt(may_lose_rps * one)  # of n a second in w: sqrt(n w) / w
+        return self.offered_rps - self.ok_rps <= np.maximum(one, most_rps) + 1e-9
 
 
 class Worth:
