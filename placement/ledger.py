@@ -21,8 +21,8 @@ def with_caps(plan: Plan, cluster: Cluster, contexts_mib: Mapping[str, float]) -
     """Return the plan with a memory cap on every gpu-let whose memory is known and that has none yet.
 
     A gpu-let that has its GPU to itself gets all of it. Otherwise a cap is the need with some headroom in whole
-    sixteenths of the GPU; where these do not fit beside each other, the need and a fair part of what is left; where not
-    even the needs fit, the need, which `check_plan` then refuses.
+    sixteenths of the GPU; where these do not fit beside each other and the caps that are there, the need and a fair
+    part of what is left; where not even the needs fit, the need, which `check_plan` then refuses.
 
     Args:
         plan: with programs that know their memory.
@@ -46,16 +46,18 @@ def with_caps(plan: Plan, cluster: Cluster, contexts_mib: Mapping[str, float]) -
 
 
 def _caps(gpulets: Sequence[Gpulet], memory_mib: float, context_mib: float) -> dict[str, float]:
-    needs = {gpulet.id: held + context_mib for gpulet in gpulets if (held := gpulet.held_mib) is not None}
+    free = [gpulet for gpulet in gpulets if gpulet.memory_mib is None]
+    left_mib = memory_mib - sum(gpulet.memory_mib or 0.0 for gpulet in gpulets)
+    needs = {gpulet.id: held + context_mib for gpulet in free if (held := gpulet.held_mib) is not None}
     total = sum(needs.values())
-    if total > memory_mib:
+    if total > left_mib:
         return {name: round(need, 3) for name, need in needs.items()}
     if len(gpulets) == 1:
         return dict.fromkeys(needs, memory_mib)
     step = memory_mib / PARTS
     caps = {name: math.ceil(HEADROOM * need / step - 1e-9) * step for name, need in needs.items()}
-    if sum(caps.values()) > memory_mib:
-        caps = {name: need * memory_mib / total for name, need in needs.items()}
+    if sum(caps.values()) > left_mib:
+        caps = {name: need * left_mib / total for name, need in needs.items()}
     return {name: round(cap, 3) for name, cap in caps.items()}
 
 

@@ -142,7 +142,7 @@ class _Solver:
             return self._run(start)
 
     def _ask(self, _kind: Any, _message: str, state: Any, answer: Any, _data: Any) -> None:
-        """Answer HiGHS, which asks whether to go on."""
+        """Answer HiGHS, which asks whether to go on. highspy 1.10 to 1.16 all ask in this way and heed the answer."""
         self._asked += self._nonzeros * (1 if state.mip_node_count else AT_ROOT)
         answer.user_interrupt = self._asked > WORK
 

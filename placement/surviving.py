@@ -521,29 +521,37 @@ class _Adding:
             gpulets = by_gpu[gpu.id]
             for gpulet in gpulets:
                 if not gpulet.merge and all(replica.name != name for replica in gpulet.models):
-                    yield from self._place(name, gpu, gpulet)
+                    yield from self._place(name, gpu, gpulet, gpulets)
             left_pct = int(100.0 - sum(gpulet.effective_share_pct for gpulet in gpulets) + 1e-6)
             if left_pct > 0:
                 opens = 0.0 if gpulets else 1.0
                 names = {gpulet.id for gpulet in gpulets}
                 new = next(new for i in range(len(names) + 1) if (new := gpulet_id(gpu.id, i)) not in names)
                 share_pct = float(left_pct) if gpulets else None
-                yield from self._place(name, gpu, Gpulet(id=new, gpu=gpu.id, share_pct=share_pct, models=()), opens)
+                empty = Gpulet(id=new, gpu=gpu.id, share_pct=share_pct, models=())
+                yield from self._place(name, gpu, empty, gpulets, opens)
         for kind, bought in self._buyable.items():
             gpu = PlannedGpu.of(bought)
             new_one = Gpulet(id=gpulet_id(gpu.id, 0), gpu=gpu.id, models=())
-            yield from self._place(name, gpu, new_one, 1.0, self._prices[kind])
+            yield from self._place(name, gpu, new_one, (), 1.0, self._prices[kind])
 
     def _place(
-        self, name: str, gpu: PlannedGpu, gpulet: Gpulet, opens: float = 0.0, price: float = 0.0
+        self,
+        name: str,
+        gpu: PlannedGpu,
+        gpulet: Gpulet,
+        there: Sequence[Gpulet],
+        opens: float = 0.0,
+        price: float = 0.0,
     ) -> Iterator[_Place]:
-        """Yield a gpu-let with one more replica, where a request of it would be in time there and memory is left."""
+        """Yield a gpu-let with one more replica, where a request of it would be in time there and memory is left beside
+        what is there."""
         on = self._scene.sharing.costs[name].get(gpu.type)
         if on is None or not on.knows(gpulet.effective_share_pct, EVERY_RULE):
             return
         # Half of the SLO, as a batch waits while another one runs; the scheduler runs smaller ones where it must.
         size = on.largest_batch(on.slo_ms / 2.0, gpulet.effective_share_pct) or 1
-        size = on.batches_in_memory(self._room_mib(gpu, gpulet), size)
+        size = on.batches_in_memory(self._room_mib(gpu, gpulet, there), size)
         if size and on.steps(gpulet.effective_share_pct)[1] <= on.slo_ms:
             rate_rps = None if self._promises else 0.0  # a spare one, while nothing is lost
             models = (*gpulet.models, Replica(name=name, batch_size=size, rate_rps=rate_rps))
@@ -551,21 +559,26 @@ class _Adding:
             grown = gpulet.model_copy(update={"models": models, "duty_cycle_ms": None, "memory_mib": None})
             yield _Place(gpu, grown, price, (price, opens, 0.0 if gpulet.models else 1.0))
 
-    def _room_mib(self, gpu: PlannedGpu, gpulet: Gpulet) -> float:
-        """Return the memory of a GPU that none of its gpu-lets needs."""
-        there = self._plan.on_gpu(gpu.id)
-        held = sum((other.held_mib or 0.0) + self._scene.contexts_mib[gpu.type] for other in there)
-        own = 0.0 if gpulet.models else self._scene.contexts_mib[gpu.type]
-        return self._memory_mib[gpu.type] - held - own
+    def _room_mib(self, gpu: PlannedGpu, gpulet: Gpulet, there: Sequence[Gpulet]) -> float:
+        """Return the memory of a GPU that none of its gpu-lets needs, or may take."""
+        context_mib = self._scene.contexts_mib[gpu.type]
+        taken = gpulet.held_mib or 0.0 if gpulet.models else 0.0
+        for other in there:
+            if other.id != gpulet.id:
+                taken += other.memory_mib or (other.held_mib or 0.0) + context_mib
+        return self._memory_mib[gpu.type] - taken - context_mib
 
     def _with(self, place: _Place) -> Plan:
         """Return the plan with a gpu-let as it is there."""
-        kept = [place.gpulet if g.id == place.gpulet.id else g for g in self._plan.gpulets]
-        gpulets = kept if place.gpulet in kept else [*kept, place.gpulet]
+        on_gpu = [place.gpulet if g.id == place.gpulet.id else g for g in self._plan.on_gpu(place.gpu.id)]
+        on_gpu += [] if place.gpulet in on_gpu else [place.gpulet]
         gpus = self._plan.gpus if place.gpu in self._plan.gpus else (*self._plan.gpus, place.gpu)
+        alone = self._plan.model_copy(update={"gpus": (place.gpu,), "gpulets": tuple(on_gpu)})
+        done = self._scene.sharing.completed(alone).gpulets
         order = {gpu.id: index for index, gpu in enumerate(gpus)}
-        gpulets.sort(key=lambda gpulet: order[gpulet.gpu])
-        return self._scene.sharing.completed(self._plan.model_copy(update={"gpus": gpus, "gpulets": tuple(gpulets)}))
+        others = (gpulet for gpulet in self._plan.gpulets if gpulet.gpu != place.gpu.id)
+        gpulets = sorted((*others, *done), key=lambda gpulet: order[gpulet.gpu])
+        return self._plan.model_copy(update={"gpus": gpus, "gpulets": tuple(gpulets)})
 
 
 @dataclass(frozen=True)

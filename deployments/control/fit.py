@@ -7,12 +7,14 @@ running has: so the new can start beside the old.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from tenuto.deployments.control.steps import fits
+from tenuto.deployments.control.steps import fits, needed_mib
 from tenuto.errors import refused
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
@@ -58,12 +60,13 @@ def fitted(
 
     specs = {spec.name: spec for spec in plan.models}
 
-    def value(name: str, gpu: Gpu) -> float:
-        held = [specs[model] for model in {r.name for g in wanted[name] for r in g.models} & specs.keys()]
+    def may_or_likes(name: str, gpu: Gpu) -> float:
+        """Return what it is worth beside what stays loaded to lay what a GPU of the plan holds on one that is there."""
+        held = [specs[model] for model in _models(wanted[name]) & specs.keys()]
         wrong = (in_place and gpu.id != name) or not all(may_lie(spec, gpu) for spec in held)
-        liked = PREFERRED * sum(prefers(spec, gpu) for spec in held)
-        return _value(wanted[name], before.get(gpu.id, []), gpu, pairs(wanted[name], gpu)) + liked - FORBIDDEN * wrong
+        return PREFERRED * sum(prefers(spec, gpu) for spec in held) - FORBIDDEN * wrong
 
+    says_where = in_place or any(spec.only_on or spec.keep_off or spec.prefer for spec in plan.models)
     wanted = {gpu: gpulets for gpu, gpulets in plan.by_gpu().items() if gpulets}
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     taken = {*reserved, *(gpulet.id for gpulet in (running.gpulets if running is not None else ()))}
@@ -75,7 +78,18 @@ def fitted(
         if len(new) > len(there):
             rule = f"{len(new)} GPUs of type {gpu_type}, and {len(there)} are there"
             raise refused("gpus", len(new), rule, "Plan on the GPUs that are there.")
-        values = np.array([[value(name, gpu) for gpu in there] for name in new])
+        held = [before.get(gpu.id, []) for gpu in there]
+        values = _values_beside([wanted[name] for name in new], held, [gpu.memory_mib for gpu in there])
+        lies_on: dict[str, list[int]] = defaultdict(list)
+        for column, gpulets_there in enumerate(held):
+            for model in _models(gpulets_there):
+                lies_on[model].append(column)
+        for row, name in enumerate(new):
+            for column in {column for model in _models(wanted[name]) for column in lies_on[model]}:
+                kept = pairs(wanted[name], there[column])
+                values[row, column] = _value(wanted[name], held[column], there[column], kept)
+        if says_where:
+            values += [[may_or_likes(name, gpu) for gpu in there] for name in new]
         for row, column in zip(*linear_sum_assignment(values, maximize=True), strict=True):
             gpu = there[column]
             used[gpu.id] = PlannedGpu.of(gpu)
@@ -139,6 +153,26 @@ def fresh_id(gpu_id: str, taken: Collection[str]) -> str:
 
 
 _Pairs = list[tuple[float, int, str]]
+
+
+def _models(gpulets: Iterable[Gpulet]) -> set[str]:
+    return {replica.name for gpulet in gpulets for replica in gpulet.models}
+
+
+def _values_beside(
+    new: Sequence[Sequence[Gpulet]], old: Sequence[Sequence[Gpulet]], memory_mib: Sequence[float]
+) -> NDArray[np.float64]:
+    """Return `_value` of every GPU's gpu-lets on every one, as if none of what is there could go on in it."""
+    pct, mib = (
+        [np.array([sum(map(size, gpulets)) for gpulets in each]) for each in (new, old)] for size in (_pct, needed_mib)
+    )
+    is_room = (pct[0][:, None] + pct[1] <= 100.0 + 1e-6) & (mib[0][:, None] + mib[1] <= np.array(memory_mib) + 1e-6)
+    starts = np.array([sum(len(gpulet.models) for gpulet in gpulets) for gpulets in new], dtype=float)
+    return np.where(is_room, 0.0, -BREAKS * starts[:, None])
+
+
+def _pct(gpulet: Gpulet) -> float:
+    return gpulet.effective_share_pct
 
 
 def _value(new: Sequence[Gpulet], old: Sequence[Gpulet], gpu: Gpu, pairs: _Pairs) -> float:

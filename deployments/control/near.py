@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from tenuto.deployments.control.fit import fitted, gpus_of, renamed
 from tenuto.deployments.control.planning import PlanRequest, incremental, of_workload, trimmed
@@ -14,8 +15,8 @@ from tenuto.deployments.control.worth import Durations
 from tenuto.errors import InvalidInputError, refused
 from tenuto.placement import Cluster, Gpulet, Plan, Policy, Workload
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.expectation.outlook import IN_FULL, Traffic, expected_of
-from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
+from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic, expected_of
+from tenuto.placement.plan import Expected, ExpectedModel, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import complete, solve
@@ -55,7 +56,7 @@ def planned_near(
         at_most: gpu-lets that may start or load.
         promised_rps: what is to be promised of each model in place of what `anew` promises; then gpu-lets that end
             count as changes, too, and none ends only because it is not needed.
-        trial: as of `solve`.
+        trial: as of `solve`; it also says what plans near `old` serve of a policy that promises what trials serve.
 
     Raises:
         InvalidInputError: even to keep what runs takes more changes.
@@ -69,8 +70,11 @@ def planned_near(
     kept = kept.model_copy(update={"gpus": tuple(map(PlannedGpu.of, listed)), "notes": (), "believed": None})
     rates = {spec.name: spec.rate_rps for spec in workload.models}
     stays = promised_rps is not None
-    promised = _promised(anew) if promised_rps is None else promised_rps
-    parts = {name: min(IN_FULL, promised.get(name, 0.0) / rates[name]) for name in rates}
+    # What is added is judged by formulas, so that it is to come up to what these give of the plan made anew; which plan
+    # is taken, by what is promised, to which trials may belong.
+    by_formulas, told_rps = (_promised(anew), _told_rps(anew)) if promised_rps is None else (promised_rps, promised_rps)
+    parts = {name: min(IN_FULL, by_formulas.get(name, 0.0) / rates[name]) for name in rates}
+    wanted_rps = {name: (min(IN_FULL, told_rps.get(name, 0.0) / rates[name]) - SLIGHT) * rates[name] for name in rates}
     asked = workload.model_copy(update={"merge": "off"})  # what is merged is so already
     request = PlanRequest(
         asked,
@@ -89,11 +93,19 @@ def planned_near(
     def sizes_of(gpulet: Gpulet) -> dict[str, int]:
         return {replica.name: replica.batch_size for replica in gpulet.models}
 
-    def whole(plan: Plan, most: int = 0, trial: Trial | None = None) -> Plan:
-        """Return a candidate with what is expected of it, and at most so many replicas more."""
-        believed = {} if plan.believed is None else plan.believed.model_dump()
-        bare = plan.model_copy(update={"notes": (), "expected": Expected(**believed)})
-        found = complete(bare, policy, asked, cluster, profiles, parts=parts, at_most=most, trial=trial)
+    tries = trial if getattr(policy, "is_tried", False) else None
+
+    def whole(plan: Plan, most: int = 0, losses: Trial | None = None) -> Plan:
+        """Return a candidate with what is expected of it, and at most so many replicas more. Of a policy that promises
+        what trials serve, it is tried."""
+        finished = partial(complete, policy=policy, workload=asked, cluster=cluster, profiles=profiles, parts=parts)
+        believed = Expected() if plan.believed is None else Expected(**plan.believed.model_dump())
+        found = finished(plan.model_copy(update={"notes": (), "expected": believed}), at_most=most, trial=losses)
+        served = None if tries is None else tries(found)
+        if served is not None:
+            told = {name: ExpectedModel(goodput_rps=served[name] * rates[name]) for name in found.expected.models}
+            believed = Expected(goodput_rps=sum(each.goodput_rps for each in told.values()), models=told)
+            found = finished(found.model_copy(update={"notes": (), "expected": believed}), at_most=0, trial=losses)
         # What holds the same as before keeps its limit, or its lack of one: another limit is another process.
         same = {gpulet.id: gpulet for gpulet in held}
         gpulets = [
@@ -104,10 +116,24 @@ def planned_near(
         ]
         return renamed(found.model_copy(update={"gpulets": tuple(gpulets)}), old)
 
-    def possible(plan: Plan, most: int = 0, trial: Trial | None = None) -> Iterator[Plan]:
+    def possible(plan: Plan, most: int = 0, losses: Trial | None = None) -> Iterator[Plan]:
         """Yield the same; nothing where the memory limits of what stays leave a new process no room."""
         with suppress(InvalidInputError):
-            yield whole(plan, most, trial)
+            yield whole(plan, most, losses)
+
+    def spared(plan: Plan) -> Iterator[Plan]:
+        """Yield a plan without the changes that are not needed for what is asked of it; nothing where all are."""
+        less, outlooks = plan, Outlooks()
+        then = {gpulet.id: gpulet for gpulet in kept.gpulets}
+        least = {name: min(part, parts.get(name, 0.0)) - SLIGHT for name, part in outlooks.promised(plan)[0].items()}
+        for name in sorted(not_ready(old, plan)):
+            gpulets = (then.get(name) if gpulet.id == name else gpulet for gpulet in less.gpulets)
+            one = less.model_copy(update={"gpulets": tuple(gpulet for gpulet in gpulets if gpulet is not None)})
+            promised = outlooks.promised(one)[0]
+            if all(promised.get(model, 0.0) >= part for model, part in least.items()):
+                less = one
+        if less is not plan:
+            yield from possible(less)
 
     def candidates() -> Iterator[Plan]:
         yield from possible(kept)
@@ -119,8 +145,8 @@ def planned_near(
                     yield from possible(plan)
 
     def rank(plan: Plan) -> tuple[float, ...]:
-        got = {name: model.goodput_rps for name, model in plan.expected.models.items()}
-        lacking = sum(max(0.0, (parts[n] - SLIGHT) * rates[n] - got.get(n, 0.0)) for n in rates)
+        got = _told_rps(plan)
+        lacking = sum(max(0.0, rate - got.get(name, 0.0)) for name, rate in wanted_rps.items())
         price = plan.expected.cost_per_hour
         used = plan.expected.gpus_used
         ended = len({gpulet.id for gpulet in kept.gpulets} - {gpulet.id for gpulet in plan.gpulets}) if stays else 0
@@ -136,8 +162,8 @@ def planned_near(
         raise refused("--at-most", at_most, f"what is asked takes {least} changes at least", f"Allow {least}.")
     best = min(allowed, key=rank)
     smaller = None if stays else trimmed(request, best)
-    if smaller is not None:
-        best = min([best, *possible(smaller)], key=rank)
+    best = min([best, *(possible(smaller) if smaller is not None else ())], key=rank)
+    best = min([best, *spared(best)], key=rank)
     if trial is not None and any(spec.survive for spec in workload.models):
         best = next(possible(best, most - changes_of(old, best), trial), best)
     return best.model_copy(update={"notes": (*best.notes, _told(old, best, made_anew))})
@@ -187,8 +213,13 @@ def less_by(old: Plan, plan: Plan) -> dict[str, tuple[float, float]]:
 
 
 def _promised(plan: Plan) -> dict[str, float]:
-    """Return what a plan promises of each model that it serves, in requests per second in time."""
-    return {name: model.goodput_rps for name, model in expected_of(plan).models.items()}
+    """Return what the formulas promise of each model that a plan serves, in requests per second in time."""
+    return _told_rps(plan.model_copy(update={"expected": expected_of(plan)}))
+
+
+def _told_rps(plan: Plan) -> dict[str, float]:
+    """Return what a plan says that it promises."""
+    return {name: model.goodput_rps for name, model in plan.expected.models.items()}
 
 
 def _gpus(old: Plan, anew: Plan, cluster: Cluster) -> tuple[Gpu, ...]:

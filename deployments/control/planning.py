@@ -8,7 +8,7 @@ what it moves. Pure functions; the live controller calls them in a process of it
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -349,27 +349,45 @@ def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_r
 
 def trimmed(request: PlanRequest, running: Plan) -> Plan | None:
     """Return what runs without what is not needed: whole GPUs first, then single gpu-lets, the largest share first."""
-    by_gpu = running.by_gpu()
-    groups = [gpulets for gpulets in by_gpu.values() if gpulets]
-    groups.sort(key=lambda gpulets: len({replica.name for gpulet in gpulets for replica in gpulet.models}))
-    singles = sorted(running.gpulets, key=lambda gpulet: -gpulet.effective_share_pct)
-    kept = {gpulet.id for gpulet in running.gpulets}
-    outlooks = Outlooks(request.slowdowns)
-
-    def promised(left: set[str]) -> dict[str, float]:
-        plan = _with_gpulets(running, [gpulet for gpulet in running.gpulets if gpulet.id in left])
-        return outlooks.kept(plan, request.traffic, request.attainment)
-
-    before, unmet_before = promised(kept), _unmet(request, running)
-    for group in [*groups, *([gpulet] for gpulet in singles)]:
-        left = kept - {gpulet.id for gpulet in group}
-        if left == kept or any(part <= before[name] - SLIGHT for name, part in promised(left).items()):
-            continue
-        if _unmet(request, _with_gpulets(running, [g for g in running.gpulets if g.id in left])) <= unmet_before:
-            kept = left
+    kept = {gpulet.id for part in _parts(running) for gpulet in _needed(request, part)}
     if len(kept) == len(running.gpulets):
         return None
     return _with_gpulets(running, [gpulet for gpulet in running.gpulets if gpulet.id in kept])
+
+
+def _needed(request: PlanRequest, running: Plan) -> tuple[Gpulet, ...]:
+    """Return the gpu-lets of a plan that are needed."""
+    groups = [gpulets for gpulets in running.by_gpu().values() if gpulets]
+    groups.sort(key=lambda gpulets: len({replica.name for gpulet in gpulets for replica in gpulet.models}))
+    singles = sorted(running.gpulets, key=lambda gpulet: -gpulet.effective_share_pct)
+    outlooks = Outlooks(request.slowdowns)
+
+    def promised(plan: Plan) -> dict[str, float]:
+        return outlooks.kept(plan, request.traffic, request.attainment)
+
+    before, unmet_before = promised(running), _unmet(request, running)
+    for group in [*groups, *([gpulet] for gpulet in singles)]:
+        gone = {gpulet.id for gpulet in group}
+        left = _with_gpulets(running, [gpulet for gpulet in running.gpulets if gpulet.id not in gone])
+        if len(left.gpulets) < len(running.gpulets) and (
+            all(part > before[name] - SLIGHT for name, part in promised(left).items())
+            and _unmet(request, left) <= unmet_before
+        ):
+            running = left
+    return running.gpulets
+
+
+def _parts(plan: Plan) -> Iterator[Plan]:
+    """Yield the parts of a plan that have neither models nor GPUs in common: what one needs is no matter of another."""
+    held = [(gpulet, [(gpulet.gpu,), *(replica.name for replica in gpulet.models)]) for gpulet in plan.gpulets]
+    together = connected_components(members for _, members in held)
+    part_of = {member: index for index, each in enumerate(together) for member in each}
+    gpulets: dict[int, list[Gpulet]] = defaultdict(list)
+    for gpulet, members in held:
+        gpulets[part_of[members[0]]].append(gpulet)
+    for index, own in gpulets.items():
+        models = tuple(spec for spec in plan.models if spec.name in together[index])
+        yield plan.model_copy(update={"gpulets": tuple(own), "models": models})
 
 
 def of_workload(running: Plan, workload: Workload) -> Plan:

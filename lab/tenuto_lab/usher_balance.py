@@ -1,14 +1,9 @@
-"""How full USHER's plans make each GPU: Cuti and Muti, the sums of Creq and Mreq of the replicas there (section 3.3).
-
-Run: python -m tenuto_lab.usher_balance PLAN [PROFILE]…
-"""
+"""How full plans make each GPU, as USHER counts it (section 3.3): the sums of Creq and Mreq of the replicas there."""
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
-from tenuto.cli.common import profiles_from
 from tenuto.errors import refused
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Cluster
@@ -53,10 +48,3 @@ def balances(plan: Plan, profiles: Profiles, compute_metric: str = "achieved_occ
             muti += 100.0 * point.memory_mib / size_mib
         found.append(GpuBalance(gpu, cuti, muti, len({replica.name for replica in replicas})))
     return found
-
-
-if __name__ == "__main__":
-    planned = Plan.load(sys.argv[1])
-    print(f"{'GPU':<12} {'Cuti %':>8} {'Muti %':>8} {'apart':>8} {'models':>6}")
-    for each in balances(planned, profiles_from(sys.argv[2:], {gpu.type for gpu in planned.gpus})):
-        print(f"{each.gpu:<12} {each.cuti_pct:8.1f} {each.muti_pct:8.1f} {each.apart_pct:8.1f} {each.models:6}")

@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property, partial
 
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.queueing import MeanBatch, Stream, blocked_part, lost_parts, used_part
@@ -41,12 +41,13 @@ class _Kind:
 
     programs: tuple[Program, ...]
     gpulets: list[int] = field(default_factory=list)
+    beside: list[_Kind] = field(default_factory=list)
     busy: float = 1.0
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a program is asked for: the rate of all its models, and the strictest of their SLOs."""
+    """What a model is asked for; or a program: the rate of all its models, and the strictest of their SLOs."""
 
     rate_rps: float
     slo_ms: float
@@ -97,14 +98,17 @@ class Outlook:
 
 
 class Outlooks:
-    """Outlooks of plans that have most of their gpu-lets in common, as the stages of a change: what gpu-lets that share
-    programs serve is found out once."""
+    """Outlooks of plans that have most of their gpu-lets in common, as the stages of a change: what gpu-lets serve that
+    share programs or GPUs is found out once."""
 
     def __init__(self, slowdowns: Mapping[str, float] | None = None) -> None:
         """Take what batches of a program really take over what plans say, where that is not 1."""
         self._slowdowns = {name: factor for name, factor in (slowdowns or {}).items() if factor != 1.0}
         self._known: dict[object, tuple[_ServedInTime, object]] = {}  # beside it the programs that its key identifies
         self._slowed: dict[tuple[int, float], tuple[Latency, Latency]] = {}  # by identity and factor: it, and it now
+        self._told: dict[int, _Told] = {}  # by identity
+        self._members: dict[object, tuple[object, dict[str, _Asked]]] = {}  # by the identity of what is beside them
+        self._islands: dict[object, _Island] = {}
 
     def of(self, plan: Plan, traffic: Traffic | None = None, *, is_cautious: bool = False) -> Outlook:
         """Return what a plan is expected to serve.
@@ -114,42 +118,25 @@ class Outlooks:
             traffic: of its models, which are not served where they have none; default: the rates it was made for.
             is_cautious: at `MORE` load, with requests that wait as if all neighbours always ran.
         """
-        traffic = traffic or Traffic({spec.name: spec.rate_rps for spec in plan.models})
-        more = 1.0 + MORE if is_cautious else 1.0
-        specs = {
-            spec.name: spec.model_copy(update={"rate_rps": more * traffic.mean_rps[spec.name]})
-            for spec in plan.models
-            if traffic.mean_rps.get(spec.name, 0.0) > 0.0
-        }
-        kinds = self._kinds(plan)
-        asked = _asked(kinds, specs, traffic.dispersion)
-        beside = _kinds_beside(plan, kinds)
-        components = list(_connected_kinds(kinds))
-        for _ in range(ROUNDS):
-            change = 0.0
-            found = [(each, self._served(each, asked, beside, plan.objective, is_cautious)) for each in components]
-            for component, served in found:
-                for kind, busy in zip(component, served.busy, strict=True):
-                    change, kind.busy = max(change, abs(busy - kind.busy)), busy
-            if change < 1e-3:
+        members = self._asked_of(plan.models, traffic, 1.0 + MORE if is_cautious else 1.0)
+        islands = self._islands_of(plan, members, is_cautious)
+        turns: list[_Turn] = []
+        for count in range(1, ROUNDS + 1):
+            turns = [island.turn(count) for island, _ in islands]
+            if all(turn.change < 1e-3 for turn in turns):
                 break
-        done = {name: rate for _, served in found for name, rate in served.done.items()}
-        parts = {}
-        for program in (program for kind in kinds for program in kind.programs):
-            for name in program.models:
-                if name in specs:
-                    parts[name] = min(1.0, done[program.name] / asked[program.name].rate_rps)
+        parts: dict[int, Mapping[str, float]] = {}
         busy_of = [0.0] * len(plan.gpulets)
         carried: list[Mapping[str, float]] = [{}] * len(plan.gpulets)
         batches: list[Mapping[str, int]] = [{}] * len(plan.gpulets)
-        for component, served in found:
-            for k, kind in enumerate(component):
-                takes = {name: flow / len(kind.gpulets) for (name, at), flow in served.flows.items() if at == k}
-                for index in kind.gpulets:
-                    busy_of[index], carried[index] = kind.busy, takes
-                    batches[index] = {name: math.ceil(batch.size) for name, batch in served.batches[k].items()}
-        load = max((served.load for _, served in found), default=0.0)
-        return Outlook(parts, load, busy_of, carried, batches)
+        for (_, places), turn in zip(islands, turns, strict=True):
+            for shown in turn.shown:
+                parts[places[shown.gpulets[0]]] = shown.parts
+                for index in (places[own] for own in shown.gpulets):
+                    busy_of[index], carried[index], batches[index] = shown.busy, shown.carried, shown.batches
+        load = max((turn.load for turn in turns), default=0.0)
+        in_order = {name: part for index in sorted(parts) for name, part in parts[index].items() if name in members}
+        return Outlook(in_order, load, busy_of, carried, batches)
 
     def promised(self, plan: Plan, traffic: Traffic | None = None) -> tuple[dict[str, float], list[str]]:
         """Return which part of each model's requests a plan promises in time, and the models of which less is promised
@@ -168,17 +155,53 @@ class Outlooks:
             if rate > 0.0
         }
 
-    def _kinds(self, plan: Plan) -> list[_Kind]:
-        """Return the gpu-lets of a plan by what they are alike in; thousands of them are of a few kinds."""
-        found: dict[object, _Kind] = {}
-        on_gpu = {gpu: tuple(told(g) for g in gpulets) for gpu, gpulets in plan.by_gpu().items()}
+    def _asked_of(self, models: tuple[ModelSpec, ...], traffic: Traffic | None, more: float) -> dict[str, _Asked]:
+        """Return what models are asked for, those that are asked for anything."""
+        key = id(models), id(traffic), more
+        if key not in self._members:
+            rates = {spec.name: spec.rate_rps for spec in models} if traffic is None else traffic.mean_rps
+            dispersion: Mapping[str, float] = {} if traffic is None else traffic.dispersion
+            found = {
+                spec.name: _Asked(more * rate_rps, spec.slo_ms, spec.weight, dispersion.get(spec.name, 1.0))
+                for spec in models
+                if (rate_rps := rates.get(spec.name, 0.0)) > 0.0
+            }
+            self._members[key] = (models, traffic), found
+        return self._members[key][1]
+
+    def _islands_of(
+        self, plan: Plan, members: Mapping[str, _Asked], is_cautious: bool
+    ) -> list[tuple[_Island, list[int]]]:
+        """Return the gpu-lets that share programs or GPUs, directly or through others, and their places in the plan."""
+        told_of = [self._what_is_told(gpulet) for gpulet in plan.gpulets]
+        alike = dict.fromkeys(told.models for told in told_of)  # of thousands of gpu-lets most hold the same
+        groups = [((gpulet.gpu,), *told.models[:1]) for gpulet, told in zip(plan.gpulets, told_of, strict=True)]
+        together = connected_components([*groups, *alike])
+        island_of = {member: index for index, each in enumerate(together) for member in each}
+        places: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for index, gpulet in enumerate(plan.gpulets):
-            own = told(gpulet)
-            key = (own, on_gpu[gpulet.gpu] if len(on_gpu[gpulet.gpu]) > 1 else None)
-            if key not in found:
-                found[key] = _Kind(tuple(self._now(p) for p in gpulet.programs if p.latency is not None))
-            found[key].gpulets.append(index)
-        return list(found.values())
+            places[island_of[gpulet.gpu,]][gpulet.gpu].append(index)
+        asked = {names: tuple(map(members.get, names)) for names in alike}
+        found = []
+        for by_gpu in places.values():
+            indices = sorted(index for there in by_gpu.values() for index in there)
+            own_of = {index: own for own, index in enumerate(indices)}
+            gpus = tuple(tuple(own_of[index] for index in there) for there in by_gpu.values())
+            own_told = [told_of[index] for index in indices]
+            held = tuple((names, asked[names]) for names in dict.fromkeys(told.models for told in own_told))
+            key = tuple(told.exactly for told in own_told), gpus, held, plan.objective, is_cautious
+            if key not in self._islands:
+                served = partial(self._served, objective=plan.objective, is_cautious=is_cautious)
+                self._islands[key] = _Island(own_told, gpus, members, served)
+            found.append((self._islands[key], indices))
+        return found
+
+    def _what_is_told(self, gpulet: Gpulet) -> _Told:
+        found = self._told.get(id(gpulet))
+        if found is None:
+            programs = tuple(self._now(p) for p in gpulet.programs if p.latency is not None)
+            found = self._told[id(gpulet)] = _Told(gpulet, told(gpulet), programs)
+        return found
 
     def _now(self, program: Program) -> Program:
         """Return a program with what its batches take now."""
@@ -191,15 +214,10 @@ class Outlooks:
         return replace(program, latency=self._slowed[key][1])
 
     def _served(
-        self,
-        component: Sequence[_Kind],
-        asked: Mapping[str, _Asked],
-        beside: Mapping[int, list[_Kind]],
-        objective: str,
-        is_cautious: bool,
+        self, component: Sequence[_Kind], asked: Mapping[str, _Asked], *, objective: str, is_cautious: bool
     ) -> _ServedInTime:
         names = list(dict.fromkeys(p.name for kind in component for p in kind.programs if p.name in asked))
-        slowdowns = [[_mean_slowdown(p, beside[id(kind)]) for p in kind.programs] for kind in component]
+        slowdowns = [[_mean_slowdown(p, kind.beside) for p in kind.programs] for kind in component]
         key = (
             tuple(
                 (
@@ -277,35 +295,121 @@ def told(gpulet: Gpulet) -> tuple[object, ...]:
     )
 
 
-def _asked(
-    kinds: Sequence[_Kind], specs: Mapping[str, ModelSpec], dispersion: Mapping[str, float]
-) -> dict[str, _Asked]:
+@dataclass(frozen=True, eq=False)
+class _Told:
+    """What a gpu-let serves by, see `told`, and its programs whose latency is known."""
+
+    gpulet: Gpulet
+    told: tuple[object, ...]
+    programs: tuple[Program, ...]
+
+    @cached_property
+    def models(self) -> tuple[str, ...]:
+        """The members of its programs."""
+        return tuple(name for program in self.programs for name in program.models)
+
+    @cached_property
+    def exactly(self) -> tuple[object, ...]:
+        """What is told, and which latencies these are: what is told identifies them among gpu-lets of one plan."""
+        return self.told, tuple(id(program.latency) for program in self.programs)
+
+
+class _Island:
+    """Gpu-lets that share programs or GPUs, directly or through others: what they serve depends on no other one.
+
+    Neighbours slow each other down by how busy they are, which follows from how slow they are: hence the turns.
+    """
+
+    def __init__(
+        self,
+        gpulets: Sequence[_Told],
+        by_gpu: Iterable[Sequence[int]],
+        members: Mapping[str, _Asked],
+        served: Callable[[Sequence[_Kind], Mapping[str, _Asked]], _ServedInTime],
+    ) -> None:
+        self.gpulets, self._served, self._turns = gpulets, served, list[_Turn]()
+        on_gpu = {own: tuple(there) for there in by_gpu for own in there}
+        kinds: dict[object, _Kind] = {}
+        kind_of = []
+        for own, each in enumerate(gpulets):
+            beside = tuple(gpulets[other].told for other in on_gpu[own]) if len(on_gpu[own]) > 1 else None
+            kind = kinds.setdefault((each.told, beside), _Kind(each.programs))
+            kind.gpulets.append(own)
+            kind_of.append(kind)
+        for kind in kinds.values():
+            first = kind.gpulets[0]
+            kind.beside = [kind_of[other] for other in on_gpu[first] if other != first]
+        self._asked = _asked(kinds.values(), members)
+        self._components = list(_connected_kinds(kinds.values()))
+
+    def turn(self, count: int) -> _Turn:
+        """Return what they serve after so many turns; before the first one all are always busy."""
+        while len(self._turns) < count:
+            found = [(component, self._served(component, self._asked)) for component in self._components]
+            change = 0.0
+            for component, served in found:
+                for kind, busy in zip(component, served.busy, strict=True):
+                    change, kind.busy = max(change, abs(busy - kind.busy)), busy
+            self._turns.append(_Turn(self._asked, found, change))
+        return self._turns[count - 1]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What gpu-lets of one kind are expected to do, as in `Outlook`."""
+
+    gpulets: Sequence[int]
+    parts: Mapping[str, float]
+    busy: float
+    carried: Mapping[str, float]
+    batches: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What the components of an island serve, and by how much the busiest change of any gpu-let differs from before."""
+
+    asked: Mapping[str, _Asked]
+    served: Sequence[tuple[Sequence[_Kind], _ServedInTime]]
+    change: float
+
+    @property
+    def load(self) -> float:
+        """The largest load of a component."""
+        return max((served.load for _, served in self.served), default=0.0)
+
+    @cached_property
+    def shown(self) -> list[_Shown]:
+        """What follows for each kind."""
+        found = []
+        for component, served in self.served:
+            for k, kind in enumerate(component):
+                parts = {
+                    name: min(1.0, served.done[program.name] / self.asked[program.name].rate_rps)
+                    for program in kind.programs
+                    if program.name in self.asked
+                    for name in program.models
+                }
+                takes = {name: flow / len(kind.gpulets) for (name, at), flow in served.flows.items() if at == k}
+                batches = {name: math.ceil(batch.size) for name, batch in served.batches[k].items()}
+                found.append(_Shown(kind.gpulets, parts, served.busy[k], takes, batches))
+        return found
+
+
+def _asked(kinds: Iterable[_Kind], models: Mapping[str, _Asked]) -> dict[str, _Asked]:
     found = {}
     for kind in kinds:
         for program in kind.programs:
-            members = [specs[name] for name in program.models if name in specs]
+            members = [models[name] for name in program.models if name in models]
             if members and program.name not in found:
-                rate = sum(spec.rate_rps for spec in members)
-                weight = sum(spec.weight * spec.rate_rps for spec in members) / rate
-                spread = sum(dispersion.get(spec.name, 1.0) * spec.rate_rps for spec in members) / rate
-                found[program.name] = _Asked(rate, min(spec.slo_ms for spec in members), weight, spread)
+                rate = sum(each.rate_rps for each in members)
+                weight = sum(each.weight * each.rate_rps for each in members) / rate
+                spread = sum(each.dispersion * each.rate_rps for each in members) / rate
+                found[program.name] = _Asked(rate, min(each.slo_ms for each in members), weight, spread)
     return found
 
 
-def _kinds_beside(plan: Plan, kinds: Sequence[_Kind]) -> dict[int, list[_Kind]]:
-    """Return the kinds of the gpu-lets beside one of each kind."""
-    kind_of = {index: kind for kind in kinds for index in kind.gpulets}
-    at: dict[str, list[int]] = defaultdict(list)
-    for index, gpulet in enumerate(plan.gpulets):
-        at[gpulet.gpu].append(index)
-    found = {}
-    for kind in kinds:
-        first = kind.gpulets[0]
-        found[id(kind)] = [kind_of[other] for other in at[plan.gpulets[first].gpu] if other != first]
-    return found
-
-
-def _connected_kinds(kinds: Sequence[_Kind]) -> Iterable[list[_Kind]]:
+def _connected_kinds(kinds: Collection[_Kind]) -> Iterable[list[_Kind]]:
     """Return the kinds that share programs, directly or through others."""
     components = connected_components([program.name for program in kind.programs] for kind in kinds)
     component_of = {name: index for index, names in enumerate(components) for name in names}

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tenuto.batching.planning.losses import LossTrials
 from tenuto.deployments.control.near import changes_of, planned_near
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload, load_policy, solve
@@ -48,7 +49,8 @@ class Judged:
 
 def judged(seed: int, policy: str) -> Judged:
     """Return what is wrong with plans near one that runs: more changes than allowed; a plan that breaks a rule; a note
-    with other figures than are counted; less service than anew where nothing limits; a change that is for nothing."""
+    with other figures than are counted; less service than anew where that takes no more changes than are allowed; a
+    change that is for nothing."""
     before, after, on, left, profiles = _scene(seed, policy)
     loaded, used = load_policy(policy), PolicyUsed(name=policy)
     old, anew = solve(loaded, before, on, profiles), solve(loaded, after, left, profiles)
@@ -57,7 +59,7 @@ def judged(seed: int, policy: str) -> Judged:
     found = Judged()
     for at_most in LIMITS:
         try:
-            plan = planned_near(old, anew, loaded, used, after, left, profiles, at_most=at_most)
+            plan = planned_near(old, anew, loaded, used, after, left, profiles, at_most=at_most, trial=LossTrials())
         except InvalidInputError as error:
             found.sums["refused"] += 1
             if at_most is None or "changes at least" not in str(error):
@@ -71,10 +73,12 @@ def judged(seed: int, policy: str) -> Judged:
             wrong.append("another plan after a round trip")
         if at_most is not None and changes > at_most:
             wrong.append(f"{changes} changes")
-        if at_most is None:
+        anew_changes = int(plan.notes[-1].rpartition(": ")[2])
+        if at_most is None or anew_changes <= at_most:
             wrong += [f"serves less of {name} than anew" for name in _lacking(plan, least)]
+        if at_most is None:
             found.sums.update(near=changes, gpus_near=plan.expected.gpus_used, gpus_anew=anew.expected.gpus_used)
-            found.sums["anew"] += int(plan.notes[-1].rpartition(": ")[2])
+            found.sums["anew"] += anew_changes
         found.sums["plans"] += 1
         found.faults += [f"{at_most}: {fault}" for fault in wrong]
     return found

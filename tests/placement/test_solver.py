@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import subprocess
 import sys
 
 import pytest
 
-from tenuto.placement import load_policy
+from tenuto.placement import load_policy, solver
 from tenuto.placement.solver import Rows, integer_program
 from tests.placement.published import LANGUAGE_MIX, equal_rates, planned, v100s
 
@@ -32,3 +33,15 @@ def test_stdout_is_what_it_was_afterwards(capfd: pytest.CaptureFixture[str]) -> 
     assert (list(solved.x), solved.bound, solved.is_proven) == ([2.0], -2.0, True)
     os.write(1, b"seen")
     assert capfd.readouterr().out == "seen"
+
+
+def test_a_search_ends_when_its_work_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, rows = random.Random(1), Rows()
+    for _ in range(15):
+        values = [float(drawn.randint(1, 99)) for _ in range(30)]
+        rows.add(range(30), values, 0.3 * sum(values))
+    cost, ends = [-float(drawn.randint(1, 99)) for _ in range(30)], []
+    for work in (1, solver.WORK):
+        monkeypatch.setattr(solver, "WORK", work)
+        ends.append(integer_program(cost, rows, [0.0] * 30, [1.0] * 30, [True] * 30).is_proven)
+    assert ends == [False, True]

@@ -12,6 +12,8 @@ from tenuto.profiles.measuring.measure import MeasureRequest, row_name
 from tenuto.profiles.networks.device import pick_device
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.profile import Profile
+from tenuto_lab.estimator.estimated_profile import estimated_profile
+from tenuto_lab.estimator.estimator import Estimate
 from tenuto_lab.estimator.trace import Trace
 from tenuto_lab.estimator.training import is_same_network
 from tenuto_lab.kernels.kernel_training import KernelErrorReport, KernelEstimator, leave_one_model_out_kernels
@@ -24,8 +26,18 @@ class ByUsher:
     """What USHER's estimator as published says of the same kernels, by batch size, over all GPU types timed."""
 
     types: tuple[str, ...]
+    models: tuple[str, ...]
     needs: dict[int, NetworkNeed]
     errors: UsherErrors | None
+
+    def as_profile(self, row: str, gpu_type: str) -> Profile:
+        """Return the estimates as the profile of a GPU type."""
+        estimates = [
+            Estimate(batch, need.time_ms, need.time_ms, need.memory_bytes / 2**20, need.creq_pct)
+            for batch, need in sorted(self.needs.items())
+        ]
+        source = f"estimated by `tenuto kernels estimate` (USHER's estimator) from {len(self.models)} other models"
+        return estimated_profile(row, gpu_type, estimates, source, self.errors.time_pct if self.errors else None)
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for --json."""
@@ -95,6 +107,7 @@ def estimate_by_kernels(
     published = UsherEstimator(others)
     usher = ByUsher(
         published.types,
+        published.models,
         {trace.batch_size: published.need(trace, gpu_type) for trace in traces},
         usher_errors(files) if errors else None,
     )

@@ -59,6 +59,7 @@ def command(
     Example: tenuto estimate resnet50 --gpu v100 --batch-sizes 4,8,16
     """
     from tenuto.profiles.measuring.measure import row_name
+    from tenuto_lab.estimator.estimated_profile import estimated_profile
     from tenuto_lab.estimator.estimator import GkEstimator, leave_one_model_out
     from tenuto_lab.estimator.training import collect_samples, conditions, is_same_network, tracer
 
@@ -87,7 +88,9 @@ def command(
         report = leave_one_model_out(samples, launches_overlap=on_gpu) if errors else None
     measured = {s.trace.batch_size: s for s in samples if is_same_network(s.model, row)}
     if output:
-        write_file(output, _as_profile(row, gpu_type, estimates, len(estimator.models), report))
+        source = f"estimated by `tenuto estimate` from {len(estimator.models)} other models"
+        error_pct = report.time_pct if report is not None else None
+        write_file(output, estimated_profile(row, gpu_type, estimates, source, error_pct).dump())
     if printed_as_json(
         {
             "model": row,
@@ -100,31 +103,6 @@ def command(
     ):
         return
     _print(row, gpu_type, estimates, measured, estimator.models, took_ms, report)
-
-
-def _as_profile(row: str, gpu_type: str, estimates: list[Any], models: int, report: Any) -> str:
-    from tenuto.profiles import ModelProfile, Profile, ProfilePoint
-
-    points = tuple(
-        ProfilePoint(
-            batch_size=e.batch_size,
-            latency_ms=round(e.latency_ms, 4),
-            memory_mib=None if e.memory_mib is None else round(e.memory_mib, 1),
-            metrics={} if e.creq_pct is None else {"achieved_occupancy_pct": round(e.creq_pct, 2)},
-        )
-        for e in estimates
-    )
-    metrics = sorted({name for point in points for name in point.metrics})
-    doubt = "estimated, not measured"
-    if report is not None:
-        doubt += f": time of models left out was wrong by {report.time_pct:.0f} % on average"
-    profile = Profile(
-        name=f"estimate-{row}",
-        gpu_type=gpu_type,
-        source=f"estimated by `tenuto estimate` from {models} other models",
-        models={row: ModelProfile(points=points, doubts=(doubt,), estimated=("latency_ms", "memory_mib", *metrics))},
-    )
-    return profile.dump()
 
 
 def _print(

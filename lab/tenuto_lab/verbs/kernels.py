@@ -72,6 +72,13 @@ def _time(
 @click.option("--batch-sizes", "sizes", type=Numbers(int, 1), default="1,2,4,8,16,32", metavar="N,N…")
 @_options
 @click.option("--errors/--no-errors", default=True, help="Find the errors on models left out.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write what USHER's estimator says as a profile, for `tenuto plan --profiles`.",
+)
 @json_option
 def _estimate(
     model: str,
@@ -80,10 +87,14 @@ def _estimate(
     sizes: tuple[int, ...],
     options: tuple[str, ...],
     errors: bool,
+    output: str | None,
 ) -> None:
     """Estimate MODEL from single kernels of other models, by our method and by USHER's as published.
 
-    Example: tenuto kernels estimate resnet50 --gpu v100 --operator-times operators.yaml
+    With -o the estimates of USHER's become a profile of the GPU type: what a scheduler asks for each batch size. Policy
+    `usher` needs the compute requirement too, which is known where kernels were timed on a GPU.
+
+    Example: tenuto kernels estimate resnet50 --gpu v100 --operator-times operators.yaml -o resnet50.yaml
     """
     from tenuto.profiles.measuring.measure import row_name
     from tenuto_lab.estimator.training import tracer
@@ -94,6 +105,8 @@ def _estimate(
     with progress_console().status("learning"):
         at_batch = tracer(model, parse_pairs(options))
         made = estimate_by_kernels(timed, gpu_type, row, [at_batch(size) for size in sizes], errors)
+    if output:
+        write_file(output, made.usher.as_profile(row, gpu_type).dump())
     if not printed_as_json({"model": row, "gpu_type": gpu_type, **made.as_data()}):
         _print_by_kernels(made)
 

@@ -1,4 +1,4 @@
-"""`tenuto lab`: what can be counted of Tenuto's own sources, and how a command goes through them."""
+"""`tenuto lab`: what can be counted of plans and of Tenuto's own sources, and how a command goes through them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,44 @@ from pathlib import Path
 import click
 
 from tenuto.cli import load_verb
-from tenuto.cli.common import json_option, printed_as_json, say
-from tenuto.cli.tables import print_table
+from tenuto.cli.common import json_option, printed_as_json, profiles_from, say
+from tenuto.cli.tables import number, print_table
+from tenuto.placement import Plan
 from tenuto_lab.house.constants import ORIGINS, find_constants
 from tenuto_lab.house.lines import lines_by_room
 from tenuto_lab.house.sources import APART, checkout, read_sources
 from tenuto_lab.house.walk import walk
+from tenuto_lab.usher_balance import balances
 
 _root = click.argument("root", metavar="[ROOT]", required=False, type=click.Path(exists=True, file_okay=False))
 
 
-@click.group("lab", short_help="Count Tenuto's own sources: lines by room, constants by source.")
+@click.group("lab", short_help="Count: GPUs of a plan by USHER; Tenuto's own sources.")
 def command() -> None:
-    """Count what Tenuto's own sources are made of.
+    """Count how full plans make GPUs, and what Tenuto's own sources are made of.
 
     Example: tenuto lab lines
     """
+
+
+@command.command("balance", short_help="USHER's Cuti, Muti and models of every GPU of a plan.")
+@click.argument("plan", metavar="PLAN", type=click.Path(exists=True, dir_okay=False))
+@click.option("--profiles", "names", multiple=True, metavar="FILE|NAME", help="As of `tenuto plan`; repeatable.")
+@json_option
+def _balance(plan: str, names: tuple[str, ...]) -> None:
+    """Print how full a plan makes each GPU, as USHER counts it (section 3.3).
+
+    Cuti and Muti are the sums of the compute and memory requirements of the replicas there, in percent of the GPU; a
+    GPU is balanced where they are alike.
+
+    Example: tenuto lab balance plan.yaml --profiles thesis-v100
+    """
+    loaded = Plan.load(plan)
+    found = balances(loaded, profiles_from(names, {gpu.type for gpu in loaded.gpus}))
+    if printed_as_json({"gpus": [{**each._asdict(), "apart_pct": each.apart_pct} for each in found]}):
+        return
+    rows = ((g.gpu, number(g.cuti_pct), number(g.muti_pct), number(g.apart_pct), str(g.models)) for g in found)
+    print_table(("GPU", "Cuti %", "Muti %", "|Cuti - Muti|", "models"), rows)
 
 
 @command.command("lines", short_help="Lines of code proper, by room.")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lab.tests.kernels.test_kernel_training import made_runs
+from lab.tests.kernels.test_usher import FAST, SLOW, file
 from tenuto.cli import main
 from tenuto.errors import InvalidInputError
 from tenuto.profiles import Profile
@@ -115,6 +116,39 @@ def test_kernels_are_learnt_from_timed_operators(
     code, _, err = run(capsys, *asked, "--operator-times", "operators.yaml", "--no-errors")
     assert code == 2
     assert "not of GPU type" in err
+
+
+def test_what_ushers_estimator_says_is_a_profile_that_its_scheduler_plans_with(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind, machine in (("v100", SLOW), ("t4", FAST)):
+        Path(f"{kind}-operators.yaml").write_text(file(kind, machine, 3).dump())
+    times = ["--operator-times", "v100-operators.yaml", "--operator-times", "t4-operators.yaml"]
+    small = ["--option", "image_size=32", "--option", "config={width_mult: 0.25}", "--no-errors"]
+    for kind in ("v100", "t4"):
+        asked = ["estimate", "mobilenet_v2", "--gpu", kind, "--batch-sizes", "1,2,4", *small]
+        code, _, err = run(capsys, *asked, *times, "-o", f"{kind}.yaml")
+        assert code == 0, err
+        profile = Profile.load(f"{kind}.yaml")
+        row = profile.models["mobilenet_v2"]
+        assert (profile.gpu_type, row.batch_sizes()) == (kind, (1, 2, 4))
+        assert {"latency_ms", "memory_mib", "achieved_occupancy_pct"} <= {*row.estimated}
+        assert all(point.memory_mib and 0 < point.metrics["achieved_occupancy_pct"] <= 100 for point in row.points)
+    slo_ms = 30 * max(Profile.load(f"{kind}.yaml").models["mobilenet_v2"].latency_ms(4) for kind in ("v100", "t4"))
+    Path("w.yaml").write_text(f"models: [{{name: mobilenet_v2, rate_rps: {500 / slo_ms}, slo_ms: {slo_ms}}}]")
+    given = ["--gpus", "v100:1,t4:1", "--profiles", "v100.yaml", "--profiles", "t4.yaml"]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "w.yaml", "--policy", "usher", *given, "-o", "plan.yaml"])
+    said = capsys.readouterr()
+    assert ended.value.code == 0, said.err
+    assert "estimated, not measured" in said.out
+    with pytest.raises(SystemExit) as ended:
+        main(["lab", "balance", "plan.yaml", "--profiles", "v100.yaml", "--profiles", "t4.yaml", "--json"])
+    assert ended.value.code == 0
+    (gpu,) = json.loads(capsys.readouterr().out)["gpus"]
+    assert gpu["models"] == 1
+    assert gpu["apart_pct"] == pytest.approx(abs(gpu["cuti_pct"] - gpu["muti_pct"]))
 
 
 def test_operators_of_a_model_are_timed_into_a_file(

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
@@ -174,8 +175,8 @@ class _Solving:
             count = {pattern.key: n for pattern, n in filled}
             counts = tuple(count.get(pattern.key, 0) for pattern in all_patterns)
             solutions.append(Solution(counts, self._program.objective(all_patterns, counts), False))
-        key = lambda solution: solution.objective if self._program.buys else -solution.objective  # noqa: E731
-        return all_patterns, min(solutions, key=key)
+        best = min if self._program.buys else max
+        return all_patterns, best(solutions, key=attrgetter("objective"))
 
     def _better(self, known: Solution, patterns: Sequence[Pattern]) -> Solution:
         """Return the better of a solution over the first patterns and what the solver finds over all of them."""

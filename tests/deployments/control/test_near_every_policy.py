@@ -16,3 +16,11 @@ def test_plans_near_one_that_runs_change_no_more_than_they_must(policy: str) -> 
 
 def test_where_limits_of_memory_leave_no_room_beside_what_stays_there_is_a_plan_all_the_same() -> None:
     assert judged(9113, "wao-usher").faults == []
+
+
+def test_of_a_policy_that_tries_its_plans_near_ones_promise_what_trials_serve_too() -> None:
+    assert judged(9103, "tenuto").faults == []
+
+
+def test_what_was_added_for_a_model_and_is_not_needed_in_the_end_is_left_away() -> None:
+    assert judged(9109, "igniter").faults == []
