@@ -194,14 +194,15 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
             known = _known_keys(model, location[:-1])
             yield Problem(path, fault["input"], "unknown key", _suggest(str(location[-1]), known))
         else:
-            rule, cure = str(fault["msg"]), _CURES.get(fault["type"], "Correct the value.")
+            said = str(fault["msg"])
+            rule, cure = said[:1].lower() + said[1:], _CURES.get(fault["type"], "Correct the value.")
             if isinstance(inner, Fault):
                 rule, cure = inner.rule, inner.cure
             elif isinstance(inner, ValueError):
                 rule = str(inner)
             # For a missing key, and for the whole document, pydantic gives the mapping around it, which tells nothing.
             shown = fault["input"] if location and fault["type"] != "missing" else None
-            yield Problem(path, shown, rule[:1].lower() + rule[1:], cure)
+            yield Problem(path, shown, rule, cure)
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

@@ -155,7 +155,7 @@ def test_instances_that_cannot_be_together_are_refused(places: list[Any], fault:
 def test_mig_on_a_type_without_it_and_unknown_instances_are_refused() -> None:
     data = plan(("3g.40gb", 4, "a")).to_data()
     data["gpus"][0]["type"] = "v100-3g.40gb"
-    with pytest.raises(InvalidInputError, match="'v100' has no MIG"):
+    with pytest.raises(InvalidInputError, match="GPU type 'v100' has no MIG"):
         Plan.from_data(data)
     data["gpus"][0]["type"] = "v100"
     with pytest.raises(InvalidInputError, match="its type is no MIG instance's"):
