@@ -1,4 +1,4 @@
-"""Schedulers by name. Modules are imported on first use, so that one scheduler does not pay for the others.
+"""Schedulers by name. A scheduler's module is imported on its first use, so that no process imports the others.
 
 Other packages add schedulers by entry points of the group `tenuto.schedulers`.
 """
@@ -20,7 +20,7 @@ SCHEDULERS: dict[str, str] = {
     "symphony": "tenuto.batching.core.symphony:SymphonyScheduler",
     "eager": "tenuto.batching.core.eager:EagerScheduler",
 }
-"""Tenuto's own."""
+"""The schedulers of Tenuto itself, as `module:class`."""
 
 
 def scheduler_names() -> list[str]:

@@ -21,9 +21,9 @@ class AutoscaleOptions:
     window_s: length of the windows the figures are taken over.
     bad_threshold: share of bad requests above which GPUs are asked for. The paper gives none; 1 % is what its goodput
     allows.
-    headroom: idle share kept when releasing. The paper releases N*f, all of it, which leaves none for the next burst;
-    0 does that.
-    settle_windows: windows in a row that must agree before GPUs are released; asking for more never waits.
+    headroom: idle share that is kept when GPUs are released. The paper releases all of N*f, which leaves nothing for
+    the next burst; 0 does as the paper does.
+    settle_windows: windows in a row that must agree before GPUs are released. Advice to add GPUs never waits.
     """
 
     window_s: float = 10.0
@@ -46,7 +46,7 @@ class AutoscaleOptions:
 
 @dataclass(frozen=True)
 class Advice:
-    """The figures of one window and what follows. `delta_gpus` > 0: add so many; < 0: release so many."""
+    """The figures of one window, and the advice. `delta_gpus` > 0: add so many GPUs; < 0: release so many."""
 
     start_s: float
     end_s: float
@@ -60,9 +60,9 @@ class Advice:
 def advise(gpus: int, bad_rate: float, idle_fraction: float, options: AutoscaleOptions | None = None) -> int:
     """Return how many GPUs to add (positive) or release (negative).
 
-    Adding rounds N*r/(1-r) up and is limited to doubling ten times over (r near 1 says only "far too few"); releasing
-    rounds N*(f - headroom) down and keeps at least one GPU. A cluster that loses requests releases nothing, whatever
-    is idle.
+    To add, N*r/(1-r) is rounded up. It is at most what ten doublings add, as an r near 1 says only "far too few". To
+    release, N*(f - headroom) is rounded down, and at least one GPU is kept. A cluster that loses requests releases
+    nothing, however much of it is idle.
 
     Raises:
         InvalidInputError: fewer than one GPU, or fractions outside 0 to 1.
@@ -83,8 +83,7 @@ def advise(gpus: int, bad_rate: float, idle_fraction: float, options: AutoscaleO
 
 
 class AutoscaleAdvisor:
-    """Turns counts into one `Advice` per window, incrementally. Times are seconds on the caller's axis and never
-    decrease.
+    """Turns counts into one `Advice` per window. Times are seconds on the caller's axis and never decrease.
 
     Feed it with `add` as often as convenient (per batch or per second); each call that ends windows returns their
     advice.
@@ -102,7 +101,7 @@ class AutoscaleAdvisor:
         self._spare: list[int] = []
 
     def set_gpus(self, now_s: float, gpus: int) -> list[Advice]:
-        """From now on so many GPUs are in use; the window counts GPU-seconds, so it may change in the middle."""
+        """Set how many GPUs are in use from now on. Windows count GPU-seconds, so the number may change inside one."""
         advice = self._advance(now_s)
         advise(gpus, 0.0, 0.0, self.options)
         if gpus != self._gpus:

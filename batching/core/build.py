@@ -20,9 +20,9 @@ _AGAIN = "Make the plan again with `tenuto plan`."
 def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool = True) -> System:
     """Return the system of a plan: its gpu-lets in file order, each with its programs up to their planned batch size.
 
-    With streaming, the copies that the plan knows are not part of a batch's latency but of its way: those of the
-    longest copied batch are budgeted for every batch. Models the plan leaves unserved are programs without a host. With
-    `check_slos` off, replicas that can never answer in time are kept, as a router without deadlines would.
+    When the plan streams, copying is not part of a batch's latency but of its way to the gpu-let. Then every batch is
+    budgeted the copies of the longest batch. Models that the plan leaves unserved are programs without a host. With
+    `check_slos` off, replicas that can never answer in time are kept: a router without deadlines would use them.
 
     Raises:
         InvalidInputError: a replica without latency, one of a model the plan does not list, or an SLO no batch can
@@ -67,7 +67,8 @@ def _models(specs: Sequence[ModelSpec]) -> tuple[Model, ...]:
 
 
 def _programs(plan: Plan) -> tuple[ScheduledProgram, ...]:
-    """Return the programs of a plan, in the order of their first models; a model that no gpu-let holds is one alone."""
+    """Return the programs of a plan, in the order of their first models. A model that no gpu-let holds is a program of
+    its own."""
     position = {spec.name: place for place, spec in enumerate(plan.models)}
     merged = {group.name: group.models for gpulet in plan.gpulets for group in gpulet.merge}
     found = {name: models for name, models in merged.items() if position.keys() >= set(models)}
@@ -80,7 +81,8 @@ def _programs(plan: Plan) -> tuple[ScheduledProgram, ...]:
 def latency_steps(latency: Latency, slo_ms: float, max_batch: int | None = None) -> tuple[float, ...]:
     """Return l(0..b) in ms, where b is the largest batch that can run within the SLO, or `max_batch`; at least 1.
 
-    A table measured from a larger batch on is used downwards as an upper bound; latencies never fall as b grows.
+    When a table begins above batch 1, its first latency is the upper bound for smaller batches. Latencies never fall as
+    b grows.
     """
     largest = latency.largest_batch(slo_ms) if max_batch is None else max_batch
     if isinstance(latency, LatencyTable):

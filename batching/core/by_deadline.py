@@ -1,5 +1,5 @@
-"""What all schedulers share: the requests of each program in order of their deadlines, giving up in time, and cutting a
-batch for a gpu-let and sending it."""
+"""What all schedulers share. A queue keeps the requests of one program in order of their deadlines. The base class
+gives requests up in time, cuts a batch for a gpu-let and sends it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tenuto.batching.core.system import EXPIRY_MARGIN_MS, INF, TIME_TOLERANCE_MS
 class Queue(Generic[P]):
     """The requests of one program in order of their deadlines, and where they can run.
 
-    `deadlines` says when the batch must have ended, `arrived` when each request came. `pools` are the fastest first,
-    `least_factor` how many times as long as planned the program takes on the gpu-let that was ever found to be
-    fastest. `expire_at` is when the head may have to be given up.
+    `deadlines` says when the batch of each request must have ended, `arrived` when each request came. `pools` has the
+    fastest pool first. `least_factor` is the smallest ratio of measured to planned latency that any gpu-let ever
+    showed. `expire_at` is when the head may have to be given up.
     """
 
     __slots__ = ("arrived", "deadlines", "expire_at", "ids", "least_factor", "pools", "program")
@@ -36,7 +36,7 @@ class Queue(Generic[P]):
         self.expire_at = INF
 
     def insert(self, deadline: float, request_id: int, now: float) -> bool:
-        """Take a request; returns whether it is the first now."""
+        """Add a request; returns whether it is now the head of the queue."""
         deadlines = self.deadlines
         if not deadlines or deadline >= deadlines[-1]:
             deadlines.append(deadline)
@@ -50,7 +50,7 @@ class Queue(Generic[P]):
         return not place
 
     def take(self, begin: int, end: int) -> list[int]:
-        """Take requests out; returns their ids."""
+        """Remove the requests at these places; returns their ids."""
         taken = self.ids[begin:end]
         del self.ids[begin:end], self.deadlines[begin:end], self.arrived[begin:end]
         return taken
@@ -61,15 +61,15 @@ Q = TypeVar("Q", bound=Queue)  # type: ignore[type-arg]
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class DeadlineScheduler(Scheduler, Generic[P, Q]):
-    """Base of the schedulers. Learning costs one assignment, whatever the number of gpu-lets and programs."""
+    """Base of the schedulers. To learn a latency or a delay costs one assignment, however many gpu-lets there are."""
 
     def __init__(self, system: System, options: SchedulerOptions | None, gpulets: Gpulets[P], queues: list[Q]) -> None:
-        """`queues`: by program."""
+        """`queues`: one per program, in their order."""
         super().__init__(system, options)
         self._gpulets = gpulets
         self._queues = queues
         self._queue_of = [queues[program] for program in system.program_of]
-        self._expiries: list[tuple[float, int]] = []  # a heap of (when, program); valid is what says its `expire_at`
+        self._expiries: list[tuple[float, int]] = []  # a heap of (time, program), stale unless it is `expire_at`
         self._adopt(system.network)
 
     def _adopt(self, network: NetworkDelay) -> None:
@@ -77,7 +77,7 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
         self._response_ms = network.response_ms
         self._gpulets.adopt(network)
 
-    # What cannot be met ----------------------------------------------------------------------------------------------
+    # Requests that cannot be met -------------------------------------------------------------------------------------
 
     def _quickest_ms(self, queue: Q) -> float:
         """Return how long a request alone takes at least, from its dispatch to its end."""
@@ -85,7 +85,7 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
         return self._gpulets.way_ms(1) + queue.least_factor * fastest.run[queue.program][1]
 
     def _expire_later(self, queue: Q) -> None:
-        """See to it that a head is given up in time."""
+        """Set the timer that gives up the head once it cannot be met."""
         at = queue.deadlines[0] - self._quickest_ms(queue) + EXPIRY_MARGIN_MS
         if at < queue.expire_at:
             queue.expire_at = at
@@ -113,17 +113,20 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
         """Give up the first requests of a queue."""
         self.decisions.append(Drop(queue.program, queue.take(0, count)))
 
-    # What is sent ----------------------------------------------------------------------------------------------------
+    # Batches ---------------------------------------------------------------------------------------------------------
 
     def _cut(self, queue: Q, pool: P, defended: int, rule: GatherRule, now: float) -> tuple[int, int]:
-        """Cut a batch for the next gpu-let of a pool, and give up what none can meet; returns how many requests are
-        left before it, and its size (0: nothing can be met there)."""
+        """Cut a batch for the next gpu-let of a pool, and give up the requests that no gpu-let can meet.
+
+        Returns:
+            How many requests stay in the queue before the batch, and its size (0: this gpu-let can meet nothing).
+        """
         gpulets, deadlines = self._gpulets, queue.deadlines
         free_at, gpulet = gpulets.open_at(pool, now)
         factor, arrives_at = gpulets.factor(queue.program, gpulet), now + gpulets.ctrl_ms
         skip, size = rule(deadlines, defended, pool.run[queue.program], factor, arrives_at, gpulets.data_ms, free_at)
         lost = skip
-        if skip and pool is not queue.pools[0]:  # what this gpu-let is too slow for may still be met by a faster one
+        if skip and pool is not queue.pools[0]:  # a faster gpu-let may still meet what this one is too slow for
             lost = bisect_left(deadlines, now + self._quickest_ms(queue) - TIME_TOLERANCE_MS, 0, skip)
         if lost:
             self._drop(queue, lost, now)
@@ -140,7 +143,7 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
         self.decisions.append(Dispatch(gpulet, program, queue.take(skip, skip + size), start, start + run_ms))
         gpulets.send(gpulet, run_ms, start + run_ms)
 
-    # What every driver may ask ---------------------------------------------------------------------------------------
+    # What a driver calls ---------------------------------------------------------------------------------------------
 
     def cancel(self, now_ms: float, model: int, request_id: int) -> bool:
         queue = self._queue_of[model]
@@ -152,7 +155,7 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
         return True
 
     def _cancelled(self, queue: Q, now: float) -> None:
-        """A request of the queue was taken back; it may be empty."""
+        """React to a request that was taken back; the queue may be empty now."""
 
     def queued(self, program: int) -> int:
         return len(self._queues[program].ids)

@@ -14,10 +14,10 @@ from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, System
 class EagerScheduler(DeadlineScheduler[Pool, Queue[Pool]]):
     """Symphony's own comparison (arXiv 2308.07470 §3): the deferred scheduler without deferring.
 
-    An arrival that finds a gpu-let idle runs as soon as all of the same moment are there: one by one those that a
-    server reads together would make batches of one. Otherwise its model waits under the latest start of the
-    largest batch its head allows; a gpu-let that becomes free takes the smallest, as in Symphony. The paper does not
-    say which idle GPU an eager scheduler takes; here that of the smallest index.
+    When a gpu-let is idle, an arrival runs once all arrivals of the same moment are there. (If it ran alone, requests
+    that a server reads together would make batches of one.) When none is idle, the program waits. Its rank is the
+    latest start of the largest batch that its head allows; a gpu-let that becomes free takes the smallest rank, as in
+    Symphony. The paper does not say which idle GPU an eager scheduler takes; here it is the one of the smallest index.
     """
 
     name = "eager"
@@ -29,7 +29,7 @@ class EagerScheduler(DeadlineScheduler[Pool, Queue[Pool]]):
         super().__init__(system, options, gpulets, queues)
         self._waiting: dict[int, Queue[Pool]] = {}
 
-    # What other schedulers may do otherwise --------------------------------------------------------------------------
+    # What a subclass may override ------------------------------------------------------------------------------------
 
     def _size(self, queue: Queue[Pool], pool: Pool, limit: int, slack_ms: float) -> int:
         """Return the largest batch of at most `limit` that an idle gpu-let of a pool ends within the slack."""
@@ -39,7 +39,7 @@ class EagerScheduler(DeadlineScheduler[Pool, Queue[Pool]]):
         return min(limit, longest_within(pool.run[program], room_ms, gpulets.factor(program, gpulet), gpulets.data_ms))
 
     def _rank(self, queue: Queue[Pool], now: float) -> float:
-        """Return the latest start of the largest batch that could start now; the smallest goes first."""
+        """Return the latest start of the largest batch that could start now; the smallest rank goes first."""
         pool, head = queue.pools[0], queue.deadlines[0]
         size = max(1, self._size(queue, pool, len(queue.ids), head - now))
         return head - self._gpulets.way_ms(size) - queue.least_factor * pool.run[queue.program][size]
@@ -82,7 +82,7 @@ class EagerScheduler(DeadlineScheduler[Pool, Queue[Pool]]):
                 heappush(ranked, (self._rank(queue, now), queue.program))
 
     def _run(self, queue: Queue[Pool], pool: Pool, now: float) -> bool:
-        """Send a batch to the first idle gpu-let of a pool; False if it can meet nothing."""
+        """Send a batch to the first idle gpu-let of a pool; False if that gpu-let can meet no request."""
         skip, size = self._cut(queue, pool, 1, head_first, now)
         if size:
             self._send(queue, pool, skip, size, now)

@@ -1,9 +1,7 @@
-"""How a batch is cut from a queue: which requests at its front are given up, and how many of the following run
-together.
+"""How a batch is cut from a queue: which requests at its front are given up, and how many of the next run together.
 
-A rule is a pure function of the queue and the moment, exchangeable by name. Deadlines are ascending, times in ms.
-What was learned of a gpu-let and of the way to it comes in as numbers, and not as tables of their own: it changes with
-every batch.
+A rule is a pure function of the queue and the time, and has a name. Deadlines are ascending, times in ms. What was
+learned of a gpu-let and of the delay to it comes in as plain numbers, since both change with every batch.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ GatherRule = Callable[[list[float], int, list[float], float, float, float, float
 
 
 def longest_within(run_ms: list[float], room_ms: float, factor: float = 1.0, data_ms: float = 0.0) -> int:
-    """Return the largest batch that takes at most so long, its data included; 0: none."""
+    """Return the largest batch that takes at most `room_ms`, the way of its data included; 0: none."""
     if not data_ms:
         return max(0, bisect_right(run_ms, room_ms / factor) - 1)
     sizes = range(len(run_ms))
@@ -36,7 +34,7 @@ def head_first(
     data_ms: float,
     free_at: float,
 ) -> tuple[int, int]:
-    """Give up only what cannot make it even alone; then the longest batch the first survivor allows (Symphony, Alg. 1).
+    """Give up only requests that cannot be met even alone; the first of the rest bounds the batch (Symphony, Alg. 1).
 
     Returns:
         How many requests at the front cannot be met, and the size of the batch behind them (0: nothing can be met).
@@ -56,7 +54,7 @@ def window(
     """Give up the front requests that keep the batch below the size worth defending.
 
     That size is the largest q <= defended such that the newest q requests could run as one batch. Then the batch grows
-    past it for free, as long as its own first deadline holds.
+    beyond q as long as its own first deadline holds.
 
     Returns:
         How many requests to skip at the front, and the size of the batch behind them (0: nothing can be met).

@@ -1,8 +1,9 @@
-"""What a scheduler knows of its gpu-lets: idle, busy until when, or lost, and how long each program takes on them.
+"""What a scheduler knows of its gpu-lets: whether each is idle, busy (and until when) or lost, and how long each
+program takes on it.
 
-Pools and their tables are those of the plan and never change, but for how many gpu-lets are not lost. What is learned
-while serving, how much longer a program takes on a gpu-let and how long the way there is, is a number beside them:
-learning it costs one assignment, and it is applied where a batch is cut.
+Pools and their latency tables come from the plan and never change; only the count of gpu-lets that are not lost does.
+What is learned while serving is kept as numbers beside the tables: how much longer than planned a program takes on a
+gpu-let, and the delay to the gpu-lets. Learning such a number costs one assignment. It is applied when a batch is cut.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Host, NetworkDel
 class Pool:
     """Gpu-lets that host the same programs at the same planned speeds: what queueing theory calls a server pool.
 
-    `run[p][b]` is l(b) of a program by plan. `size` counts the gpu-lets that are not lost. `idle` holds gpu-lets by
-    index, those last that turned out to be slow; `busy` (end, gpu-let) of those that run one batch, ascending; `full`
-    the same of those to which a second one was sent ahead.
+    `run[p][b]` is the planned l(b) of program p. `size` counts the gpu-lets that are not lost. `idle` lists idle
+    gpu-lets by index, but slow ones last. `busy` lists (end, gpu-let) of gpu-lets that run one batch, ascending. `full`
+    lists the same of gpu-lets to which a second batch was sent ahead.
     """
 
     index: int
@@ -40,9 +41,10 @@ P = TypeVar("P", bound=Pool)
 class Gpulets(Generic[P]):
     """Invariant: a gpu-let that is not lost is in exactly one list of exactly one pool.
 
-    `pools_of[p]` are the pools that host a program, the fastest first; among equals the one that hosts the fewest
-    programs, so that what can run anywhere stays free. `ahead` says whether there is a delay to send batches ahead for.
-    `moved` are the programs for which a gpu-let turned out to be faster or slower by a tenth since `order` was called.
+    `pools_of[p]` are the pools that host program p, the fastest first. Of equally fast pools the one with the fewest
+    programs comes first, so that gpu-lets which can run anything stay free. `ahead` is True when there is a network
+    delay, so that batches are sent before their gpu-let is free. `moved` are the programs whose speed on some gpu-let
+    changed by a tenth since `order` was called.
     """
 
     def __init__(self, system: System, pool_type: type[P]) -> None:
@@ -70,7 +72,7 @@ class Gpulets(Generic[P]):
         self._run_ms = [0.0] * count  # how long that one takes
         self._is_lost = [False] * count
         self._factors: list[dict[int, float]] = [{} for _ in range(count)]
-        self._place = [self._place_of(gpulet) for gpulet in range(count)]  # among those that are idle
+        self._place = [self._place_of(gpulet) for gpulet in range(count)]  # rank among idle gpu-lets
         self.adopt(system.network)
         for place in range(count):
             self._insert(place)
@@ -79,11 +81,11 @@ class Gpulets(Generic[P]):
             self.order(program)
 
     def factors(self) -> tuple[tuple[int, int, float], ...]:
-        """Return, as (program, gpu-let, factor), how many times as long as planned batches take, as far as known."""
+        """Return (program, gpu-let, factor) for each factor learned: measured over planned latency."""
         return tuple([(p, gpulet, f) for gpulet, learned in enumerate(self._factors) for p, f in learned.items()])
 
     def lost(self) -> tuple[int, ...]:
-        """Return the gpu-lets that are not to be used."""
+        """Return the gpu-lets that are lost."""
         return tuple([gpulet for gpulet, is_lost in enumerate(self._is_lost) if is_lost])
 
     def adopt(self, network: NetworkDelay) -> None:
@@ -92,11 +94,11 @@ class Gpulets(Generic[P]):
         self.ahead = network.ctrl_ms > 0 or network.data_ms_per_request > 0
 
     def way_ms(self, size: int) -> float:
-        """Return how long a batch of so many is on its way to a gpu-let."""
+        """Return how long a batch of `size` requests is on its way to a gpu-let."""
         return self.ctrl_ms + self.data_ms * size
 
     def factor(self, program: int, gpulet: int) -> float:
-        """Return how many times as long as planned a program takes on a gpu-let, as far as known."""
+        """Return measured over planned latency of a program on a gpu-let; 1.0 while nothing is known."""
         return self._factors[gpulet].get(program, 1.0)
 
     def correct(self, program: int, gpulet: int, factor: float) -> None:
@@ -110,13 +112,13 @@ class Gpulets(Generic[P]):
         self._place[gpulet] = self._place_of(gpulet, factor)
 
     def _place_of(self, gpulet: int, factor: float | None = None) -> int:
-        """Return the rank of a gpu-let among idle ones, by the tenths that it is slower than planned, then by index."""
+        """Return the rank of a gpu-let among idle ones: by its factor in tenths, then by index."""
         if factor is None:
             factor = next(reversed(self._factors[gpulet].values()), 1.0)
         return round(10.0 * factor) * len(self._factors) + gpulet
 
     def order(self, program: int) -> None:
-        """Order the pools of a program anew by what is known of their speeds."""
+        """Sort the pools of a program again by their known speeds."""
         if program in self.moved:
             self.moved.discard(program)
             hosting = self.pools_of[program]
@@ -152,13 +154,13 @@ class Gpulets(Generic[P]):
         """Return the pool of a gpu-let."""
         return self._pool_of[gpulet]
 
-    # What happens ----------------------------------------------------------------------------------------------------
+    # Events ----------------------------------------------------------------------------------------------------------
 
     def open_at(self, pool: P, now: float) -> tuple[float, int]:
-        """Return when a gpu-let of the pool can begin with a batch that is sent to it next, and which; (inf, -1): none.
+        """Return the gpu-let of the pool that takes the next batch, and when it can begin; (inf, -1): none.
 
-        That is an idle one, or with a network delay the one that ends first and has nothing sent ahead yet. One that is
-        overdue is not waited for: nobody knows when it ends.
+        An idle gpu-let can begin now. With a network delay it may also be the gpu-let that ends first and has no batch
+        sent ahead yet. An overdue gpu-let is not waited for, as nobody knows when it ends.
         """
         if pool.idle:
             return now, pool.idle[0]
@@ -169,16 +171,16 @@ class Gpulets(Generic[P]):
         return INF, -1
 
     def ready(self, pool: P, now: float) -> int:
-        """Return how many gpu-lets of the pool can begin with a batch as soon as it arrives: those that are idle, and
-        with a network delay those that will be by then."""
+        """Return how many gpu-lets of the pool can begin with a batch as soon as it arrives: the idle ones, and with a
+        network delay also those that will be idle by then."""
         if not self.ahead or not pool.busy:
             return len(pool.idle)
         overdue = bisect_left(pool.busy, (now - TIME_TOLERANCE_MS, -1))
         return len(pool.idle) + bisect_left(pool.busy, (now + self.way_ms(1) + TIME_TOLERANCE_MS, -1)) - overdue
 
     def free_by(self, pool: P, at: float) -> tuple[int, float]:
-        """Return how many gpu-lets of the pool have ended all that was sent to them by then, and when the first of the
-        others has."""
+        """Return how many gpu-lets of the pool will have ended all their batches at the time `at`, and when the first
+        of the others will."""
         free, soonest = len(pool.idle), INF
         for ends in (pool.busy, pool.full):
             ended = bisect_left(ends, (at + TIME_TOLERANCE_MS, -1))
@@ -188,7 +190,7 @@ class Gpulets(Generic[P]):
         return free, soonest
 
     def send(self, gpulet: int, run_ms: float, end: float) -> None:
-        """A batch was sent that takes so long and ends then."""
+        """Note that a batch was sent which takes `run_ms` and ends at `end`."""
         self._remove(gpulet)
         self._pending[gpulet] += 1
         self._free_at[gpulet] = end
@@ -196,13 +198,13 @@ class Gpulets(Generic[P]):
         self._insert(gpulet)
 
     def done(self, gpulet: int, now: float) -> bool:
-        """Its oldest batch has ended; False for a gpu-let that is lost."""
+        """Note that the oldest batch of a gpu-let has ended; False if the gpu-let is lost."""
         if self._is_lost[gpulet]:
             return False
         self._remove(gpulet)
         self._pending[gpulet] -= 1
         if self._pending[gpulet]:
-            # The batch sent ahead begins now or later: without this, small delays of a live gpu-let would add up
+            # The batch sent ahead begins now or later. Without this, small delays of a live gpu-let would add up
             # unseen.
             run_ms = self._run_ms[gpulet]
             self._free_at[gpulet] = max(self._free_at[gpulet] - run_ms, now) + run_ms

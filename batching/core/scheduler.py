@@ -6,13 +6,14 @@ chooses. The contract with a driver:
 
 * Every call carries `now_ms`, which never decreases. After any call the driver takes `drain()` and carries the
   decisions out, then sleeps until the next event or `next_wake_ms`, whichever is first, and calls `wake`.
-* Events of one instant come in the order completions, arrivals, wake. A scheduler may decide in any call; if it wants
-  all events of the instant first it sets `next_wake_ms = now_ms`.
-* A request names its model. Its id is chosen by the driver and unique among requests in the scheduler. Each id comes
-  out exactly once, in a `Dispatch`, a `Drop` or a `Reject` (again in a later `Dispatch` only after `Preempt`), unless
-  it was cancelled.
-* What is dispatched is a batch of a program, to a gpu-let that hosts it. The gpu-let is busy from its `Dispatch` to its
-  `batch_done`; one `batch_done` per `Dispatch`, oldest first (none for a preempted batch or one lost with its gpu-let).
+* Events of one instant come in the order completions, arrivals, wake. A scheduler may decide in any call. When it wants
+  all events of the instant first, it sets `next_wake_ms = now_ms`.
+* A request names its model. The driver chooses its id, which is unique among the requests in the scheduler. Each id
+  comes out exactly once, in a `Dispatch`, a `Drop` or a `Reject`, unless it was cancelled. After `Preempt` it comes out
+  again in a later `Dispatch`.
+* A `Dispatch` sends a batch of one program to a gpu-let that hosts it. The gpu-let is busy from its `Dispatch` to its
+  `batch_done`. There is one `batch_done` per `Dispatch`, oldest first, but none for a batch that was preempted or lost
+  with its gpu-let.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from tenuto.options import options_of_dataclass, read_options
 
 
 class Dispatch(NamedTuple):
-    """Run these requests as one batch of that program on that gpu-let.
+    """Run these requests as one batch of this program on this gpu-let.
 
-    `start_ms` and `finish_ms` are the scheduler's estimates (neighbours included). Dispatches to one gpu-let run in the
-    order given; with a network delay one may be given while the gpu-let still runs the batch before.
+    `start_ms` and `finish_ms` are the scheduler's estimates, with the slowdown by neighbours. Dispatches to one gpu-let
+    run in the order given. With a network delay, a batch may be dispatched while its gpu-let still runs another.
     """
 
     gpulet: int
@@ -45,14 +46,14 @@ class Dispatch(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """These requests will never be executed: their deadline cannot be met, or they were given up. Outcome `expired`."""
+    """Never execute these requests: their deadline cannot be met, or they were given up. Outcome `expired`."""
 
     program: int
     request_ids: Sequence[int]
 
 
 class Reject(NamedTuple):
-    """These requests are turned away on arrival, as their model exceeds its rate. Outcome `rejected`."""
+    """Turn these requests away on arrival, as their model exceeds its planned rate. Outcome `rejected`."""
 
     program: int
     request_ids: Sequence[int]
@@ -60,7 +61,8 @@ class Reject(NamedTuple):
 
 
 class Preempt(NamedTuple):
-    """Abort the batch running on that gpu-let; its work is lost. The scheduler has its requests back in its queue."""
+    """Abort the batch that runs on this gpu-let; its work is lost. The scheduler has put its requests back in a
+    queue."""
 
     gpulet: int
 
@@ -76,12 +78,12 @@ class SchedulerOptions(ByFields):
 
     @classmethod
     def parse(cls, scheduler: str, raw: Mapping[str, Any]) -> SchedulerOptions:
-        """Build from option names and values, where strings are converted to the type of the default.
+        """Build from option names and values. Strings are converted to the type of the default.
 
         A field with `metadata={"choices": (...)}` takes one of these words only; `{"minimum": x}` bounds numbers.
 
         Raises:
-            InvalidInputError: unknown option (lists the known ones) or unusable value; all at once.
+            InvalidInputError: unknown options (it lists the known ones) and unusable values, all at once.
         """
         return cls(**read_options(f"scheduler '{scheduler}'", options_of_dataclass(cls), raw))
 
@@ -93,7 +95,7 @@ class Scheduler(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     options_type: ClassVar[type[SchedulerOptions]] = SchedulerOptions
-    preempts: ClassVar[bool] = False  # needs a driver that can abort a running batch
+    preempts: ClassVar[bool] = False  # True: needs a driver that can abort a running batch
 
     system: System
     next_wake_ms: float  # inf: only an event can change anything
@@ -119,7 +121,7 @@ class Scheduler(ABC):
         return decisions
 
     def drain_refusals(self) -> list[Refusal]:
-        """Return what was given up or turned away since the last call; what else was decided is left for `drain`."""
+        """Return the requests given up or turned away since the last call; `drain` returns the other decisions."""
         refusals = [decision for decision in self.decisions if isinstance(decision, Drop | Reject)]
         if refusals:
             self.decisions = [decision for decision in self.decisions if not isinstance(decision, Drop | Reject)]
@@ -127,7 +129,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
-        """Take one request; its answer must be with the client at `deadline_ms`. One in the past is dropped at once."""
+        """Take one request, whose answer must reach the client by `deadline_ms`. When that is past, it is dropped."""
 
     @abstractmethod
     def cancel(self, now_ms: float, model: int, request_id: int) -> bool:
@@ -135,7 +137,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def batch_done(self, now_ms: float, gpulet: int) -> None:
-        """The oldest batch dispatched to the gpu-let has ended."""
+        """Take note that the oldest batch dispatched to the gpu-let has ended."""
 
     @abstractmethod
     def wake(self, now_ms: float) -> None:
@@ -143,7 +145,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def gpulet_lost(self, now_ms: float, gpulet: int) -> None:
-        """Stop using a gpu-let; what ran there is lost and the driver's to answer or to add again."""
+        """Stop using a gpu-let. Its batches are lost: the driver answers their requests or adds them again."""
 
     @abstractmethod
     def gpulet_back(self, now_ms: float, gpulet: int) -> None:
@@ -153,14 +155,15 @@ class Scheduler(ABC):
     def queued(self, program: int) -> int:
         """Return how many requests of a program wait for a batch."""
 
-    # A scheduler that plans with nothing may leave the rest as it is.
+    # A scheduler that plans with no measured numbers need not override the rest.
 
     def update_latency(self, program: int, gpulet: int, factor: float) -> None:  # noqa: B027
-        """Plan with `factor` times the system's latency for this program on this gpu-let, as was measured online."""
+        """Plan with `factor` times the system's latency for this program on this gpu-let, as measured while serving."""
 
     def update_network(self, network: NetworkDelay) -> None:  # noqa: B027
         """Budget these delays from now on."""
 
     def status(self) -> SchedulerStatus | None:
-        """Return, for operators, what it chose lately and what it expects of that; None where it chooses nothing."""
+        """Return, for operators, which settings the scheduler chose and what they should gain; None: it chooses
+        none."""
         return None

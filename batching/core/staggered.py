@@ -1,4 +1,4 @@
-"""The staggered batch, and the rate that is really offered."""
+"""The size of the staggered batch, and the measured rate of requests that it depends on."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def staggered_batch(
 ) -> int:
     """Return the largest batch of the staggered pattern: (1 + 1/n) l(b) <= budget (Symphony §3.3, table 2).
 
-    n is the number of GPUs the model needs by itself, n = rate * l(b) / b, so that l(b)/n is the time in which b
-    requests arrive and the condition reads l(b) + b/rate <= budget. Where n <= 1 that is the residual rule of Nexus:
-    one formula serves both. While the rate is unknown, two equal batches must fit: l(b) <= budget / 2.
+    n is the number of GPUs that the model needs by itself: n = rate * l(b) / b. Then l(b)/n is the time in which b
+    requests arrive, and the condition reads l(b) + b/rate <= budget. When n <= 1, this is the residual rule of Nexus,
+    so one formula serves both. While the rate is unknown, two equal batches must fit: l(b) <= budget / 2.
 
     Args:
         latency_ms: l(b) by batch size.
-        budget_ms: the time from arrival to the end of the batch, without the way that every batch has.
+        budget_ms: the time from arrival to the end of the batch, without the fixed delay that every batch has.
         rate_rps: offered rate of this model; None: unknown.
-        longest: the largest batch that is looked at; default: of those that have a latency.
-        factor: how many times as long as that batches take.
-        data_ms: what the data of each request is on the way.
+        longest: the largest batch to consider; default: the largest in `latency_ms`.
+        factor: measured over planned latency of batches.
+        data_ms: how long the data of each request is on its way.
 
     Returns:
         At least 1.
@@ -52,9 +52,10 @@ def staggered_batch(
 class ArrivalRate:
     """The offered rate of one model over the last seconds: add to `count`, and call `roll` once past `next_at`.
 
-    `rps` is the mean of the last 5 s; `recent_rps` that of the last step or of the last second, whichever is more, so
-    that it rises at once. Either reaches back over ten requests, whatever time they took; with fewer in all it is at
-    most that of ten. A first guess stands for the mean alone: what did not come yet keeps no gpu-let busy.
+    `rps` is the mean of the last 5 s. `recent_rps` is the rate of the last step or of the last second, whichever is
+    higher, so that it rises at once. Both reach back over at least ten requests, however long ago these came; when
+    fewer came in all, the rate is at most that of ten. A first guess sets `rps` alone, since requests that have not
+    come yet keep no gpu-let busy.
     """
 
     __slots__ = ("_marks", "count", "next_at", "recent_rps", "rps")
@@ -72,7 +73,7 @@ class ArrivalRate:
         self._marks: deque[tuple[float, int]] = deque(maxlen=self.WINDOW_STEPS)
 
     def roll(self, now_ms: float) -> None:
-        """Close a step: the rate is the mean since the oldest mark, once a step and ten requests lie behind it."""
+        """Close a step. The rate is the mean since the oldest mark, once a step and ten requests have passed since."""
         if self._marks:
             oldest, count = self._marks[0]
             if now_ms - oldest >= self.STEP_MS and self.count - count >= self.LEAST:
@@ -82,16 +83,16 @@ class ArrivalRate:
         self.next_at = now_ms + self.STEP_MS
 
     def is_silent(self, now_ms: float) -> bool:
-        """Return whether no request came for so long that `recent_rps` is that of before: `look_back` mends it."""
+        """Return whether no request came for so long that `recent_rps` is out of date; `look_back` renews it."""
         return bool(self._marks) and now_ms >= self.next_at + self.RECENT_MS
 
     def silent_at(self, now_ms: float) -> float:
-        """Return when to ask again whether it is silent: the longer it has been, the later, and later than now."""
+        """Return when to ask again whether the model is silent: always after now, and later the longer it is silent."""
         since = self.next_at + self.RECENT_MS
         return since if since > now_ms else now_ms + max(self.STEP_MS, (now_ms - since) / self.WINDOW_STEPS)
 
     def look_back(self, now_ms: float) -> None:
-        """Set `recent_rps`, at any time after the last request."""
+        """Set `recent_rps` anew; may be called at any time after the last request."""
         highest = 0.0
         for at, count in reversed(self._marks):
             if now_ms - at >= self.STEP_MS and self.count - count >= self.LEAST:

@@ -5,12 +5,12 @@ d - l(b+1), waiting for one more request would cost the head its deadline d; at 
 to start. The *model timer* fires at frontrun: the program takes an idle gpu-let, or waits. A gpu-let that becomes free
 (the *GPU timer*) takes, of the programs that wait, the one whose latest moment comes first.
 
-This is the baseline that `deferred` is measured against, and the rule it starts from. Read from the authors' program,
-and not in the paper: the head is given up only where it keeps the batch below the staggered size (`gather=window`), and
-a candidate is gathered anew at every arrival, at its latest moment and after each dispatch. Ours, where the paper's
-GPUs are all alike: the candidate is made for the fastest gpu-lets that have one idle. Of idle gpu-lets the first is
-taken, as the paper says (its program takes the one that is idle longest). Every comparison of times admits equality;
-with strict ones the paper's own trace (section 3.3) fails.
+This is the baseline that `deferred` is measured against, and the rule that `deferred` starts from. Two rules are in the
+authors' program but not in their paper. The head is given up only when it keeps the batch below the staggered size
+(`gather=window`). A candidate is gathered anew at every arrival, at its latest moment and after each dispatch. One rule
+is ours, since the paper's GPUs are all alike: a candidate is made for the fastest gpu-lets of which one is idle. Of
+idle gpu-lets the first is taken, as the paper says; the authors' program takes the one that is idle longest. Every
+comparison of times admits equality, because with strict ones the paper's own trace (section 3.3) fails.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from tenuto.batching.core.staggered import ArrivalRate, staggered_batch
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, System
 
 PAST_MS = (
-    1e-3  # derived: a microsecond, above the tolerance: how long after its latest moment a candidate is gathered anew
+    1e-3  # derived: a microsecond, above the tolerance; so long after its latest moment a candidate is gathered anew
 )
 
 
 @dataclass(frozen=True)
 class SymphonyOptions(SchedulerOptions):
-    """What the published program can vary.
+    """The settings of the published program.
 
-    gather: `window` gives up the head where it keeps the batch below the staggered size; `head-first` only what is
-    lost anyway. release: at `frontrun`; with `target` also once the staggered batch is complete.
+    gather: `window` gives up the head when it keeps the batch below the staggered size; `head-first` gives up only
+    requests that cannot be met. release: `frontrun` starts a batch at frontrun; `target` also starts it once it has the
+    staggered size.
     """
 
     gather: str = field(default="window", metadata={"choices": tuple(GATHERING)})
@@ -53,13 +54,13 @@ class _Candidate(Queue[Pool]):
         self.rate = rate
         self.staggered = 1  # the batch of the staggered pattern
         self.longest = 1  # the largest batch that can be in time at all
-        self.timer = INF  # frontrun, or for a waiting candidate the moment it has to be gathered anew
+        self.timer = INF  # frontrun; while the candidate waits: when to gather it anew
         self.is_waiting = False
-        self.latest = INF  # of a waiting candidate
+        self.latest = INF  # while the candidate waits: when its batch must start
 
 
 class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
-    """The published rule. Invariant: a program is waiting only while no gpu-let that can take its batch is idle."""
+    """The published rule. Invariant: a program waits only while no gpu-let is idle that can take its batch."""
 
     name = "symphony"
     summary = "Symphony as published: hold each batch until frontrun, most urgent model first"
@@ -94,7 +95,7 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
             )
 
     def _sent_ms(self, program: int, pool: Pool, size: int) -> float:
-        """Return how long a batch takes from its dispatch to the next gpu-let of a pool until its end there."""
+        """Return how long a batch takes from its dispatch to its end, on the next gpu-let of a pool."""
         gpulet = pool.idle[0] if pool.idle else pool.gpulets[0]
         return self._gpulets.way_ms(size) + self._gpulets.factor(program, gpulet) * pool.run[program][size]
 
@@ -113,7 +114,7 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
             self._set_timer(queue, min(queue.timer, max(now_ms, self._frontrun(queue, now_ms))))
 
     def _frontrun(self, queue: _Candidate, now: float) -> float:
-        """Return when the candidate has to run for want of time; until then the whole queue fits in one batch."""
+        """Return when the candidate must run because time is short; until then the whole queue fits in one batch."""
         program, size = queue.program, len(queue.deadlines)
         pools = queue.pools
         if not pools or size >= queue.longest or (self._releases_at_target and size >= queue.staggered):
@@ -131,7 +132,7 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
                 self.next_wake_ms = min(self.next_wake_ms, at)
 
     def _update(self, queue: _Candidate, now: float) -> None:
-        """Gather the candidate; run it if it is due and a gpu-let can take it, else wait or set the model timer."""
+        """Gather the candidate. When it is due, run it, or wait if no gpu-let can take it; else set the model timer."""
         pools = queue.pools
         while queue.ids:
             frontrun = self._frontrun(queue, now)
@@ -157,7 +158,7 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
         return self._gpulets.way_ms(min(len(queue.ids), queue.longest))
 
     def _wait(self, queue: _Candidate, now: float) -> None:
-        """Wait for a gpu-let with the candidate as it stands; what cannot be part of it is given up."""
+        """Let the candidate wait for a gpu-let, and give up the requests that cannot be part of it."""
         gpulets, program = self._gpulets, queue.program
         pool = queue.pools[0]
         factor = gpulets.factor(program, pool.idle[0] if pool.idle else pool.gpulets[0])
@@ -201,7 +202,10 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
             self._serve_waiting(now_ms)
 
     def _serve_waiting(self, now: float) -> None:
-        """The GPU timer: give gpu-lets that are free when the longest way is over to the most urgent that wait."""
+        """Act on the GPU timer: the most urgent programs take the gpu-lets that will be free when their batch arrives.
+
+        The longest way among the waiting batches says when that is.
+        """
         way_ms = self._longest_way_ms()
         for queue in sorted(self._waiting.values(), key=lambda queue: queue.latest):
             pools = [pool for pool in queue.pools if self._can_take(pool, way_ms, now)]
@@ -226,7 +230,7 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
         way_ms = self._longest_way_ms()
         for pool in self._gpulets.pools:
             at, gpulet = self._gpulets.open_at(pool, now)
-            # Before now it was tried in vain.
+            # An earlier moment was tried already, in vain.
             if gpulet >= 0 and at - way_ms > now + TIME_TOLERANCE_MS and self._waiting.keys() & pool.run.keys():
                 self._gpu_timer = min(self._gpu_timer, at - way_ms)
         self.next_wake_ms = min(self.next_wake_ms, self._gpu_timer)

@@ -1,5 +1,5 @@
-"""What a scheduler schedules: the models clients ask for, the programs that serve them, and the gpu-lets that host
-programs. Times are ms, latencies l(b) are indexed by batch size.
+"""What a scheduler schedules: the models that clients ask for, the programs that serve them, and the gpu-lets that host
+the programs. Times are ms; latencies l(b) are indexed by batch size.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from tenuto.placement import Objective
 
 INF = math.inf
 
-# Unit: a nanosecond: sums of times in different order may differ by rounding, and a deadline met exactly is met.
+# Unit: a nanosecond. Sums of times may differ by rounding, and a deadline that is met exactly must count as met.
 TIME_TOLERANCE_MS = 1e-6
 
-# Derived: a microsecond, above the tolerance: how long after its last possible start a queued request is given up.
+# Derived: a microsecond, above the tolerance. So long after its last possible start a queued request is given up.
 EXPIRY_MARGIN_MS = 1e-3
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 @dataclass(frozen=True, slots=True)
 class ByFields:
-    """Pickled by its fields: a frozen class that is compiled could not take them back one by one."""
+    """Base of classes that are pickled as a call with all fields, since unpickling cannot set fields of a frozen class
+    that is compiled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the class and its values."""
@@ -38,10 +39,9 @@ class ByFields:
 class Model(ByFields):
     """A model that clients ask for.
 
-    `rate_rps` is the planned rate, a first guess of the offered one (None: unknown). Under overload a model of higher
-    `priority` keeps its requests first; `weight` is the worth of one request where the objective is `weighted`.
-    `longest_hold_ms` bounds how long a request may be held for others while a gpu-let is idle (None: the scheduler's
-    own bound).
+    `rate_rps` is the planned rate, and the first guess of the offered rate (None: unknown). Under overload, models of
+    lower `priority` lose requests first. `weight` is the worth of one request when the objective is `weighted`.
+    `longest_hold_ms` bounds how long a request may be held while a gpu-let is idle (None: the scheduler's own bound).
     """
 
     name: str
@@ -75,9 +75,9 @@ class ScheduledProgram(ByFields):
 class Host(ByFields):
     """What one program costs on one gpu-let.
 
-    `latency_ms[b]` is l(b) alone on the GPU, b counting the requests of all members; index 0 is 0.0 and the last index
-    is the largest batch that may run there. `slowdown` (>= 1) is what the neighbours on the same GPU cost on top while
-    they run.
+    `latency_ms[b]` is l(b) without neighbours on the GPU; b counts the requests of all member models. Index 0 is 0.0,
+    and the last index is the largest batch that may run there. `slowdown` (>= 1) is the factor on l(b) while all
+    neighbours on the same GPU run.
     """
 
     latency_ms: tuple[float, ...]
@@ -93,7 +93,7 @@ class Host(ByFields):
         return [latency * self.slowdown for latency in self.latency_ms]
 
     def planned_batch_ms(self, size: int) -> float:
-        """Return that of one batch size."""
+        """Return l(size) with the neighbours' slowdown."""
         return self.latency_ms[size] * self.slowdown
 
     def problems(self, where: str) -> Iterator[Problem]:
@@ -158,8 +158,8 @@ class System(ByFields):
 
     @cached_property
     def offered(self) -> tuple[Model, ...]:
-        """What is offered to each program, as if it were one model: its members' rates together, the shortest of their
-        SLOs and holds, the largest weight and priority."""
+        """Each program as if it were one model: the sum of its members' rates, the shortest of their SLOs and holds,
+        the largest weight and priority."""
         return tuple(_as_one(program.name, [self.models[m] for m in program.members]) for program in self.programs)
 
     @cached_property
@@ -173,7 +173,7 @@ class System(ByFields):
         return frozenset(model for model, program in enumerate(self.program_of) if program in self.hosted)
 
     def distinct_hosts(self) -> list[Mapping[int, Host]]:
-        """Return what gpu-lets host, each object once."""
+        """Return the distinct `hosts` objects of all gpu-lets."""
         return list({id(gpulet.hosts): gpulet.hosts for gpulet in self.gpulets}.values())
 
     def problems(self) -> list[Problem]:

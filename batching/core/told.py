@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerStatus:
-    """What one scheduler chose lately, and what it expects of that.
+    """The settings that one scheduler uses, and what their last change should gain.
 
-    `hold`: part of the time they have for which batches are held; `defend`: part of the staggered batch for which heads
-    are given up. The others are None where it does not rehearse: how many replays there were, which share of the
-    requests the last change was expected to lose less and which share of the GPU time to spare, and what all replays
-    took of a processor.
+    `hold`: part of Symphony's holding time that batches are held; `defend`: part of the staggered batch for which heads
+    are given up. The other fields are None when it does not rehearse. `rehearsals`: replays so far; `expected_gain`:
+    share of the requests that the last change should save; `expected_spared`: share of the GPU time that it should
+    save; `rehearsal_cpu_s`: processor time of all replays.
     """
 
     hold: float
@@ -30,12 +30,12 @@ class SchedulerStatus:
         return cls(**data)
 
     def to_data(self) -> dict[str, Any]:
-        """Return plain data, for files and JSON, without what is not known."""
+        """Return plain data for files and JSON, without the fields that are None."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def describe_schedulers(schedulers: Iterable[SchedulerStatus]) -> list[str]:
-    """Return a line for each scheduler that rehearses: what it chose and what that should save."""
+    """Return a line for each scheduler that rehearses: its settings and what they should save."""
     return [
         f"hold {told.hold:g}, defend {told.defend:g} after {told.rehearsals} rehearsals; expected of the last change: "
         f"{told.expected_gain or 0.0:.1%} fewer lost, GPU time {0.0 - (told.expected_spared or 0.0):+.0%}"

@@ -1,1 +1,1 @@
-"""What was just offered is replayed with other values of `hold` and `defend`; beside the scheduler, not part of it."""
+"""Rehearsals: replays of recent requests with other values of `hold` and `defend`. They run beside the scheduler."""

@@ -1,4 +1,4 @@
-"""What rehearsals may take of a core."""
+"""How much of a core rehearsals may use."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections import deque
 
 from tenuto.batching.core.system import INF
 
-CORE = 0.05  # limit: of a core that rehearsals may take, or
-CORE_MS = 0.01  # limit: of a core for each request offered, where that is more: above 5,000 requests a second
-CREDIT_MS = 1000.0  # limit: of a core that they may take at once, at the start and after a rest
-SPAN_MS = 60_000.0  # unit: a minute; in any of them they take no more than that part of it
+CORE = 0.05  # limit: the part of a core that rehearsals may use, or
+CORE_MS = 0.01  # limit: ms of a core per offered request, when that is more: above 5,000 requests a second
+CREDIT_MS = 1000.0  # limit: ms of a core that rehearsals may use at once, at the start and after a rest
+SPAN_MS = 60_000.0  # unit: a minute; rehearsals keep to their part of a core in every minute
 
 
 class Budget:
-    """A part of any minute, and at once no more than they saved up."""
+    """A token bucket in ms of a core: rehearsals may use a part of every minute, and at once what they saved up."""
 
     def __init__(self) -> None:
-        self._core = CORE  # the part
+        self._core = CORE  # the part of a core
         self.spent_ms = 0.0
         self._saved_ms = CREDIT_MS
         self._saved_at = -INF
         self._lately: deque[tuple[float, float]] = deque()  # (when, ms of a core) in the last minute
-        self._last_ms = 0.0  # what the last one took
-        self._expected_ms = 0.0  # of it, before it was made
-        self._measured = 1.0  # the one by the other
+        self._last_ms = 0.0  # what the last replay took
+        self._expected_ms = 0.0  # what it was expected to take
+        self._measured = 1.0  # the ratio of both
 
     def allows_one(self, now: float, rps: float) -> bool:
-        """Return whether one may begin that takes as much as the last."""
+        """Return whether a replay may begin that takes as long as the last one."""
         self._save(now)
         self._core = max(CORE, CORE_MS / 1000.0 * rps)
         return self._saved_ms >= 0.0 and self._left_ms(now) >= min(self._last_ms, self._core * SPAN_MS)
 
     def is_used_by(self, expected_ms: float, now: float) -> bool:
-        """Return whether nothing is left in this minute beside a replay that should take so much."""
+        """Return whether a replay that should take `expected_ms` would use up what is left of this minute."""
         self._expected_ms = expected_ms
         return self._measured * expected_ms >= self._left_ms(now)
 
     def spend(self, cpu_ms: float, now: float) -> None:
-        """Take what the replay took that was expected last."""
+        """Charge what the last replay took."""
         self._save(now)
         self._saved_ms -= cpu_ms
         self._lately.append((now, cpu_ms))

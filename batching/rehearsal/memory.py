@@ -1,4 +1,4 @@
-"""What replays found of each value of a knob, and which of two values is the better."""
+"""What replays found about each value of a knob, and which of two values is better."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 from tenuto.batching.core.system import System
 from tenuto.batching.rehearsal.replay import Replayed
 
-MEMORY = 0.8  # fitted: of what was found before, with each replay
-FEW = 10.0  # derived: requests of a program, below which it says nothing of the one served worst
-WORST_PART = 0.25  # derived: of the programs, by which `each` is judged: the one served worst is mostly chance
-NOISE = 0.5  # fitted: of the square root of what two values lost: the least difference that is taken for one
+MEMORY = 0.8  # fitted: the weight that earlier findings keep with each replay
+FEW = 10.0  # derived: a program with fewer requests does not count among those served worst
+WORST_PART = 0.25  # derived: the part of the programs that judges `each`; a single worst program would mostly be chance
+NOISE = 0.5  # fitted: times the square root of what two values lost: the smallest difference that is not chance
 
 
 class Seen(NamedTuple):
-    """What is remembered of a value: requests offered and met, by program, and the time gpu-lets were busy."""
+    """What is remembered of one value: requests offered and met, by program, and how long gpu-lets were busy."""
 
     offered: tuple[float, ...]
     met: tuple[float, ...]
     busy_ms: float
 
     def then(self, replayed: Replayed) -> Seen:
-        """Remember one more."""
+        """Return the memory after one more replay."""
         return Seen(
             tuple([MEMORY * before + count for before, count in zip(self.offered, replayed.offered, strict=True)]),
             tuple([MEMORY * before + count for before, count in zip(self.met, replayed.met, strict=True)]),
@@ -43,7 +43,7 @@ class Seen(NamedTuple):
 
 
 class Judge:
-    """Says what a value lost, as the objective has it."""
+    """Says how much a value lost, in the terms of the objective."""
 
     def __init__(self, system: System) -> None:
         self._is_each = system.objective == "each"
@@ -55,8 +55,8 @@ class Judge:
         self.nothing = Seen((0.0,) * len(self._worth), (0.0,) * len(self._worth), 0.0)
 
     def loss(self, seen: Seen) -> float:
-        """Return the share of worth lost, or with `each` the mean share lost of the quarter of the programs that lost
-        most."""
+        """Return the share of worth that was lost. With `each`, return the mean share lost by the quarter of the
+        programs that lost most."""
         if self._is_each:
             worst = self._worst(seen)
             return sum(map(seen.share, worst), 0.0) / len(worst) if worst else 0.0
@@ -65,7 +65,7 @@ class Judge:
         return 1.0 - met / total if total else 0.0
 
     def chance(self, one: Seen, other: Seen) -> float:
-        """Return what chance makes of the difference of what two values lose."""
+        """Return how much the losses of two values may differ by chance."""
         if one is other:
             return 0.0
         if self._is_each:
@@ -75,7 +75,8 @@ class Judge:
         return NOISE * math.sqrt(one.lost() + other.lost()) / max(1.0, sum(one.offered))
 
     def doubt(self, one: Seen, other: Seen) -> float:
-        """Return what may not be risked for GPU time: with `each`, the loss of models served worst."""
+        """Return the margin that a value must keep when it is taken to save GPU time. With `each` it is `chance`, so
+        that the models served worst are not risked; otherwise 0."""
         return self.chance(one, other) if self._is_each else 0.0
 
     def _worst(self, seen: Seen) -> list[int]:

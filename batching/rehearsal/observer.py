@@ -1,13 +1,13 @@
-"""Rehearsal: what was just offered is replayed under other settings, and the one that would have served most is taken.
+"""Rehearsal: recent requests are replayed with other settings, and the setting that would have served most is taken.
 
-An observer stands beside a scheduler. Its driver shows it every arrival; it records them for a while and gives out a
-`Replay`, which the driver in virtual time runs on the spot and the live one in another process. Of the result it sets
-`hold` and `defend` of the scheduler, one of them at a time. Serving goes on meanwhile, and goes on if the result never
-comes.
+An observer stands beside a scheduler. The scheduler's driver shows it every arrival. It records arrivals for a while
+and then gives out a `Replay`. The driver in virtual time runs the replay at once; the live driver runs it in another
+process. From the result the observer sets `hold` or `defend` of the scheduler, one at a time. Serving goes on
+meanwhile, even if the result never comes.
 
-What a value served is remembered with a memory of 0.8, and a value is taken only where it would serve 0.1 % of the
-requests more than the present one. What was found under light load says nothing of heavy load, nor the reverse: each
-has its own memory and its own setting.
+The results for each value are remembered; earlier ones keep 0.8 of their weight with each replay. A value is taken only
+when it would serve 0.1 % more of the requests than the present one. Results under light load say nothing about heavy
+load, nor the reverse, so each has its own memory and its own setting.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from tenuto.batching.rehearsal.replay import Replay, Replayed, Setting
 VALUES: tuple[tuple[float, ...], ...] = (
     (0.0, 0.4, 0.7, 1.0),
     (0.5, 0.75, 1.0, 1.5),
-)  # limit: what each knob is tried at
-FIRST = 200  # limit: requests of the first replay; the next have twice as many each, up to
-MOST = 1500  # fitted: requests of a replay, as of which it is no longer doubled
-AT_ONCE = 4  # fitted: so many replays follow each other; then
-PAUSE = 15  # fitted: times as many requests are not recorded as are, or
-SHORT_PAUSE = 5  # fitted: after a change
-LEAST_SLOS = 12  # fitted: a replay lasts so many of the longest SLO, if that is not more than
+)  # limit: the values that are tried for `hold` and for `defend`
+FIRST = 200  # limit: requests of the first replay; each next replay has twice as many, up to
+MOST = 1500  # fitted: requests of a replay
+AT_ONCE = 4  # fitted: so many replays follow each other at the start; from then on there is a pause between two, of
+PAUSE = 15  # fitted: times as many requests as were recorded; after a change only
+SHORT_PAUSE = 5  # fitted: times as many
+LEAST_SLOS = 12  # fitted: a recording lasts at least so many times the longest SLO, but has at most
 LONGEST = 6000  # limit: requests
-GAIN = 0.001  # fitted: share of the requests that a value must serve more to be taken
-SPARED = 0.02  # fitted: part of the GPU time that is worth a change where nothing else is
-WAIT_MS = 0.2  # limit: per recorded request, from the last of them to the adoption: what a replay takes elsewhere
-# Derived: what replaying takes, where nobody measures it: a request, a look at a batch, and a program at the beginning.
+GAIN = 0.001  # fitted: a value is taken when it serves this share of the requests in addition
+SPARED = 0.02  # fitted: a value that serves no more is taken when it saves this part of the GPU time
+WAIT_MS = 0.2  # limit: ms per recorded request until the result is adopted: the time for a replay in another process
+# Derived: what a replay takes when nobody measures it: per request, per look at a batch, and per program at the start.
 REQUEST_MS, LOOK_MS, PROGRAM_MS = 0.005, 0.0013, 0.03
 COST_EVERY = (
-    100  # limit: requests: how often it is looked at what a replay will take, and whether there is room for one
+    100  # limit: requests between two estimates of what a replay will take, and whether the budget has room for it
 )
 
 
 def rehearsals_of(scheduler: Scheduler) -> Rehearsals | None:
-    """Return a new observer of a scheduler that can be tuned and is asked to be; None for any other."""
+    """Return a new observer of a scheduler that can be tuned and has the option `rehearse`; None for any other."""
     if isinstance(scheduler, DeferredScheduler) and scheduler.options.rehearse:
         return Rehearsals(scheduler)
     return None
 
 
 class Rehearsals:
-    """When to record and for how long, and what came of it. Settings of one knob are always compared on the same
-    arrivals; at most one replay is out at a time."""
+    """Decides when to record arrivals and for how long, and adopts what replays find. Values of one knob are always
+    compared on the same arrivals. At most one replay is under way at a time."""
 
     def __init__(self, scheduler: DeferredScheduler) -> None:
         self._scheduler = scheduler
         self._judge = Judge(scheduler.system)
         self._longest_slo_ms = max([model.slo_ms for model in scheduler.system.models], default=0.0)
         setting = Setting(scheduler.hold, scheduler.defend)
-        # These four under heavy load, and under light load.
+        # The next four have two entries: under heavy load, and under light load.
         self._settings = [setting, setting]
         self._knobs = [0, 0]
         self._memories: list[list[dict[float, Seen]]] = [[{}, {}], [{}, {}]]  # by knob and value
@@ -67,17 +67,17 @@ class Rehearsals:
         self._is_light = scheduler.is_light
         self._requests = FIRST
         self._arrivals: list[tuple[float, int, float]] = []
-        self._known: Known | None = None  # what was known when the recording began; None: nothing is recorded
-        self._was_light = False  # throughout the arrivals recorded
-        self._looked = 0  # by the scheduler, before
-        self._until = 1  # requests until it goes on
+        self._known: Known | None = None  # what the scheduler knew when the recording began; None: nothing is recorded
+        self._was_light = False  # the load was light during the whole recording
+        self._looked = 0  # the scheduler's count of looks when the recording began
+        self._until = 1  # requests until the next step
         self._budget = Budget()
         self._gain = self._spared = 0.0
 
-    # What the driver says ---------------------------------------------------------------------------------------------
+    # What the driver calls --------------------------------------------------------------------------------------------
 
     def arrived(self, now: float, model: int, deadline_ms: float) -> Replay | None:
-        """Take note of a request that the scheduler is about to get; returns a replay to run, for `learn`."""
+        """Note a request that the scheduler is about to get; may return a replay, whose result goes to `learn`."""
         scheduler = self._scheduler
         if scheduler.is_light != self._is_light:
             self._follow_load(now)
@@ -87,11 +87,12 @@ class Rehearsals:
         return None if self._until else self._go_on(now)
 
     def due_ms(self, now: float, replay: Replay) -> float:
-        """Return when the result of a replay that is given out now is to be adopted."""
+        """Return when to adopt the result of a replay that is given out now."""
         return now + WAIT_MS * len(replay.arrivals)
 
     def learn(self, result: list[Replayed], now: float, cpu_ms: float | None = None) -> None:
-        """Take over what a replay found and what it took of a core (None: not measured), at `due_ms` or later."""
+        """Take over what a replay found, at `due_ms` or later. `cpu_ms`: time of a core it took (None: not
+        measured)."""
         if cpu_ms is None:
             cpu_ms = sum([self._replay_ms(replayed.looked) for replayed in result])
         self._budget.spend(cpu_ms, now)
@@ -123,8 +124,8 @@ class Rehearsals:
         self._scheduler.tune(now, *self._settings[self._is_light])
 
     def told(self) -> SchedulerStatus:
-        """Return the scheduler's status with how many replays there were, and by which share of the requests (or of
-        their worth) the last change was expected to cut the losses."""
+        """Return the scheduler's status with the number of replays, and the share of the requests (or of their worth)
+        that the last change should save."""
         return replace(
             self._scheduler.status(),
             rehearsals=sum(self._done),
@@ -133,10 +134,10 @@ class Rehearsals:
             rehearsal_cpu_s=self._budget.spent_ms / 1000.0,
         )
 
-    # What it does of itself -------------------------------------------------------------------------------------------
+    # Inside -----------------------------------------------------------------------------------------------------------
 
     def _follow_load(self, now: float) -> None:
-        """The load has become light, or heavy again."""
+        """Use the setting of the present load, which has become light or heavy."""
         is_light = self._is_light = self._scheduler.is_light
         self._was_light &= is_light
         if self._known is None and self._until > 0 and self._done[is_light] < AT_ONCE:
@@ -144,7 +145,7 @@ class Rehearsals:
         self._scheduler.tune(now, *self._settings[is_light])
 
     def _go_on(self, now: float) -> Replay | None:
-        """Begin to record, or have what was recorded replayed."""
+        """Take the next step: begin to record, go on recording, or give out a replay of the recording."""
         scheduler = self._scheduler
         self._until = COST_EVERY
         if self._known is None:
@@ -158,14 +159,14 @@ class Rehearsals:
         arrivals, known = self._arrivals, self._known
         present, knob = self._settings[self._was_light], self._knobs[self._was_light]
         values = sorted({*VALUES[knob], present[knob]})
-        # A replay looks about as often as the scheduler that was watched.
+        # A replay looks at batches about as often as the scheduler did.
         is_dear = self._budget.is_used_by(len(values) * self._replay_ms(scheduler.looked - self._looked), now)
         began = arrivals[0][0]
         is_long = now - began >= LEAST_SLOS * self._longest_slo_ms or len(arrivals) >= LONGEST
         if not (is_long and not len(arrivals) % self._requests) and not is_dear:
             return None
         self._known = None
-        self._until = -1  # until the result is there
+        self._until = -1  # no further step until the result comes
         first, last = 0, len(arrivals)
         while first < last // 4 and arrivals[first][0] < began + self._longest_slo_ms:
             first += 1
@@ -176,6 +177,6 @@ class Rehearsals:
         return Replay(type(scheduler), options, scheduler.system, known, arrivals, (first, last), settings)
 
     def _replay_ms(self, looked: int) -> float:
-        """Return what it takes of a core to replay what is recorded once, where so many looks are made."""
+        """Return how many ms of a core one replay of the recording takes, when it makes `looked` looks."""
         programs = len(self._scheduler.system.programs)
         return REQUEST_MS * len(self._arrivals) + PROGRAM_MS * programs + LOOK_MS * looked

@@ -1,4 +1,4 @@
-"""A replay: recorded arrivals in virtual time, under one setting after the other, by schedulers of their own."""
+"""A replay: recorded arrivals run in virtual time, with a new scheduler for each setting."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tenuto.batching.core.system import INF, System
 
 
 class Setting(NamedTuple):
-    """What rehearsals choose."""
+    """The two knobs that rehearsals choose: number 0 is `hold`, number 1 is `defend`."""
 
     hold: float
     defend: float
 
     def changed(self, knob: int, value: float) -> Setting:
-        """Return it with another value of one knob."""
+        """Return the setting with another value of one knob."""
         return self._replace(defend=value) if knob else self._replace(hold=value)
 
 
 class Replayed(NamedTuple):
-    """What a setting made of a replay: requests offered and met, by program, and the time gpu-lets were busy; `looked`
-    goes by what the replay took."""
+    """What one setting made of a replay: requests offered and met, by program, and how long gpu-lets were busy.
+    `looked` counts the looks at batches, which say how long the replay took."""
 
     setting: Setting
     offered: tuple[int, ...]
@@ -36,8 +36,11 @@ class Replayed(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """Deterministic, without side effects, and picklable. Every scheduler begins idle, with what was known when the
-    recording began; the requests of the first and the last SLO only keep gpu-lets busy. `counted` are the others."""
+    """The arrivals to replay, and the settings to try. It is deterministic, has no side effects and can be pickled.
+
+    Every scheduler begins idle, with what was known when the recording began. Requests of the first and of the last SLO
+    only keep gpu-lets busy; the places in between, `counted`, are counted.
+    """
 
     scheduler: type[DeferredScheduler]
     options: DeferredOptions
@@ -63,7 +66,7 @@ class Replay(NamedTuple):
         return found
 
     def _run(self, core: Scheduler, met: list[int]) -> float:
-        """Count what is met by program; returns the time that gpu-lets are busy, in ms."""
+        """Count in `met` the requests met, by program; returns how long gpu-lets are busy, in ms."""
         busy_ms = 0.0
         done: list[tuple[float, int]] = []
         add = core.add_request
@@ -81,7 +84,7 @@ class Replay(NamedTuple):
 
 
 def _advance(core: Scheduler, done: list[tuple[float, int]]) -> None:
-    """Do what comes next: a batch ends, or a timer fires."""
+    """Do the next event: a batch ends, or a timer fires."""
     wake = core.next_wake_ms
     if done and done[0][0] <= wake:
         at, gpulet = heappop(done)
@@ -91,7 +94,7 @@ def _advance(core: Scheduler, done: list[tuple[float, int]]) -> None:
 
 
 def _carry_out(core: Scheduler, done: list[tuple[float, int]], met: list[int], counted: tuple[int, int]) -> float:
-    """Send batches on their way; returns how long they keep gpu-lets busy."""
+    """Send the batches that the scheduler decided on; returns how long they keep gpu-lets busy, in ms."""
     busy_ms = 0.0
     first, last = counted
     for decision in core.decisions:

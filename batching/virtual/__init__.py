@@ -1,1 +1,1 @@
-"""Virtual time: the driver that runs a scheduler over a schedule of arrivals, and what such a run gives."""
+"""Virtual time: the driver that runs a scheduler over a schedule of arrivals, and the results of such runs."""

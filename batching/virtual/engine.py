@@ -1,8 +1,8 @@
 """The one loop of virtual time: a schedule of arrivals, the scheduler that batches them, and emulated gpu-lets.
 
-The engine owns the clock and what becomes of every request. It knows nothing about how batches are chosen, and nothing
-of plans: `simulate` gives it one scheduler for a whole run, `RunningSystem` another one with every plan. Nothing here
-is random: the same schedule and systems give the same bytes.
+The engine owns the clock and the outcome of every request. It knows nothing about plans or how batches are chosen:
+`simulate` gives it one scheduler for a whole run, `RunningSystem` a new one with every plan. Nothing here is random:
+the same schedule and systems give the same bytes.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from tenuto.batching.rehearsal.replay import Replay
 from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch, EmulatedGpulets
 from tenuto.outcome import Outcome
 
-_REHEARSAL = 1 << 60  # format: the place of a rehearsal on the heap, behind every gpu-let
+_REHEARSAL = 1 << 60  # format: marks a rehearsal on the heap of events; larger than the place of any gpu-let
 
 
 class Follows(Protocol):
-    """Which requests follow on which, as the stages of an application do.
+    """Says which requests follow on the answers of others, as the stages of an application do.
 
-    The times of requests that follow are NaN in the schedule, behind all others. Those that never arrive count nowhere.
+    In the schedule, requests that follow stand behind all others and have the time NaN. Those that never arrive are not
+    counted.
     """
 
     def answered(self, requests: Sequence[int], now_ms: float) -> Sequence[tuple[int, float]]:
-        """Return the requests that arrive because these have been answered, each with its deadline in ms."""
+        """Return the requests that arrive because these were answered, each with its deadline in ms."""
 
     def given_up(self, requests: Sequence[int], outcome: Outcome) -> None:
-        """Take note that these get no answer, or none in time."""
+        """Take note that these requests get no answer."""
 
 
 class Engine:
     """Invariant: every arrival before number `next` has ended, waits in the scheduler, or runs on a gpu-let.
 
-    `times_ms` and `deadlines_ms` are by request; `lost` has those that were never answered, by outcome; `followed`
-    those that arrived because others had been answered; `planned` is the number of arrivals that follow on none.
-    `batch_ended` is called with the time, the place of the gpu-let and the batch, after its scheduler knows.
+    `times_ms` and `deadlines_ms` are by request. `lost` has the requests that were never answered, by outcome.
+    `followed` has the requests that arrived because others were answered; `planned` is the number of all others.
+    `batch_ended` is called with the time, the place of the gpu-let and the batch, after the scheduler was told.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Engine:
         *,
         counted_from_ms: float = INF,
     ) -> None:
-        """`counted_from_ms`: `lost_by_model` counts what is lost later than that, of models with gpu-lets."""
+        """`counted_from_ms`: `lost_by_model` counts the requests lost after this time, of models with gpu-lets."""
         self.times_ms, self.models, self.deadlines_ms = times_ms, model_index, deadlines_ms
         self.planned = len(times_ms)
         if follows is not None:
@@ -68,8 +69,8 @@ class Engine:
         self._rehearsals: Rehearsals | None = None
         self._replay: Replay | None = None
         self.gpulets = EmulatedGpulets()
-        self.index: Sequence[int] = ()  # of the schedule's models in the scheduler's system; -1: not served
-        self._index = np.zeros(0, dtype=np.int64)  # the same
+        self.index: Sequence[int] = ()  # by model of the schedule: its place in the scheduler's system; -1: not served
+        self._index = np.zeros(0, dtype=np.int64)  # the same as an array
         self.batch_ended: Callable[[float, int, EmulatedBatch], None] | None = None
         self.lost: dict[Outcome, list[Sequence[int]]] = {
             outcome: [] for outcome in (Outcome.EXPIRED, Outcome.REJECTED, Outcome.FAILED)
@@ -83,11 +84,11 @@ class Engine:
     def install(
         self, scheduler: Scheduler, index: Sequence[int], data_ms_by_model: Sequence[float] | None = None
     ) -> None:
-        """Batch with this scheduler from now on; batches that run on gpu-lets of the last one end there.
+        """Use this scheduler from now on. Batches that run on gpu-lets of the last scheduler end there.
 
         Args:
-            scheduler: fresh.
-            index: of the schedule's models in the scheduler's system; -1: not served.
+            scheduler: a fresh one.
+            index: the place of each of the schedule's models in the scheduler's system; -1: not served.
             data_ms_by_model: see `simulate`.
         """
         self.scheduler, self.index, self._index = scheduler, index, np.array(index, dtype=np.int64)
@@ -96,7 +97,7 @@ class Engine:
         self.gpulets.add(scheduler.system, data_ms_by_model)
 
     def serve(self, last: int) -> None:
-        """Let the arrivals before number `last` come, and everything happen until the last of them."""
+        """Let the arrivals before number `last` come, and do all events until then."""
         scheduler, rows = self.scheduler, range(self.next, last)
         if scheduler is None:
             if rows:
@@ -126,7 +127,7 @@ class Engine:
         self.next, self.now_ms = last, now
 
     def settle(self, until: float, now: float) -> None:
-        """Do all completions up to and including `until`, and all timers before it; `now` is the present time."""
+        """Do all completions up to and including `until`, and all timers before it. `now` is the present time."""
         scheduler, gpulets, batch_ended = self.scheduler, self.gpulets, self.batch_ended
         if scheduler is None:
             return
@@ -165,7 +166,7 @@ class Engine:
                 self.carry_out(now)
 
     def add(self, request: int, now: float, unserved: Outcome) -> None:
-        """Give the scheduler a request out of turn; it ends as `unserved` where its model has no gpu-let."""
+        """Give the scheduler a request out of turn; when its model has no gpu-let, it ends as `unserved`."""
         model = self.index[int(self.models[request])] if self.scheduler is not None else -1
         if model < 0 or self.scheduler is None:
             self.lose(now, unserved, (request,))
@@ -177,12 +178,12 @@ class Engine:
             self.scheduler.add_request(now, model, request, deadline)
 
     def _rehearse(self, rehearsals: Rehearsals, replay: Replay, now: float) -> None:
-        """Keep a replay that the observer wants until its result is due."""
+        """Keep the observer's replay until its result is due."""
         self._replay = replay
         heappush(self.gpulets.events, (rehearsals.due_ms(now, replay), _REHEARSAL, self.gpulets.first))
 
     def lose_gpulets(self, now: float, places: Iterable[int]) -> None:
-        """Gpu-lets are gone. Requests that they held are tried once more, as the dispatcher does."""
+        """Remove gpu-lets. Requests that they held are tried once more, as the live dispatcher does."""
         gpulets, scheduler = self.gpulets, self.scheduler
         for place in places:
             if place >= gpulets.first and scheduler is not None:
@@ -199,7 +200,7 @@ class Engine:
         self.carry_out(now)
 
     def status(self) -> SchedulerStatus | None:
-        """Return what the scheduler and its observer tell of themselves."""
+        """Return the status of the scheduler, with that of its observer if it has one."""
         if self._rehearsals is not None:
             return self._rehearsals.told()
         return None if self.scheduler is None else self.scheduler.status()
@@ -211,7 +212,7 @@ class Engine:
             self.add(request, now, Outcome.REJECTED)
 
     def carry_out(self, now: float) -> None:
-        """Do what the scheduler decided."""
+        """Carry out the scheduler's decisions."""
         scheduler, gpulets = self.scheduler, self.gpulets
         if scheduler is None:
             return
@@ -226,7 +227,7 @@ class Engine:
                 gpulets.abort(now, gpulets.first + decision.gpulet)
 
     def lose(self, now: float, outcome: Outcome, requests: Sequence[int]) -> None:
-        """End requests that get no answer."""
+        """End requests without an answer."""
         self.lost[outcome].append(requests)
         if now > self._counted_from_ms:
             for model in self.models[list(requests)].tolist():

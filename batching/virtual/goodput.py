@@ -1,5 +1,5 @@
-"""Whether a simulated load counts as in time, and when its run is hopeless: the criterion is Symphony's, by which every
-model keeps at least 99 % of its requests in time; or, optionally, all requests together.
+"""Whether a simulated load counts as in time, and when its run is hopeless. By Symphony's criterion, every model must
+have at least 99 % of its requests in time. The other criterion asks this of all requests together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tenuto.outcome import Outcome
 
 Criterion = Literal["each", "all"]
 Stop = Callable[[Sequence[int]], bool]
-_LEAST_REQUESTS = 100  # derived: a run with fewer cannot show 99 %
+_LEAST_REQUESTS = 100  # derived: a run with fewer requests cannot show 99 %
 
 
 def never(_lost_by_model: Sequence[int]) -> bool:
@@ -28,23 +28,23 @@ def never(_lost_by_model: Sequence[int]) -> bool:
 
 
 class JudgedRequests(Protocol):
-    """The requests by which a run is judged, by the name of their model (or of what they belong to)."""
+    """The requests by which a run is judged, by the name of their model or application."""
 
     def offered(self) -> dict[str, int]:
-        """Return how many arrive after the warm-up."""
+        """Return how many requests arrive after the warm-up."""
         ...
 
     def lost(self, lost_by_model: Sequence[int]) -> dict[str, int]:
-        """Return how many of them missed their deadline so far, given those of each model."""
+        """Return how many of these requests have missed their deadline so far, from the losses of each model."""
         ...
 
     def ended(self, result: SimulationResult) -> dict[str, tuple[int, int]]:
-        """Return how many of those that arrived in a run were in time, and how many arrived."""
+        """Return how many requests of a run were in time, and how many arrived."""
         ...
 
 
 class HostedModels:
-    """Every model that has a host, judged by its own requests; the others are left out."""
+    """Every model that has a host, judged by its own requests; models without a host are left out."""
 
     def __init__(
         self, system: System, times_ms: NDArray[np.float64], model_index: NDArray[np.int32], begin_ms: float
@@ -54,15 +54,15 @@ class HostedModels:
         self._arriving = np.bincount(model_index[times_ms >= begin_ms], minlength=len(system.models)).tolist()
 
     def offered(self) -> dict[str, int]:
-        """Return how many arrive after the warm-up."""
+        """Return how many requests arrive after the warm-up."""
         return {name: self._arriving[index] for name, index in self._index.items()}
 
     def lost(self, lost_by_model: Sequence[int]) -> dict[str, int]:
-        """Return how many of them missed their deadline so far."""
+        """Return how many of these requests have missed their deadline so far."""
         return {name: lost_by_model[index] for name, index in self._index.items()}
 
     def ended(self, result: SimulationResult) -> dict[str, tuple[int, int]]:
-        """Return how many of those that arrived in a run were in time, and how many arrived."""
+        """Return how many requests of a run were in time, and how many arrived."""
         counts = result.counts()
         return {name: (int(counts[i, Outcome.OK]), int(counts[i].sum())) for name, i in self._index.items()}
 
@@ -75,7 +75,7 @@ class Goal:
     attainment: float = 0.99
 
     def is_out_of_reach(self, offered: Mapping[str, int], lost: Mapping[str, int]) -> bool:
-        """Return whether more is lost already than a whole run may lose."""
+        """Return whether more requests are lost already than a whole run may lose."""
         may_miss = 1.0 - self.attainment
         if self.criterion == "all":
             return sum(lost.values()) > may_miss * sum(offered.values())
@@ -105,7 +105,7 @@ class Trial:
 
     @property
     def ends_search(self) -> str | None:
-        """Why lower rates would show nothing."""
+        """The reason why a lower rate would show nothing; None if there is none."""
         if self.is_in_time or self.result.measured.sum() >= _LEAST_REQUESTS:
             return None
         return f"a run with fewer than {_LEAST_REQUESTS} requests shows nothing"
@@ -115,9 +115,9 @@ def try_load(run: Callable[[Stop], SimulationResult], judged: JudgedRequests, go
     """Run a load in virtual time until it is over or hopeless, and judge it.
 
     Args:
-        run: simulates the load; what it is given goes to `simulate(stop=…)`.
+        run: simulates the load; its argument goes to `simulate(stop=…)`.
         judged: the requests that count.
-        goal: what is asked of them.
+        goal: the share of them that must be in time.
     """
     offered = judged.offered()
     stopped = False
@@ -128,7 +128,7 @@ def try_load(run: Callable[[Stop], SimulationResult], judged: JudgedRequests, go
         return stopped
 
     result = run(stop)
-    # What arrived in the run itself, which ends early when it is hopeless.
+    # Only requests that arrived in the run count: a hopeless run ends early.
     ended = {name: counts for name, counts in judged.ended(result).items() if offered[name] and counts[1]}
     worst, worst_name = min(((good / total, name) for name, (good, total) in ended.items()), default=(0.0, None))
     total = sum(count for _, count in ended.values())
@@ -146,7 +146,7 @@ def try_arrivals(
     duration_s: float,
     warmup_s: float | None = None,
 ) -> Trial:
-    """Run arrivals under a fresh scheduler, all of whose hosted models are judged; see `try_load` and `simulate`."""
+    """Run arrivals under a fresh scheduler and judge all hosted models; see `try_load` and `simulate`."""
     begin_ms = 1000.0 * (0.05 * duration_s if warmup_s is None else warmup_s)
 
     def run(stop: Stop) -> SimulationResult:

@@ -1,7 +1,7 @@
-"""The highest rate that is still in time: one search, by steps until one rate is in time and one is not, then by
-halving the gap.
+"""The search for the highest rate that is still in time. It takes steps until one rate is in time and one is not, and
+then halves the gap.
 
-It knows neither the simulator nor an endpoint: what comes of a rate is the answer of the function that tries it.
+The search knows neither the simulator nor an endpoint: a function that tries one rate is given to it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Generic, Protocol, TypeVar
 
 from tenuto.errors import Problem, raise_if_any
 
-_FURTHEST = 2.0**20  # limit: from where the search began, upwards or downwards: beyond, the rates are not what limits
+_FURTHEST = 2.0**20  # limit: the largest factor from the start, up or down: beyond it, something else must be the limit
 
 
 class Tried(Protocol):
-    """What came of one rate scale."""
+    """The result at one rate scale."""
 
     @property
     def is_in_time(self) -> bool:
-        """Whether the rate counts as carried."""
+        """Whether enough requests were in time at this rate."""
         ...
 
     @property
     def ends_search(self) -> str | None:
-        """Why no further rate can be told from this one on; None as a rule."""
+        """The reason why trying other rates would tell nothing; None as a rule."""
         ...
 
 
@@ -40,7 +40,7 @@ class SearchLimits:
     tolerance: float = 0.01  # relative width of the last bracket
     most_runs: int = 64
     start_scale: float = 1.0
-    growth: float = 2.0  # factor of a step; small where the start is a good guess
+    growth: float = 2.0  # factor of a step; choose it small when the start is a good guess
 
     def check(self) -> None:
         """Raise `InvalidInputError` with every setting out of range."""
@@ -58,8 +58,8 @@ class SearchLimits:
 
 @dataclass
 class HighestRate(Generic[T]):
-    """The answer so far: `best` was in time at `rate_scale` (0: nothing was), and `upper_scale` was not (inf: nothing
-    failed). `ended` says why the search stopped.
+    """The answer so far. `best` was in time at `rate_scale` (0: no rate was). `upper_scale` was not in time (inf: every
+    rate was). `ended` says why the search stopped.
     """
 
     rate_scale: float = 0.0
@@ -87,7 +87,7 @@ def find_highest_rate(
     """Search the highest rate scale that is in time; on Ctrl-C the answer is the best so far.
 
     Args:
-        attempt: tries a rate scale.
+        attempt: tries one rate scale.
         limits: where to begin and when to end.
         progress: called after every run.
 

@@ -10,20 +10,20 @@ from tenuto.batching.core.system import ScheduledGpulet
 class Interference:
     """Progress of the batches that run on GPUs with several gpu-lets.
 
-    A host's `slowdown` is its factor while all its neighbours run; with k of n of them running the factor is taken as
-    1 + (slowdown - 1) k/n, which changes as they start and stop. `shared` holds the gpu-lets this applies to.
+    A host's `slowdown` is its factor while all its neighbours run. While k of n neighbours run, the factor is taken as
+    1 + (slowdown - 1) k/n; it changes as neighbours start and stop. `shared` holds the gpu-lets that have neighbours.
     """
 
     def __init__(self) -> None:
         self.shared: set[int] = set()
         self._gpulets: list[ScheduledGpulet] = []
         self._others: dict[int, list[int]] = {}
-        self._left_ms: dict[int, float] = {}  # work left of the running batch, in ms alone on the GPU
+        self._left_ms: dict[int, float] = {}  # work left of the running batch, in ms without neighbours
         self._slowdown: dict[int, float] = {}
-        self._at: dict[int, float] = {}  # when left_ms was brought up to date
+        self._at: dict[int, float] = {}  # when `_left_ms` was brought up to date
 
     def add(self, gpulets: Sequence[ScheduledGpulet]) -> None:
-        """Add the gpu-lets of a system behind those there are; they slow each other, and not those of before."""
+        """Append the gpu-lets of a system. They slow each other, but not the gpu-lets of earlier systems."""
         by_gpu: dict[str, list[int]] = {}
         for place, gpulet in enumerate(gpulets, len(self._gpulets)):
             by_gpu.setdefault(gpulet.gpu, []).append(place)
@@ -37,7 +37,7 @@ class Interference:
         self.shared.update(self._others)
 
     def begin(self, now_ms: float, gpulet: int, program: int, work_ms: float) -> list[tuple[int, float]]:
-        """Start a batch; returns the (gpu-let, new finish) of every batch whose finish is set or moved by it."""
+        """Start a batch; returns (gpu-let, new finish) of this batch and of every batch whose finish it moves."""
         self._settle(now_ms, gpulet)
         self._left_ms[gpulet] = work_ms
         self._slowdown[gpulet] = self._gpulets[gpulet].hosts[program].slowdown
@@ -45,7 +45,7 @@ class Interference:
         return self._finishes(now_ms, gpulet)
 
     def end(self, now_ms: float, gpulet: int) -> list[tuple[int, float]]:
-        """End or abort a batch; returns the moved finishes of its neighbours."""
+        """End or abort a batch; returns (gpu-let, new finish) of the batches of its neighbours."""
         self._settle(now_ms, gpulet)
         for state in (self._left_ms, self._slowdown, self._at):
             state.pop(gpulet, None)

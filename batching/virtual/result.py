@@ -1,4 +1,4 @@
-"""What a simulated run produced: raw times and outcome of every request, and the figures of `simulate --json`.
+"""The result of a simulated run: raw times and outcome of every request, and the figures of `simulate --json`.
 
 Latency counts from the scheduled arrival; attainment divides by offered requests.
 """
@@ -17,7 +17,7 @@ from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
 from tenuto.batching.core.told import SchedulerStatus
 from tenuto.outcome import OUTCOMES, Outcome
 
-P99_SAMPLES = 459  # derived: below, the 99th percentile has no 99 % confidence bound (0.99**459 < 0.01)
+P99_SAMPLES = 459  # derived: with fewer, the 99th percentile has no 99 % confidence bound (0.99**459 < 0.01)
 
 
 class BatchLog:
@@ -77,7 +77,7 @@ class SimulationResult:
     duration_s: float
     warmup_s: float
     wall_s: float
-    scheduler: SchedulerStatus | None  # its status at the end
+    scheduler: SchedulerStatus | None  # at the end of the run
 
     @classmethod
     def build(
@@ -94,8 +94,8 @@ class SimulationResult:
         wall_s: float,
         scheduler: SchedulerStatus | None,
     ) -> SimulationResult:
-        """Join the batch log with the arrivals, `lost` those that were never answered. A request that never left the
-        queue counts as expired."""
+        """Join the batch log with the arrivals; `lost` has the requests without an answer. A request that never left
+        its queue counts as expired."""
         total = len(arrival_ms)
         warmup_s = 0.05 * duration_s if warmup_s is None else warmup_s
         kept = [i for i, preempted in enumerate(log.preempted) if not preempted]

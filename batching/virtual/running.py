@@ -1,8 +1,8 @@
 """A running system in virtual time whose plan changes: gpu-lets start, load, serve, drain, slow down and get lost.
 
-It serves one schedule of arrivals with the scheduler of the plan of the moment, as the live dispatcher does: a new plan
-brings a new scheduler, requests that wait move over to it, and batches that run end where they run. It decides nothing:
-who changes the plan calls `apply`, and asks with `look` what happened since.
+It serves one schedule of arrivals with the scheduler of the present plan, as the live dispatcher does. With a new plan
+comes a new scheduler; requests that wait move to it, and batches that run end on their gpu-lets. The system decides
+nothing: its caller changes the plan by `apply`, and learns by `look` what happened since.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.plan import GpuletProcess
 
-_TOLD_AFTER = 3  # derived: as live, batches that took another time than planned before the scheduler is told
+_TOLD_AFTER = 3  # derived: as live: after so many batches of another latency than planned, the scheduler is told
 
 
 @dataclass(frozen=True)
 class Life:
     """How long the phases of a gpu-let's process take, in seconds; drawn evenly between the two numbers.
 
-    `start_s` is from nothing to ready with all models loaded and warm (10 to 15 s, gpulet section 5; 10 s, iGniter
-    section 5.3), `load_s` what a process that runs needs for each model it has to load as well.
+    `start_s` is from the start of the process until all its models are loaded and warm (10 to 15 s, gpulet section 5;
+    10 s, iGniter section 5.3). `load_s` is what a running process needs to load one more model.
     """
 
     start_s: tuple[float, float] = (10.0, 15.0)
@@ -42,8 +42,8 @@ class Life:
 
 @dataclass(frozen=True)
 class GpuletUse:
-    """What one gpu-let did since the last look. `ratio` is measured over planned execution, by program that differed
-    from its plan."""
+    """What one gpu-let did since the last look. `ratio` is measured over planned latency, for each program that
+    differed from its plan."""
 
     busy_s: float
     batches: int
@@ -54,11 +54,11 @@ class GpuletUse:
 class Look:
     """What happened since the last look, and what stands now.
 
-    `arrived` counts requests by model (position in the schedule's names), `ended` those that ended by model and
-    outcome (columns in the order of `OUTCOMES`). `ready` are the gpu-lets that can serve, `waiting` those that are
-    starting or loading, `broken` those that could not start, with the reason. `share_s` is the sum over gpu-lets of
-    their share of a GPU (1.0: whole) times the seconds their process was there, `gpu_s` the seconds during which GPUs
-    held at least one.
+    `arrived` counts requests by model (position in the schedule's names). `ended` counts requests that ended, by model
+    and outcome (columns in the order of `OUTCOMES`). `ready` has the gpu-lets that can serve, `waiting` those that are
+    starting or loading, and `broken` those that could not start, with the reason. `share_s` adds up, over gpu-lets,
+    the share of a GPU (1.0: whole) times the seconds their process was there. `gpu_s` adds up the seconds during which
+    each GPU held at least one process.
     """
 
     arrived: NDArray[np.int64]
@@ -73,7 +73,7 @@ class Look:
 
 @dataclass
 class _Process:
-    """The process of a gpu-let. `ready_at` is when it has loaded everything; INF: it never will."""
+    """The process of a gpu-let. `ready_at` is when all its models are loaded; INF: never."""
 
     gpulet: Gpulet
     fixed: GpuletProcess
@@ -104,50 +104,49 @@ class RunningSystem:
 
         Args:
             names: models of the schedule.
-            slo_ms: of each of them.
+            slo_ms: the SLO of each model.
             times_ms: arrivals in ascending order; NaN for those that follow on answers, which stand behind the others.
             model_index: the model of each arrival, a position in `names`.
             make_scheduler: builds the scheduler of a plan's system.
-            deadlines_ms: of each arrival, where it is not its model's SLO after it.
-            follows: which requests follow on which; without it none.
+            deadlines_ms: the deadline of each arrival; by default its time plus the SLO of its model.
+            follows: which requests follow on the answers of others; without it none.
             life: how long processes take to start and to load.
             network: delays that are budgeted and that really occur.
-            cannot_start: why a gpu-let's process never becomes ready; None where it does.
-            seed: of the times to start and to load.
+            cannot_start: returns why a gpu-let's process never becomes ready; None if it does.
+            seed: seed of the times to start and to load.
         """
         self.plan: Plan | None = None
         self.life = life or Life()
         self._names = tuple(names)
         if deadlines_ms is None:
             deadlines_ms = times_ms + np.asarray(slo_ms, dtype=np.float64)[model_index]
-        # Copies: `skip` moves what is to come.
         self._engine = Engine(times_ms.copy(), model_index, deadlines_ms.copy(), follows)
         self._engine.batch_ended = self._batch_ended
         allowed_ms = (deadlines_ms - times_ms)[: self._engine.planned]
         self._longest_slo_ms = float(allowed_ms.max(initial=0.0))
-        self._may_wait: list[int] = []  # requests that followed on others and may not have ended
+        self._may_wait: list[int] = []  # requests that followed on others and may still wait
         self._make_scheduler = make_scheduler
         self._network = network
         self._cannot_start = cannot_start
         self._generator = np.random.default_rng(seed)
-        self._system = System((), ())  # of the plan
-        self._ids: list[str] = []  # of the gpu-lets of all plans, by their place
-        self._processes: dict[str, _Process] = {}
-        self._idle: set[str] = set()  # of them, those that wait on standby: they hold no share
-        self._due: list[tuple[float, str]] = []  # (time, gpu-let): its process should be ready
-        self._factors: dict[str, float] = {}  # by program: what batches take over what the plan says
-        self._odd: dict[tuple[int, int], int] = {}  # batches of (place, program) that took another time than planned
+        self._system = System((), ())  # of the present plan
+        self._ids: list[str] = []  # ids of the gpu-lets of all plans, by place
+        self._processes: dict[str, _Process] = {}  # by gpu-let
+        self._idle: set[str] = set()  # gpu-lets on standby; their processes hold no share
+        self._due: list[tuple[float, str]] = []  # a heap of (time, gpu-let): when its process should be ready
+        self._factors: dict[str, float] = {}  # by program: real over planned latency of its batches
+        self._odd: dict[tuple[int, int], int] = {}  # by (place, program): batches of another latency than planned
         self._looked_from = 0
         self._used_at_ms = 0.0
         self._share_s = self._gpu_s = 0.0
 
-    # --- what changes it ------------------------------------------------------------------------------------------
+    # --- changes of the plan and of processes ---------------------------------------------------------------------
 
     def apply(self, plan: Plan, standby: Sequence[Gpulet] = ()) -> None:
         """Serve by `plan` from now on, with idle processes for the gpu-lets on `standby` beside it.
 
-        Gpu-lets it has and the last one had not are started, those with more models load them (and do not serve
-        meanwhile), those that need another process start anew, and those that are gone end what they run.
+        New gpu-lets are started. A gpu-let that gets more models loads them and does not serve meanwhile. A gpu-let
+        that needs another process starts anew. A gpu-let that is not in the new plan ends the batches that it runs.
         """
         now = self.now_ms
         self._charge()
@@ -170,7 +169,8 @@ class RunningSystem:
         self._route(plan, now)
 
     def lose(self, gpulet_ids: Sequence[str]) -> None:
-        """The processes of these gpu-lets die now, and stay away until a plan brings gpu-lets of other names."""
+        """End the processes of these gpu-lets now. They do not come back; a later plan can bring gpu-lets of other
+        ids."""
         now = self.now_ms
         self._charge()
         gone = set(gpulet_ids)
@@ -180,7 +180,7 @@ class RunningSystem:
         self._engine.lose_gpulets(now, [place for place, name in enumerate(self._ids) if name in gone])
 
     def slow_down(self, program: str, factor: float) -> None:
-        """Batches of this program take `factor` times what plans say, from now on and on every gpu-let."""
+        """Let batches of this program take `factor` times the planned latency from now on, on every gpu-let."""
         self._factors[program] = factor
         self._odd.clear()
         self._stretch()
@@ -193,7 +193,7 @@ class RunningSystem:
         return self._engine.now_ms
 
     def advance(self, until_ms: float) -> None:
-        """Let everything happen up to and including `until_ms`."""
+        """Do all events up to and including `until_ms`."""
         while self._due and self._due[0][0] <= until_ms:
             at, name = heappop(self._due)
             self._serve(at)
@@ -210,10 +210,11 @@ class RunningSystem:
         engine.settle(until, engine.now_ms)
         engine.now_ms = max(engine.now_ms, until)
 
-    # --- the scheduler of the plan ----------------------------------------------------------------------------------
+    # --- the scheduler of the present plan --------------------------------------------------------------------------
 
     def _route(self, plan: Plan, now: float) -> None:
-        """Build the scheduler of a plan, hand it what waits, and the gpu-lets that are ready and idle."""
+        """Build the scheduler of a plan, and give it the gpu-lets that are ready and idle and the requests that
+        wait."""
         waiting, engine = self._take_back(now), self._engine
         self.plan, self._system = plan, from_plan(plan, self._network)
         scheduler = self._make_scheduler(self._system)
@@ -231,7 +232,7 @@ class RunningSystem:
         engine.carry_out(now)
 
     def _take_back(self, now: float) -> list[int]:
-        """Take what waits out of the present scheduler; whatever arrived longer ago than the longest SLO has ended."""
+        """Take the waiting requests out of the present scheduler. Requests older than the longest SLO have ended."""
         engine, scheduler = self._engine, self._engine.scheduler
         if scheduler is None:
             return []
@@ -245,7 +246,7 @@ class RunningSystem:
         return found
 
     def _offer(self, name: str, now: float) -> None:
-        """Let the scheduler use a gpu-let that is ready and runs nothing, not even for an earlier plan."""
+        """Let the scheduler use a gpu-let that is ready and runs no batch, not even one of an earlier plan."""
         process, engine = self._processes.get(name), self._engine
         first, running = engine.gpulets.first, engine.gpulets.running
         if process is None or not process.is_ready or engine.scheduler is None or name not in self._ids[first:]:
@@ -255,8 +256,8 @@ class RunningSystem:
             engine.carry_out(now)
 
     def _batch_ended(self, now: float, place: int, batch: EmulatedBatch) -> None:
-        """Tell the scheduler what batches of a program really take, once there were a few, and of gpu-lets that are
-        done with what an earlier plan gave them."""
+        """Tell the scheduler when a gpu-let has ended its last batch of an earlier plan. Tell it also the real latency
+        of a program, once there were a few batches."""
         engine = self._engine
         if place < engine.gpulets.first:
             if engine.gpulets.running[place] is None:
@@ -269,7 +270,7 @@ class RunningSystem:
                     engine.scheduler.update_latency(batch.program, place - engine.gpulets.first, factor)
 
     def _stretch(self) -> None:
-        """Let batches of the plan take what they really take."""
+        """Give the batches of the present plan their real latencies."""
         programs = enumerate(self._system.programs)
         factors = {index: self._factors[p.name] for index, p in programs if p.name in self._factors}
         if factors:
@@ -289,7 +290,7 @@ class RunningSystem:
         heappush(self._due, (ready_at, process.gpulet.id))
 
     def _charge(self) -> None:
-        """Add up what the processes that are there have used since the last call."""
+        """Add up what the living processes have used since the last call."""
         seconds = (self.now_ms - self._used_at_ms) / 1000.0
         self._used_at_ms = self.now_ms
         alive = [process.gpulet for process in self._processes.values() if process.broken != "lost"]
@@ -297,7 +298,7 @@ class RunningSystem:
         self._share_s += seconds * held_pct / 100.0
         self._gpu_s += seconds * len({gpulet.gpu for gpulet in alive})
 
-    # --- what happened ------------------------------------------------------------------------------------------------
+    # --- looks --------------------------------------------------------------------------------------------------------
 
     def look(self) -> Look:
         """Return what happened since the last look."""
@@ -329,7 +330,7 @@ class RunningSystem:
         return look
 
     def _measured_ratios(self) -> dict[str, dict[str, float]]:
-        """Return what batches of programs take over what the plan says, by gpu-let, where enough of them have run."""
+        """Return real over planned latency, by gpu-let and program, for programs with enough batches."""
         found: dict[str, dict[str, float]] = {}
         for (place, program), batches in self._odd.items():
             if batches >= _TOLD_AFTER:
@@ -338,7 +339,7 @@ class RunningSystem:
         return found
 
     def _read_log(self, ended: NDArray[np.int64]) -> dict[str, GpuletUse]:
-        """Count the batches that have ended, and forget them; return what the gpu-lets did."""
+        """Count the requests of ended batches, and empty the log of batches; returns what the gpu-lets did."""
         engine, log, measured = self._engine, self._engine.gpulets.log, self._measured_ratios()
         busy_ms: dict[str, list[float]] = {}
         for place, start_ms, finish_ms in zip(log.gpulet, log.start_ms, log.finish_ms, strict=True):

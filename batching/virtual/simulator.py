@@ -15,7 +15,7 @@ from tenuto.batching.virtual.engine import Engine, Follows
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.errors import InvalidInputError, refused
 
-_CHUNK = 8192  # limit: arrivals turned into Python numbers at a time, and between two calls of `stop`
+_CHUNK = 8192  # limit: arrivals that are turned into Python numbers at once, and between two calls of `stop`
 
 
 def simulate(
@@ -34,18 +34,18 @@ def simulate(
     """Run a schedule of arrivals to its end in virtual time.
 
     Args:
-        scheduler: fresh, built for the system to simulate.
+        scheduler: a fresh one, built for the system to simulate.
         times_ms: arrival times from 0, ascending.
         model_index: the model of each arrival, an index into `scheduler.system.models`.
         duration_s: length of the schedule; default: the last arrival.
         warmup_s: arrivals before this are served but not counted; default: the first 5 %.
-        stop: called every few thousand arrivals with the requests lost so far by model, of those lost after the
-            warm-up; True ends the run there.
-        deadlines_ms: of every request; default: its arrival and the SLO of its model.
-        follows: which requests follow on which; without it none.
-        data_ms_by_model: what the data of one request really takes to its gpu-let, where models differ; the scheduler
-            still budgets its system's.
-        losses: times in ms, ascending, at which gpu-lets are lost for good, by their place in the system.
+        stop: called every few thousand arrivals with the number of requests lost by each model since the warm-up;
+            True ends the run.
+        deadlines_ms: the deadline of every request; default: its arrival plus the SLO of its model.
+        follows: which requests follow on the answers of others; without it none.
+        data_ms_by_model: how long the data of one request really takes to its gpu-let, if models differ. The scheduler
+            still budgets the delay of its system.
+        losses: (time in ms, places of gpu-lets in the system), ascending: when gpu-lets are lost for good.
 
     Raises:
         InvalidInputError: arrivals that are not ascending, negative, not finite, or of unknown models.
@@ -79,7 +79,7 @@ def simulate(
             engine.lose_gpulets(until_ms, gpulets)
     engine.settle(INF, engine.now_ms)
     if follows is not None:
-        engine.times_ms[engine.next : planned] = np.nan  # a run that ended early never got to these
+        engine.times_ms[engine.next : planned] = np.nan  # a run that was ended early did not reach these requests
     kept = engine.next if follows is None else len(times_ms)
     return SimulationResult.build(
         system,

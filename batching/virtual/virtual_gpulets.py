@@ -1,4 +1,4 @@
-"""Gpu-lets in virtual time: each runs one batch at a time, in the order sent, for as long as its table says."""
+"""Gpu-lets in virtual time: each runs one batch at a time, in the order sent, for the latency in its table."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class EmulatedBatch:
         self.sent_at = sent_at
         self.ready_at = ready_at
         self.start_at = 0.0
-        self.has_begun = True  # False: on a shared GPU, its data still on the way
+        self.has_begun = True  # False: the batch is for a shared GPU, and its data is still on the way
 
 
 class EmulatedGpulets:
-    """The gpu-lets of every system that was added, each at a place of its own: those of the last one from `first` on.
+    """The gpu-lets of all systems that were added, each at its own place. Those of the last system begin at `first`.
 
-    Completions, and the moments at which data has arrived, are put on `events` as (time, place, version).
+    `events` is a heap of (time, place, version): when batches end, and when their data has arrived.
     """
 
     def __init__(self) -> None:
         self.first = 0
-        self.latency: list[Mapping[int, tuple[float, ...]]] = []  # by place and program of its system, in ms
+        self.latency: list[Mapping[int, tuple[float, ...]]] = []  # l(b) in ms, by place and program
         self.running: list[EmulatedBatch | None] = []
         self.behind: list[deque[EmulatedBatch]] = []
         self.version: list[int] = []
@@ -60,7 +60,7 @@ class EmulatedGpulets:
         self.interference.add(system.gpulets)
 
     def stretch(self, system: System, factors: Mapping[int, float]) -> None:
-        """Let batches of these programs take `factors` times as long, on the gpu-lets of the last system."""
+        """Let batches of these programs take `factors` times the latency, on the gpu-lets of the last system."""
         self.latency[self.first :] = [
             {
                 program: tuple(factors.get(program, 1.0) * ms for ms in host.latency_ms)
@@ -78,7 +78,7 @@ class EmulatedGpulets:
             self.behind[gpulet].append(batch)
 
     def start(self, now: float, gpulet: int, batch: EmulatedBatch) -> None:
-        """Give the gpu-let to a batch; it executes from the moment its data is there."""
+        """Give the gpu-let to a batch, which executes from the moment its data is there."""
         self.running[gpulet] = batch
         start = batch.start_at = now if now > batch.ready_at else batch.ready_at
         version = self.version[gpulet] = self.version[gpulet] + 1
@@ -113,7 +113,7 @@ class EmulatedGpulets:
         self._free(now, gpulet)
 
     def abort(self, now: float, gpulet: int) -> None:
-        """Throw away the running batch; what it did until now is lost."""
+        """Throw away the running batch and its work so far."""
         batch = self.running[gpulet]
         if batch is None:
             return

@@ -1,6 +1,7 @@
-"""Who keeps to the plan: a token bucket per program, filled at its planned rate.
+"""Which programs keep to their planned rate: a token bucket per program, filled at that rate.
 
-A request that finds no token is borrowed: it is served with what the others leave. Ours; the papers have no such rule.
+A request that finds no token is *borrowed*: it is served with the GPU time that other programs leave. This rule is
+ours; the papers have none like it.
 """
 
 from __future__ import annotations
@@ -9,23 +10,24 @@ import math
 
 from tenuto.batching.core.system import INF
 
-# Derived: three deviations of a thousand Poisson requests, so that chance alone does not empty the bucket.
+# Derived: three standard deviations of a thousand Poisson requests, so that chance alone does not empty the bucket.
 MARGIN = 1.1  # of the planned rate
-BURST_MS = 2000.0  # fitted: of the planned rate may come at once, at most
-LEAST_BURST = 10.0  # derived: requests, from which on a rate is known at all (`ArrivalRate.LEAST`)
-USUAL = 2.0  # fitted: times the largest burst of late may come at once; half of the most as long as none is known
-USUAL_MS = 10_000.0  # derived: twice the window of the offered rate: how fast that burst is forgotten
-# Derived: at 40 requests a second a program at three times its plan is known within a second.
-STEP = 1 / 24  # how fast the share of borrowed requests follows
-EXCEEDS = 0.5  # derived: share of borrowed requests of a program that comes at twice its plan
+BURST_MS = 2000.0  # fitted: the bucket holds at most what the planned rate brings in this time
+LEAST_BURST = 10.0  # derived: requests that the bucket holds at least: as many as `ArrivalRate.LEAST` needs for a rate
+USUAL = 2.0  # fitted: the bucket holds this many times the largest recent burst; half of its most while none is known
+USUAL_MS = 10_000.0  # derived: twice the window of the offered rate: the time constant in which a burst is forgotten
+# Derived: a program with 40 requests a second and three times its planned rate is found within a second.
+STEP = 1 / 24  # weight of the newest request in the share of borrowed ones
+EXCEEDS = 0.5  # derived: the share of borrowed requests when a program sends twice its planned rate
 
 
 class Allowance:
-    """The bucket of one program; without a planned rate it is not limited, and nothing is ever borrowed.
+    """The bucket of one program. Without a planned rate the program is not limited, and no request is ever borrowed.
 
-    `borrowed`: the share of its requests lately that found no token. `owed`: admitted requests not served yet, or
-    others served in their place. `most`: upper bound of tokens and of `owed`. `usual`: the largest burst of late;
-    models that fluctuate by turns help each other, and one that never did is known soon to exceed its plan.
+    `borrowed`: the share of recent requests that found no token. `owed`: admitted requests that were not served yet,
+    nor another one in their place. `most`: upper bound of tokens and of `owed`. `usual`: the largest recent burst. A
+    program that often bursts gets a larger bucket, so that programs with bursts at different times can help each other.
+    A program that never burst is soon found to exceed its plan.
     """
 
     __slots__ = ("_at", "_full_at", "_peak", "_per_ms", "_used", "borrowed", "is_limited", "most", "owed", "usual")
@@ -34,7 +36,7 @@ class Allowance:
         self.is_limited = rate_rps is not None
         self._per_ms = INF if rate_rps is None else MARGIN * rate_rps / 1000.0
         self.most = max(LEAST_BURST, BURST_MS * self._per_ms)
-        self._used = self._peak = 0.0  # tokens, now and at most since the bucket was full
+        self._used = self._peak = 0.0  # tokens taken: now, and the most since the bucket was full
         self._at = self._full_at = 0.0
         self.usual = 0.5 * self.most / USUAL
         self.borrowed = 0.0
@@ -42,11 +44,11 @@ class Allowance:
 
     @property
     def exceeds(self) -> bool:
-        """Whether the program was offered more than twice its plan lately."""
+        """Whether the program was lately offered more than twice its planned rate."""
         return self.borrowed > EXCEEDS
 
     def take(self, now_ms: float) -> bool:
-        """Count a request; False if it is borrowed."""
+        """Take a token for a request; False if there is none, so that the request is borrowed."""
         if not self.is_limited:
             return True
         self._used -= (now_ms - self._at) * self._per_ms
@@ -71,9 +73,9 @@ class Allowance:
         return min(self.most, max(LEAST_BURST, USUAL * self.usual))
 
     def serve(self, count: int) -> None:
-        """So many are served."""
+        """Note that `count` requests are served."""
         self.owed = max(0.0, self.owed - count)
 
     def next_ms(self) -> float:
-        """Return how long after the last request there will be a token."""
+        """Return how many ms after the last request there will be a token."""
         return max(0.0, self._used + 1.0 - self._burst()) / self._per_ms

@@ -1,11 +1,11 @@
-"""Rule 3: what is cut from a queue, and what is turned away.
+"""Rule 3: which batch is cut from a queue, and how long it may be.
 
-A batch is cut by the window rule of Symphony's program (`gathering.py`): requests at the front are given up where they
-keep it below `defend` times the staggered size. Here the numbers that were learned while serving are applied: how much
-longer the program takes on the gpu-let it is cut for, and how long the way there is.
+A batch is cut by the window rule of Symphony's program (`gathering.py`): requests at the front are given up when they
+keep the batch below `defend` times the staggered size. This is where the numbers learned while serving are applied: how
+much longer the program takes on the batch's gpu-let, and how long the way to that gpu-let is.
 
-A model that sends more than twice its planned rate gets, of the last idle gpu-let, no longer batches than those that
-keep to their plan can wait for (`admission.py` says who exceeds).
+When a model sends more than twice its planned rate (`admission.py` finds such models) and only one gpu-let is idle, its
+batch may only be as long as the models that keep to their plan can wait.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tenuto.batching.core.gathering import window
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.system import INF
 
-BORROWED = 1_000_000  # derived: more than any priority, by which that of a program that exceeds its plan falls
-ORDINARY_LOSS = 0.01  # derived: a hundredth, beside which a smaller difference of losses does not count
-WORST_FIRST = 1e6  # derived: requests per ms, more than any batch serves: whoever lost more comes first
+BORROWED = 1_000_000  # derived: more than any priority: so much priority is taken from a program that exceeds its plan
+ORDINARY_LOSS = 0.01  # derived: a hundredth: smaller differences between losses do not count
+WORST_FIRST = 1e6  # derived: requests per ms, more than any batch serves, so that the program that lost more goes first
 
 
 class Cutter:
@@ -66,8 +66,9 @@ class Cutter:
             batch.density += WORST_FIRST * round(queue.loss.share / ORDINARY_LOSS)
 
     def longest_beside_ms(self, queues: Sequence[WaitingQueue], pool: Place, now: float) -> float:
-        """Return how long a batch of a program that exceeds its plan may be on the last idle gpu-let of a pool: as long
-        as any that keeps to its plan can wait, unless another gpu-let ends sooner."""
+        """Return how long a program that exceeds its plan may run on the last idle gpu-let of a pool, in ms: no longer
+        than each program that keeps to its plan can wait. A program for which another gpu-let ends in time sets no
+        bound."""
         longest_ms = INF
         for other in map(queues.__getitem__, pool.run):
             ready = sum([self._gpulets.ready(place, now) for place in other.pools])

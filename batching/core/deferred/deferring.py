@@ -7,16 +7,16 @@ Three rules, each in a module of its own; docs/reference/scheduling.md draws the
 2. *Line-up* (`lineup.py`; `waiting.py` says which batches are lined up together): where more batches wait than gpu-lets
    are idle, all are lined up by their latest start. When time is short, the line-up drops first the excess of any model
    above twice its planned rate, then batches of lower priority, then those that serve the least per ms. Then a batch of
-   half the staggered size may start before it is due. A batch leaves a gpu-let free for models that cannot wait for it,
-   where these would lose more than it serves (`keeping_free.py`).
-3. *Cut* (`cut.py`, `admission.py`): a batch is cut by the window rule; of a model that exceeds its plan, what others
-   lose requests for is turned away.
+   half the staggered size may start before it is due. A batch leaves a gpu-let free when models that cannot wait for
+   the batch would lose more than it serves (`keeping_free.py`).
+3. *Cut* (`cut.py`, `admission.py`): a batch is cut by the window rule. When a model exceeds its plan while others lose
+   requests, its excess is turned away.
 
-This module carries the rules out: events come in, the queues concerned are looked at, batches go out. An observer
-(`tenuto.batching.rehearsal`) may set `hold` and `defend` while it serves.
+This module applies the rules: it takes events, looks at the queues that an event concerns, and sends batches. An
+observer (`tenuto.batching.rehearsal`) may set `hold` and `defend` while it serves.
 
-What a request is worth follows the objective: alike (`total`), the weight of its model (`weighted`), or first of all
-the loss that its model had lately (`each`).
+The objective says what a request is worth: the same for every model (`total`), the weight of its model (`weighted`), or
+more when its model lost more requests lately (`each`).
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from tenuto.batching.core.staggered import ArrivalRate
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
 from tenuto.batching.core.told import SchedulerStatus
 
-LATELY_MS = 10_000.0  # derived: for which a lost request counts: twice the window of the offered rate
-EVERY_LOOK = 6  # derived: programs: what a look takes by itself, and what follows on it, as measured
+LATELY_MS = 10_000.0  # derived: how long a lost request counts as lost lately: twice the window of the offered rate
+EVERY_LOOK = 6  # derived: from measurements: the fixed time of a look, as many times the time it takes per program
 
 
 @dataclass(frozen=True)
 class DeferredOptions(SchedulerOptions):
-    """Where it begins, and whether it rehearses.
+    """The first values of `hold` and `defend`, and whether rehearsals change them.
 
-    hold: part of Symphony's holding time; by default all of it where programs are alone or fewer than their gpu-lets,
-    which are alike, and 0.4 where batches that are held would meet.
-    defend: part of the staggered batch for which heads are given up. rehearse: whether both are changed by what
-    rehearsals find. save_above: part of the gpu-lets' time above which requests are held to save it; 0: always, so that
-    GPU time follows the load as far down as it can.
+    hold: part of Symphony's holding time. By default it is 1 when held batches seldom wait for the same gpu-let (a
+    program is alone on its gpu-lets, or there are fewer programs than equal gpu-lets), and 0.4 otherwise.
+    defend: part of the staggered batch for which heads are given up. rehearse: whether rehearsals may change both.
+    save_above: when gpu-lets are busy for more than this part of their time, requests are held to save GPU time; 0:
+    requests are always held, so that GPU time falls with the load.
     """
 
     hold: float | None = field(default=None, metadata={"minimum": 0.0})
@@ -61,8 +61,9 @@ class DeferredOptions(SchedulerOptions):
 
 
 class Known(NamedTuple):
-    """What a scheduler learned while serving: delays, by program the offered rate (requests per second; None: unknown),
-    how many times as long as planned a program takes on a gpu-let, and which gpu-lets are lost."""
+    """What a scheduler learned while serving: the network delays, the offered rate of each program (requests per
+    second;
+    None: unknown), measured over planned latency by (program, gpu-let), and which gpu-lets are lost."""
 
     network: NetworkDelay
     rates: tuple[float | None, ...]
@@ -71,11 +72,11 @@ class Known(NamedTuple):
 
 
 class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
-    """See the module. Invariant: no due batch of a program within its plan waits while a gpu-let that can serve it in
-    time is idle.
+    """The scheduler of this module. Invariant: when a gpu-let is idle that can serve a due batch in time, the batch
+    does not wait, unless its program exceeds its plan.
 
-    `is_light`: nobody needs the GPU time that holding saves. `looked` counts how often it looked at the batch of a
-    program.
+    `is_light`: the load is so light that no program needs the GPU time that holding saves. `looked` counts how often
+    the batch of a program was looked at.
     """
 
     name = "deferred"
@@ -83,7 +84,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
     options_type = DeferredOptions
 
     def __init__(self, system: System, options: SchedulerOptions | None = None, known: Known | None = None) -> None:
-        """`known`: what another one learned; by default what is planned."""
+        """`known`: what another scheduler learned; by default the plan's numbers stand."""
         chosen = self.options = options if isinstance(options, DeferredOptions) else DeferredOptions()
         gpulets = Gpulets(system, Place)
         for gpulet in known.lost if known is not None else ():
@@ -100,10 +101,10 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         self._holding = Holding(self._gpulets, self._first_hold, chosen.defend, chosen.save_above)
         self._evens_out = system.objective == "each"
         self._cutter = Cutter(self._gpulets, self._holding, evens_out=self._evens_out)
-        self._lost_until: dict[int, float] = {}  # by program that lost requests: until when that counts as lately
-        self._pressed_until = -INF  # a program lost requests lately though it keeps to its plan
+        self._lost_until: dict[int, float] = {}  # by program that lost requests: until when its loss counts as recent
+        self._pressed_until = -INF  # until when a loss counts as recent that hit a program within its plan
         self._waiting = Waiting(self._queues, self._gpulets)
-        self._silent: list[tuple[float, int]] = []  # a heap: when a program will have been silent for long
+        self._silent: list[tuple[float, int]] = []  # a heap of (time, program): when to ask whether it became silent
         self._heavy = 0  # pools that are not under light load
         self._is_resized = False  # gpu-lets were lost or came back since costs were adopted
         if known is not None:
@@ -115,20 +116,22 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         self._adopt_all_costs()
 
     def _is_roomy(self) -> bool:
-        """Whether programs are alone, or fewer than their gpu-lets, which are alike: batches that are held meet seldom.
-        Where gpu-lets differ, whoever is held for the fastest meets others there."""
+        """Whether held batches seldom wait for the same gpu-let. That is so in a pool with one program, and in a pool
+        with fewer programs than gpu-lets, if none of them has other gpu-lets besides: batches that are held for the
+        fastest gpu-lets would meet there."""
         pools_of = self._gpulets.pools_of
         return all(
-            len(pool.run) <= 1 or (len(pool.run) < pool.size and all(len(pools_of[one]) == 1 for one in pool.run))
+            len(pool.run) <= 1
+            or (len(pool.run) < pool.size and all(len(pools_of[program]) == 1 for program in pool.run))
             for pool in self._gpulets.pools
         )
 
     def _hold_by_room(self) -> float:
-        """Return the holding time to begin with."""
+        """Return the first value of `hold`."""
         return self.options.hold if self.options.hold is not None else (1.0 if self._is_roomy() else 0.4)
 
     def _resize(self, now: float) -> None:
-        """Plan with the gpu-lets that are there now; the holding time begins anew where they ask for another one."""
+        """Plan with the gpu-lets that are there now. When another first value of `hold` suits them, begin with it."""
         self._is_resized = False
         self._adopt_all_costs()
         self._follow_load()
@@ -155,14 +158,14 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
             self._holding.set_patience(queue)
 
     def _adopt_costs(self, queue: WaitingQueue) -> None:
-        """Plan with what was learned of gpu-lets and of the way there."""
+        """Plan with what was learned of gpu-lets and of the delay to them."""
         system, program = self.system, queue.program
         longest_ms = max(system.models[m].slo_ms for m in system.programs[program].members)
         shortest_ms = system.offered[program].slo_ms
         queue.adopt_costs(self._gpulets, shortest_ms - self._response_ms, longest_ms - self._response_ms)
 
     def _weigh(self, queue: WaitingQueue, now: float) -> None:
-        """Follow a change of what a queue is offered, and of others that are offered nothing any more."""
+        """Adopt a changed rate of one queue, and find the queues whose requests have stopped."""
         silent = self._silent
         if not queue.is_weighed:
             queue.is_weighed = True
@@ -183,10 +186,10 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
     def _follow_load(self) -> None:
         if self.is_light != (not self._heavy):
             self.is_light = not self._heavy
-            self._holding.in_full_until = -INF  # what was lost under heavy load says nothing of light load
+            self._holding.in_full_until = -INF  # requests lost under heavy load say nothing about light load
 
     def _load(self, queue: WaitingQueue) -> None:
-        """Follow a change of the load that a queue is for its gpu-lets."""
+        """Adopt a changed load of one queue on its gpu-lets."""
         before = queue.costs.alone
         self._holding.set_staggered(queue)
         for pool in queue.pools:
@@ -227,13 +230,13 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
 
     def batch_done(self, now_ms: float, gpulet: int) -> None:
         pool = self._gpulets.pool_of(gpulet)
-        # Where as many gpu-lets were idle as programs wait, none of them waited for this one.
+        # When as many gpu-lets are idle as programs wait, no program waited for this gpu-let.
         was_short = len(pool.waiting) > len(pool.idle)
         if self._gpulets.done(gpulet, now_ms) and was_short:
             self._touch([pool], now_ms)
 
     def _touch(self, pools: list[Place], now: float) -> None:
-        """Look at once at what waits for some pools."""
+        """Look at once at the queues that wait for some pools."""
         if self._waiting.touch(pools):
             self.next_wake_ms = now
 
@@ -260,7 +263,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
     # Decisions -------------------------------------------------------------------------------------------------------
 
     def _look(self, queues: list[WaitingQueue], now: float) -> None:
-        """Send what is to go now, and find out when to look at the rest again."""
+        """Send every batch that should go now, and set when to look at the others again."""
         done: set[int] = set()
         for first in queues:
             if first.program in done:
@@ -271,7 +274,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
             done.update(queue.program for queue in part)
 
     def _send_next(self, part: list[WaitingQueue], now: float) -> bool:
-        """Send the first of what is to go now; if there is nothing, find out when to look again, and return False."""
+        """Send the first batch that should go now. If there is none, set when to look again and return False."""
         if not part:
             return False
         self.looked += EVERY_LOOK + len(part)
@@ -280,7 +283,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         waiting: list[WaitingQueue] = []
         can_go: list[WaitingQueue] = []
         look_at = INF
-        room = len(part)  # gpu-lets that are ready, of the pool that has the fewest
+        room = len(part)  # the number of ready gpu-lets in the pool that has the fewest
         is_tight = False
         way_ms = (
             self._gpulets.way_ms(max([min(len(queue.ids), queue.costs.longest) for queue in part])) if ahead else 0.0
@@ -297,7 +300,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                 is_as_cut = batch.cut_until >= now and batch.pool is pool
                 if not is_as_cut or batch.factor != factor(queue.program, gpulet):
                     self._cutter.cut(queue, pool, gpulet, now)
-                elif queue.hold.is_light:  # it is due as soon as many gpu-lets are idle
+                elif queue.hold.is_light:  # under light load, it is due as soon as many gpu-lets are idle
                     batch.due = self._holding.due_ms(queue, pool.run[queue.program], batch.size, now)
                 if not batch.size:
                     continue
@@ -314,7 +317,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                 self.looked += len(waiting)
                 is_tight, passing_ms = line_up(waiting, now)
                 look_at = min(look_at, now + passing_ms)
-                if ahead:  # as when a batch ends without a delay
+                if ahead:  # with a network delay, look again before the next gpu-let ends; without, `batch_done` does
                     pools = {pool for queue in waiting for pool in queue.pools}
                     ends = [self._gpulets.free_by(pool, now + way_ms)[1] for pool in pools]
                     look_at = min(look_at, min(ends) - way_ms)
@@ -352,9 +355,9 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         return [self._queues[program] for program in losing]
 
     def _opening(self, queue: WaitingQueue, now: float, way_ms: float) -> tuple[Place, int, float]:
-        """Return the pool and the gpu-let for the next batch of a queue, and when a batch may be sent there: now, if
-        one is idle, or where batches are sent ahead the longest way before one ends. So it goes to the most urgent, and
-        not to the batch with the longest way."""
+        """Return the pool and the gpu-let for the next batch of a queue, and when a batch may be sent there. When a
+        gpu-let is idle, that is now. Otherwise it is `way_ms` before one ends, where `way_ms` is the longest way of all
+        batches: so the most urgent batch gets the gpu-let, and not the one with the longest way."""
         found, found_gpulet, soonest = queue.pools[0], queue.pools[0].gpulets[0], INF
         for pool in queue.pools:
             if pool.idle:
@@ -368,19 +371,20 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
         skip, size = self._cut(queue, pool, queue.costs.defend, window, now)
         allowance = queue.allowance
-        # It borrows whole batches where others find a gpu-let idle besides.
+        # A program that exceeds its plan may run whole batches when another gpu-let stays ready for the others.
         if (
             allowance.exceeds
             and allowance.owed < size
-            and sum([self._gpulets.ready(one, now) for one in queue.pools]) <= 1
+            and sum([self._gpulets.ready(place, now) for place in queue.pools]) <= 1
         ):
             longest_ms = self._cutter.longest_beside_ms(self._queues, pool, now)
-            short = longest_within(pool.run[queue.program], longest_ms, queue.batch.factor)
-            if short < 1 < queue.costs.gpulets:  # where others cannot wait even for one, it gets what is planned
+            largest = longest_within(pool.run[queue.program], longest_ms, queue.batch.factor)
+            # When other programs cannot wait even for one request, this one is served at its planned rate only.
+            if largest < 1 < queue.costs.gpulets:
                 if allowance.owed < min(queue.costs.ripe, allowance.most):
                     return False
-                short = int(allowance.owed)
-            size = min(size, max(1, short))
+                largest = int(allowance.owed)
+            size = min(size, max(1, largest))
         if not size:
             return False
         if self._evens_out:
@@ -390,7 +394,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         self._send(queue, pool, skip, size, now)
         return True
 
-    # What an observer reads and sets ----------------------------------------------------------------------------------
+    # For an observer --------------------------------------------------------------------------------------------------
 
     @property
     def hold(self) -> float:
@@ -403,7 +407,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         return self._holding.defend
 
     def tune(self, now: float, hold: float, defend: float) -> None:
-        """Go on with other values of both."""
+        """Set `hold` and `defend` from now on."""
         holding = self._holding
         if (hold, defend) != (holding.hold, holding.defend):
             holding.hold, holding.defend = hold, defend
@@ -415,11 +419,11 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
             self.next_wake_ms = now
 
     def offered_rps(self) -> float:
-        """Return how many requests come per second, of all models."""
+        """Return how many requests come per second for all models together."""
         return sum([queue.rate.rps or 0.0 for queue in self._queues])
 
     def known(self) -> Known:
-        """Return what was learned while serving, for another scheduler of the same system to begin with."""
+        """Return what was learned while serving, as the start for another scheduler of the same system."""
         gpulets = self._gpulets
         rates = tuple([queue.rate.rps for queue in self._queues])
         return Known(self._network, rates, gpulets.factors(), gpulets.lost())
@@ -442,7 +446,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
 
 
 def _has_idle(part: list[WaitingQueue]) -> bool:
-    """Whether a gpu-let is idle that one of them can use."""
+    """Whether some queue of the part can use an idle gpu-let."""
     for queue in part:
         for pool in queue.pools:
             if pool.idle:

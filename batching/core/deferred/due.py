@@ -1,9 +1,9 @@
 """Rule 1: when a batch is due.
 
 A batch is due when it has used the part `hold` of the time for which Symphony would hold it: 1 is Symphony's frontrun,
-0 sends at once. Holding makes batches longer, which saves GPU time and delays every request. So nothing is held under
-light load, while single requests would keep gpu-lets busy for less than `save_above` of the time, and otherwise no
-longer than takes them to that.
+0 sends at once. Holding makes batches larger, which saves GPU time and delays every request. So no batch is held under
+light load: that is, when gpu-lets would be busy for less than `save_above` of the time if every request ran alone.
+Above that, no batch is held longer than it takes to bring them down to `save_above`.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.staggered import staggered_batch
 from tenuto.batching.core.system import INF
 
-# Part of the staggered batch that may go before it is due where gpu-lets are short.
-RIPE = 0.5  # fitted: on 43 random scenarios, of which one loses 2.9 points where batches of any size may go
+# The part of its staggered size from which a batch may start before it is due, when there are too few gpu-lets.
+RIPE = 0.5  # fitted: on 43 random scenarios; one of them loses 2.9 points when batches of any size may start
 
 
 class Holding:
-    """For how long batches are held: `hold` and `defend`, and what bounds them for each program."""
+    """How long batches are held: `hold` and `defend`, and the bounds on holding for each program."""
 
     def __init__(self, gpulets: Gpulets[Place], hold: float, defend: float, save_above: float) -> None:
         self.hold, self.defend = hold, defend
         self.save_above = save_above
-        self.in_full_until = -INF  # requests were lost lately, and are fewer where all are held in full
+        self.in_full_until = -INF  # until then hold in full, as requests were lost lately: fewer are lost that way
         self._gpulets = gpulets
 
     def due_ms(self, queue: WaitingQueue, run: list[float], size: int, now: float) -> float:
-        """Return when a batch of so many is due: now, if none can be longer.
+        """Return when a batch is due: now, if it cannot become larger.
 
         Args:
-            queue: whose batch it is.
-            run: l(b) where it would run, by plan.
-            size: its requests.
-            now: the present time.
+            queue: the queue of the batch.
+            run: planned l(b) on the pool where the batch would run.
+            size: the number of its requests.
+            now: the present time in ms.
         """
-        costs, more = queue.costs, size + 1
-        if size >= costs.longest or more >= len(run):
+        costs, next_size = queue.costs, size + 1
+        if size >= costs.longest or next_size >= len(run):
             return now
         bounds = queue.hold
         if bounds.is_light and now >= self.in_full_until and self._is_light(queue, now):
             return queue.oldest
         gpulets, hold, head, until = self._gpulets, self.hold, queue.deadlines[0], queue.oldest + costs.held_ms
-        sent_ms = gpulets.ctrl_ms + gpulets.data_ms * more + queue.batch.factor * run[more]
+        sent_ms = gpulets.ctrl_ms + gpulets.data_ms * next_size + queue.batch.factor * run[next_size]
         due = (head if head < until else until) - (1.0 - hold) * costs.budget_ms - hold * sent_ms
         if bounds.is_bounded:
             longest_ms = INF if now < self.in_full_until else bounds.patience * queue.batch.factor * costs.run[size]
@@ -52,18 +52,18 @@ class Holding:
         return due
 
     def _is_light(self, queue: WaitingQueue, now: float) -> bool:
-        """Whether as many gpu-lets are ready as under light load: the load may have risen since its rate was taken."""
+        """Whether as many gpu-lets are ready as under light load. (The load may have risen since it was measured.)"""
         ready = 0
         for pool in queue.pools:
             ready += self._gpulets.ready(pool, now)
         return ready >= (1.0 - self.save_above) * queue.costs.gpulets
 
     def set_patience(self, queue: WaitingQueue) -> None:
-        """Find for how many times their own length batches of a queue are held at most.
+        """Find how long batches of a queue may be held, as a multiple of their own latency.
 
-        With m programs per gpu-let and batches held for k times their length, each program keeps a gpu-let busy for at
-        most 1/k of the time, and all together for at most m/k: the bound is the k that makes this `save_above`. Where a
-        batch has its staggered size by then, there is none.
+        When m programs share a gpu-let and hold batches for k times their latency, each program keeps the gpu-let busy
+        for at most 1/k of the time, and all of them for at most m/k. The bound is the k with m/k = `save_above`. When a
+        batch reaches its staggered size within that time, there is no bound.
         """
         if not queue.pools:
             return

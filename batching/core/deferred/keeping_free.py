@@ -1,19 +1,21 @@
-"""Whom a batch would block: gpu-lets are kept free for models that cannot wait for the batches of their neighbours.
+"""When a batch leaves a gpu-let free for models that cannot wait until the batch has ended.
 
-A request can wait for its model's *patience*: the SLO less the time of a request alone. Where that is shorter than the
-batches of its neighbours, every request is lost that comes while all gpu-lets run such batches. So before a batch takes
-an idle gpu-let, two figures are compared over the time until the next gpu-let ends, or the batch itself:
+A request can wait for its model's *patience*: the SLO less the latency of a request alone. When the patience is shorter
+than the batches of other models on the same gpu-lets, each request that comes while all gpu-lets run such batches is
+lost. So before a batch takes an idle gpu-let, two figures are compared. Both are over the time until the batch or
+another gpu-let ends, whichever is sooner:
 
-* what the batch serves. When gpu-lets are too few for all that waits, that is its part of this time: the rest of the
-  batch would be served later as well. Else it is the whole batch.
-* what impatient models would lose more with one gpu-let less. A model that lost no request lately loses nothing.
+* the requests that the batch serves. When there are too few gpu-lets for all waiting batches, only the part of the
+  batch counts that falls into this time, as the rest could be served later too. Otherwise the whole batch counts.
+* the requests that impatient models would lose in addition with one gpu-let less. When a model lost no request lately,
+  it counts as losing none.
 
-When the second is more, the batch waits until the next gpu-let is about to end. A program whose gpu-lets all idle is
-never kept waiting: of one gpu-let nothing can be set aside.
+When the second figure is higher, the batch waits until the next gpu-let is about to end. A program whose gpu-lets are
+all idle never waits, because otherwise a program with one gpu-let would never run.
 
-How much is lost on c gpu-lets is known of the queue M/M/c whose customers leave after a fixed time of waiting (Barrer,
-Operations Research 5, 1957). Batching and fixed service times lose less; as the rule compares c gpu-lets with c - 1,
-most of that cancels. No number here is fitted.
+The loss on c gpu-lets follows the queue M/M/c whose customers leave after a fixed waiting time (Barrer, Operations
+Research 5, 1957). With batches and fixed service times less is lost. The rule compares c gpu-lets with c - 1, so most
+of that error cancels. No number here is fitted.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ def kept_until(
     *,
     is_tight: bool,
 ) -> float:
-    """Return until when the batch of a queue leaves an idle gpu-let of the pool to others; `now` where it may go.
+    """Return until when the batch of a queue must leave an idle gpu-let of the pool to others; `now` if it may start.
 
     Args:
-        queue: the batch is cut.
-        pool: where it would run.
+        queue: the queue, whose batch is cut.
+        pool: the pool on which the batch would run.
         losing: the queues that lost requests lately.
-        gpulets: when they end.
-        now: ms.
-        is_tight: gpu-lets are too few for all batches that wait.
+        gpulets: all gpu-lets, and when they end.
+        now: the present time in ms.
+        is_tight: there are too few gpu-lets for all waiting batches.
     """
     batch = queue.batch
     run_ms = batch.factor * pool.run[queue.program][batch.size]
@@ -59,20 +61,20 @@ def kept_until(
     impatient.sort()
     ends_ms, again = run_ms, INF
     load = per_ms = 0.0
-    costs: list[tuple[float, float]] = []  # patience, and what is lost more per ms beyond it
+    costs: list[tuple[float, float]] = []  # (patience, additional loss per ms after it)
     for patience, _, other in impatient:
         rate = (other.rate.rps or 0.0) / 1000.0
         if not rate:
             continue
-        # The most impatient goes first, so that it has all gpu-lets to itself, and the next what is left.
+        # The most impatient model goes first and has all gpu-lets; the next has what the first leaves.
         load += rate * other.costs.run[1]
         per_ms += rate
         found = [gpulets.free_by(place, arrives + patience) for place in other.pools]
         free = sum([count for count, _ in found])
         soonest = min([end for _, end in found])
         if soonest - arrives > patience:
-            more = refused(load, per_ms, free - 1, patience) - refused(load, per_ms, free, patience)
-            costs.append((patience, other.worth * rate * more))
+            additional = refused(load, per_ms, free - 1, patience) - refused(load, per_ms, free, patience)
+            costs.append((patience, other.worth * rate * additional))
             ends_ms = min(ends_ms, soonest - arrives)
             again = min(again, soonest - patience - way_ms)
     lost = sum([worth * (ends_ms - patience) for patience, worth in costs if patience < ends_ms])
@@ -87,21 +89,21 @@ def refused(load: float, per_ms: float, gpulets: int, patience_ms: float) -> flo
 
         refused = g / (1 / B - 1 + (1 - g) / (1 - r) + g)
 
-    With no patience g is 1, and this is B.
+    When the patience is 0, g is 1 and the result is B.
 
     Args:
-        load: the gpu-lets that requests keep busy one by one (Erlang).
+        load: how many gpu-lets the requests would keep busy if each ran alone (Erlang).
         per_ms: requests per ms.
-        gpulets: c; none refuse everything.
+        gpulets: c; with 0 or fewer all requests are refused.
         patience_ms: how long a request waits.
     """
     if gpulets <= 0:
         return 1.0
-    by_blocked = 1.0  # 1 / B; infinite where gpu-lets are very many
+    by_blocked = 1.0  # 1 / B; infinite with very many gpu-lets
     for count in range(1, gpulets + 1):
         by_blocked = 1.0 + count / load * by_blocked
     spare = 1.0 - load / gpulets
-    # Under overload g grows; the result is the same to the last digit long before e**100.
+    # Under overload g grows without bound, but from e**100 on the result no longer changes.
     exponent = min(100.0, -spare * gpulets / load * per_ms * patience_ms)
     left = exp(exponent)
     waits = -expm1(exponent) / spare if spare else per_ms * patience_ms

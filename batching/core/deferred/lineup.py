@@ -1,9 +1,9 @@
 """Rule 2: all batches that wait for the same gpu-lets, lined up by their latest start.
 
-Each is given the gpu-let on which it would end first, the running ones from their known end on. One that would start
-too late pushes out the batch that serves the least per ms of those lined up so far. That is the algorithm of Moore and
-Hodgson (Management Science 15, 1968: fewest late jobs on one machine), taken over to several machines and to batches of
-many requests as an approximation.
+Each batch gets the gpu-let on which it would end first; a gpu-let that runs a batch is free from the known end of that
+batch. When a batch would start too late, the batch that serves the fewest requests per ms of all lined up so far is
+pushed out. That is the algorithm of Moore and Hodgson (Management Science 15, 1968: fewest late jobs on one machine),
+used as an approximation for several machines and for batches of many requests.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
 def line_up(waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
     """Line the batches up by their latest start, mark those that are pushed out, and find the slack in ms of each pool.
 
-    The slack is how long after its planned start each batch that the pool could run is due, at least; below 0 where
-    one is due already, and not above 0 where some are pushed out. It passes with the time for batches that could start
-    now and for those behind them; what waits for running batches alone starts no later for being held.
+    The slack of a pool is the shortest time from the planned start of a batch until it is due, over all batches that
+    the pool could run. It is below 0 when one of them is due already, and at most 0 when one is pushed out. Slack
+    shrinks as time passes for batches that could start now and for those lined up behind them. A batch that only waits
+    for running batches keeps its slack, as holding it costs nothing.
 
     Returns:
-        whether a pool has no slack, and in how many ms the next may have none.
+        Whether a pool has no slack, and in how many ms the next pool may have none.
     """
     passing_ms = INF
     from_now: set[float] = set()  # ends of batches whose start moves on with the time
@@ -43,7 +44,7 @@ def line_up(waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
             free = found.free
             if not free:
                 break
-            # It has to leave its way before the gpu-let is free.
+            # The batch must leave before the gpu-let is free, by as long as it is on its way.
             start = max(free[0] - way_ms, now)
             if start <= limit:
                 passes = start == now or free[0] in from_now
@@ -63,7 +64,7 @@ def line_up(waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
                     if TIME_TOLERANCE_MS < spare < passing_ms:
                         passing_ms = spare
                 break
-            # Only on its own gpu-lets it can take another's place.
+            # A batch can take the place of another one only on its own gpu-lets.
             least, least_of = (batch.level, batch.density, number, queue), found
             for pool in pools:
                 if not pool.least:
@@ -82,7 +83,7 @@ def line_up(waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
                 break
             heappop(least_of.least)
             out.batch.placed = None
-            # Its gpu-let is free earlier; if another batch was lined up behind it, that one ends earlier.
+            # The gpu-let of the batch that is pushed out is free earlier. A batch lined up behind it ends earlier.
             free = least_of.free
             place = min(bisect_left(free, out.batch.end), len(free) - 1)
             insort(free, free.pop(place) - out.batch.run_ms)
@@ -94,7 +95,7 @@ def _latest(queue: WaitingQueue) -> float:
 
 
 def _find_frees(waiting: list[WaitingQueue], now: float) -> list[Place]:
-    """Find when gpu-lets become free, of each pool that a batch which waits can use the first ones only."""
+    """Find when gpu-lets become free, for each pool that a waiting batch can use; at most one gpu-let per batch."""
     most = len(waiting)
     found = list(dict.fromkeys([pool for queue in waiting for pool in queue.pools]))
     for pool in found:
@@ -115,7 +116,7 @@ def _find_frees(waiting: list[WaitingQueue], now: float) -> list[Place]:
 
 
 def _soonest(queue: WaitingQueue) -> tuple[Place, float]:
-    """Return, of the pools of a queue, the one on which its batch would end first by the plan, and its length there."""
+    """Return the pool of a queue on which its batch would end first by the plan, and how long it would run there."""
     found, found_ms = queue.pools[0], 0.0
     batch, least = queue.batch, INF
     for pool in queue.pools:
@@ -136,7 +137,7 @@ def is_short(queue: WaitingQueue) -> bool:
 
 
 def rank(queue: WaitingQueue) -> tuple[bool, float, float]:
-    """Return the order in which batches that may go are sent: the planned by their latest start, then the rest."""
+    """Return the sort key of batches that may start: those in the plan by their latest start, then the others."""
     batch = queue.batch
     if batch.is_out:
         return True, -batch.level, -batch.density

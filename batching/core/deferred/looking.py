@@ -1,5 +1,5 @@
-"""When a request that came makes it necessary to look at its queue. It decides nothing: looking costs time, and is put
-off until something may have come due. Looking more often would change no decision."""
+"""When a new request makes it necessary to look at its queue. Looking costs time, so it is put off until a batch may
+have come due. Nothing is decided here: to look more often would change no decision."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tenuto.batching.core.system import INF
 
 
 def look_at(queue: WaitingQueue, gpulets: Gpulets[Place], holding: Holding, now: float) -> float:
-    """Return when to look at a queue with one request more; INF where an event that is looked at anyway comes first."""
+    """Return when to look at a queue that got another request; INF if an event comes first that brings a look
+    anyway."""
     pools, watch, size = queue.pools, queue.watch, len(queue.ids)
-    found = pools[0]  # with an idle gpu-let
+    found = pools[0]  # a pool with an idle gpu-let, if there is one
     idle, most = len(found.idle), len(found.waiting)
     if found.is_enclosed:
         if not idle and not gpulets.ahead:
@@ -26,7 +27,7 @@ def look_at(queue: WaitingQueue, gpulets: Gpulets[Place], holding: Holding, now:
     else:
         look = holding.due_ms(queue, found.run[queue.program], size, now)
         if most > idle:
-            # The request makes its batch longer, and so at most by that much others start later in the plan.
+            # The request makes its batch longer. Other batches start later in the plan by at most as much.
             run = pools[-1].run[queue.program]
             look = min(look, watch.at - (run[size] - run[size - 1]) if 1 < size < len(run) else now)
     if not idle and gpulets.ahead:

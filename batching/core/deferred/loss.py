@@ -4,29 +4,29 @@ from __future__ import annotations
 
 # Derived: the window of the offered rate, so that one batch hardly changes the share.
 WINDOW_S = 5.0
-LEAST = 200.0  # derived: requests over which it is taken at least, to be known to 1 %
+LEAST = 200.0  # derived: the fewest requests the share is taken over, so that it is known to 1 %
 
 
 class Loss:
-    """The share of all requests of one program at first, later an exponentially weighted mean over them."""
+    """The share of requests that one program lost: of all requests at first, later an exponentially weighted mean."""
 
     __slots__ = ("seen", "share", "step")
 
     def __init__(self) -> None:
         self.share = 0.0
-        self.step = 0.0  # by which one request changes it
+        self.step = 0.0  # the weight of one request
         self.seen = 0
 
     def follow(self, rps: float) -> None:
-        """Take the mean over so many seconds of this rate."""
+        """Set the weight of a request so that the mean is over `WINDOW_S` at this rate."""
         self.step = 1.0 / max(LEAST, WINDOW_S * rps)
 
     def lose(self, count: int) -> None:
-        """So many were lost."""
+        """Note that `count` requests were lost."""
         self._approach(1.0, count)
 
     def serve(self, count: int) -> None:
-        """So many were served."""
+        """Note that `count` requests were served."""
         self._approach(0.0, count)
 
     def _approach(self, share: float, count: int) -> None:

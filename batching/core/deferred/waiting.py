@@ -1,7 +1,7 @@
-"""What waits: the queue of each program, and which queues are looked at together, and when.
+"""The queue of each program, which queues are looked at together, and when.
 
-Two batches are in one part if they may need the same gpu-lets, at once or by way of others. Only a part is looked at,
-so that the time a decision takes goes by what it concerns, and not by the number of models.
+Two batches are in one *part* when they may need the same gpu-lets, directly or through other batches. Only one part is
+looked at for a decision, so that a decision takes time by the size of that part and not by the number of models.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ORDER = attrgetter("order")
 class Place(Pool):
     """A pool, and what waits for it.
 
-    `alone` is the part of the time that its gpu-lets would be busy if every request ran alone, `crowd` the programs per
-    gpu-let; where a program has gpu-lets in several pools, its part of both is the same on all. `waiting` by program;
-    `is_enclosed`: no program on it has gpu-lets elsewhere. By the last plan: `free`, when its gpu-lets become free,
-    `slack` in ms, and `least`, a heap of the batches on it, the one worth least first. `seen` is the last search that
-    found it.
+    `alone` is the part of the time that its gpu-lets would be busy if every request ran alone. `crowd` is the number of
+    programs per gpu-let. When a program has gpu-lets in several pools, it counts the same in each. `waiting` has the
+    queues that wait, by program. `is_enclosed`: no program of this pool has gpu-lets in another one. The last line-up
+    set `free` (when gpu-lets become free), `slack` in ms, and `least`, a heap of the batches placed here, the least
+    valuable first. `seen` is the number of the last search that found this pool.
     """
 
     alone: float = 0.0
@@ -45,41 +45,42 @@ class Place(Pool):
 
 @dataclass(slots=True, eq=False)
 class Costs:
-    """What batches of a program cost as far as known, and how large they should be."""
+    """What batches of a program cost by what is known, and how large they should be."""
 
-    run: list[float] = field(default_factory=lambda: [0.0])  # on the fastest gpu-let, by plan
-    budget_ms: float = 0.0  # from arrival to the end of the batch
-    held_ms: float = 0.0  # the same by the longest SLO of its models: who allows more is not held for longer
-    gpulets: int = 1  # that host it
+    run: list[float] = field(default_factory=lambda: [0.0])  # planned l(b) on the fastest gpu-let
+    budget_ms: float = 0.0  # the longest time from arrival to the end of the batch, by the shortest SLO of its models
+    held_ms: float = 0.0  # the same by the longest SLO of its models: the upper bound of holding
+    gpulets: int = 1  # how many gpu-lets host it
     longest: int = 1  # the largest batch that can be in time at all
     quickest_ms: float = INF  # from dispatch to the end of one request alone
-    alone: float = 0.0  # the load of each gpu-let that hosts it, if its requests ran alone
-    staggered: int = 1  # the batch of the staggered pattern
-    defend: int = 1  # the size below which the head is given up
-    ripe: int = 1  # the size that may go before it is due
+    alone: float = 0.0  # the load that its requests would be for each of its gpu-lets, if each request ran alone
+    staggered: int = 1  # the size of the staggered batch
+    defend: int = 1  # when the head keeps the batch below this size, it is given up
+    ripe: int = 1  # the size from which a batch may start before it is due
 
     @property
     def patience_ms(self) -> float:
-        """For how long a request can wait."""
+        """How long a request can wait, in ms."""
         return self.budget_ms - self.quickest_ms
 
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """For how long batches of a program are held at most."""
+    """The bounds on how long batches of a program are held."""
 
-    most_ms: float = INF  # as asked for
-    patience: float = INF  # for how many times its own length
-    is_light: bool = False  # nobody needs the GPU time that holding saves
-    is_bounded: bool = False  # by any of these
+    most_ms: float = INF  # the model's `longest_hold_ms`
+    patience: float = INF  # a multiple of the batch's own latency
+    is_light: bool = False  # under light load: no program needs the GPU time that holding saves
+    is_bounded: bool = False  # one of these bounds applies
 
 
 @dataclass(slots=True, eq=False)
 class CutBatch:
     """The batch that a queue would run now, and its place in the line-up.
 
-    As cut: `size`, 0 if nothing can be met; on a gpu-let of `pool`, on which the program takes `factor` times as long
-    as planned; to be sent by `latest`, and from `due` on. It is so until `cut_until`, if no request comes or goes.
+    The cut sets `size` (0: no request can be met) and `pool`, where the program takes `factor` times its planned
+    latency. The batch may be sent from `due` on and must be sent by `latest`. The cut holds until `cut_until`, or until
+    a request comes or goes.
     """
 
     pool: Place | None = None
@@ -89,12 +90,12 @@ class CutBatch:
     latest: float = INF
     due: float = INF
     density: float = 0.0  # worth of its requests per ms
-    level: int = 0  # the priority, and lower while the program exceeds its plan
+    level: int = 0  # the priority, lowered while the program exceeds its plan
     cut_until: float = -INF
-    is_open: bool = False  # a gpu-let can be sent it
+    is_open: bool = False  # a gpu-let can take it now
     # In the line-up:
     is_out: bool = False
-    placed: Place | None = None  # the pool it has there
+    placed: Place | None = None  # the pool on which it was placed
     run_ms: float = 0.0
     end: float = 0.0
 
@@ -131,11 +132,11 @@ class WaitingQueue(Queue[Place]):
         self.watch = Watch([self])
         self.oldest = INF  # when the first of the requests arrived
         self.order = 0  # when it began to wait
-        self.seen = 0  # the last search that found it
-        self.is_weighed = False  # it is looked back at when its requests stop
+        self.seen = 0  # the number of the last search that found it
+        self.is_weighed = False  # a timer will look whether its requests have stopped
 
     def adopt_costs(self, gpulets: Gpulets[Place], budget_ms: float, longest_slo_ms: float) -> None:
-        """Take over what its batches cost as far as known, and what follows from that."""
+        """Take over what batches of the program cost now, and what follows from that."""
         costs, batch, pools = self.costs, self.batch, self.pools
         gpulets.order(self.program)
         costs.budget_ms = budget_ms
@@ -168,7 +169,7 @@ class Watch:
     def __init__(self, queues: list[WaitingQueue]) -> None:
         self.queues = queues
         self.at = INF
-        self.is_tight = False  # the plan has no slack somewhere: ripe batches may go there
+        self.is_tight = False  # a pool has no slack: ripe batches may start there
 
 
 class Waiting:
@@ -178,12 +179,12 @@ class Waiting:
         self._queues = queues
         self._gpulets = gpulets
         self._is_shared = len(queues) != 1  # a program by itself has one watch, and needs no heap
-        self._watches: list[tuple[float, int, Watch]] = []  # a heap; valid is what says when its watch is
-        self._touched: list[Place] = []  # where something happened: who waits for them is looked at at once
+        self._watches: list[tuple[float, int, Watch]] = []  # a heap by time; stale unless it is the watch's `at`
+        self._touched: list[Place] = []  # pools whose waiting queues must be looked at at once
         self._pushed = self._order = self._search = 0
 
     def wait(self, queue: WaitingQueue) -> None:
-        """A queue has requests."""
+        """Note that a queue has requests now."""
         self._order += 1
         queue.order = self._order
         if len(queue.watch.queues) > 1:
@@ -195,14 +196,14 @@ class Waiting:
             pool.waiting[queue.program] = queue
 
     def look_at(self, watch: Watch, at: float) -> None:
-        """Look at a part then."""
+        """Set when to look at a part."""
         watch.at = at
         if self._is_shared and at < INF:
             self._pushed += 1
             heappush(self._watches, (at, self._pushed, watch))
 
     def touch(self, pools: Iterable[Place]) -> bool:
-        """Look at once at what waits for some pools; False: nothing does."""
+        """Look at once at the queues that wait for some pools; False if none wait."""
         touched = [pool for pool in pools if pool.waiting]
         self._touched += touched
         return bool(touched)
@@ -234,8 +235,8 @@ class Waiting:
         return watches[0][0] if watches else INF
 
     def part(self, queues: list[WaitingQueue], now: float) -> list[WaitingQueue]:
-        """Return, of some queues, those with requests, and all that wait for gpu-lets together with them: where as many
-        gpu-lets are ready as programs wait, nobody keeps another from any."""
+        """Return those of the queues that have requests, and all queues that compete with them for gpu-lets. When as
+        many gpu-lets of a pool are ready as programs wait for it, they do not compete there."""
         self._search += 1
         gpulets = self._gpulets
         search = self._search
@@ -259,7 +260,7 @@ class Waiting:
         return part
 
     def watch_together(self, part: list[WaitingQueue]) -> Watch:
-        """Return the one watch of a part."""
+        """Return the watch that all queues of a part share."""
         watch = part[0].watch
         if len(part) > 1 or len(watch.queues) > 1:
             watch = Watch(part)
