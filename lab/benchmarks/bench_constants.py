@@ -4,7 +4,7 @@ A constant is fitted if the comment behind it says so (`NAME = 0.5  # fitted: ..
 from a paper, or an option. Each is halved and doubled over the same random scenarios (`regret_scenarios.py`), and the
 change of the mean attainment is printed in points. What cannot show half a point in either direction can go.
 
-    python tests/benchmarks/bench_constants.py [--quick] [--count 30] [--seed 1] [--only NAME ...] [--list]
+    python lab/benchmarks/bench_constants.py [--quick] [--count 30] [--seed 1] [--only NAME ...] [--list]
 """
 
 from __future__ import annotations

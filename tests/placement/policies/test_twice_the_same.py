@@ -22,9 +22,14 @@ AN_HOUR_S = 3600.0
 OF_THE_MACHINE = sorted(point.name for point in distribution("tenuto").entry_points.select(group="tenuto.policies"))
 
 
-def scenes() -> Iterator[tuple[Workload, Profiles]]:
-    """Return a case on each profile that some policy can plan from: without shares, and with iGniter's coefficients."""
-    for name, slos_ms, rate_rps in (("thesis-v100", (150, 200, 300), 40), ("igniter-v100", (30, 40, 60), 120)):
+def scenes() -> Iterator[tuple[Workload, Cluster, Profiles]]:
+    """Return a case on each profile that some policy can plan from: without shares, with iGniter's coefficients, and
+    with MIG instances."""
+    for name, gpus, slos_ms, rate_rps in (
+        ("thesis-v100", f"v100:{GPUS}", (150, 200, 300), 40),
+        ("igniter-v100", f"v100:{GPUS}", (30, 40, 60), 120),
+        ("parvagpu-a100", f"a100-80gb:{GPUS}:mig", (150, 200, 300), 120),
+    ):
         rows = [row for row in load_shipped(name).models if row not in ("bloom", "xlnet")]
         models = [
             {
@@ -35,16 +40,16 @@ def scenes() -> Iterator[tuple[Workload, Profiles]]:
             }
             for index in range(MODELS)
         ]
-        yield Workload.model_validate({"models": models}), Profiles([load_shipped(name)])
+        yield Workload.model_validate({"models": models}), Cluster.parse(gpus), Profiles([load_shipped(name)])
 
 
 def plan_of(name: str) -> dict[str, Any]:
     """Return the plan of a policy for the first case that it can plan."""
     refused: TenutoError | None = None
-    for workload, profiles in scenes():
+    for workload, cluster, profiles in scenes():
         options = {"requests": "1000"} if name == "tenuto" else {}
         try:
-            return solve(load_policy(name, options), workload, Cluster.parse(f"v100:{GPUS}"), profiles).to_data()
+            return solve(load_policy(name, options), workload, cluster, profiles).to_data()
         except TenutoError as error:
             refused = error
     raise AssertionError(refused)
