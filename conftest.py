@@ -49,6 +49,11 @@ settings.load_profile("same")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take `--image`."""
+    parser.addoption("--image", action="store_true", help="Build the image too, as root, with buildah and mmdebstrap.")
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as `unit` whatever needs neither Ray nor a GPU, and say which tests stay in one process.
@@ -58,7 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     once.
     """
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("ray", "gpu")):
+        if item.get_closest_marker("image") and not config.getoption("--image"):
+            item.add_marker(pytest.mark.skip(reason="takes ten minutes: scripts/test tests/test_image.py --image"))
+        if not any(item.get_closest_marker(name) for name in ("ray", "gpu", "image")):
             item.add_marker(pytest.mark.unit)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_group(item)))
