@@ -27,6 +27,7 @@ from tenuto.loadgen.senders.payloads import make_bodies, read_bodies
 from tenuto.loadgen.verdict import Verdict, judge, summarise
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.application import Application
+from tenuto.placement.versions import by_model
 from tenuto.profiles.networks.model_options import ModelOptions
 
 Progress = Callable[[str], None]
@@ -122,7 +123,10 @@ def run_bench(
     load = make_application_load(models, applications, *arrivals) if applications else None
     schedule = load.schedule if load is not None else make_schedule(models, *arrivals)
     staged = stage_owners(applications)
-    targets = tuple(_target(options, spec, is_stage=spec.name in staged) for spec in models)
+    groups = by_model(models)
+    targets = tuple(
+        _target(options, spec, is_stage=spec.name in staged, has_versions=spec.model in groups) for spec in models
+    )
     group = clients if clients is not None else (RayClients(options.clients) if options.clients else LocalClient())
     interrupted = False
     queued: dict[int, int] = {}
@@ -166,7 +170,8 @@ def _end_as_by_ctrl_c() -> None:
 def asked_of(plan: Plan) -> tuple[tuple[ModelSpec, ...], tuple[Application, ...], tuple[str, ...]]:
     """Return the models and applications of a plan that a bench can use, and one line per application left out.
 
-    Models that the plan does not serve are not asked, nor applications with such a stage, nor their other stages.
+    Models that the plan does not serve are not asked, nor applications with such a stage, nor their other stages, nor
+    shadows, which get copies.
     """
     notes = []
     asked = []
@@ -179,7 +184,8 @@ def asked_of(plan: Plan) -> tuple[tuple[ModelSpec, ...], tuple[Application, ...]
             unserved.update(stages)
         else:
             asked.append(application)
-    return tuple(spec for spec in plan.models if spec.name not in unserved), tuple(asked), tuple(notes)
+    served = tuple(spec for spec in plan.models if spec.name not in unserved and not spec.shadow)
+    return served, tuple(asked), tuple(notes)
 
 
 def _result(
@@ -264,10 +270,11 @@ def _jobs(
     return jobs
 
 
-def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool) -> ModelTarget:
+def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versions: bool) -> ModelTarget:
     from tenuto.deployments.serve.endpoint import model_metadata
 
-    metadata = model_metadata(options.url, spec.name)
+    asked = f"{spec.model}:{spec.version}" if has_versions else spec.name
+    metadata = model_metadata(options.url, asked)
     if "inputs" not in metadata:
         raise EnvironmentFaultError(f"{options.url}: '{spec.name}' cannot be asked: {metadata.get('error', metadata)}")
     if spec.name in options.bodies:
@@ -276,7 +283,7 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool) -> ModelT
     else:
         generator = seed_for(options.seed, "payloads", spec.name)
         bodies = make_bodies(metadata, generator, binary=options.tensors == "binary")
-    return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies), is_stage)
+    return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies), is_stage, asked)
 
 
 def _watch(

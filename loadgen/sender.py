@@ -52,7 +52,8 @@ class Sender(Protocol):
         ...
 
     def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> Any:
-        """Return a request in the form `send` takes; comes after `open`. `slo_ms`: time it has, if not the plan's."""
+        """Return a request in the form `send` takes; comes after `open`. `model`: its name, or NAME:VERSION. `slo_ms`:
+        time it has, if not the plan's."""
         ...
 
     def send(self, prepared: Any, request_id: str, token: int, slo_ms: float | None = None) -> None:

@@ -222,7 +222,7 @@ class _Maker:
         for name, gpus in hosts.items():
             spec = self.workload[name]
             if name not in self.taken and why_unmergeable([spec]) is None:
-                networks.setdefault(_network(spec.source or name), {}).setdefault(tuple(gpus), []).append(name)
+                networks.setdefault(_network(spec.network), {}).setdefault(tuple(gpus), []).append(name)
         for alike in networks.values():
             shared = [names for gpus, names in alike.items() if any(set(gpus) & set(o) for o in alike if o != gpus)]
             if shared:
@@ -269,7 +269,7 @@ class _Maker:
             for replica in replicas:
                 spec = self.workload[replica.name]
                 if replica.name not in self.taken and why_unmergeable([spec]) is None:
-                    key = json.dumps([_network(spec.source or spec.name), spec.options], sort_keys=True, default=str)
+                    key = json.dumps([_network(spec.network), spec.options], sort_keys=True, default=str)
                     alike.setdefault(key, []).append(replica.name)
             known = self.profiles.for_type(kind)
             for models in alike.values():
@@ -277,7 +277,7 @@ class _Maker:
                 name = program_name(models)
                 if len(models) > 1 and not {name, self._by_rows(models)} & known.keys() and name not in noted:
                     noted.add(name)
-                    asked = " ".join(f"{m}={self.workload[m].source or m}" for m in sorted(models))
+                    asked = " ".join(f"{m}={self.workload[m].network}" for m in sorted(models))
                     self.notes.append(
                         f"{name} could be one program, but was not measured: `tenuto merge {asked} -o FILE`, "
                         "and give FILE with --profiles"

@@ -19,6 +19,7 @@ from tenuto.placement.application import Application
 from tenuto.placement.cluster import Gpu, InstancePlace, MigUse
 from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import layout_problems, plan_problems
+from tenuto.placement.versions import split_problems
 from tenuto.placement.workload import ModelSpec, MpsUse, Objective, Workload
 
 
@@ -219,8 +220,13 @@ class Plan(StrictModel):
         return dump_yaml(self.to_data())
 
     @classmethod
-    def from_data(cls, data: Any, *, origin: str = "plan") -> Plan:
+    def from_data(cls, data: Any, *, origin: str = "plan", is_whole: bool = True) -> Plan:
         """Validate plain data: a bare plan, or a Serve config that carries one.
+
+        Args:
+            data: as read from a file.
+            origin: what the paths of problems begin with.
+            is_whole: it has all versions of its models, as the part of a sub-cluster need not.
 
         Raises:
             InvalidInputError: with every problem found.
@@ -232,6 +238,8 @@ class Plan(StrictModel):
             raise refused(origin, None, rule, cure)
         plan = parse_document(cls, data, origin=origin)
         plan.check_references(origin)
+        if is_whole:
+            raise_if_any(split_problems(plan.models, f"{origin}: "))
         return plan
 
     @classmethod
@@ -247,7 +255,7 @@ class Plan(StrictModel):
 
 
 def _read(value: Any) -> Any:
-    return value if isinstance(value, Plan) else Plan.from_data(value)
+    return value if isinstance(value, Plan) else Plan.from_data(value, is_whole=False)
 
 
 # A plan as a field of another schema. The data of that schema contain it as `Plan.to_data` makes it.

@@ -192,7 +192,7 @@ def has_network(spec: ModelSpec) -> bool:
     if spec.source is not None:
         return True
     try:
-        lookup(spec.name)
+        lookup(spec.network)
     except InvalidInputError:
         return False
     return True

@@ -50,7 +50,8 @@ def _slo_ms(where: str, rule: Any, entry: dict[str, Any], cluster: Cluster | Non
         cure = "Write for example `slo: 2 x l(1)`, or a number as `slo_ms`."
         raise refused(f"{where}.slo", rule, "is not a factor, x, and l of a batch size", cure)
     try:
-        spec = ModelSpec.model_validate(entry)
+        alone = {key: value for key, value in entry.items() if key not in ("share_pct", "shadow")}
+        spec = ModelSpec.model_validate({"rate_rps": 1.0, **alone})
     except ValidationError:
         return 1.0  # told where the workload is parsed
     if cluster is None or profiles is None:

@@ -12,10 +12,13 @@ from tenuto.documents import Fault, ProblemsBelow, StrictModel, dump_yaml, load_
 from tenuto.errors import Problem, one_of, refused
 from tenuto.placement.application import Application
 from tenuto.placement.arrivals.arrival import Arrival
+from tenuto.placement.versions import FIRST, completed, split_name, split_problems
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.latency import LatencyField
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
+# A model, or one of its versions, which is a model of its own beside it: `resnet50:2`.
+ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9][A-Za-z0-9._-]*)?$", max_length=192)]
 Positive = Annotated[float, Field(gt=0)]
 
 # What counts when not everything can be served: all requests alike, the model that is served worst, or the requests in
@@ -33,7 +36,11 @@ Spread = Literal["gpu", "node", "rack"]
 
 
 class ModelSpec(StrictModel):
-    """One model of the workload. `name` is unique and appears in URLs.
+    """One model of the workload, or one version of a model. `name` is unique and appears in URLs: `resnet50`, which is
+    version 1, or `resnet50:2`.
+
+    Of the requests that name no version, a version with `share_pct` is sent that many in a hundred, and a `shadow`
+    copies of so many (all by default), the answers to which go nowhere. One version has neither, and takes the rest.
 
     Under overload, models of higher `priority` are served first. `weight` is the worth of one request in time under the
     objective `weighted`. `longest_hold_ms` limits how long a request waits for a larger batch while a gpu-let is idle;
@@ -45,7 +52,9 @@ class ModelSpec(StrictModel):
     costs no GPU, no rate, and nothing that another model asks for.
     """
 
-    name: Name
+    name: ModelName
+    share_pct: Annotated[float, Field(ge=0, le=100)] | None = None
+    shadow: bool = False
     source: str | None = None  # torchvision/resnet50, transformers/bert, package.module:factory; default: the catalogue
     rate_rps: Positive
     slo_ms: Positive
@@ -64,9 +73,37 @@ class ModelSpec(StrictModel):
     options: dict[str, Any] = Field(default_factory=dict)  # passed to the executor, such as dtype
 
     @property
+    def model(self) -> str:
+        """The name that clients know, which all versions have."""
+        return split_name(self.name)[0]
+
+    @property
+    def version(self) -> str:
+        """Which version of the model it is."""
+        return split_name(self.name)[1]
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether it is a version beside the one that takes the rest."""
+        return self.shadow or self.share_pct is not None
+
+    @property
+    def network(self) -> str:
+        """Where the network comes from: its source, or its name in the catalogue."""
+        return self.source or self.model
+
+    @property
     def profile_row(self) -> str:
         """The row of the profile files that describes this model."""
-        return self.profile or self.name
+        return self.profile or self.model
+
+    @field_validator("name")
+    @classmethod
+    def _first_has_no_number(cls, value: str) -> str:
+        model, version = split_name(value)
+        if version == FIRST and value != model:
+            raise Fault("version 1 has the name of its model", f"Write '{model}'.")
+        return value
 
     @model_validator(mode="after")
     def _one_cost(self) -> ModelSpec:
@@ -91,8 +128,11 @@ class Workload(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _add_stages(cls, data: Any) -> Any:
-        """Add the stages of applications as models, unless they are there already, as in a dumped workload."""
+    def _add_what_is_not_said(cls, data: Any) -> Any:
+        """Complete versions, and add the stages of applications as models, unless they are there already, as in a
+        dumped workload."""
+        if isinstance(data, dict) and isinstance(data.get("models"), list | tuple):
+            data = {**data, "models": completed(data["models"])}
         if not isinstance(data, dict) or not isinstance(data.get("applications"), list | tuple):
             return data
         try:
@@ -117,6 +157,15 @@ class Workload(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _shadows_go_last(self) -> Workload:
+        others = [spec.priority for spec in self.models if not spec.shadow]
+        if others and len(others) < len(self.models):
+            last = min(others) - 1
+            models = (s.model_copy(update={"priority": min(s.priority, last)}) if s.shadow else s for s in self.models)
+            object.__setattr__(self, "models", tuple(models))
+        return self
+
+    @model_validator(mode="after")
     def _unique_names(self) -> Workload:
         seen: set[str] = set()
         problems = []
@@ -137,6 +186,7 @@ class Workload(StrictModel):
                 problems.append(
                     Problem(f"applications.{index}.name", name, "name is used twice", "Rename one of them.")
                 )
+        problems += split_problems(self.models)
         if problems:
             raise ProblemsBelow(problems)
         return self

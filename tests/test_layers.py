@@ -50,10 +50,10 @@ FOREIGN_KEYS = {
     "deployments/entry/asgi.py": 14,  # ASGI
     "": 18,  # OpenAPI
     "deployments/entry/gateway.py": 1,  # ASGI
-    "deployments/entry/grpc_messages.py": 12,  # the Open Inference Protocol
+    "deployments/entry/grpc_messages.py": 13,  # the Open Inference Protocol
     "deployments/entry/grpc_server.py": 1,  # the same
     "deployments/entry/oip.py": 8,  # the Open Inference Protocol, and its schema
-    "deployments/entry/routes.py": 2,  # OpenAPI, ASGI
+    "deployments/entry/routes.py": 3,  # OpenAPI, ASGI
     "deployments/entry/traces.py": 2,  # OpenTelemetry
     "deployments/gpulet/executors/emulated.py": 3,  # options of a model of its user
     "deployments/gpulet/mps_sharing.py": 1,  # the environment of CUDA

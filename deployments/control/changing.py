@@ -50,6 +50,17 @@ class Changing:
         self.plan = plan
         self._decide(Apply(plan, why, tuple(standby.gpulet for standby in self.standby)))
 
+    def withdraw(self, name: str, why: str) -> None:
+        """Send a version nothing more from now on, whatever is under way; no process is touched."""
+        self.plan = _withdrawn(self.plan, name)
+        if self.change is not None:
+            origin, target, stage = (
+                _withdrawn(plan, name) for plan in (self.change.origin, self.change.target, self.change.stage)
+            )
+            self.change = replace(self.change, origin=origin, target=target, stage=stage)
+        self.proving = None
+        self.apply(self.plan, why)
+
     def begin(
         self, now_s: float, target: Plan, why: str, suffered: Sequence[str], rates_rps: Mapping[str, float]
     ) -> None:
@@ -165,3 +176,9 @@ class Changing:
         now, origin = self.here(change.stage, held), self.here(change.origin)
         self._step(ChangeUnderWay(change.stage, origin, now, now_s, now_s, why, is_rollback=True), now, rates_rps)
         return None
+
+
+def _withdrawn(plan: Plan, name: str) -> Plan:
+    """Return a plan in which a version is asked by its URL alone."""
+    models = (s.model_copy(update={"share_pct": 0.0, "shadow": False}) if s.name == name else s for s in plan.models)
+    return plan.model_copy(update={"models": tuple(models)})

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tenuto.deployments.control import journal
+from tenuto.deployments.control.canaries import Canaries
 from tenuto.deployments.control.changing import Changing
 from tenuto.deployments.control.interface import AdvisedPlan, Decision, MakePlan, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
@@ -28,6 +29,7 @@ from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.versions import shared_out, splits
 from tenuto.placement.workload import ModelSpec
 
 
@@ -53,6 +55,8 @@ class Controller:
         self._wanted: Mapping[str, int] | None = None
         self._standby_of: tuple[Gpulet, ...] | None = None  # the gpu-lets that standby processes were asked for
         self._edits = dict(memory.edits)
+        confidence = settings.canary.confidence
+        self._canaries = None if confidence is None else Canaries(confidence)
         self._said: dict[object, float] = {}  # what changes nothing and was noted, when
         self.advice: AdvisedPlan | None = None
 
@@ -64,6 +68,7 @@ class Controller:
         news = self._learned.observe(now_s, seen)
         lost = self._notice_gpus(seen.gpus)
         self._go_on(seen, news)
+        self._judge_canaries(seen)
         if self.change is None and self._changing.standby:
             self._let_standby_take_over(news, seen.ready, is_news=news.jumped or lost)
         if self.change is None and self.mode != "off":
@@ -101,7 +106,8 @@ class Controller:
             questions.forget_answer()
             self._ask()
             return
-        if plan.gpulets == self.plan.gpulets and not self.paused:
+        is_split_alike = splits(plan.models) == splits(self.plan.models)
+        if plan.gpulets == self.plan.gpulets and is_split_alike and not self.paused:
             told = journal.weighed(Kind.RATES, *weighed)
             self._mention(told)
             if self.mode == "act":
@@ -128,7 +134,7 @@ class Controller:
         """Serve these models from now on; the declared rate of a new one is its first estimate."""
         before, after = ({spec.name for spec in each.models} for each in (self._workload, workload))
         self._workload = workload
-        self._learned.set_workload(workload)
+        self._learned.set_workload(workload, self.plan)
         self._reasons[Reason.WORKLOAD] = (
             f"the workload changed ({', '.join(sorted(before ^ after) or ['its entries'])})"
         )
@@ -136,10 +142,15 @@ class Controller:
         self._questions.out = None  # it was of another workload
         self.advice = None
 
-    def edit(self, name: str, entry: ModelSpec | None) -> None:
-        """Set or remove (None) a model's entry in the workload; going back to a plan before does not undo that."""
-        self._edits[name] = entry
+    def edit(self, entries: Mapping[str, ModelSpec | None]) -> None:
+        """Set or remove (None) models' entries in the workload; going back to a plan before does not undo that."""
+        self._edits |= entries
         self.set_workload(self._edited(self._workload))
+
+    def withdraw(self, name: str, why: str) -> None:
+        """Take a version back: it is sent nothing from now on, and then its place is another's."""
+        self._changing.withdraw(name, why)
+        self.edit({name: None})
 
     def _edited(self, workload: Workload) -> Workload:
         entries = {spec.name: spec for spec in workload.models} | self._edits
@@ -251,7 +262,12 @@ class Controller:
 
     def _traffic(self, lasting_s: float = 0.0) -> Traffic:
         """Return what has to be carried once a change that begins now is done, and for `lasting_s` from then on."""
-        return self._learned.traffic(self._changing.durations.start_s + lasting_s)
+        return self._shared_out(self._learned.traffic(self._changing.durations.start_s + lasting_s))
+
+    def _shared_out(self, traffic: Traffic) -> Traffic:
+        """Return what the models that are asked for have to carry, with requests split as is asked for."""
+        rates = shared_out(traffic.mean_rps, self.plan.models, self._workload.models)
+        return Traffic(rates, traffic.dispersion, traffic.sigmas)
 
     def _short(self, plan: Plan) -> Mapping[str, float]:
         """Return the models of which a plan would have too few requests in time, and how many."""
@@ -297,9 +313,36 @@ class Controller:
         self._stuck(self._changing.look(self._now_s, seen, self.rates.mean_rps))
         if self._changing.pace.failures > failures:
             self._questions.forget_answer()
+            if under_way is not None:
+                self._give_up_versions(under_way)
         if under_way is not None and self.change is None:
             self._learned.attainment.forget()
             self._learned.unsettle(self._now_s)
+
+    def _give_up_versions(self, failed: ChangeUnderWay) -> None:
+        """Ask no more for versions that a change brought which is taken back: the next one would be likewise."""
+        there = {spec.name for spec in failed.origin.models}
+        new = [spec.name for spec in self._workload.models if spec.is_tried and spec.name not in there]
+        if new:
+            self.note(LogLine(self._now_s, Kind.CANARY, f"{', '.join(new)} goes with the change that brought it"))
+            self.edit(dict.fromkeys(new))
+
+    def _judge_canaries(self, seen: Observation) -> None:
+        """Take versions back that are worse than the ones they are beside."""
+        confidence = self._settings.canary.confidence
+        if self._canaries is None or confidence is None:
+            return
+        tried = {spec.name for spec in self._workload.models if spec.is_tried}  # one may have been promoted meanwhile
+        for found in self._canaries.observe(self.plan.models, seen.models):
+            if found.name not in tried:
+                continue
+            obstacle = "changes are paused" if self.paused else None
+            if self.mode != "act":
+                obstacle = f"the controller's mode is {self.mode}: `tenuto model take-back` does it"
+            line = journal.worse(self._now_s, found, confidence, obstacle)
+            self._mention(line, found.name)
+            if obstacle is None:
+                self.withdraw(found.name, line.text)
 
     # --- reasons ------------------------------------------------------------------------------------------------------
 
@@ -379,8 +422,8 @@ class Controller:
         ahead_s = self._changing.durations.start_s + self._settings.interval_s
         request = PlanRequest(
             workload=self._workload.model_copy(update={"applications": ()}),
-            traffic=learned.traffic(ahead_s),
-            expected_rps=learned.rates.expected_rps(ahead_s),
+            traffic=self._shared_out(learned.traffic(ahead_s)),
+            expected_rps=shared_out(learned.rates.expected_rps(ahead_s), self.plan.models, self._workload.models),
             running=self._changing.here(self.plan),
             gpus=self._changing.gpus,
             policy=self._settings.policy or PolicyUsed(name=self.plan.policy.name, options=self.plan.policy.options),
@@ -483,6 +526,7 @@ class Controller:
     def _take_back(self, change: ChangeUnderWay, why: str, held: Sequence[Gpulet] | None = None) -> None:
         self._questions.forget_answer()  # it is asked again once the wait is over
         self._stuck(self._changing.take_back(self._now_s, change, why, self.rates.mean_rps, held))
+        self._give_up_versions(change)
 
     def _stuck(self, why: str | None) -> None:
         if why is not None:

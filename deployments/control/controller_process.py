@@ -25,6 +25,7 @@ from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, Ove
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
+from tenuto.deployments.control.version_edits import checked, promoted, to_take_back, with_version
 from tenuto.deployments.machines.node_layouts import NodeLayouts
 from tenuto.deployments.serve.applications import Applications
 from tenuto.deployments.serve.building import import_applications
@@ -35,6 +36,7 @@ from tenuto.deployments.wire.status import ControllerState, ControllerStatus, Ev
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.versions import by_model, split_name
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profile, Profiles
 
@@ -188,7 +190,8 @@ class ControllerReplica:
                 rule = "is in the workload already" if add else "is not in the workload"
                 cure = "Use `tenuto model update`." if add else "Use `tenuto model add`."
                 raise refused("model", spec.name, rule, cure)
-            live.controller.edit(spec.name, spec)
+            others = [other for other in live.controller.workload.models if other.name != spec.name]
+            live.controller.edit({spec.name: checked([*others, spec])[spec.name]})
 
         await self._do(change)
 
@@ -200,7 +203,51 @@ class ControllerReplica:
             if name not in models or len(models) == 1:
                 rule = "is the last model" if name in models else "is not in the workload"
                 raise refused("model", name, rule, "See `tenuto status`; `tenuto delete` ends all.")
-            live.controller.edit(name, None)
+            versions = by_model(live.controller.workload.models).get(split_name(name)[0], ())
+            if len(versions) > 1:
+                to_take_back(live.controller.workload, *split_name(name))
+                live.controller.withdraw(name, f"{name} is removed")
+            else:
+                live.controller.edit({name: None})
+
+        await self._do(change)
+
+    async def set_version(
+        self, model: str, version: str, terms: Mapping[str, Any], entry: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Bring a version of a model, or change its part of the requests; return its entry.
+
+        Raises:
+            InvalidInputError: see `with_version`; or nothing says what it costs.
+        """
+        ground = read_ground(self._store)
+
+        def change(live: Live) -> dict[str, Any]:
+            controller = live.controller
+            edits = with_version(controller.workload, controller.rates.mean_rps, model, version, terms, entry)
+            ((_, spec),) = edits.items()
+            assert spec is not None
+            _check_profiled(spec, *ground)
+            controller.edit(edits)
+            return spec.model_dump(mode="json", exclude_defaults=True)
+
+        return await self._do(change)
+
+    async def promote(self, model: str, version: str) -> None:
+        """Let a version take the rest, in place of the one that does; raises `InvalidInputError` where it cannot."""
+
+        def change(live: Live) -> None:
+            controller = live.controller
+            controller.edit(promoted(controller.workload, controller.rates.mean_rps, model, version))
+
+        await self._do(change)
+
+    async def take_back(self, model: str, version: str) -> None:
+        """Send a version nothing from now on, and end it; raises `InvalidInputError` where it cannot go."""
+
+        def change(live: Live) -> None:
+            name = to_take_back(live.controller.workload, model, version)
+            live.controller.withdraw(name, f"{name} is taken back by an operator")
 
         await self._do(change)
 

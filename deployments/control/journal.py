@@ -7,9 +7,11 @@ What people read of a decision is made here and nowhere else. No rule rests on w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Any
 
+from tenuto.deployments.control.canaries import WorseCanary
 from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.wire.status import LogLine
 from tenuto.placement import Plan
@@ -45,6 +47,7 @@ class Kind(StrEnum):
     ROLL_BACK = "roll back"  # a change is taken back
     ROLLED_BACK = "rolled back"  # the plan before runs again
     STUCK = "stuck"  # going back failed too
+    CANARY = "canary"  # a version is worse than the one beside it
     PAUSED = "paused"  # by an operator
     RESUMED = "resumed"
 
@@ -124,6 +127,17 @@ def rolled_back(at_s: float, seconds: float) -> LogLine:
 def stuck(at_s: float, why: str) -> LogLine:
     """Say that going back failed too."""
     return LogLine(at_s, Kind.STUCK, f"going back failed too: {why}", reached=False)
+
+
+def worse(at_s: float, canary: WorseCanary, confidence: float, obstacle: str | None) -> LogLine:
+    """Say that a canary is worse than the version beside it, and what becomes of it."""
+    lost, rest_lost = canary.lost / canary.ended, canary.rest_lost / canary.rest_ended
+    text = (
+        f"{canary.name} loses {lost:.1%} of {canary.ended} requests, {canary.rest} meanwhile {rest_lost:.1%} of "
+        f"{canary.rest_ended}: worse with a confidence of {confidence:g}; "
+        f"{'it is taken back' if obstacle is None else f'it would be taken back, but {obstacle}'}"
+    )
+    return LogLine(at_s, Kind.CANARY, text, {**asdict(canary), "confidence": confidence})
 
 
 def sized(plan: Plan) -> str:

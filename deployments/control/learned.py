@@ -32,7 +32,7 @@ class Learned:
     def __init__(self, settings: ControlSettings, memory: Memory) -> None:
         """Begin, or begin again, from what is remembered."""
         self._settings = settings
-        declared = {spec.name: spec.rate_rps for spec in memory.workload.models}
+        declared = _declared(memory.workload, memory.plan)
         self.rates = Rates(
             declared,
             average_s=settings.rates.average_s,
@@ -41,7 +41,8 @@ class Learned:
             floor_rps=settings.rates.floor_rps,
             memory=memory.rates,
         )
-        self.attainment = Attainment(tuple(declared), target=settings.attainment, window_s=settings.change.horizon_s)
+        named = _counting(memory.workload)
+        self.attainment = Attainment(named, target=settings.attainment, window_s=settings.change.horizon_s)
         self.slowdowns, self.surplus = dict(memory.slowdowns), dict(memory.surplus)
         self._asked_slowdowns = dict(memory.slowdowns)  # what was planned with last
         self._unsettled_s = 0.0  # when something last happened that explains lost requests
@@ -95,11 +96,10 @@ class Learned:
         self._asked_slowdowns = dict(self.slowdowns)
         return dict(self.slowdowns)
 
-    def set_workload(self, workload: Workload) -> None:
+    def set_workload(self, workload: Workload, running: Plan) -> None:
         """Follow these models; the declared rate of a new one is its first estimate."""
-        declared = {spec.name: spec.rate_rps for spec in workload.models}
-        self.rates.set_models(declared)
-        self.attainment.set_models(tuple(declared))
+        self.rates.set_models(_declared(workload, running))
+        self.attainment.set_models(_counting(workload))
 
     def unsettle(self, now_s: float) -> None:
         """Something happens that explains requests that are lost soon after."""
@@ -137,3 +137,17 @@ class Learned:
         outlook = Outlooks(self.slowdowns).of(plan, traffic)
         parts = {name: outlook.parts.get(name, 0.0) for name in traffic.mean_rps}
         return outlook, {name: part for name, part in parts.items() if part < self._settings.attainment}
+
+
+def _declared(workload: Workload, running: Plan) -> dict[str, float]:
+    """Return the declared rates of the models to follow: those of versions that leave too, whose requests are the other
+    versions' soon."""
+    found = {spec.name: spec.rate_rps for spec in workload.models}
+    stay = {spec.model for spec in workload.models}
+    return found | {s.name: s.rate_rps for s in running.models if s.model in stay and s.name not in found}
+
+
+def _counting(workload: Workload) -> tuple[str, ...]:
+    """Return the models whose lost requests are a reason for something: nobody asked for copies, and `canaries` judges
+    versions that are tried."""
+    return tuple(spec.name for spec in workload.models if not spec.is_tried)

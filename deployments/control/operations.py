@@ -489,6 +489,21 @@ class AskedController:
         """Take a model out of the workload."""
         self._ask(lambda control: control.remove_model.remote(name))
 
+    def set_version(
+        self, model: str, version: str, terms: Mapping[str, Any], entry: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Bring a version of a model, or change its part of the requests; return its entry."""
+        found: dict[str, Any] = self._ask(lambda control: control.set_version.remote(model, version, terms, entry))
+        return found
+
+    def promote(self, model: str, version: str) -> None:
+        """Let a version take the rest, in place of the one that does."""
+        self._ask(lambda control: control.promote.remote(model, version))
+
+    def take_back(self, model: str, version: str) -> None:
+        """Send a version nothing from now on, and end it."""
+        self._ask(lambda control: control.take_back.remote(model, version))
+
     def deploy(self, wanted: Deployment, by: str, why: str) -> None:
         """Begin to go over to another deployment; the log says how it goes."""
         self._ask(lambda control: control.deploy.remote(wanted.model_dump(mode="json"), by, why))

@@ -193,9 +193,9 @@ def _kept(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | 
     return Proposal(_promised(_made_for(plan, upper), request.gpus), "kept", ChangeWorth(True, "; ".join(why)), wanted)
 
 
-def _terms(spec: ModelSpec) -> tuple[float, float, int]:
+def _terms(spec: ModelSpec) -> tuple[float, float, int, float | None, bool]:
     """Return on what terms a model is served."""
-    return spec.slo_ms, spec.weight, spec.priority
+    return spec.slo_ms, spec.weight, spec.priority, spec.share_pct, spec.shadow
 
 
 def _prices(gpus: Sequence[Gpu]) -> dict[str, float]:
@@ -403,10 +403,14 @@ def of_workload(running: Plan, workload: Workload) -> Plan:
 
 
 def without_others(plan: Plan, workload: Workload) -> Plan:
-    """Return a plan without the models that a workload does not have."""
-    asked = {spec.name for spec in workload.models}
-    models = tuple(spec for spec in plan.models if spec.name in asked)
-    if len(models) == len(plan.models):
+    """Return a plan without the models that a workload does not have, with requests split as that says."""
+    asked = {spec.name: spec for spec in workload.models}
+    models = tuple(
+        spec.model_copy(update={"share_pct": asked[spec.name].share_pct, "shadow": asked[spec.name].shadow})
+        for spec in plan.models
+        if spec.name in asked
+    )
+    if models == plan.models:
         return plan
     return of_workload(plan, plan.workload.model_copy(update={"models": models}))
 

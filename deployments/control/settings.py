@@ -68,6 +68,13 @@ class Epoch(StrictModel):
     moved: Annotated[float, Field(gt=0, le=1)] = 0.25
 
 
+class CanarySettings(StrictModel):
+    """When a version with a share of the requests is taken back: `confidence` that one which is as good as the version
+    that takes the rest never is, however long it is looked at. None: no version is."""
+
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] | None = 0.999
+
+
 class GpuBounds(StrictModel):
     """Floor and ceiling of the GPUs of one type."""
 
@@ -90,6 +97,7 @@ class ControlSettings(StrictModel):
         second sooner is cured so much sooner, and a look takes some 12 ms of a core over all processes.
     attainment: share of the requests of every model that has to be in time.
     policy: what plans; default: the policy of the plan that is deployed.
+    canary: when a version that is worse is taken back.
     epoch: how sub-clusters are evened out, where there are any; None: not.
     standby_pct: beside every gpu-let waits an idle process with its models loaded and so much more share, as far as its
         GPU has it free; 10 in iGniter, section 5.3. It takes over at once where a model loses requests. None: none.
@@ -106,6 +114,7 @@ class ControlSettings(StrictModel):
     rates: RateSettings = RateSettings()
     when: When = When()
     change: Change = Change()
+    canary: CanarySettings = CanarySettings()
     epoch: Epoch | None = Epoch()
     standby_pct: Annotated[float, Field(gt=0, le=100)] | None = None
     standby_gpus: Annotated[int, Field(ge=0)] = 0

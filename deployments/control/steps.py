@@ -14,6 +14,7 @@ from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu, excludes
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.versions import taking_the_rest
 from tenuto.profiles.gpu_types import memory_mib_of
 
 
@@ -92,12 +93,21 @@ def staged(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> Plan | None:
 
     Models keep the rates of `now`: under overload the scheduler holds models to what they were planned for, and what
     the target has room for beyond that is not there yet. Others would lose requests to one that has outgrown its plan.
+    Requests are split among versions as before: new ones are sent none yet.
     """
     specs = {spec.name: spec for spec in (*now.models, *target.models)}
-    for spec in now.models:
-        specs[spec.name] = specs[spec.name].model_copy(update={"rate_rps": spec.rate_rps})
     held = {replica.name for gpulet in gpulets for replica in gpulet.models}
     wanted = {spec.name for spec in target.models}
+    split = {spec.model for spec in now.models if taking_the_rest([spec]) and spec.name in wanted | held}
+    before = {spec.name: spec for spec in now.models}
+    for name, spec in specs.items():
+        kept: dict[str, object] = {"rate_rps": before[name].rate_rps} if name in before else {}
+        if spec.model in split and name in before:
+            kept |= {"share_pct": before[name].share_pct, "shadow": before[name].shadow}
+        elif spec.model in split and not spec.shadow:
+            kept["share_pct"] = 0.0
+        if kept:
+            specs[name] = spec.model_copy(update=kept)
     unserved = tuple(name for name in specs if name in wanted and name not in held)
     stage = target.model_copy(
         update={

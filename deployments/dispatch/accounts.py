@@ -37,9 +37,10 @@ class ModelCounters(ModelCounts, kw_only=True):
     execution_s: Histogram = msgspec.field(default_factory=Histogram)
     batch_sizes: Histogram = msgspec.field(default_factory=lambda: Histogram(BATCH_SIZES))
 
-    def follow(self, slo_ms: float) -> None:
-        """From now on this is the SLO."""
-        bounds = buckets_around(slo_ms)
+    def follow(self, spec: ModelSpec) -> None:
+        """From now on this is the model's entry."""
+        self.share_pct, self.shadow = spec.share_pct, spec.shadow
+        bounds = buckets_around(spec.slo_ms)
         if bounds != self.latency_s.bounds:
             self.latency_s, self.batching_s, self.gpulet_queue_s, self.execution_s = (Histogram(bounds) for _ in "1234")
 
@@ -99,7 +100,8 @@ class Accounts:
         sent_ms = executed.sent_ms
         counters.latency_s.add_all([(now_ms - request.arrived_ms) / 1000.0 for request in requests])
         counters.batching_s.add_all([(sent_ms - request.arrived_ms) / 1000.0 for request in requests])
-        self.advice.ended(good=good, bad=len(requests) - good)
+        if not counters.shadow:
+            self.advice.ended(good=good, bad=len(requests) - good)
         self.ended.add_executed(requests, executed, now_ms)
 
     def refused(self, request: Request, refused: Refused, now_ms: float) -> None:
@@ -108,7 +110,8 @@ class Accounts:
         counters.failed_ms += max(0.0, now_ms - request.arrived_ms)
         word = refused.outcome.word
         setattr(counters, word, getattr(counters, word) + 1)
-        self.advice.ended(bad=1)
+        if not counters.shadow:
+            self.advice.ended(bad=1)
         self.ended.add_refused(request, refused, now_ms)
 
     def batch_sent(self, batch: Batch) -> None:

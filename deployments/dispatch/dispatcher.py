@@ -166,7 +166,7 @@ class Dispatcher:
             sizes |= {name: max(planned.batch_size, sizes.get(name, 1)) for name in planned.models}
         for index, (spec, program) in enumerate(zip(plan.models, scheduler.system.program_of, strict=True)):
             counters = self.accounts.counters[spec.name]
-            counters.follow(spec.slo_ms)
+            counters.follow(spec)
             self._asked[spec.name] = _Asked(
                 index, program, spec.slo_ms, alone_ms[index], sizes.get(spec.name, 1), counters
             )

@@ -283,7 +283,11 @@ class InferCall(msgspec.Struct, eq=False):
         if parsed is None:
             tensors = executed.tensors(row)
             check_finite(tensors)
-            found = {"model_name": model.name, "predictions": interface.postprocess(tensors)}
+            found = {
+                "model_name": model.model,
+                "model_version": model.version,
+                "predictions": interface.postprocess(tensors),
+            }
             self._reply(200, lines + JSON, [orjson.dumps({**found, "parameters": orjson.Fragment(parameters)})])
             return
         samples = [at[0].tensors(at[1]) for at in map(self._rows.__getitem__, [each.id for each in self._open])]

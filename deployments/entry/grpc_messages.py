@@ -143,6 +143,8 @@ def to_http(asked: Message, headers: Mapping[bytes, bytes], remaining_ms: float 
         if remaining_ms < (slo_ms if allowed is None else allowed):
             said[b"x-slo-ms"] = b"%.3f" % remaining_ms
     name = quote(asked.model_name, safe="")
+    if asked.model_version:
+        name += f"/versions/{quote(asked.model_version, safe='')}"
     if [given.datatype for given in asked.inputs] == ["BYTES"]:
         return HttpRequest(Head(b"POST", b"/predict/" + name.encode(), said), _one_value(asked))
     raw = list(asked.raw_input_contents)
@@ -167,8 +169,7 @@ def to_http(asked: Message, headers: Mapping[bytes, bytes], remaining_ms: float 
     text = orjson.dumps(document)
     said[b"inference-header-content-length"] = b"%d" % len(text)
     body = b"".join([text, *binary])
-    version = f"/versions/{quote(asked.model_version, safe='')}" if asked.model_version else ""
-    return HttpRequest(Head(b"POST", f"/v2/models/{name}{version}/infer".encode(), said, length=len(body)), body)
+    return HttpRequest(Head(b"POST", f"/v2/models/{name}/infer".encode(), said, length=len(body)), body)
 
 
 def _plain(given: Mapping[str, Message]) -> dict[str, Any]:
@@ -209,7 +210,7 @@ def to_answer(asked: Message, lines: bytes, payload: bytes) -> Message:
     headers = dict(line.split(b": ", 1) for line in lines.splitlines())
     text_bytes = int(headers.get(b"inference-header-content-length", len(payload)))
     document, rest = orjson.loads(payload[:text_bytes]), memoryview(payload)[text_bytes:]
-    answer = InferResponse(model_name=document["model_name"], model_version="1", id=asked.id)
+    answer = InferResponse(model_name=document["model_name"], model_version=document["model_version"], id=asked.id)
     for key, value in document["parameters"].items():
         setattr(answer.parameters[key], _PARAMETERS.get(type(value), "string_param"), value)
     if "predictions" in document:

@@ -238,7 +238,7 @@ class GrpcServer:
 
             def read() -> tuple[Message, Head, bytes]:
                 asked = infer_request(data)
-                slo_ms = self._service.slo_ms(asked.model_name)
+                slo_ms = self._service.slo_ms(asked.model_name, asked.model_version)
                 return asked, *to_http(asked, headers, remaining_ms, slo_ms)
 
             is_long = len(data) > MOST_DESCRIBED_BYTES

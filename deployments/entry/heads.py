@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from tenuto.deployments.entry.exchange import Exchange, HttpError
@@ -16,6 +16,8 @@ class Route(NamedTuple):
     """What a head leads to, with what its headers say about it; `problem` where they are wrong.
 
     `caller`: who asks, where clients have keys. `began_s`: when a proxy in front took the request, in Unix time.
+    `call` makes the request's call. `split`: where it leads by chance, each with what a number below 1 must be below,
+    the last one with infinity. `shadows`: the versions that get copies, likewise.
     """
 
     handle: Callable[[Exchange, Route], None]
@@ -28,18 +30,24 @@ class Route(NamedTuple):
     caller: Caller | None = None
     began_s: float | None = None
     traceparent: bytes | None = None
+    call: Any = None
+    split: tuple[tuple[float, Route], ...] = ()
+    shadows: tuple[tuple[float, str], ...] = ()
 
 
-def load_path(url: bytes) -> tuple[str, str]:
-    """Return (infer|predict, model) for the two paths that carry load, else two empty strings."""
+def load_path(url: bytes) -> tuple[str, str, str]:
+    """Return (infer|predict, model, version) for the two paths that carry load, "" for a version that is not named;
+    else three empty strings."""
     parts = url.partition(b"?")[0].decode("latin-1").split("/")
-    if len(parts) == 5 and parts[1] == "v2" and parts[2] == "models" and parts[4] == "infer":
-        return "infer", unquote(parts[3])
-    if len(parts) == 7 and parts[1:3] == ["v2", "models"] and parts[4:] == ["versions", "1", "infer"]:
-        return "infer", unquote(parts[3])
-    if len(parts) == 3 and parts[1] == "predict":
-        return "predict", unquote(parts[2])
-    return "", ""
+    if len(parts) in (5, 7) and parts[1:3] == ["v2", "models"] and parts[-1] == "infer":
+        action, model, version = "infer", parts[3], parts[4:-1]
+    elif len(parts) in (3, 5) and parts[1] == "predict":
+        action, model, version = "predict", parts[2], parts[3:]
+    else:
+        return "", "", ""
+    if version and (version[0] != "versions" or not version[1]):
+        return "", "", ""
+    return action, unquote(model), unquote(version[1]) if version else ""
 
 
 def named_model(url: bytes) -> str:

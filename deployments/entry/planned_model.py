@@ -12,6 +12,7 @@ import orjson
 from tenuto.deployments.entry.oip import RequestReader, TensorSpec
 from tenuto.deployments.entry.own_hooks import OwnHooks
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
+from tenuto.placement.versions import split_name
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.hooks import Classifier, Hooks, load_hooks, made_inputs
 from tenuto.profiles.networks.model_options import HookOptions
@@ -60,11 +61,14 @@ def _part(spec: TensorSpec, array: np.ndarray[Any, Any]) -> InputPart:
 
 
 class PlannedModel:
-    """A model of the plan as requests meet it. `is_ready`: a gpu-let has said what it takes, and can be used."""
+    """A model of the plan, or a version of one, as requests meet it. `is_ready`: a gpu-let has said what it takes, and
+    can be used."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.named = b'"model_name":%b,"model_version":"1"' % orjson.dumps(name)  # as answers say it
+        self.model, self.version = split_name(name)
+        named = orjson.dumps(self.model), orjson.dumps(self.version)
+        self.named = b'"model_name":%b,"model_version":%b' % named  # as answers say it
         self.slo_ms = 0.0
         self.alone_ms = 0.0  # a batch of one, on the fastest of its gpu-lets
         self.interface: ModelInterface | None = None  # None until a gpu-let has loaded it

@@ -17,6 +17,7 @@ from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.planned_model import ModelInterface
+from tenuto.deployments.entry.splits import Copies, Split, splits_of
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
@@ -28,6 +29,7 @@ from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, UnavailableError, refused
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tenuto.placement.versions import by_model, split_name, versioned
 
 _SLOT_BYTES = 1 << 14  # derived: below it a copy costs less than shared memory, as for bodies of HTTP
 _ARENA_BYTES = 1 << 28  # limit: of the memory that a handle shares with gpu-lets; beyond it tensors are sent
@@ -56,6 +58,9 @@ class TenutoHandle:
         self._margin = Margin()
         self._arena: Arena | None = None  # made for the first large input
         self._models: dict[str, ModelInterface] = {}
+        self._copies = Copies()
+        self._plan: Plan | None = None  # that `_versioned` are the models with versions of
+        self._versioned: frozenset[str] = frozenset()
 
     @classmethod
     async def connect(cls, *, wait_s: float = 20.0) -> TenutoHandle:
@@ -109,72 +114,113 @@ class TenutoHandle:
         names = (spec.name for spec in plan.models) if plan is not None else ()
         return tuple(name for name in names if self._dispatchers.is_ready(name))
 
-    def interface(self, model: str) -> ModelInterface:
-        """Return a model's inputs and outputs.
+    def interface(self, model: str, version: str | None = None) -> ModelInterface:
+        """Return the inputs and outputs of a model, or of a version of it.
 
         Raises:
-            InvalidInputError: the plan does not know the model.
+            InvalidInputError: the plan does not know the model, or has no such version of it.
             UnavailableError: none of its gpu-lets is ready.
         """
-        plan = self._dispatchers.plan
-        names = [spec.name for spec in plan.models] if plan is not None else []
-        if model not in names:
-            known = ", ".join(names) or "(none)"
-            raise refused(
-                "model",
-                model,
-                f"is not in the plan that was served at the connection ({known})",
-                "Ask for one of them, or connect again after the plan has changed.",
-            )
-        signature = self._dispatchers.signature(model)
-        if signature is None or not self._dispatchers.is_ready(model):
-            raise UnavailableError(f"no gpu-let of '{model}' is ready. Retry in a few seconds.")
-        interface = self._models.get(model)
+        name = self._name(model, version)
+        signature = self._dispatchers.signature(name)
+        if signature is None or not self._dispatchers.is_ready(name):
+            raise UnavailableError(f"no gpu-let of '{name}' is ready. Retry in a few seconds.")
+        interface = self._models.get(name)
         if interface is None or interface.signature != signature:
-            interface = self._models[model] = ModelInterface.of(signature)
+            interface = self._models[name] = ModelInterface.of(signature)
         return interface
 
+    def _name(self, model: str, version: str | None) -> str:
+        """Return what the plan calls a model or a version; of a model without one, the one that takes the rest."""
+        plan = self._dispatchers.plan
+        names = [spec.name for spec in plan.models] if plan is not None else []
+        split = None if version else self._split(model)
+        name = versioned(model, version) if version else model if split is None else split.rest
+        if name in names:
+            return name
+        versions = [split_name(each)[1] for each in names if split_name(each)[0] == model]
+        if version and versions:
+            cure = f"Ask for one of {', '.join(versions)}, or connect again after the plan has changed."
+            raise refused("version", version, f"is no version of '{model}' in the plan", cure)
+        raise refused(
+            "model",
+            model,
+            f"is not in the plan that was served at the connection ({', '.join(names) or '(none)'})",
+            "Ask for one of them, or connect again after the plan has changed.",
+        )
+
+    def _split(self, model: str) -> Split | None:
+        """Return how requests are split that name no version; None for a model without versions."""
+        plan = self._dispatchers.plan
+        if plan is None or not self._has_versions(model):
+            return None
+        return splits_of([spec for spec in plan.models if spec.model == model], self._dispatchers).get(model)
+
+    def _has_versions(self, model: str) -> bool:
+        plan = self._dispatchers.plan
+        if plan is not self._plan:
+            self._plan = plan
+            self._versioned = frozenset(by_model(plan.models) if plan is not None else ())
+        return model in self._versioned
+
     async def infer(
-        self, model: str, inputs: Mapping[str, Any], *, slo_ms: float | None = None, request_id: str = ""
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        version: str | None = None,
+        slo_ms: float | None = None,
+        request_id: str = "",
     ) -> dict[str, np.ndarray[Any, Any]]:
         """Ask a model with one sample and return its outputs by name, without the batch dimension.
 
         Args:
             model: name in the plan.
             inputs: one array per input of the model's signature, without the batch dimension.
+            version: of the model; default: the one that the model's split chooses.
             slo_ms: time to answer, from now; default: the plan's.
             request_id: what `/requests` and the records call it.
 
         Raises:
-            InvalidInputError: unknown model, or inputs that do not fit its signature.
+            InvalidInputError: unknown model or version, or inputs that do not fit its signature.
             UnavailableError: none of its gpu-lets is ready.
             RequestFailedError: expired, rejected or failed.
         """
-        answer = await self.submit(model, _parts(self.interface(model), inputs), slo_ms, request_id)
+        parts = _parts(self.interface(model, version), inputs)
+        answer = await self.submit(model, parts, slo_ms, request_id, version)
         if answer.outcome is not Outcome.OK:
             raise RequestFailedError(model, answer)
         return {t.name: np.frombuffer(t.data, dtype=t.dtype).reshape(t.shape) for t in answer.outputs}
 
     def submit(
-        self, model: str, parts: Sequence[Buffer], slo_ms: float | None = None, request_id: str = ""
+        self,
+        model: str,
+        parts: Sequence[Buffer],
+        slo_ms: float | None = None,
+        request_id: str = "",
+        version: str | None = None,
     ) -> asyncio.Future[Answer]:
         """Send one request with raw little-endian buffers, one per input, and return the future of its answer.
 
         Cancelling the future frees its place. Raises KeyError for an unknown model.
         """
-        spec_slo_ms = self._slo_ms(model) if slo_ms is None else slo_ms
+        split = None if version else self._split(model)
+        name = split.choose(self._copies.draw()) if split else versioned(model, version) if version else model
+        spec_slo_ms = self._slo_ms(name) if slo_ms is None else slo_ms
         reserve_ms = self._margin.reserve_ms(spec_slo_ms, 0.0)
         placed, slot = self._placed(parts)
         future = ask(
-            self._dispatchers, model, placed, memory=slot, slo_ms=slo_ms, client_id=request_id, reserve_ms=reserve_ms
+            self._dispatchers, name, placed, memory=slot, slo_ms=slo_ms, client_id=request_id, reserve_ms=reserve_ms
         )
-        if slot is not None:
-            future.add_done_callback(lambda _done: slot.release())
         due_ms = time.monotonic() * 1000.0 + spec_slo_ms
 
         def learn(done: asyncio.Future[Answer]) -> None:
             if not done.cancelled() and done.result().outcome is Outcome.OK:
                 self._margin.answered(due_ms - time.monotonic() * 1000.0, spec_slo_ms, 0.0, reserve_ms)
+                if split is not None and split.shadows:
+                    self._copies.send(self._dispatchers, split.shadows, [placed], slot, request_id)
+            if slot is not None:
+                slot.release()
 
         future.add_done_callback(learn)
         return future

@@ -19,6 +19,7 @@ from tenuto.deployments.operator.app import Watched, add_error_answers, add_oper
 from tenuto.deployments.operator.web_pages import add_docs
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.status import ModelStatus
+from tenuto.placement.versions import split_name, versioned
 
 
 def make_app(service: InferenceService, watched: Watched | None = None) -> FastAPI:
@@ -79,16 +80,18 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
         shown = [_statistics(name, counts) for name, counts in models.items() if _may_ask(request, name)]
         return {"model_stats": shown}
 
-    for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/1"):
-        _add_model_routes(app, service, prefix, document="versions" not in prefix)
+    for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        _add_model_routes(app, service, prefix)
 
     @app.post("/v2/repository/index", tags=["models"], summary="The models of the key, and whether they are ready")
     async def index(request: Request) -> list[dict[str, str]]:
         dispatching = service.dispatching
-        planned = [spec.name for spec in dispatching.plan.models] if dispatching.plan else []
-        names = [name for name in planned if _may_ask(request, name)]
+        planned = dispatching.plan.models if dispatching.plan else ()
+        states = {True: "READY", False: "UNAVAILABLE"}
         return [
-            {"name": n, "version": "1", "state": "READY" if dispatching.is_ready(n) else "UNAVAILABLE"} for n in names
+            {"name": spec.model, "version": spec.version, "state": states[dispatching.is_ready(spec.name)]}
+            for spec in planned
+            if _may_ask(request, spec.name)
         ]
 
     @app.api_route("/v2/{kind}sharedmemory/{rest:path}", methods=["GET", "POST"], include_in_schema=False)
@@ -110,39 +113,45 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
 
 def _may_ask(request: Request, model: str) -> bool:
-    """Whether a model is among those of the client's key, where clients have keys."""
+    """Whether a model is among those of the client's key, where clients have keys; a key is for all its versions."""
     caller: Caller | None = request.scope.get("user")
-    return caller is None or caller.may_ask(model)
+    return caller is None or caller.may_ask(split_name(model)[0])
 
 
-def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str, *, document: bool) -> None:
-    """Add the routes of one model; Triton's client uses the second prefix when it is given a version."""
+def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> None:
+    """Add the routes of one model, or of one version of it."""
+    document = "version}" not in prefix
+
+    def named(request: Request) -> str:
+        """Return the version, "" where the path names none."""
+        found: str = request.path_params.get("version", "")
+        return found
 
     @app.get(prefix, tags=["models"], summary="Model metadata", include_in_schema=document)
-    async def metadata(model: str) -> dict[str, Any]:
-        interface = service.interface(model)
+    async def metadata(request: Request, model: str) -> dict[str, Any]:
+        interface = service.interface(model, named(request))
         return {
             "name": model,
-            "versions": ["1"],
+            "versions": service.versions(model),
             "platform": interface.signature.platform,
             "inputs": [t.metadata() for t in interface.inputs],
             "outputs": [t.metadata() for t in interface.outputs],
         }
 
     @app.get(prefix + "/ready", tags=["models"], summary="Whether a model can be asked", include_in_schema=document)
-    async def ready(model: str) -> JSONResponse:
+    async def ready(request: Request, model: str) -> JSONResponse:
         try:
-            service.interface(model)
+            service.interface(model, named(request))
         except HttpError as error:
             return JSONResponse({"name": model, "ready": False, "error": error.message}, error.status)
         return JSONResponse({"name": model, "ready": True})
 
     @app.get(prefix + "/config", tags=["models"], summary="Model configuration", include_in_schema=document)
-    async def config(model: str) -> dict[str, Any]:
-        interface = service.interface(model)
+    async def config(request: Request, model: str) -> dict[str, Any]:
+        interface, name = service.interface(model, named(request)), service.name(model, named(request))
         plan = service.dispatching.plan
-        hosts = plan.hosts_of(model) if plan is not None else ()
-        batch = max((r.batch_size for gpulet in hosts for r in gpulet.models if r.name == model), default=0)
+        hosts = plan.hosts_of(name) if plan is not None else ()
+        batch = max((r.batch_size for gpulet in hosts for r in gpulet.models if r.name == name), default=0)
         return {
             "name": model,
             "platform": interface.signature.platform,
@@ -153,10 +162,12 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str, *, d
         }
 
     @app.get(prefix + "/stats", tags=["models"], summary="Statistics of a model", include_in_schema=document)
-    async def statistics(model: str) -> dict[str, Any]:
-        service.interface(model)
+    async def statistics(request: Request, model: str) -> dict[str, Any]:
+        version = named(request)
+        service.interface(model, version)
+        names = [versioned(model, each) for each in ([version] if version else service.versions(model))]
         models = (await service.dispatching.status()).models
-        return {"model_stats": [_statistics(model, models[model])]}
+        return {"model_stats": [_statistics(name, models[name]) for name in names]}
 
 
 def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
@@ -166,13 +177,14 @@ def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
 def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:
     """Return counts in the statistics extension's form; times are sums in ns over requests, or over batches."""
     answered = counts.ok + counts.late
+    name, version = split_name(model)
 
     def summed(seconds: float) -> dict[str, int]:
         return {"count": answered, "ns": round(1e9 * seconds)}
 
     return {
-        "name": model,
-        "version": "1",
+        "name": name,
+        "version": version,
         "last_inference": counts.last_ms,
         "inference_count": answered,
         "execution_count": counts.batches,

@@ -7,11 +7,13 @@ import asyncio
 import itertools
 import math
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
@@ -29,6 +31,7 @@ from tenuto.deployments.entry.oip import (
     InferRequest,
 )
 from tenuto.deployments.entry.planned_model import ModelInterface, PlannedModel
+from tenuto.deployments.entry.splits import CopiedCall, Copies, Split, splits_of
 from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
@@ -37,6 +40,7 @@ from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tenuto.placement.versions import versioned
 from tenuto.profiles.networks.model_options import ModelOptions
 
 T = TypeVar("T")
@@ -96,13 +100,18 @@ class InferenceService:
     """Answers the requests that carry load. Invariant: every exchange is responded to exactly once, or left."""
 
     def __init__(
-        self, cold: Callable[[Exchange, Caller | None], None], *, clock: Callable[[], float] = time.monotonic
+        self,
+        cold: Callable[[Exchange, Caller | None], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
     ) -> None:
         """Prepare without a plan.
 
         Args:
             cold: answers every other request, of a client that is known or not.
             clock: monotonic seconds.
+            draw: returns random numbers in [0, 1): which version a request goes to.
         """
         self.margin = Margin()
         self.lag = ReadingLag()
@@ -118,6 +127,8 @@ class InferenceService:
         self._dispatching: Dispatching | None = None
         self._plan: Plan | None = None
         self._models: dict[str, PlannedModel] = {}
+        self._splits: dict[str, Split] = {}  # of models that have versions
+        self._draw, self._copies = draw, Copies(draw)
         self._generation = 0
         self._id_prefix = secrets.token_hex(4)
         self._numbers = itertools.count()
@@ -138,6 +149,7 @@ class InferenceService:
                 signature, is_ready = dispatching.signature(spec.name), dispatching.is_ready(spec.name)
                 hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks
                 model.follow(spec.slo_ms, _alone_ms(plan, spec.name), signature, hooks, is_ready=is_ready)
+        self._splits = {} if plan is None else splits_of(plan.models, dispatching)
         for name in known.keys() - self._models.keys():
             known[name].close()
 
@@ -148,26 +160,41 @@ class InferenceService:
             raise HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
         return self._dispatching
 
-    def interface(self, name: str) -> ModelInterface:
-        """Return a model that can be asked now.
+    def interface(self, name: str, version: str = "") -> ModelInterface:
+        """Return a model that can be asked now: a version of it, or the one that is asked where none is named.
 
         Raises:
-            HttpError: 404 for a model the plan does not know, 503 for one that is unserved or whose gpu-lets are
-                starting.
+            HttpError: 404 for a model or a version the plan does not know, 503 for one that is unserved or whose
+                gpu-lets are starting.
         """
-        return self._ready(self._known(name))
+        return self._ready(self._known(name, version))
 
-    def slo_ms(self, name: str) -> float:
+    def slo_ms(self, name: str, version: str = "") -> float:
         """Return the SLO of a model by the plan; infinite for a model that the plan does not know."""
-        model = self._models.get(name)
+        model = self._models.get(self.name(name, version))
         return math.inf if model is None else model.slo_ms
 
-    def _known(self, name: str) -> PlannedModel:
-        model = self._models.get(name)
+    def versions(self, name: str) -> list[str]:
+        """Return the versions of a model of the plan."""
+        return [model.version for model in self._models.values() if model.model == name]
+
+    def name(self, model: str, version: str = "") -> str:
+        """Return what the plan calls what a client names."""
+        if version or ":" in model:  # the latter is no client's name
+            return versioned(model, version or "?")
+        split = self._splits.get(model)
+        return model if split is None else split.rest
+
+    def _known(self, name: str, version: str = "") -> PlannedModel:
+        model = self._models.get(self.name(name, version))
         if model is None:
             _ = self.dispatching  # before the first plan no model is unknown
+            versions = self.versions(name)
+            if versions:
+                raise HttpError(404, f"'{name}' has no version '{version}'. Versions here: {', '.join(versions)}.")
             # What else there is may be another client's.
-            known = "" if self.callers else f" Models here: {', '.join(self._models) or '(none)'}."
+            names = dict.fromkeys(model.model for model in self._models.values())
+            known = "" if self.callers else f" Models here: {', '.join(names) or '(none)'}."
             raise HttpError(404, f"unknown model '{name}'.{known}")
         return model
 
@@ -218,7 +245,7 @@ class InferenceService:
 
     def _route(self, head: Head) -> Route:
         """Find what a head leads to, once for each head and plan, and return it."""
-        action, name = load_path(head.url) if head.method == b"POST" else ("", "")
+        action, name, version = load_path(head.url) if head.method == b"POST" else ("", "", "")
         try:
             self._check_site(head)
             caller = self._caller(head, name)
@@ -227,7 +254,10 @@ class InferenceService:
                     raise HttpError(413, _COLD_TOO_LARGE)
                 route = Route(self._answer_cold, caller=caller)
             else:
-                route = self._load_route(action, self._known(name), head)._replace(caller=caller)
+                route = self._load_route(action, self._known(name, version), head)
+                if not version and name in self._splits:
+                    route = self._split_route(action, self._splits[name], head, route)
+                route = route._replace(caller=caller)
         except HttpError as error:
             route = Route(lambda _exchange, _route: None, problem=error.kept())
         head.route, head.generation = route, self._generation
@@ -294,16 +324,35 @@ class InferenceService:
             headers.get(b"x-request-id", b"").decode("latin-1"),
             began_s=began_s(headers),
             traceparent=headers.get(b"traceparent"),
+            call=InferCall,
         )
 
+    def _split_route(self, action: str, split: Split, head: Head, rest: Route) -> Route:
+        """Return the route of requests that name no version: to one of those that can be asked."""
+        to = [(below, self._load_route(action, self._models[name], head)) for below, name in split.canaries]
+        to.append((math.inf, rest))
+        if split.shadows:
+            call = partial(CopiedCall, _copies=self._copies)
+            to = [(below, route._replace(call=call, shadows=split.shadows)) for below, route in to]
+        return rest._replace(handle=self._split, began_s=None, split=tuple(to))
+
+    def _split(self, exchange: Exchange, route: Route) -> None:
+        drawn = self._draw()
+        for below, chosen in route.split:
+            if drawn < below:
+                if chosen.began_s is not None and chosen.model is not None:
+                    self._count_proxy(exchange, chosen.model, chosen.began_s)
+                chosen.handle(exchange, chosen)
+                return
+
     def _infer(self, exchange: Exchange, route: Route) -> None:
-        model = route.model
-        assert model is not None
+        model: Any = route.model  # a `PlannedModel`: only routes of models lead here
         slo_ms = model.slo_ms if route.slo_ms is None else route.slo_ms
         now_ms = self._clock() * 1000.0
         if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
             reason = "more requests come than this gateway can read. Retry in a second."
             raise HttpError(429, reason, retry_after_s=1.0, details={"outcome": Outcome.REJECTED.word})
+        call: InferCall
         call, encoding = self._call(exchange, route, model, slo_ms), route.encoding
         json_bytes = len(exchange.body) if route.json_length is None else route.json_length
         if encoding is None and json_bytes <= JSON_AT_ONCE_BYTES:
@@ -350,9 +399,9 @@ class InferenceService:
 
             self._aside(exchange, plain, preprocess, due_ms)
 
-    def _call(self, exchange: Exchange, route: Route, model: PlannedModel, slo_ms: float) -> InferCall:
+    def _call(self, exchange: Exchange, route: Route, model: PlannedModel, slo_ms: float) -> Any:
         traced = None if self.traces is None else self.traces.begin(route.traceparent)
-        return InferCall(self, self.dispatching, exchange, route, model, slo_ms, traced)
+        return route.call(self, self.dispatching, exchange, route, model, slo_ms, traced)
 
     def _aside(
         self, exchange: Exchange, work: Callable[[], T], then: Callable[[T], None], due_ms: float = math.inf

@@ -43,7 +43,8 @@ class GpuletFigures:
 
 @dataclass(frozen=True)
 class WindowFigures:
-    """Figures of everything between two statuses, `seconds` apart. `attainment` is that of all requests that ended."""
+    """Figures of everything between two statuses, `seconds` apart. `attainment` is that of all requests that
+    ended, copies for shadows not among them."""
 
     seconds: float
     attainment: float | None
@@ -61,10 +62,11 @@ def between(before: SystemStatus, after: SystemStatus, seconds: float) -> Window
     """
     gpulets = {gpulet.id: gpulet for gpulet in before.gpulets}
     models = {n: _model(before.models.get(n, ModelStatus()), model, seconds) for n, model in after.models.items()}
-    ended_rps = sum(figures.ended_rps for figures in models.values())
+    asked = [figures for name, figures in models.items() if not after.models[name].shadow]
+    ended_rps = sum(figures.ended_rps for figures in asked)
     return WindowFigures(
         seconds,
-        sum(figures.goodput_rps for figures in models.values()) / ended_rps if ended_rps else None,
+        sum(figures.goodput_rps for figures in asked) / ended_rps if ended_rps else None,
         models,
         {g.id: _gpulet(gpulets.get(g.id, GpuletStatus(id=g.id)), g, seconds) for g in after.gpulets},
     )

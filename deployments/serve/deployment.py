@@ -40,6 +40,7 @@ from tenuto.mps.share import client_environment
 from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.plan import GpuletProcess, PlanField
 from tenuto.placement.program import Program
+from tenuto.placement.workload import ModelSpec
 
 MOST_CLIENTS = 48  # format: clients that CUDA MPS allows on one GPU (driver r550; 60 later)
 _LEDGER_SLOT = 0.02  # unit: a gpu-let's part of Ray's count of a GPU: 50 fit, and CUDA MPS never allows as many
@@ -351,10 +352,15 @@ def _actor_options(process: GpuletProcess) -> ActorOptions:
     return ActorOptions(process.node, _LEDGER_SLOT, tuple(environment.items()))
 
 
+def _source(spec: ModelSpec) -> str | None:
+    """Return where a network comes from; None where a model without versions has its name in the catalogue."""
+    return spec.source if spec.name == spec.model else spec.network
+
+
 def _entry(plan: Plan, program: Program) -> ProgramEntry:
     specs = [plan.model(name) for name in program.models]
     members = tuple(
-        MemberEntry(name=spec.name, source=spec.source, weights_path=spec.weights_path, options=spec.options)
+        MemberEntry(name=spec.name, source=_source(spec), weights_path=spec.weights_path, options=spec.options)
         for spec in specs
     )
     first = program.members[0]

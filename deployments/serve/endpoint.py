@@ -14,6 +14,7 @@ import msgspec
 
 from tenuto.deployments.wire.status import SystemStatus
 from tenuto.errors import EnvironmentFaultError, refused
+from tenuto.placement.versions import path_of
 
 T = TypeVar("T")
 CLIENT_KEY = "TENUTO_API_KEY"
@@ -77,8 +78,8 @@ def _get(url: str, timeout_s: float) -> tuple[int, bytes]:
 
 
 def model_metadata(url: str, model: str) -> dict[str, Any]:
-    """Return the Open Inference Protocol metadata of a model, or the endpoint's `{"error": …}`."""
-    found: dict[str, Any] = get_json(f"{url.rstrip('/')}/v2/models/{quote(model, safe='')}")
+    """Return the Open Inference Protocol metadata of a model, or of NAME:VERSION, or the endpoint's `{"error": …}`."""
+    found: dict[str, Any] = get_json(f"{url.rstrip('/')}/v2/models/{path_of(quote(model, safe=':'))}")
     return found
 
 

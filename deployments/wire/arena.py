@@ -52,6 +52,11 @@ class Slot:
         """The name of its arena."""
         return self._arena.name
 
+    @property
+    def is_scarce(self) -> bool:
+        """Whether more than half of its arena is in use."""
+        return 2 * self._arena.used_bytes > self._arena.limit_bytes
+
     def hold(self) -> None:
         """Add a holder; each `hold` needs one `release`."""
         self._holders += 1

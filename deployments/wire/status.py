@@ -42,6 +42,7 @@ class ModelCounts(msgspec.Struct, kw_only=True):
     went away (`cancelled`). `batches` and `batched` requests were sent to gpu-lets. `failed_ms` is the time from
     arrival to refusal, summed over refused requests, `last_ms` when the last answer left (Unix time in ms). `queued`
     requests wait for a batch now. Planned figures are None where the plan expects nothing. Its dispatcher counts in it.
+    `share_pct` and `shadow`: what a version is sent of its model's requests.
     """
 
     counted_at_s: float = 0.0
@@ -63,6 +64,8 @@ class ModelCounts(msgspec.Struct, kw_only=True):
     planned_goodput_rps: float | None = None
     planned_latency_ms: float | None = None
     queued: int = 0
+    share_pct: float | None = None
+    shadow: bool = False
 
     @property
     def by_outcome(self) -> dict[str, int]:

@@ -34,6 +34,7 @@ class ModelTarget:
     slo_ms: float
     bodies: tuple[Body, ...]
     is_stage: bool = False  # of an application: every request carries what is left of its deadline
+    asked: str = ""  # NAME:VERSION, where a version has to be named
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,10 @@ class Client:
         self._joins = Joins(job.load) if job.load is not None else None
         await sender.open(job.connections, lambda row, reply: self._handle_reply(row, reply))
         self._requests = [
-            [sender.prepare(t.name, body, t.slo_ms if job.send_slo and not t.is_stage else None) for body in t.bodies]
+            [
+                sender.prepare(t.asked or t.name, body, t.slo_ms if job.send_slo and not t.is_stage else None)
+                for body in t.bodies
+            ]
             for t in job.targets
         ]
 

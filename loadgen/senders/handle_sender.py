@@ -39,7 +39,8 @@ class HandleSender:
         """
         assert self._handle is not None
         try:
-            interface = self._handle.interface(model)
+            name, _, version = model.partition(":")
+            interface = self._handle.interface(name, version or None)
             if body.is_raw:
                 parts = interface.preprocess(body.data, body.hooks)
                 if any(part.dtype for part in parts):
@@ -54,7 +55,9 @@ class HandleSender:
         """Send with the next bundle."""
         assert self._handle is not None
         model, parts, prepared_slo_ms = prepared
-        future = self._handle.submit(model, parts, prepared_slo_ms if slo_ms is None else slo_ms, request_id)
+        name, _, version = model.partition(":")
+        allowed_ms = prepared_slo_ms if slo_ms is None else slo_ms
+        future = self._handle.submit(name, parts, allowed_ms, request_id, version or None)
         future.add_done_callback(functools.partial(self._answered, token))
 
     def _answered(self, token: int, future: asyncio.Future[Answer]) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.sender import Body, OnReply, Reply
+from tenuto.placement.versions import path_of
 
 _LONGEST_IDLE_S = 4.0  # limit: idle time of a connection; servers close idle connections after 5 s or more
 
@@ -205,7 +206,7 @@ class HttpSender:
             headers["X-SLO-Ms"] = f"{slo_ms:g}"
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        path = f"/predict/{model}" if body.is_raw else f"/v2/models/{model}/infer"
+        path = f"/predict/{path_of(model)}" if body.is_raw else f"/v2/models/{path_of(model)}/infer"
         if body.is_raw:
             headers["Content-Type"] = "application/octet-stream"
         line, rest = post_bytes(path, body.data, headers, self._host).split(b"\r\n", 1)

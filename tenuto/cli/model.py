@@ -1,7 +1,9 @@
-"""`tenuto model`: add, remove and update models of a running deployment; the controller finds them their place."""
+"""`tenuto model`: add, remove and update models of a running deployment, and try versions of them; the controller finds
+them their place."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,15 @@ def listing(address: str | None) -> None:
     if printed_as_json({"models": entries}):
         return
     print_table(
-        ("model", "declared rps", "SLO ms"),
-        ((entry["name"], f"{entry['rate_rps']:g}", f"{entry['slo_ms']:g}") for entry in entries),
+        ("model", "share", "declared rps", "SLO ms"),
+        ((e["name"], _part(e), f"{e['rate_rps']:g}", f"{e['slo_ms']:g}") for e in entries),
     )
+
+
+def _part(entry: Mapping[str, Any]) -> str:
+    """Return what a version is sent, in words; that which takes the rest has none."""
+    share = f"{entry['share_pct']:g} %" if "share_pct" in entry else ""
+    return f"copies of {share or 'all'}" if entry.get("shadow") else share
 
 
 @command.command("add", short_help="Serve one more model.")
@@ -91,3 +99,59 @@ def remove(name: str, address: str | None) -> None:
     with operations(address) as running:
         running.controller.remove_model(name)
     say("removed; `tenuto control log` says when its gpu-lets are free")
+
+
+@command.command("canary", short_help="Send a version some of a model's requests, or copies.")
+@click.argument("name")
+@click.argument("version")
+@click.option("--share", type=float, metavar="PCT", help="Of a hundred requests that name no version.  [--shadow: 100]")
+@click.option("--shadow", is_flag=True, help="Send it copies; what it answers goes nowhere.")
+@click.option("--entry", metavar="ENTRY", help="What it has of its own, as in a workload file; or a file with that.")
+@address_option
+def canary(name: str, version: str, share: float | None, shadow: bool, entry: str | None, address: str | None) -> None:
+    """Send VERSION of the model NAME a share of the requests that name no version.
+
+    A version that is not there yet is brought first: its gpu-lets start beside what serves. It has all that the version
+    has that takes the rest, but for ENTRY. Where it loses more requests than that one, the controller takes it back.
+
+    Example: tenuto model canary resnet50 2 --share 5 --entry '{weights_path: /models/resnet50-2.safetensors}'
+    """
+    if share is None and not shadow:
+        raise refused("--share", None, "is missing", "Say how many of a hundred requests it is sent, or --shadow.")
+    terms = {"shadow": True} if shadow else {}
+    given = {} if entry is None else _entry(entry)
+    with operations(address) as running:
+        told = running.controller.set_version(
+            name, version, {**terms, **({} if share is None else {"share_pct": share})}, given
+        )
+    say(f"{told['name']} is to have {_part(told)}; `tenuto control log` says when it does")
+
+
+@command.command("promote", short_help="Send a version all requests, in place of the one before.")
+@click.argument("name")
+@click.argument("version")
+@address_option
+def promote(name: str, version: str, address: str | None) -> None:
+    """Let VERSION of the model NAME take the requests of the version that takes the rest, which goes.
+
+    The old version serves until the new one has the gpu-lets that it needs. `tenuto rollback` goes back.
+
+    Example: tenuto model promote resnet50 2
+    """
+    with operations(address) as running:
+        running.controller.promote(name, version)
+    say("promoted; `tenuto control log` says when it has all requests")
+
+
+@command.command("take-back", short_help="Send a version nothing more.")
+@click.argument("name")
+@click.argument("version")
+@address_option
+def take_back(name: str, version: str, address: str | None) -> None:
+    """Send VERSION of the model NAME nothing from now on, and end it.
+
+    Example: tenuto model take-back resnet50 2
+    """
+    with operations(address) as running:
+        running.controller.take_back(name, version)
+    say("taken back; `tenuto control log` says when its gpu-lets are free")

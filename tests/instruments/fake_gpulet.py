@@ -5,7 +5,8 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -213,9 +214,13 @@ class FakeGpulet:
 
 
 def make_plan(
-    *gpulets: tuple[str, tuple[str, ...]], slo_ms: float = 20_000.0, batch_size: int = 1, models: tuple[str, ...] = ()
+    *gpulets: tuple[str, tuple[str, ...]],
+    slo_ms: float = 20_000.0,
+    batch_size: int = 1,
+    models: tuple[str, ...] = (),
+    terms: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Plan:
-    """A plan over fake gpu-lets, each (id, models); l(b) = b + 1 ms."""
+    """A plan over fake gpu-lets, each (id, models); l(b) = b + 1 ms. `terms`: more of models' entries."""
     names = models or tuple(dict.fromkeys(name for _, hosted in gpulets for name in hosted))
     replica = {"batch_size": batch_size, "latency": {"alpha_ms": 1.0, "beta_ms": 1.0}, "latency_ms": batch_size + 1.0}
     return Plan.from_data(
@@ -227,6 +232,7 @@ def make_plan(
             ],
             "models": [
                 {"name": n, "rate_rps": 10, "slo_ms": slo_ms, "latency": {"alpha_ms": 1.0, "beta_ms": 1.0}}
+                | dict((terms or {}).get(n, {}))
                 for n in names
             ],
         }

@@ -68,7 +68,7 @@ def infer(url: str, model: str = "synthetic", **headers: str) -> tuple[int, dict
 
 
 @contextmanager
-def asking(url: str, models: Sequence[str]) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+def asking(url: str, models: Sequence[str], **headers: str) -> Iterator[list[tuple[int, dict[str, Any]]]]:
     """Ask again and again until the block ends, from one thread for each entry of `models`; gives status and answer of
     every request so far."""
     answers: list[tuple[int, dict[str, Any]]] = []
@@ -76,7 +76,7 @@ def asking(url: str, models: Sequence[str]) -> Iterator[list[tuple[int, dict[str
 
     def ask(model: str) -> None:
         while not stop.wait(0.03):  # more would take the processor from what starts
-            answers.append(infer(url, model))
+            answers.append(infer(url, model, **headers))
 
     threads = [threading.Thread(target=ask, args=(model,)) for model in models]
     for thread in threads:

@@ -219,7 +219,7 @@ def test_an_answer_for_another_workload_is_none() -> None:
     desk.rates["a"] = 700.0
     desk.look(3)
     (asked,) = desk.questions
-    desk.controller.edit("a", ONE.models[0].model_copy(update={"slo_ms": 40.0}))
+    desk.controller.edit({"a": ONE.models[0].model_copy(update={"slo_ms": 40.0})})
     desk.controller.planned(desk.now_s, asked.number, pays(TWO))
     desk.look(1)
     assert not desk.applied
@@ -242,7 +242,7 @@ def test_what_was_declared_stays_so_whatever_plan_comes_back(seed: int) -> None:
             else first[name].model_copy(update={"rate_rps": float(draw.randint(1, 99))})
         )
         if entry is not None or name in asked:
-            desk.controller.edit(name, entry)
+            desk.controller.edit({name: entry})
             asked.pop(name, None)
             asked |= {} if entry is None else {name: entry}
         if draw.random() < 0.5:  # a version before, made for measured rates

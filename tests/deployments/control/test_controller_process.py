@@ -128,6 +128,31 @@ async def test_models_come_change_and_go(served: Served) -> None:
         await control.remove_model("b")
 
 
+async def test_versions_come_are_promoted_and_go(served: Served) -> None:
+    control = served.control
+
+    async def shares() -> dict[str, float | None]:
+        return {entry["name"]: entry.get("share_pct") for entry in await control.models()}
+
+    with pytest.raises(InvalidInputError, match="Say what it has of its own"):
+        await control.set_version("a", "2", {"share_pct": 5.0}, {})
+    entry = await control.set_version("a", "2", {"share_pct": 5.0}, {"weights_path": "/two"})
+    assert (entry["name"], entry["share_pct"]) == ("a:2", 5.0)
+    assert await shares() == {"a": None, "b": None, "a:2": 5.0}
+    await control.set_version("a", "2", {"share_pct": 20.0}, {})
+    with pytest.raises(InvalidInputError, match="Promote another one first"):
+        await control.remove_model("a")
+    with pytest.raises(InvalidInputError, match="take the rest, not one"):
+        await control.set_model({**entry, "share_pct": None}, add=False)
+    await control.promote("a", "2")
+    assert await shares() == {"b": None, "a:2": None}
+    await control.set_version("a", "3", {"shadow": True}, {"weights_path": "/three"})
+    await control.take_back("a", "3")
+    with pytest.raises(InvalidInputError, match="takes the rest"):
+        await control.take_back("a", "2")
+    assert await shares() == {"b": None, "a:2": None}
+
+
 async def test_a_plan_that_comes_back_revives_no_removed_model_and_declares_no_rate(served: Served) -> None:
     control, before = served.control, served.deployment.model_copy(update={"workload": PLAN.workload})
     assert await control.advice() is None

@@ -106,6 +106,23 @@ async def test_tritons_client_is_answered_unchanged(served: Served) -> None:
     assert counted.inference_count == len(VALUES)
 
 
+async def test_a_version_is_named_or_chosen_by_the_split(served: Served) -> None:
+    served.gpulet.load("m", "m:2")
+    await served.follow(make_plan(("a", ("m", "m:2")), slo_ms=60_000.0, terms={"m:2": {"share_pct": 50}}))
+    async with asyncio.timeout(PATIENCE_S):
+        while not await served.triton.is_model_ready("m", "2"):
+            await asyncio.sleep(0.005)
+    answered = [(await served.triton.infer("m", [tensor()])).get_response().model_version for _ in range(40)]
+    assert set(answered) == {"1", "2"}
+    for version in ("1", "2"):
+        named = await served.triton.infer("m", [tensor()], model_version=version)
+        assert named.get_response().model_version == version
+    assert list((await served.triton.get_model_metadata("m", "2")).versions) == ["1", "2"]
+    stats = (await served.triton.get_inference_statistics("m")).model_stats
+    assert [(each.name, each.version) for each in stats] == [("m", "1"), ("m", "2")]
+    assert sum(each.inference_count for each in stats) == 42 * len(VALUES)
+
+
 async def test_classes_are_asked_for_as_over_http(served: Served) -> None:
     answer = await served.triton.infer(
         "m", [tensor(VALUES[:1])], outputs=[client.InferRequestedOutput("y", class_count=1)]
@@ -140,7 +157,7 @@ async def test_a_stream_answers_every_request_and_says_which_one_failed(served: 
     ("change", "code", "reason"),
     [
         ({"model_name": "nobody"}, "NOT_FOUND", "unknown model 'nobody'"),
-        ({"model_version": "7"}, "NOT_FOUND", "Not Found"),
+        ({"model_version": "7"}, "NOT_FOUND", "'m' has no version '7'. Versions here: 1."),
         ({"inputs": [], "raw_input_contents": []}, "INVALID_ARGUMENT", "missing input x"),
         ({"inputs": []}, "INVALID_ARGUMENT", "0 inputs and 1 raw_input_contents"),
         ({"raw_input_contents": [b"1234", b"5"]}, "INVALID_ARGUMENT", "1 inputs and 2 raw_input_contents"),
@@ -250,7 +267,10 @@ def test_a_picture_or_a_text_is_asked_for_by_one_value_of_bytes() -> None:
     asked.inputs.add(name="any", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"a text")
     head, body = messages.to_http(asked, {}, None, 100.0)
     assert (head.url, body, head.headers) == (b"/predict/a%2Fb", b"a text", {b"x-request-id": b"mine"})
-    told = b'{"model_name":"a/b","predictions":[{"label":"cat","score":0.5}],"parameters":{"emulated":true}}'
+    told = (
+        b'{"model_name":"a/b","model_version":"1","predictions":[{"label":"cat","score":0.5}],'
+        b'"parameters":{"emulated":true}}'
+    )
     answer = messages.to_answer(asked, b"content-type: application/json\r\n", told)
     assert [(each.name, each.datatype, list(each.shape)) for each in answer.outputs] == [
         ("label", "BYTES", [1]),
@@ -258,6 +278,9 @@ def test_a_picture_or_a_text_is_asked_for_by_one_value_of_bytes() -> None:
     ]
     assert list(answer.raw_output_contents) == [b"\x03\0\0\0cat", np.float32(0.5).tobytes()]
     assert answer.parameters["emulated"].bool_param
+    assert answer.model_version == "1"
+    asked.model_version = "2"
+    assert messages.to_http(asked, {}, None, 100.0).head.url == b"/predict/a%2Fb/versions/2"
 
 
 @pytest.mark.parametrize(

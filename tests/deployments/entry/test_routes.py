@@ -23,7 +23,13 @@ class Service:
         down = SimpleNamespace(id="n0/0/a", up=is_up)
         self.dispatching = SimpleNamespace(plan=PLAN, is_ready=lambda *_: is_up, gpulets=lambda: [down], status=None)
 
-    def interface(self, model: str) -> Any:
+    def name(self, model: str, version: str = "") -> str:
+        return model
+
+    def versions(self, model: str) -> list[str]:
+        return ["1"]
+
+    def interface(self, model: str, version: str = "") -> Any:
         if model != "m":
             raise HttpError(404, f"unknown model '{model}'")
         tensor = TensorSpec("x", "float32", (3,))

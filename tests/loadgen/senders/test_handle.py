@@ -31,12 +31,16 @@ class FakeHandle:
         self.asked: list[tuple[str, bytes, float | None, str]] = []
         self.is_closed = False
 
-    def interface(self, model: str) -> ModelInterface:
+    def interface(self, model: str, version: str | None = None) -> ModelInterface:
+        assert version is None
         if model != "m":
             raise UnavailableError(f"no gpu-let of '{model}' is ready")
         return ModelInterface.of(SIGNATURE)
 
-    def submit(self, model: str, parts: list[Any], slo_ms: float | None, request_id: str) -> asyncio.Future[Answer]:
+    def submit(
+        self, model: str, parts: list[Any], slo_ms: float | None, request_id: str, version: str | None
+    ) -> asyncio.Future[Answer]:
+        assert version is None
         self.asked.append((model, b"".join(bytes(part) for part in parts), slo_ms, request_id))
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         answer = self.answers.pop(0)

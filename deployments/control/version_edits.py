@@ -1,0 +1,112 @@
+"""What an operator does with versions, as edits of the workload: pure functions, which refuse what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tenuto.documents import parse_document
+from tenuto.errors import one_of, refused
+from tenuto.placement import Workload
+from tenuto.placement.versions import inherited, shared_out, taking_the_rest, versioned
+from tenuto.placement.workload import ModelSpec
+
+Edits = dict[str, ModelSpec | None]
+
+
+def with_version(
+    workload: Workload,
+    rates_rps: Mapping[str, float],
+    model: str,
+    version: str,
+    terms: Mapping[str, Any],
+    entry: Mapping[str, Any],
+) -> Edits:
+    """Return the edits that give a version its part of the requests, or bring it.
+
+    Args:
+        workload: what is asked for.
+        rates_rps: what models are asked now.
+        model: that it is a version of.
+        version: of it.
+        terms: `share_pct`, or `shadow` with or without a share.
+        entry: what it has that the version which takes the rest has not; what it has besides, where it is there.
+
+    Raises:
+        InvalidInputError: no such model, it takes the rest, nothing says what it is, shares beyond 100, other tensors.
+    """
+    versions, rest = _versions(workload, model)
+    name = versioned(model, version)
+    if name == rest.name:
+        cure = "Promote another one first: `tenuto model promote`."
+        raise refused("version", version, f"takes the rest of '{model}'", cure)
+    known = next((spec for spec in versions if spec.name == name), None)
+    if known is None and not entry:
+        cure = "Say what it has of its own: --entry '{weights_path: /models/2.safetensors}'."
+        raise refused("version", version, f"is not in the workload, which has {_listed(versions)} of '{model}'", cure)
+    has = known or rest
+    data = {**has.model_dump(mode="json", exclude_defaults=True), "name": name, "rate_rps": has.rate_rps}
+    if known is None:
+        data = {**inherited(data, {**entry, **terms}), "name": name, "rate_rps": rest.rate_rps}
+    spec = parse_document(ModelSpec, {**data, "share_pct": None, "shadow": False, **entry, **terms}, origin="model")
+    wanted = checked([*(other for other in workload.models if other.name != name), spec])
+    rates = shared_out(rates_rps, workload.models, wanted.models)
+    found = wanted[name]
+    return {name: found.model_copy(update={"rate_rps": rates.get(name) or found.rate_rps})}
+
+
+def promoted(workload: Workload, rates_rps: Mapping[str, float], model: str, version: str) -> Edits:
+    """Return the edits that let a version take the rest, in place of the one that does, which goes.
+
+    Raises:
+        InvalidInputError: there is no such version, or it takes the rest already.
+    """
+    versions, rest = _versions(workload, model)
+    spec = _known(versions, model, version)
+    if spec is rest:
+        raise refused("version", version, f"takes the rest of '{model}' already", "See `tenuto model list`.")
+    terms = {"share_pct": None, "shadow": False, "weight": rest.weight, "priority": rest.priority}
+    left = [other for other in workload.models if other not in (rest, spec)]
+    wanted = checked([*left, spec.model_copy(update=terms)])
+    rates = shared_out(rates_rps, workload.models, wanted.models)
+    found = wanted[spec.name]
+    return {rest.name: None, spec.name: found.model_copy(update={"rate_rps": rates.get(spec.name) or rest.rate_rps})}
+
+
+def to_take_back(workload: Workload, model: str, version: str) -> str:
+    """Return the name of a version that may go: another one takes the rest.
+
+    Raises:
+        InvalidInputError: there is no such version, or it takes the rest.
+    """
+    versions, rest = _versions(workload, model)
+    spec = _known(versions, model, version)
+    if spec is rest:
+        cure = "Promote another one first (`tenuto model promote`), or go back: `tenuto rollback`."
+        raise refused("version", version, f"takes the rest of '{model}'", cure)
+    return spec.name
+
+
+def checked(models: Sequence[ModelSpec]) -> Workload:
+    """Return a workload of these models; raises `InvalidInputError` where there is none such."""
+    return parse_document(Workload, {"models": tuple(models)}, origin="workload")
+
+
+def _versions(workload: Workload, model: str) -> tuple[list[ModelSpec], ModelSpec]:
+    versions = [spec for spec in workload.models if spec.model == model]
+    rest = taking_the_rest(versions)
+    if rest is None:
+        cure = one_of(model, sorted({spec.model for spec in workload.models}))
+        raise refused("model", model, "is not in the workload", cure)
+    return versions, rest
+
+
+def _known(versions: Sequence[ModelSpec], model: str, version: str) -> ModelSpec:
+    for spec in versions:
+        if spec.version == version:
+            return spec
+    raise refused("version", version, f"is no version of '{model}'", f"There is {_listed(versions)}.")
+
+
+def _listed(versions: Sequence[ModelSpec]) -> str:
+    return ", ".join(spec.version for spec in versions)

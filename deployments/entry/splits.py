@@ -1,0 +1,146 @@
+"""How the requests of a model that name no version are split among its versions, and the copies that shadows get."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.entry.call import InferCall
+from tenuto.deployments.entry.dispatching import Dispatching
+from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.arena import Slot
+from tenuto.deployments.wire.tensors import InputPart
+from tenuto.placement.versions import by_model, taking_the_rest, tensors_of, why_not_interchangeable
+from tenuto.placement.workload import ModelSpec
+
+logger = logging.getLogger("ray.serve")
+
+_MOST_COPIES = 64  # limit: that wait at once for the versions of one process; no more are made until one has ended
+
+
+class Split(NamedTuple):
+    """What the versions of a model are sent, by their names in the plan: each with what a random number in [0, 1) must
+    be below. `rest` takes what is below none."""
+
+    rest: str
+    canaries: tuple[tuple[float, str], ...]
+    shadows: tuple[tuple[float, str], ...]
+
+    def choose(self, drawn: float) -> str:
+        """Return the version of one request."""
+        return next((name for below, name in self.canaries if drawn < below), self.rest)
+
+
+def splits_of(specs: Sequence[ModelSpec], dispatching: Dispatching) -> dict[str, Split]:
+    """Return the splits of a plan's models that have versions. What cannot be asked now, or takes other tensors than
+    the version that takes the rest, has no part in them."""
+    found = {}
+    for model, versions in by_model(specs).items():
+        rest = taking_the_rest(versions)
+        if rest is None:
+            continue
+        canaries, shadows, upto = [], [], 0.0
+        for spec in versions:
+            if spec is rest or spec.share_pct == 0.0 or not dispatching.is_ready(spec.name):
+                continue
+            why = _why_other(rest.name, spec.name, dispatching)
+            if why is not None:
+                logger.warning("%s is sent none of the requests of '%s': it %s", spec.name, model, why)
+            elif spec.shadow:
+                shadows.append((1.0 if spec.share_pct is None else spec.share_pct / 100.0, spec.name))
+            else:
+                upto += (spec.share_pct or 0.0) / 100.0
+                canaries.append((upto, spec.name))
+        found[model] = Split(rest.name, tuple(canaries), tuple(shadows))
+    return found
+
+
+def _why_other(rest: str, name: str, dispatching: Dispatching) -> str | None:
+    there, here = dispatching.signature(rest), dispatching.signature(name)
+    if there is None or here is None:
+        return None
+    return why_not_interchangeable(tensors_of(there), tensors_of(here), rest)
+
+
+class Copies:
+    """Sends shadows copies of requests that have been answered, so that no answer waits for them. Their gpu-lets take
+    them after everything else; what comes of them is counted there and goes nowhere."""
+
+    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+        """`draw` returns random numbers in [0, 1)."""
+        self.draw = draw
+        self._open = 0
+
+    def send(
+        self,
+        dispatching: Dispatching,
+        shadows: Sequence[tuple[float, str]],
+        samples: Sequence[Sequence[InputPart]],
+        slot: Slot | None,
+        client_id: str,
+    ) -> None:
+        """Copy a request of one or more samples, which lie in `slot` where they are large. Nothing is copied where many
+        copies wait, or memory for requests grows scarce."""
+        if slot is not None and slot.is_scarce:
+            return
+        for below, name in shadows:
+            if self.draw() >= below or self._open + len(samples) > _MOST_COPIES:
+                continue
+            for parts in samples:
+                copy = _Copy(self)
+                self._open += 1
+                request = dispatching.admit(name, copy, client_id=client_id, yields=True)
+                if not copy.is_over:
+                    dispatching.start(request, parts, slot)
+
+    def ended(self) -> None:
+        """One of them ended, however it did."""
+        self._open -= 1
+
+
+class _Copy:
+    """Asks for a copy, and hears its answer."""
+
+    __slots__ = ("_copies", "is_over")
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self.is_over = False
+
+    def executed(self, request: Request, executed: Executed, row: int) -> None:
+        del request, executed, row
+        self._end()
+
+    def refused(self, request: Request, refused: Refused) -> None:
+        del request, refused
+        self._end()
+
+    def _end(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._copies.ended()
+
+
+class CopiedCall(InferCall):
+    """A call whose request goes to shadows too, once it has been answered."""
+
+    _copies: Copies | None = None
+    _samples: Sequence[Sequence[InputPart]] = ()
+
+    def _start(self, samples: Sequence[Sequence[InputPart]], early: Request | None) -> None:
+        self._samples = samples
+        super()._start(samples, early)
+
+    def executed(self, request: Request, executed: Executed, row: int) -> None:
+        """Answer as any call does, then copy."""
+        was_over, slot = self._is_over, self._exchange.slot
+        if slot is not None:
+            slot.hold()
+        super().executed(request, executed, row)
+        if self._is_over and not was_over and self._copies is not None:
+            self._copies.send(self._dispatching, self._route.shadows, self._samples, slot, request.client_id)
+        if slot is not None:
+            slot.release()

@@ -1,0 +1,251 @@
+"""Bringing, promoting and taking back versions: by the entries that come of it, and by a controller that plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.control.planning import propose
+from tenuto.deployments.control.version_edits import checked, promoted, to_take_back, with_version
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Plan, Workload
+from tenuto.placement.workload import ModelSpec
+from tenuto.profiles import Profiles
+from tests.deployments.control.desk import Desk
+from tests.instruments.plans import gpu, make_plan
+
+LATENCY = {"alpha_ms": 1.0, "beta_ms": 4.0}
+M = ModelSpec(name="m", rate_rps=100.0, slo_ms=100.0, latency=LATENCY, weight=2.0)
+WORKLOAD = checked([M, M.model_copy(update={"name": "x"})])
+RATES = {"m": 100.0, "x": 50.0}
+OWN = {"weights_path": "/two"}
+GPUS = tuple(gpu(f"n{node}/0") for node in range(3))
+
+
+def edited(workload: Workload, edits: Mapping[str, ModelSpec | None]) -> Workload:
+    entries = {spec.name: spec for spec in workload.models} | dict(edits)
+    return checked([spec for spec in entries.values() if spec is not None])
+
+
+def test_a_canary_has_what_the_model_has_but_for_its_own_and_its_share_of_the_rate() -> None:
+    edits = with_version(WORKLOAD, RATES, "m", "2", {"share_pct": 20.0}, OWN)
+    expected = M.model_copy(update={"name": "m:2", "rate_rps": 20.0, "share_pct": 20.0, "weights_path": "/two"})
+    assert edits == {"m:2": expected}
+    more = edited(WORKLOAD, edits)
+    (changed,) = with_version(more, {"m": 80.0, "m:2": 20.0}, "m", "2", {"share_pct": 50.0}, {}).values()
+    assert changed == expected.model_copy(update={"share_pct": 50.0, "rate_rps": 50.0})
+
+
+def test_a_shadow_ranks_below_everything_else() -> None:
+    (shadow,) = with_version(WORKLOAD, RATES, "m", "3", {"shadow": True}, OWN).values()
+    assert shadow is not None
+    assert (shadow.shadow, shadow.rate_rps, shadow.priority) == (True, 100.0, -1)
+    assert shadow.weight < 0.01
+
+
+def test_a_promoted_version_takes_the_place_of_the_one_before() -> None:
+    more = edited(WORKLOAD, with_version(WORKLOAD, RATES, "m", "2", {"share_pct": 20.0}, OWN))
+    edits = promoted(more, {"m": 80.0, "m:2": 20.0, "x": 50.0}, "m", "2")
+    assert edits == {"m": None, "m:2": M.model_copy(update={"name": "m:2", "weights_path": "/two"})}
+    assert to_take_back(more, "m", "2") == "m:2"
+
+
+SECOND = edited(WORKLOAD, with_version(WORKLOAD, RATES, "m", "2", {"share_pct": 60.0}, OWN))
+OTHER = {"inputs": [{"name": "x", "dtype": "float32", "shape": [3]}], "outputs": []}
+
+
+@pytest.mark.parametrize(
+    ("do", "words"),
+    [
+        (lambda: with_version(SECOND, RATES, "m", "2", {"share_pct": 105.0}, {}), "share_pct: 105.0.*Give a smaller"),
+        (lambda: with_version(SECOND, RATES, "m", "3", {"share_pct": 60.0}, OWN), "add up to less than 100"),
+        (lambda: with_version(SECOND, RATES, "m", "3", {"share_pct": 5.0}, {}), "Say what it has of its own"),
+        (lambda: with_version(SECOND, RATES, "m", "1", {"share_pct": 5.0}, {}), "takes the rest.*Promote another"),
+        (lambda: with_version(SECOND, RATES, "z", "2", {"share_pct": 5.0}, OWN), "is not in the workload. Use one of"),
+        (lambda: promoted(SECOND, RATES, "m", "7"), "is no version of 'm'. There is 1, 2"),
+        (lambda: promoted(SECOND, RATES, "m", "1"), "takes the rest of 'm' already"),
+        (lambda: to_take_back(SECOND, "m", "1"), "Promote another one first"),
+        (lambda: to_take_back(SECOND, "x", "2"), "is no version of 'x'. There is 1"),
+        (
+            lambda: with_version(
+                checked([M.model_copy(update={"options": {**OTHER, "outputs": [OTHER["inputs"][0]]}})]),
+                RATES,
+                "m",
+                "2",
+                {"share_pct": 5.0},
+                {"options": OTHER},
+            ),
+            "m:2': has outputs .*, and m has x float32.*give it a name of its own",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_cure(do: Any, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        do()
+
+
+class SplitDesk(Desk):
+    """A desk whose planner plans, and whose requests go where the plan that is served sends them."""
+
+    def __init__(self, plan: Plan, total: Mapping[str, float], settings: Mapping[str, object] | None = None) -> None:
+        super().__init__(plan, GPUS, settings)
+        self.total = total
+
+    def look(self, seconds: int = 1) -> None:
+        for _ in range(seconds):
+            self.rates = {}
+            models = self.controller.plan.models
+            for spec in models:
+                shares = sum(s.share_pct or 0.0 for s in models if s.model == spec.model and not s.shadow)
+                part = 100.0 - shares if spec.share_pct is None and not spec.shadow else spec.share_pct or 0.0
+                self.rates[spec.name] = self.total[spec.model] * part / 100.0
+            super().look()
+            while self.questions:
+                asked = self.questions.pop()
+                self.controller.planned(self.now_s, asked.number, propose(asked.request, Profiles([])))
+                self.take()
+
+    def split(self) -> dict[str, float | None]:
+        return {spec.name: spec.share_pct for spec in self.controller.plan.models if spec.model == "m"}
+
+    def hosted(self) -> set[str]:
+        return {replica.name for gpulet in self.controller.plan.gpulets for replica in gpulet.models}
+
+
+def served(mode: str = "act") -> SplitDesk:
+    plan = make_plan({"n0/0/a": (100.0, ["m", "x"])}, rate_rps=100.0)
+    desk = SplitDesk(plan, {"m": 300.0, "x": 50.0}, {"mode": mode})
+    desk.look(30)
+    return desk
+
+
+def bring(desk: SplitDesk, share_pct: float) -> None:
+    controller = desk.controller
+    terms = {"share_pct": share_pct}
+    controller.edit(with_version(controller.workload, controller.rates.mean_rps, "m", "2", terms, OWN))
+
+
+def test_a_canary_is_brought_before_it_is_sent_anything_and_a_share_moves_without_a_process() -> None:
+    desk = served()
+    bring(desk, 5.0)
+    desk.applied.clear()
+    desk.look(10)
+    assert desk.split() == {"m": None, "m:2": 5.0}
+    for apply in desk.applied[:-1]:  # stages
+        assert {s.name: s.share_pct for s in apply.plan.models if s.model == "m"}.get("m:2", 0.0) == 0.0
+    gpulets = desk.controller.plan.gpulets
+    bring(desk, 8.0)
+    desk.look(4)
+    assert desk.split() == {"m": None, "m:2": 8.0}
+    assert desk.entries[-1].version is not None  # the history keeps it
+    assert {g.id for g in desk.controller.plan.gpulets} == {g.id for g in gpulets}
+
+
+def test_a_promoted_version_is_planned_for_all_requests_before_it_has_them() -> None:
+    desk = served()
+    bring(desk, 5.0)
+    desk.look(20)
+    controller = desk.controller
+    controller.edit(promoted(controller.workload, controller.rates.mean_rps, "m", "2"))
+    desk.applied.clear()
+    desk.look(20)
+    assert desk.split() == {"m:2": None}
+    assert desk.hosted() == {"m:2", "x"}
+    first = next(a.plan for a in desk.applied if a.plan.model("m:2").share_pct is None)
+    assert first.expected.models["m:2"].goodput_rps > 290.0
+    for apply in desk.applied:
+        rests = [s.name for s in apply.plan.models if s.model == "m" and s.share_pct is None]
+        assert len(rests) == 1
+    desk.restart()
+    desk.look(30)
+    assert desk.split() == {"m:2": None}
+
+
+def test_a_version_that_is_promoted_already_is_not_taken_back_on_the_way() -> None:
+    desk = served()
+    bring(desk, 5.0)
+    desk.look(20)
+    controller = desk.controller
+    controller.edit(promoted(controller.workload, controller.rates.mean_rps, "m", "2"))
+    desk.lost["m:2"] = 1.0
+    Desk.look(desk, 30)  # the planner does not answer
+    assert desk.split() == {"m": None, "m:2": 5.0}
+    assert "m:2" in {spec.name for spec in controller.workload.models}
+    assert "canary" not in desk.kinds()
+
+
+def test_a_canary_that_is_worse_is_taken_back_and_the_log_says_why() -> None:
+    desk = served()
+    bring(desk, 10.0)
+    desk.look(20)
+    assert desk.split() == {"m": None, "m:2": 10.0}
+    desk.applied.clear()
+    desk.lost["m:2"] = 0.9
+    desk.look(40)
+    assert desk.split() == {"m": None}
+    assert "m:2" not in desk.hosted()
+    assert {s.name: s.share_pct for s in desk.applied[0].plan.models}["m:2"] == 0.0  # at once
+    line = next(entry for entry in desk.entries if entry.kind == "canary")
+    assert "worse with a confidence of 0.999; it is taken back" in line.text
+    assert 0 < line.data["lost"] < line.data["ended"]
+    assert line.data["rest_lost"] == 0
+    assert [spec.name for spec in desk.controller.workload.models] == ["m", "x"]
+
+
+def test_a_version_that_does_not_become_ready_is_given_up() -> None:
+    desk = served()
+    bring(desk, 10.0)
+    before = {gpulet.id for gpulet in desk.controller.plan.gpulets}
+    for _ in range(200):
+        desk.look()
+        for gpulet in desk.controller.plan.gpulets:
+            if gpulet.id not in before and any(replica.name == "m:2" for replica in gpulet.models):
+                desk.broken[gpulet.id] = "no such file: /two"
+    assert desk.split() == {"m": None}
+    assert [spec.name for spec in desk.controller.workload.models] == ["m", "x"]
+    assert desk.text("canary") == "m:2 goes with the change that brought it"
+    assert desk.kinds().count("roll back") == 1
+
+
+def test_a_version_goes_with_a_change_that_is_taken_back_as_others_lose() -> None:
+    desk = served()
+    bring(desk, 10.0)
+    desk.look(8)
+    assert desk.split() == {"m": None, "m:2": 10.0}
+    desk.lost["x"] = 0.5  # since then
+    for _ in range(200):
+        desk.look()
+        if "roll back" in desk.kinds():
+            desk.lost.clear()
+    assert "roll back" in desk.kinds()
+    assert desk.split() == {"m": None}
+    assert [spec.name for spec in desk.controller.workload.models] == ["m", "x"]
+
+
+def test_what_only_advises_or_is_paused_says_so_and_an_operator_can_take_back() -> None:
+    desk = served()
+    bring(desk, 10.0)
+    desk.look(20)
+    desk.controller.pause(paused=True)
+    desk.lost["m:2"] = 1.0
+    desk.look(40)
+    assert desk.split() == {"m": None, "m:2": 10.0}
+    assert "it would be taken back, but changes are paused" in desk.text("canary")
+    desk.controller.withdraw("m:2", "by an operator")
+    desk.look(1)
+    assert desk.split() == {"m": None, "m:2": 0.0}
+
+
+def test_a_shadow_that_loses_requests_is_no_reason_for_anything() -> None:
+    desk = served()
+    controller = desk.controller
+    controller.edit(with_version(controller.workload, controller.rates.mean_rps, "m", "3", {"shadow": True}, OWN))
+    desk.look(30)
+    assert "m:3" in desk.hosted()
+    desk.entries.clear()
+    desk.lost["m:3"] = 1.0
+    desk.look(60)
+    assert "slo" not in {reason for entry in desk.entries for reason in entry.data.get("reasons", ())}
+    assert "canary" not in desk.kinds()

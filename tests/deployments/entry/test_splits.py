@@ -1,0 +1,209 @@
+"""Versions of a model: asked by name, by the split where none is named, and copied to shadows."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tenuto.deployments.entry.python_handle import TenutoHandle
+from tenuto.deployments.entry.splits import splits_of
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Plan
+from tenuto.profiles.networks.catalogue import ModelSignature
+from tests.deployments.entry.test_dispatcher_client import Start, start
+from tests.deployments.entry.test_gateway import TENSOR, Bench
+from tests.instruments.fake_gpulet import FakeGpulet, make_plan
+from tests.instruments.live import PATIENCE_S
+
+__all__ = ["start"]  # the fixture
+
+
+def plan_of(*terms: tuple[str, dict[str, Any]], slo_ms: float = 60_000.0) -> Plan:
+    """Return a plan of versions, each on a gpu-let of its own that is called as it is, with what their entries say."""
+    return make_plan(*((name, (name,)) for name, _ in terms), slo_ms=slo_ms, terms=dict(terms))
+
+
+class Versions(Bench):
+    """A gateway over gpu-lets of versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpulets.clear()
+
+    async def serve(self, *terms: tuple[str, dict[str, Any]]) -> None:
+        for name, _ in terms:
+            if name not in self.gpulets:
+                self.gpulets[name] = FakeGpulet(name, (name,))
+                await self.gpulets[name].start()
+        await self.follow(plan_of(*terms))
+        async with asyncio.timeout(PATIENCE_S):
+            while (await self.client.get("/v2/health/ready")).status_code != 200:
+                await asyncio.sleep(0.005)
+
+    async def chosen(self, count: int, path: str = "/v2/models/m/infer") -> Counter[str]:
+        """Ask so many times, and return which versions answered."""
+        found: Counter[str] = Counter()
+        for _ in range(count):
+            answer = await self.client.post(path, json={"inputs": [TENSOR]})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model_name"] == "m"
+            found[answer.json()["model_version"]] += 1
+        return found
+
+    async def seen(self, name: str, count: int) -> None:
+        """Wait until a version's gpu-let has run so many requests."""
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(self.gpulets[name].sizes) < count:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def versions() -> AsyncIterator[Versions]:
+    made = Versions()
+    yield made
+    await made.close()
+
+
+async def test_a_version_is_asked_by_its_number_and_by_the_split(versions: Versions) -> None:
+    await versions.serve(("m", {}), ("m:2", {"share_pct": 40}))
+    assert await versions.chosen(5, "/v2/models/m/versions/2/infer") == {"2": 5}
+    assert await versions.chosen(5, "/v2/models/m/versions/1/infer") == {"1": 5}
+    split = await versions.chosen(200)
+    assert split.keys() == {"1", "2"}
+    models = (await versions.status())["models"]
+    assert {name: each["ok"] for name, each in models.items()} == {"m": 5 + split["1"], "m:2": 5 + split["2"]}
+    metadata = (await versions.client.get("/v2/models/m")).json()
+    assert (metadata["name"], metadata["versions"]) == ("m", ["1", "2"])
+    assert (await versions.client.get("/v2/models/m/versions/2")).json() == metadata
+    stats = (await versions.client.get("/v2/models/m/stats")).json()["model_stats"]
+    assert {(each["name"], each["version"], each["inference_count"]) for each in stats} == {
+        ("m", "1", 5 + split["1"]),
+        ("m", "2", 5 + split["2"]),
+    }
+    of_two = (await versions.client.get("/v2/models/m/versions/2/stats")).json()["model_stats"]
+    assert [each["version"] for each in of_two] == ["2"]
+    index = (await versions.client.post("/v2/repository/index")).json()
+    assert [(each["name"], each["version"]) for each in index] == [("m", "1"), ("m", "2")]
+    metrics = (await versions.client.get("/metrics")).text
+    assert 'model="m:2"' in metrics
+
+
+@pytest.mark.parametrize("path", ["/v2/models/m/versions/7/infer", "/v2/models/m/versions/7", "/predict/m/versions/7"])
+async def test_an_unknown_version_is_not_found_and_those_there_are_are_named(versions: Versions, path: str) -> None:
+    await versions.serve(("m", {}), ("m:2", {"share_pct": 0}))
+    ask = versions.client.get if path.endswith("7") and "predict" not in path else versions.client.post
+    answer = await ask(path)
+    assert (answer.status_code, answer.json()["error"]) == (404, "'m' has no version '7'. Versions here: 1, 2.")
+    odd = await versions.client.post("/v2/models/m:2/infer", json={"inputs": [TENSOR]})
+    assert (odd.status_code, odd.json()["error"]) == (404, "unknown model 'm:2'. Models here: m.")
+    assert await versions.chosen(20) == {"1": 20}
+
+
+async def test_a_canary_that_cannot_be_asked_is_sent_nothing(versions: Versions) -> None:
+    await versions.serve(("m", {}), ("m:2", {"share_pct": 90}))
+    versions.gpulets["m:2"].die()
+    async with asyncio.timeout(PATIENCE_S):
+        while (await versions.client.get("/v2/models/m/versions/2/ready")).status_code == 200:
+            await asyncio.sleep(0.001)
+    assert await versions.chosen(20) == {"1": 20}
+    assert (await versions.client.post("/v2/models/m/versions/2/infer", json={"inputs": [TENSOR]})).status_code == 503
+
+
+async def test_another_version_takes_the_rest_without_a_new_connection(versions: Versions) -> None:
+    await versions.serve(("m", {}), ("m:2", {"share_pct": 50}))
+    assert (await versions.chosen(100)).keys() == {"1", "2"}
+    await versions.serve(("m:2", {}))
+    assert await versions.chosen(20) == {"2": 20}
+    assert (await versions.client.get("/v2/models/m")).json()["versions"] == ["2"]
+    gone = await versions.client.post("/v2/models/m/versions/1/infer", json={"inputs": [TENSOR]})
+    assert gone.json()["error"] == "'m' has no version '1'. Versions here: 2."
+
+
+async def test_a_shadow_gets_copies_and_clients_never_notice(versions: Versions) -> None:
+    await versions.serve(("m", {}), ("m:3", {"shadow": True}))
+    assert await versions.chosen(10) == {"1": 10}
+    await versions.seen("m:3", 1)
+    assert await versions.chosen(5, "/v2/models/m/versions/1/infer") == {"1": 5}
+    shadow = versions.gpulets["m:3"]
+    shadow.error = "broken"  # its batches fail from now on
+    assert await versions.chosen(10) == {"1": 10}
+    shadow.error, shadow.hold = None, True  # or never come back
+    assert await versions.chosen(200) == {"1": 200}
+    status = await versions.status()
+    assert status["models"]["m"]["ok"] == 225
+    assert status["models"]["m"]["rejected"] == 0
+    assert status["models"]["m:3"]["queued"] <= 1
+    shadow.die()
+    assert await versions.chosen(10) == {"1": 10}
+
+
+async def test_large_inputs_are_copied_from_where_they_lie(versions: Versions) -> None:
+    await versions.serve(("m", {}), ("m:3", {"shadow": True}))
+    data = np.arange(80, dtype=np.float32)
+    header = b'{"inputs":[{"name":"x","shape":[40,2],"datatype":"FP32","parameters":{"binary_data_size":320}}]}'
+    answer = await versions.client.post(
+        "/v2/models/m/infer",
+        content=header + b" " * 60_000 + data.tobytes(),
+        headers={"Inference-Header-Content-Length": str(len(header) + 60_000)},
+    )
+    assert answer.status_code == 200
+    await versions.seen("m:3", 1)
+
+
+class Dispatching:
+    """What a split asks of the scheduling side."""
+
+    def __init__(self, signatures: dict[str, ModelSignature | None], ready: Sequence[str]) -> None:
+        self.signatures, self.ready = signatures, ready
+
+    def signature(self, name: str) -> ModelSignature | None:
+        return self.signatures[name]
+
+    def is_ready(self, name: str) -> bool:
+        return name in self.ready
+
+
+def test_a_split_is_without_bias_and_adds_up() -> None:
+    specs = plan_of(("m", {}), ("m:2", {"share_pct": 5}), ("m:3", {"share_pct": 20}), ("m:4", {"share_pct": 0})).models
+    names = [spec.name for spec in specs]
+    dispatching: Any = Dispatching(dict.fromkeys(names), names)
+    split = splits_of(specs, dispatching)["m"]
+    draw = random.Random(7)
+    count = 100_000
+    found = Counter(split.choose(draw.random()) for _ in range(count))
+    for name, part in {"m": 0.75, "m:2": 0.05, "m:3": 0.2}.items():
+        assert abs(found[name] - part * count) < 5.0 * (count * part * (1.0 - part)) ** 0.5  # five standard deviations
+    assert found["m:4"] == 0
+
+
+def test_a_version_of_other_tensors_has_no_part_in_the_split(caplog: pytest.LogCaptureFixture) -> None:
+    specs = plan_of(("m", {}), ("m:2", {"share_pct": 5})).models
+    signature = FakeGpulet("m", ("m",)).signatures()["m"]
+    other = replace(signature, inputs=(replace(signature.inputs[0], shape=(3,)),))
+    dispatching: Any = Dispatching({"m": signature, "m:2": other}, ["m", "m:2"])
+    assert splits_of(specs, dispatching)["m"].canaries == ()
+    assert "m:2 is sent none of the requests of 'm': it has inputs x float32[3]" in caplog.text
+
+
+async def test_a_handle_names_a_version_or_leaves_it_to_the_split(start: Start) -> None:
+    plan = plan_of(("m", {}), ("m:2", {"share_pct": 50}), ("m:3", {"shadow": True}))
+    gpulets = [FakeGpulet(name, (name,)) for name in ("m", "m:2", "m:3")]
+    cluster = await start(plan, *gpulets)
+    handle = TenutoHandle(await cluster.gateway())
+    for _ in range(3):
+        await handle.infer("m", {"x": [1, 2]}, version="2")
+    assert [sum(gpulet.sizes) for gpulet in gpulets] == [0, 3, 0]
+    for _ in range(60):
+        assert (await handle.infer("m", {"x": [1, 2]}))["y"].tolist() == [2, 4]
+    assert sum(gpulets[0].sizes) > 0
+    assert sum(gpulets[1].sizes) > 3
+    assert sum(gpulets[2].sizes) > 0
+    with pytest.raises(InvalidInputError, match=r"version: '7': is no version of 'm'.*1, 2, 3"):
+        await handle.infer("m", {"x": [1, 2]}, version="7")
