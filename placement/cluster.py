@@ -261,6 +261,16 @@ class Cluster(StrictModel):
         found._given = tuple(given.values())
         return found
 
+    @property
+    def as_cut(self) -> Cluster:
+        """This cluster with the MIG layouts that it has: plans may cut none of its GPUs."""
+        if not any(gpu.mig == "managed" for gpu in self.gpus):
+            return self
+        found = self.model_copy()
+        fixed = {True: "fixed", False: None}
+        found._given = tuple(gpu.model_copy(update={"mig": fixed[gpu.instance is not None]}) for gpu in self.gpus)
+        return found
+
     def cut_as(self, places: Iterable[tuple[str, str, InstancePlace | None]]) -> Cluster:
         """Return this cluster with the layouts of a plan, on those GPUs that plans may cut and on GPUs that were
         bought.

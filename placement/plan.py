@@ -21,6 +21,7 @@ from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import layout_problems, plan_problems
 from tenuto.placement.versions import split_problems
 from tenuto.placement.workload import ModelSpec, MpsUse, Objective, Workload
+from tenuto.profiles.mig_instances import instance_type_of
 
 
 class PolicyUsed(StrictModel):
@@ -51,6 +52,12 @@ class PlannedGpu(StrictModel):
     def device(self) -> str:
         """The id of the physical GPU: this GPU, or the one that this instance is a part of."""
         return self.id if self.instance is None else self.instance.gpu
+
+    @property
+    def whole_type(self) -> str:
+        """The type of the physical GPU."""
+        mig = instance_type_of(self.type) if self.instance is not None else None
+        return self.type if mig is None else mig.base
 
     @classmethod
     def of(cls, gpu: Gpu) -> PlannedGpu:

@@ -91,7 +91,8 @@ def solve_on_fewest(
     found = solve(policy, workload, cluster, profiles, trial=trial)
     prices, step = cluster.prices, len(cluster.gpus) // 2
     while step and not found.unserved_reasons and not policy.watch.is_stopped():
-        used = [gpu for gpu in cluster.gpus if found.on_gpu(gpu.id)]
+        held = {*found.devices(gpulet.gpu for gpulet in found.gpulets)}
+        used = [gpu for gpu in cluster.gpus if gpu.device in held]
         for kind in sorted(prices, key=lambda kind: (-prices[kind], kind)):
             of_type = [gpu.id for gpu in used if gpu.type == kind]
             if step <= len(of_type) and step < len(used):
@@ -104,7 +105,8 @@ def solve_on_fewest(
                     break
         else:
             step //= 2
-    return found.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in cluster.gpus)})
+    there = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in found.gpus)
+    return found.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in there.gpus)})
 
 
 def _nothing(cluster: Cluster) -> Plan:

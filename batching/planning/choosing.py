@@ -10,12 +10,14 @@ from functools import cached_property, partial
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.judging import Judged, Worth, foreseen
+from tenuto.batching.planning.sliced import ways_to_slice
 from tenuto.batching.planning.starts import Balanced, Everywhere
 from tenuto.batching.planning.trial import Trials
-from tenuto.errors import TenutoError, first_line
+from tenuto.errors import InvalidInputError, TenutoError, first_line
 from tenuto.options import option
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
+from tenuto.placement.policies.parvagpu.parvagpu import ParvaGpu
 from tenuto.placement.watch import PlanningWatch
 from tenuto.profiles import Profiles
 
@@ -38,6 +40,7 @@ ROOMY = 0.5
 # borne nor that it is not. Of rare models the trial sees a few hundred, whose misses come in clumps: of 193 models four
 # had stood it and lose 1.2 to 2.6 % for good (lab/journal/benchmarks-placement.md).
 CONFIRMING = 12
+CUT_TRIAL = 3  # limit: times as many requests where GPUs are cut into MIG instances: some seconds
 
 
 @dataclass(kw_only=True, eq=False)
@@ -129,6 +132,45 @@ class Chooser:
                 if tried is not None and tried.judged.keeps(self.aim):
                     return tried
         return best
+
+    def sliced(self) -> Candidate | None:
+        """Return the plan on GPUs cut into MIG instances that is expected to keep every model's attainment, on an
+        elastic cluster on the fewest GPUs, or else to serve most; None where no GPU may be cut, or nothing was measured
+        in an instance. `parvagpu` has the last word where it needs fewer GPUs."""
+        best: Candidate | None = None
+        published = self._of_parvagpu()
+        for each in ways_to_slice(self._workload, self._cluster, self._profiles):
+            if best is not None and self.watch.is_stopped():
+                break
+            if published is not None and each.gpus > published.plan.expected.gpus_used:
+                break
+            self.watch.say(f"cutting {each.gpus} GPUs into MIG instances")
+            plan = solve(each, self._workload, self._cluster, self._profiles)
+            found = Candidate(each.name, plan, foreseen(plan, self.worth))
+            if best is None or found.rank(self._options.attainment) < best.rank(self._options.attainment):
+                best = found
+            if found.foreseen.keeps(self._options.attainment) and self._stands(found):
+                return found
+        return published or best
+
+    def _stands(self, each: Candidate) -> bool:
+        """Say whether a plan keeps every model's attainment in a short trial: what models whose SLO is longer than that
+        meet later is as the formulas expect."""
+        self.watch.say(f"trial in virtual time: {each.plan.expected.gpus_used} GPUs in MIG instances")
+        options = self._options
+        short = self._trials(requests=CUT_TRIAL * options.requests, seed=options.seed + 1, slowest_slos=0.0)
+        return short.run(each.plan).keeps(self._options.attainment)
+
+    def _of_parvagpu(self) -> Candidate | None:
+        """Return the plan of `parvagpu` on an elastic cluster where it is expected to keep every model's attainment."""
+        if not self._cluster.elastic:
+            return None
+        try:
+            plan = solve(ParvaGpu(), self._workload, self._cluster, self._profiles)
+        except InvalidInputError:
+            return None
+        found = Candidate(ParvaGpu.name, plan, foreseen(plan, self.worth))
+        return found if found.foreseen.keeps(self._options.attainment) else None
 
     def candidates(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[Candidate]:
         """Return completed plans for a cluster, those that are expected to serve everything first, then by what they

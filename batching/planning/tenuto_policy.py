@@ -31,7 +31,10 @@ class TenutoPolicy(ChoosingOptions, Policy):
        expected to serve everything the one with most headroom is tried first, and taken if it does.
     3. On an elastic cluster the cheapest plan that keeps every model's `attainment` in its trial is sought (`buying`).
 
-    Of more than 40 models or GPUs what is expected decides, without trials.
+    Of more than 40 models or GPUs what is expected decides, without trials. On GPUs that may be cut into MIG
+    instances (`mig: managed`): layouts, instances, processes and models that take turns are chosen together
+    (`tenuto.batching.planning.cutting`); on an elastic cluster the fewest GPUs on which all are expected to be in time,
+    and are in a short trial.
 
     On a fixed cluster the result serves no less in its trial than any candidate that the model does not find to be 10 %
     worse. Nothing is random: the arrivals have a seed.
@@ -69,7 +72,9 @@ class TenutoPolicy(ChoosingOptions, Policy):
         if not workload.models:
             return _nothing(cluster, {})
         choice = Chooser(self, workload, cluster, profiles, self.watch)
-        found = cheapest(choice, cluster) if cluster.elastic else choice.best()
+        found = choice.sliced()
+        if found is None or any(gpu.mig != "managed" for gpu in cluster.gpus):
+            found = _better(found, cheapest(choice, cluster) if cluster.elastic else choice.best(), self.attainment)
         if found is None:
             why = f"no start can plan: {next(iter(choice.refused.values()), 'there is none')}"
             late = "on none of the GPUs is one request within its SLO"
@@ -93,6 +98,17 @@ class TenutoPolicy(ChoosingOptions, Policy):
                 "notes": tuple(_notes(choice, found, self.scheduler)),
             }
         )
+
+
+def _better(one: Candidate | None, other: Candidate | None, attainment: float) -> Candidate | None:
+    """Return the candidate that serves all, of two that do the cheaper one, and of two that do not what serves more."""
+    found = [each for each in (one, other) if each is not None]
+
+    def rank(each: Candidate) -> tuple[bool, float]:
+        is_enough = each.judged.keeps(attainment)
+        return not is_enough, (each.plan.expected.cost_per_hour or 0.0) if is_enough else -each.judged.value
+
+    return min(found, key=rank, default=None)
 
 
 def _nothing(cluster: Cluster, reasons: dict[str, str]) -> Plan:

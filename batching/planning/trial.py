@@ -15,6 +15,7 @@ from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.workload import Objective
 
 RARE = 400  # derived: to see 1 % of them late; requests a rare model should have
+SLOWEST_SLOS = 10.0  # limit: how many of the longest SLO a trial lasts at least
 _STEADY = 1_000.0  # limit: shape of gaps that are all but equal
 
 
@@ -33,19 +34,21 @@ class Trials:
         scheduler: str,
         network: NetworkDelay,
         objective: Objective = "weighted",
+        slowest_slos: float = SLOWEST_SLOS,
     ) -> None:
         """Choose the length of a run: about `requests` arrivals; longer so that no SLO fills over a tenth of it,
         and, up to twice as long, until a rare model has some hundreds.
 
         Args:
             objective: how requests in time add up to a value.
+            slowest_slos: how many of the longest SLO a run lasts at least.
         """
         self._models, self._seed, self._scheduler, self._network = models, seed, scheduler, network
         total = sum(spec.rate_rps for spec in models)
         slowest = max(spec.slo_ms for spec in models) / 1000.0
         usual = requests / total
         rare = RARE / min(spec.rate_rps for spec in models)
-        self._duration_s = max(usual, 10.0 * slowest, min(rare, 2.0 * usual))
+        self._duration_s = max(usual, slowest_slos * slowest, min(rare, 2.0 * usual))
         self._value = Worth(models, objective).of
         self.times_ms, self.index = self._schedule()
         begin_ms = 50.0 * self._duration_s  # the warm-up is the first 5 %

@@ -193,7 +193,7 @@ def planned_without(
     Raises:
         InvalidInputError: there is no such place, or no GPU would be left.
     """
-    whole = Cluster.of({gpu.id: gpu for gpu in (*gpus_of(running), *gpus)}.values())
+    whole = Cluster.of({gpu.id: gpu for gpu in (*gpus_of(running), *gpus)}.values()).as_cut
     left, asked, used = without(whole, (*places, *lost)), running.workload, used or running.policy
     policy, promised = load_policy(used.name, used.options), _promised(running)
     anew = solve(policy, bearable(asked, left.gpus), left, profiles)

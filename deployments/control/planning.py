@@ -223,7 +223,7 @@ def _candidates(
         faults.append(str(error))
     try:
         if anew is None or wanted is None or any(count > there[kind] for kind, count in wanted.items()):
-            anew = _anew(request, profiles, Cluster.of(request.gpus)) if there else None
+            anew = _anew(request, profiles, Cluster.of(request.gpus).as_cut) if there else None
         if anew is not None:
             found.append(("planned anew", _fitted(anew, request)))
     except InvalidInputError as error:
@@ -250,7 +250,7 @@ def incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Iter
         yield "trimmed", trimmed(request, running)
     if any(map(asks, request.workload.models)):
         kept = running.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in request.gpus)})
-        plan = _planned(request, profiles, request.workload, Cluster.of(request.gpus), kept)
+        plan = _planned(request, profiles, request.workload, Cluster.of(request.gpus).as_cut, kept)
         yield "arranged", raised(plan, request.workload, profiles, request.gpus)
 
 

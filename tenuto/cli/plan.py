@@ -174,6 +174,8 @@ def command(
         rule = "leaves GPUs of a fixed cluster idle, to which --from moves nothing and --elastic does not buy"
         raise refused("--fewest-gpus", None, rule, "Leave the other option away.")
     old = Plan.load(from_file) if from_file else None
+    if old is not None and any(gpu.instance is not None for gpu in old.gpus):  # near it is inside its instances
+        cluster = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in old.gpus).as_cut
     without = tuple(dict.fromkeys((*(old.drained if old is not None else ()), *without)))
     whole, cluster, asked = cluster, cluster_without(cluster, without), workload
     if without:
@@ -229,9 +231,10 @@ def _say_what_is_enough(
             found = enough_for_all(policy, workload, cluster, profiles, trial=trial)
             how = "--elastic"
             if not found.unserved and not is_file:
-                counts = Counter(gpu.type for gpu in found.gpus)
+                kinds = {gpu.device: (gpu.whole_type, ":mig" if gpu.mig == "managed" else "") for gpu in found.gpus}
+                counts = Counter(kinds.values())
                 for _ in range(_TRIES):
-                    gpus = ",".join(f"{kind}:{count}" for kind, count in counts.items())
+                    gpus = ",".join(f"{kind}:{count}{cut}" for (kind, cut), count in counts.items())
                     given = solve(policy, workload, Cluster.parse(gpus), profiles, trial=trial)
                     if found.unserved_reasons or not given.unserved_reasons:
                         found, how = given, f"--gpus {gpus}"

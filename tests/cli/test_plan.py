@@ -448,3 +448,24 @@ def test_what_may_only_be_on_a_node_that_is_left_out_is_not_served_and_the_rest_
     ran = tenuto("plan", "w.yaml", "--policy", "gpulet", "--cluster", "c.yaml", "--without", "right")
     assert (ran.code, ran.err.count("models.1.")) == (2, 1)
     assert "models.1.only_on: 'rihgt': no such place in the cluster" in ran.err
+
+
+S1 = """
+models:
+  - {name: bert, rate_rps: 19, slo_ms: 6434}
+  - {name: densenet121, rate_rps: 353, slo_ms: 183}
+  - {name: vgg19, rate_rps: 354, slo_ms: 396}
+"""
+
+
+def test_gpus_that_may_be_cut_are_planned_changed_and_compared(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "w.yaml").write_text(S1)
+    made = tenuto("plan", "w.yaml", "--gpus", "a100-80gb:2:mig", "--fewest-gpus", "-o", "p.yaml", "--json")
+    plan = Plan.from_data(json.loads(made.out))
+    assert plan.expected.gpus_used == 1
+    assert {gpu.device for gpu in plan.gpus} == {"n0/0", "n0/1"}
+    near = tenuto("plan", "w.yaml", "--gpus", "a100-80gb:2:mig", "--from", "p.yaml", "--json")
+    cut = {(gpu.id, gpu.type) for gpu in plan.gpus if gpu.instance is not None}
+    assert cut <= {(gpu.id, gpu.type) for gpu in Plan.from_data(json.loads(near.out)).gpus}
+    shown = tenuto("plan", "w.yaml", "--gpus", "a100-80gb:2:mig", "--compare", "tenuto,parvagpu")
+    assert "of 2" in shown.out

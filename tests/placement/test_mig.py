@@ -309,3 +309,10 @@ def test_instances_are_empty_before_others_take_their_place(old: list[Any], new:
     assert {(g.id, g.type) for g in stage.gpus} == {(g.id, g.type) for g in target.gpus}
     lasting = [lasts_s for _, _, lasts_s in stages(now, target, gpus, rates, Durations(1.0, 1.0))]
     assert sum(lasting) >= CUTTING_S
+
+
+def test_a_cluster_may_be_taken_as_it_is_cut() -> None:
+    there = cluster(count=2, mig="managed", instances=layout(("3g.40gb", 4)))
+    assert {gpu.mig for gpu in there.as_cut.gpus} == {"fixed"}
+    assert there.as_cut.uncut.gpus == there.as_cut.gpus
+    assert {gpu.mig for gpu in cluster(mig="managed").as_cut.gpus} == {None}

@@ -1,0 +1,110 @@
+"""Policy `tenuto` on GPUs that it may cut into MIG instances: layouts, what fits, fewest GPUs, too few GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.batching.planning.cutting import layouts_of
+from tenuto.documents import load_document
+from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
+from tenuto.profiles import Profiles
+from tenuto.profiles.mig_instances import ALL_GPCS, instance_profiles, mig_types
+from tenuto.profiles.shipped import load_shipped
+
+PROFILES = Profiles([load_shipped("parvagpu-a100")])
+PUBLISHED: dict[str, Any] = load_document(Path(__file__).parents[2] / "data" / "parvagpu.yaml")
+ELASTIC = Cluster.parse("a100-80gb:1:mig", elastic=True)
+
+
+def workload_of(scenario: str, times: float = 1.0, **options: Any) -> Workload:
+    models = PUBLISHED[scenario]["models"].items()
+    specs = (ModelSpec(name=name, rate_rps=times * rate, slo_ms=slo) for name, (rate, slo) in models)
+    return Workload(models=tuple(specs), **options)
+
+
+def planned(workload: Workload, cluster: Cluster = ELASTIC) -> Plan:
+    return solve(load_policy("tenuto", {}), workload, cluster, PROFILES)
+
+
+@pytest.mark.parametrize("kind", mig_types())
+def test_layouts_are_full_and_their_instances_do_not_overlap(kind: str) -> None:
+    profiles = instance_profiles(kind)
+    found = layouts_of(profiles)
+    assert len({tuple(sorted(name for name, _ in layout)) for layout in found}) == len(found)
+    for layout in found:
+        slices = [s for name, start in layout for s in range(start, start + profiles[name].slices)]
+        assert len(slices) == len(set(slices)) <= 8
+        assert sum(profiles[name].gpcs for name, _ in layout) <= ALL_GPCS
+        for name, size in profiles.items():
+            assert not any(set(range(s, s + size.slices)).isdisjoint(slices) for s in size.starts), (layout, name)
+
+
+@pytest.mark.parametrize("scenario", ["s1", "s2", "s4", "s6"])
+def test_it_takes_fewer_gpus_than_were_published_and_expects_every_model_in_time(scenario: str) -> None:
+    plan = planned(workload_of(scenario))
+    assert not plan.unserved
+    assert plan.believed is not None
+    assert all(plan.believed.models[m.name].goodput_rps >= 0.99 * m.rate_rps for m in plan.models)
+    assert plan.expected.gpus_used < PUBLISHED[scenario]["gpus"]
+
+
+def test_the_plan_of_a_fixed_cluster_lies_on_its_gpus_and_lists_all_of_them() -> None:
+    plan = planned(workload_of("s1"), Cluster.parse("a100-80gb:3:mig"))
+    assert {gpu.device for gpu in plan.gpus} == {"n0/0", "n0/1", "n0/2"}
+    assert Plan.from_data(plan.to_data()) == plan
+
+
+def test_gpus_that_are_cut_already_as_is_best_stay_so() -> None:
+    first = planned(workload_of("s2"), Cluster.parse("a100-80gb:2:mig"))
+    groups = []
+    for device in ("n0/0", "n0/1"):
+        places = [gpu for gpu in first.gpus if gpu.device == device and gpu.instance is not None]
+        cut = [{"profile": g.type.split("-", 2)[2], "start": g.instance.start} for g in places if g.instance]
+        groups.append({"type": "a100-80gb", "mig": "managed", "instances": cut})
+    there = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": groups[::-1]}]})
+    again = planned(workload_of("s2"), there)
+    assert {(gpu.id, gpu.type) for gpu in again.gpus} <= {(gpu.id, gpu.type) for gpu in there.gpus}
+
+
+def test_on_too_few_gpus_all_models_get_like_parts() -> None:
+    plan = planned(workload_of("s4", objective="each"), Cluster.parse("a100-80gb:4:mig"))
+    parts = [plan.expected.models[m.name].goodput_rps / m.rate_rps for m in plan.models]
+    assert min(parts) > 0.5
+    assert not plan.unserved
+
+
+def test_models_that_take_turns_share_processes_and_their_memory_fits() -> None:
+    plan = planned(workload_of("s1"))
+    assert any(len(gpulet.models) > 1 for gpulet in plan.gpulets)
+    for gpu in plan.gpus:
+        held = {tuple(sorted(r.name for r in gpulet.models)) for gpulet in plan.on_gpu(gpu.id)}
+        assert len(held) <= 1  # all processes of an instance have the same models
+
+
+def test_where_nothing_was_measured_in_instances_gpus_stay_whole() -> None:
+    inline = ModelSpec.model_validate(
+        {"name": "a", "rate_rps": 50, "slo_ms": 100, "latency": {"alpha_ms": 1, "beta_ms": 4}}
+    )
+    plan = planned(Workload(models=(inline,)), Cluster.parse("a100-80gb:2:mig"))
+    assert not plan.unserved
+    assert all(gpu.instance is None for gpu in plan.gpus)
+
+
+@pytest.mark.parametrize("scenario", ["s1", "s4"])
+@pytest.mark.parametrize("times", [0.9, 1.1])
+def test_when_rates_change_by_a_tenth_what_is_cut_stays_so(scenario: str, times: float) -> None:
+    before = planned(workload_of(scenario))
+    groups: list[dict[str, Any]] = []
+    for device in dict.fromkeys(gpu.device for gpu in before.gpus):
+        places = [gpu for gpu in before.gpus if gpu.device == device and gpu.instance is not None]
+        cut = [{"profile": g.type.split("-", 2)[2], "start": g.instance.start} for g in places if g.instance]
+        groups.append({"type": "a100-80gb", "mig": "managed", "instances": cut})
+    there = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": groups}], "elastic": True})
+    after = planned(workload_of(scenario, times), there)
+    assert not after.unserved
+    new = {(gpu.id, gpu.type) for gpu in after.gpus} - {(gpu.id, gpu.type) for gpu in before.gpus}
+    bought = after.expected.gpus_used - before.expected.gpus_used
+    assert len({place.partition(".")[0] for place, _ in new}) <= max(0, bought)
