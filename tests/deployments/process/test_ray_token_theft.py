@@ -92,6 +92,9 @@ ARGUMENTS = {
     "model add": ["{name: resnet50, rate_rps: 1, slo_ms: 50}"],
     "model update": ["{name: resnet50, rate_rps: 1, slo_ms: 50}"],
     "model remove": ["resnet50"],
+    "model canary": ["resnet50", "2", "--share", "5"],
+    "model promote": ["resnet50", "2"],
+    "model take-back": ["resnet50", "2"],
     "drain": ["n1"],
     "undrain": ["n1"],
 }
