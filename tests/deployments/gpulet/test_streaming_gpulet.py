@@ -59,7 +59,7 @@ async def serving(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Dispatc
     await gpulet.close()
 
 
-EMULATED = make_plan(options={"copy_in_ms": 0.4, "copy_out_ms": 0.1})
+EMULATED = make_plan(options={"copy_in_ms": 0.4, "copy_out_ms": 0.1}, longest_hold_ms=100.0)
 
 
 @pytest.mark.parametrize("serving", [(EMULATED, "emulated", s) for s in ("deferred", "eager")], indirect=True)
