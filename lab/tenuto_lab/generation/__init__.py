@@ -1,0 +1,1 @@
+"""Programs that generate: step times fitted to published measurements."""
