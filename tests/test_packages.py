@@ -12,11 +12,12 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import distributions, packages_distributions, version
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tenuto.deployments.serve.launcher import unused_port
@@ -131,6 +132,22 @@ def test_the_lock_has_a_version_within_the_range_of_everything_that_is_asked_for
     ]
     assert outside == []
     assert locked["torch"] in (ROOT / "scripts" / "environment").read_text("utf-8")
+
+
+def test_the_lock_installs_on_every_python_that_tenuto_runs_on() -> None:
+    """Debian 12 has 3.11.2. A version that asks for 3.11.5 made pip search for minutes there, and fail."""
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    locked = dict(line.split("==") for line in lines if not line.startswith("#"))
+    too_new = {
+        f"{each.name}=={each.version}": each.metadata["Requires-Python"]
+        for each in distributions()
+        if locked.get(each.name.lower()) == each.version and not _runs_on_the_first(each.metadata["Requires-Python"])
+    }
+    assert too_new == {}
+
+
+def _runs_on_the_first(requires_python: str | None) -> bool:
+    return requires_python is None or SpecifierSet(requires_python).contains("3.11.0")
 
 
 def test_a_version_is_in_the_changelog() -> None:
