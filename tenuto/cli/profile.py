@@ -172,7 +172,7 @@ def _measure(
 
             def on_point(point: ProfilePoint, name: str = name, request: MeasureRequest = request) -> None:
                 book.point(name, request, point)
-                text = f"{name}: batch {point.batch_size} at {point.share_pct:g} %: {number(point.latency_ms)} ms"
+                text = f"{name}: batch {point.batch_size} at {point.share_pct:g} %: {number(point.latency_ms, 2)} ms"
                 progress.update(task, advance=1, description=text)
                 if not console.is_terminal:
                     notice(text)
