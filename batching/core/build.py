@@ -5,12 +5,13 @@ Two ways: from a plan, gpu-let by gpu-let; or Symphony's plain setting, in which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, ScheduledProgram, System
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, profile_of
 from tenuto.placement.copy_times import hidden_copies_ms, longest_copies_ms
+from tenuto.placement.expectation.outlook import provided_rps
 from tenuto.profiles import Latency, LatencyTable, Profiles
 
 NO_DELAY = NetworkDelay()
@@ -56,13 +57,22 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
         raise InvalidInputError(problems)
     if plan.streaming:
         network = NetworkDelay(ctrl_ms=network.ctrl_ms + longest_copies_ms(plan), response_ms=network.response_ms)
-    system = System(_models(plan.models), tuple(gpulets), network, programs, plan.objective)
+    system = System(_models(plan.models, provided_rps(plan)), tuple(gpulets), network, programs, plan.objective)
     return _checked(system) if check_slos or system.problems() else system
 
 
-def _models(specs: Sequence[ModelSpec]) -> tuple[Model, ...]:
+def _models(specs: Sequence[ModelSpec], room_rps: Mapping[str, float]) -> tuple[Model, ...]:
     return tuple(
-        Model(spec.name, spec.slo_ms, spec.rate_rps, spec.weight, spec.priority, spec.longest_hold_ms) for spec in specs
+        Model(
+            spec.name,
+            spec.slo_ms,
+            spec.rate_rps,
+            spec.weight,
+            spec.priority,
+            spec.longest_hold_ms,
+            room_rps.get(spec.name),
+        )
+        for spec in specs
     )
 
 
@@ -106,7 +116,7 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
             for position, spec in enumerate(workload.models)
         }
     gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
-    return _checked(System(_models(workload.models), gpulets, network, objective=workload.objective))
+    return _checked(System(_models(workload.models, {}), gpulets, network, objective=workload.objective))
 
 
 def _checked(system: System) -> System:

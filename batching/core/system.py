@@ -42,6 +42,7 @@ class Model(ByFields):
     `rate_rps` is the planned rate, and the first guess of the offered rate (None: unknown). Under overload, models of
     lower `priority` lose requests first. `weight` is the worth of one request when the objective is `weighted`.
     `longest_hold_ms` bounds how long a request may be held while a gpu-let is idle (None: the scheduler's own bound).
+    `provided_rps` is what the plan has room for where that is less than the planned rate (None: all of it).
     """
 
     name: str
@@ -50,6 +51,7 @@ class Model(ByFields):
     weight: float = 1.0
     priority: int = 0
     longest_hold_ms: float | None = None
+    provided_rps: float | None = None
 
     def problems(self, where: str) -> Iterator[Problem]:
         """Yield what is wrong with the numbers."""
@@ -219,6 +221,8 @@ def _as_one(name: str, members: list[Model]) -> Model:
     if len(members) == 1:
         return members[0]
     rates = [model.rate_rps for model in members if model.rate_rps is not None]
+    provided = [model.rate_rps if model.provided_rps is None else model.provided_rps for model in members]
+    room = [rps for rps in provided if rps is not None]
     holds = [model.longest_hold_ms for model in members if model.longest_hold_ms is not None]
     return Model(
         name,
@@ -227,4 +231,5 @@ def _as_one(name: str, members: list[Model]) -> Model:
         max(model.weight for model in members),
         max(model.priority for model in members),
         min(holds) if holds else None,
+        sum(room) if len(room) == len(members) and sum(room) < sum(rates) else None,
     )

@@ -40,7 +40,7 @@ ROOMY = 0.5
 # borne nor that it is not. Of rare models the trial sees a few hundred, whose misses come in clumps: of 193 models four
 # had stood it and lose 1.2 to 2.6 % for good (lab/journal/benchmarks-placement.md).
 CONFIRMING = 12
-CUT_TRIAL = 3  # limit: times as many requests where GPUs are cut into MIG instances: some seconds
+CUT_TRIAL = 3  # limit: times as many requests where GPUs are cut into MIG instances: some seconds; then `CONFIRMING`
 
 
 @dataclass(kw_only=True, eq=False)
@@ -154,12 +154,15 @@ class Chooser:
         return published or best
 
     def _stands(self, each: Candidate) -> bool:
-        """Say whether a plan keeps every model's attainment in a short trial: what models whose SLO is longer than that
-        meet later is as the formulas expect."""
+        """Say whether a plan keeps every model's attainment in a short trial, and surely in a longer one of other
+        arrivals. What models whose SLO is longer than that meet later is as the formulas expect."""
         self.watch.say(f"trial in virtual time: {each.plan.expected.gpus_used} GPUs in MIG instances")
-        options = self._options
-        short = self._trials(requests=CUT_TRIAL * options.requests, seed=options.seed + 1, slowest_slos=0.0)
-        return short.run(each.plan).keeps(self._options.attainment)
+        options, least = self._options, self._options.attainment
+        short, longer = (
+            self._trials(requests=times * options.requests, seed=options.seed + 1 + place, slowest_slos=0.0)
+            for place, times in enumerate((CUT_TRIAL, CONFIRMING))
+        )
+        return short.run(each.plan).keeps(least) and longer.run(each.plan, attainment=least).surely_keeps(least)
 
     def _of_parvagpu(self) -> Candidate | None:
         """Return the plan of `parvagpu` on an elastic cluster where it is expected to keep every model's attainment."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from tenuto.placement.costs import ModelOnGpu
+from tenuto.placement.expectation.outlook import EVENED_OUT
 from tenuto.placement.program import held_mib
 from tenuto.profiles.mig_instances import InstanceProfile
 
@@ -36,15 +37,27 @@ NOTHING_LEFT = 1e-6  # limit: of a rate
 
 @dataclass(frozen=True)
 class InstanceWay:
-    """How a model runs in an instance: batch size and number of processes, what a batch then takes, and what all
-    processes serve together per second without pause. Memory is that of one process without its context."""
+    """How a model runs in an instance: batch size and number of processes, and what a batch then takes. Memory is that
+    of one process without its context."""
 
     batch_size: int
     processes: int
     latency_ms: float
-    rate_rps: float
     memory_mib: float
     weights_mib: float | None
+    slowdown: float  # of `latency_ms`, beside as many equal processes
+
+    @property
+    def rate_rps(self) -> float:
+        """What its processes serve together."""
+        return 1000.0 * self.batch_size * self.processes / self.latency_ms
+
+    def beside(self, slowest: float) -> InstanceWay:
+        """Return the same where the other processes also have a model that is so many times as slow among its equals:
+        as slow as the mean of these, as in every plan (`placement.expectation.sharing`)."""
+        others = max(self.slowdown, slowest)
+        mean = (self.slowdown + (self.processes - 1) * others) / self.processes
+        return replace(self, latency_ms=self.latency_ms * mean / self.slowdown)
 
     def answers_ms(self, *, is_alone: bool) -> float:
         """Return what a batch and its wait for a process take. `n` processes of one model run out of phase: one ends
@@ -61,26 +74,29 @@ class CutModel:
         """`costs`: inside an instance, by MIG profile; only what was measured counts."""
         self.name, self.rate_rps, self.slo_ms = name, rate_rps, slo_ms
         self._ways: dict[str, dict[int, list[InstanceWay]]] = {}
-        self._known: dict[tuple[str, int, float, bool], InstanceWay | None] = {}
+        self._known: dict[tuple[str, int, float, float | None], InstanceWay | None] = {}
         for size, on in costs.items():
             by_count = self._ways.setdefault(size, {})
             for point in on.profile.points:
                 memory, weights = on.needs_mib(point.batch_size)
                 for count, ms in ({1: point.latency_ms} | point.processes_ms).items():
-                    rate = 1000.0 * point.batch_size * count / ms
-                    way = InstanceWay(point.batch_size, count, ms, rate, memory, weights)
+                    slowdown = max(1.0, ms / point.latency_ms)
+                    latency_ms = slowdown * point.latency_ms
+                    way = InstanceWay(point.batch_size, count, latency_ms, memory, weights, slowdown)
                     by_count.setdefault(count, []).append(way)
 
     def processes(self, size: str) -> Iterable[int]:
         """Return the numbers of processes that were measured in an instance of a size."""
         return self._ways.get(size, {})
 
-    def way(self, size: str, processes: int, most_ms: float, *, is_alone: bool = True) -> InstanceWay | None:
-        """Return the way with most throughput that answers within a time; None where there is none."""
-        key = size, processes, most_ms, is_alone
+    def way(self, size: str, processes: int, most_ms: float, slowest: float | None = None) -> InstanceWay | None:
+        """Return the way with most throughput that answers within a time; None where there is none. With `slowest`
+        other models take turns with it, the slowest of which is so many times as slow among its equals."""
+        key = size, processes, most_ms, slowest
         if key not in self._known:
             ways = self._ways.get(size, {}).get(processes, ())
-            able = [way for way in ways if way.answers_ms(is_alone=is_alone) <= most_ms]
+            beside = ways if slowest is None else (way.beside(slowest) for way in ways)
+            able = [way for way in beside if way.answers_ms(is_alone=slowest is None) <= most_ms]
             self._known[key] = max(able, key=lambda way: way.rate_rps, default=None)
         return self._known[key]
 
@@ -174,7 +190,9 @@ class Cutting:
         """Return how many times all rates so many GPUs carry as a flow, at best."""
         return self._spread(gpus, is_whole=False)[0]
 
-    def on(self, gpus: int, spare: float = 1.0, now: Mapping[Layout, int] | None = None) -> CutGpus | None:
+    def on(
+        self, gpus: int, spare: float = 1.0, now: Mapping[Layout, int] | None = None, *, evens_out: bool = False
+    ) -> CutGpus | None:
         """Return so many GPUs cut and filled so that all rates are carried, or else equal parts of them; None where no
         part is.
 
@@ -182,15 +200,17 @@ class Cutting:
             gpus: at most so many.
             spare: times `IN_TIME`.
             now: how often each layout is cut; none of these is cut anew, and of fewer GPUs some are left away.
+            evens_out: no model is to be served a larger part than another.
         """
         self._spare = spare
         times, layouts, parts = self._spread(gpus, is_whole=True, now=now)
         there = Counter(size for layout, count in layouts.items() for size, _ in layout for _ in range(count))
-        whole = min(1.0, FULL * times)
+        full = EVENED_OUT if evens_out and FULL * times < 1.0 else FULL
+        whole = min(1.0, full * times)
         for part in (whole, *(whole * (1.0 - 0.02 * step) for step in range(1, LEVELS))):
-            low = part / times if times > 0.0 else FULL
+            low = part / times if times > 0.0 else full
             for step in range(LEVELS):
-                level = low + (FULL - low) * step / (LEVELS - 1)
+                level = low + (full - low) * step / (LEVELS - 1)
                 found = self._filled(there, parts, part, level)
                 if found is not None:
                     return CutGpus(layouts, found, part)
@@ -315,10 +335,9 @@ class Cutting:
         most_ms = self._spare * IN_TIME * min(each.slo_ms for each in together)
         best: tuple[float, float, FilledInstance] | None = None
         for processes in model.processes(instance.size):
-            ways = {each.name: each.way(instance.size, processes, most_ms, is_alone=False) for each in together}
-            able = {name: way for name, way in ways.items() if way is not None}
+            able = _taking_turns(together, instance.size, processes, most_ms)
             held = held_mib((way.memory_mib, way.weights_mib) for way in able.values())
-            if len(able) < len(ways) or processes * (held + self._context_mib) > self._room_mib[instance.size]:
+            if not able or processes * (held + self._context_mib) > self._room_mib[instance.size]:
                 continue
             room = level - sum(rate / able[name].rate_rps for name, rate in instance.rates_rps.items())
             takes = min(rate_rps, room * able[model.name].rate_rps)
@@ -327,3 +346,18 @@ class Cutting:
                 if best is None or (takes, -filled.busy) > best[:2]:
                     best = takes, -filled.busy, filled
         return None if best is None else best[2]
+
+
+def _taking_turns(models: Sequence[CutModel], size: str, processes: int, most_ms: float) -> dict[str, InstanceWay]:
+    """Return how models run that take turns in the processes of an instance; nothing where one does not answer within a
+    time."""
+    slowest = 1.0
+    while True:
+        ways = {each.name: each.way(size, processes, most_ms, slowest) for each in models}
+        able = {name: way for name, way in ways.items() if way is not None}
+        if len(able) < len(ways):
+            return {}
+        found = max(way.slowdown for way in able.values())
+        if found <= slowest:
+            return able
+        slowest = found

@@ -107,7 +107,8 @@ class Slicing:
 
     def on(self, gpus: int, spare: float, *, keeps: bool) -> CutGpus | None:
         """Return so many GPUs cut and filled, see `Cutting.on`; with `keeps` what is cut now stays so."""
-        return self.cutting.on(gpus, spare, self.now if keeps else None)
+        evens_out = self._workload.objective == "each"
+        return self.cutting.on(gpus, spare, self.now if keeps else None, evens_out=evens_out)
 
     def _cut_now(self) -> dict[str, Layout]:
         """Return the instances of every GPU that is cut and may be cut anew."""

@@ -32,6 +32,10 @@ IN_FULL = 0.99  # paper: Symphony counts what serves 99 % in time; of a promise 
 # 940000), with the formula of before: 4 of 285 models promised in full get less than 98 %; halved 7 of 338, doubled 0
 # of 223, without 17 of 396.
 MORE = 0.1
+# Fitted: the part of their time that gpu-lets work which have just room for equal parts of all rates, when requests
+# beyond these are turned away, so that none wait to fill gaps. At 0.99 the worst served model of ParvaGPU's S6 on two
+# thirds of the GPUs gets 3 points less than the mean.
+EVENED_OUT = 0.97
 NOTHING = 1e-4  # limit: a part this small that is lost is below what formulas and measurements can tell
 
 
@@ -136,6 +140,11 @@ class Outlooks:
                     busy_of[index], carried[index], batches[index] = shown.busy, shown.carried, shown.batches
         load = max((turn.load for turn in turns), default=0.0)
         in_order = {name: part for index in sorted(parts) for name, part in parts[index].items() if name in members}
+        if plan.objective == "each" and load > 1.0:  # what is beyond is turned away for as long as others get less
+            least = EVENED_OUT * min(in_order.values(), default=0.0)
+            for name, room_rps in provided_rps(plan).items():
+                if name in in_order:
+                    in_order[name] = min(in_order[name], max(least, room_rps / members[name].rate_rps))
         return Outlook(in_order, load, busy_of, carried, batches)
 
     def promised(self, plan: Plan, traffic: Traffic | None = None) -> tuple[dict[str, float], list[str]]:
@@ -237,6 +246,18 @@ class Outlooks:
             served = _served_in_time(names, component, asked, slowdowns, objective, is_cautious=is_cautious)
             self._known[key] = served, [kind.programs for kind in component]
         return self._known[key][0]
+
+
+def provided_rps(plan: Plan) -> dict[str, float]:
+    """Return the requests per second for which a plan says that its gpu-lets have room, of models whose planned rate is
+    higher."""
+    said: dict[str, list[float | None]] = defaultdict(list)
+    for gpulet in plan.gpulets:
+        for replica in gpulet.models:
+            said[replica.name].append(replica.rate_rps)
+    rates = {spec.name: spec.rate_rps for spec in plan.models}
+    room = {name: math.fsum(rps for rps in each if rps is not None) for name, each in said.items() if None not in each}
+    return {name: rps for name, rps in room.items() if 0.0 < rps < IN_FULL * rates.get(name, 0.0)}
 
 
 def expected_of(plan: Plan, *, with_margin: bool = True) -> Expected:

@@ -44,7 +44,8 @@ class Cutter:
         batch.cut_until = head - (ctrl_ms + data_ms * size + factor * run[size])
         if batch.cut_until < now:
             arrives_at = now + ctrl_ms
-            skip, size = window(deadlines, queue.costs.defend, run, factor, arrives_at, data_ms, arrives_at)
+            defended = queue.costs.defend_on.get(pool.index, queue.costs.defend)
+            skip, size = window(deadlines, defended, run, factor, arrives_at, data_ms, arrives_at)
             if size:
                 head = deadlines[skip]
             elif pool is not queue.pools[0]:

@@ -16,7 +16,8 @@ This module applies the rules: it takes events, looks at the queues that an even
 observer (`tenuto.batching.rehearsal`) may set `hold` and `defend` while it serves.
 
 The objective says what a request is worth: the same for every model (`total`), the weight of its model (`weighted`), or
-more when its model lost more requests lately (`each`).
+more when its model lost more requests lately (`each`). Under `each` a model is not served more than the plan has room
+for while another model loses a larger share.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         self._cutter = Cutter(self._gpulets, self._holding, evens_out=self._evens_out)
         self._lost_until: dict[int, float] = {}  # by program that lost requests: until when its loss counts as recent
         self._pressed_until = -INF  # until when a loss counts as recent that hit a program within its plan
+        self._worst_loss, self._worst_until = 0.0, -INF  # the largest share that is lost; until when it holds
         self._waiting = Waiting(self._queues, self._gpulets)
         self._silent: list[tuple[float, int]] = []  # a heap of (time, program): when to ask whether it became silent
         self._heavy = 0  # pools that are not under light load
@@ -212,6 +214,10 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         if is_borrowed and now_ms < self._pressed_until and allowance.exceeds and len(queue.ids) >= queue.costs.longest:
             self.decisions.append(Reject(queue.program, [request_id], allowance.next_ms()))
             return
+        if self._evens_out and queue.provided_rps is not None and self._is_favoured(queue, queue.provided_rps, now_ms):
+            queue.loss.lose(1)
+            self.decisions.append(Reject(queue.program, [request_id], 1000.0 / queue.provided_rps))
+            return
         queue.batch.cut_until = -INF
         if not queue.ids:
             queue.oldest = now_ms
@@ -224,6 +230,15 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                 self._waiting.look_at(queue.watch, at)
                 if at < self.next_wake_ms:
                     self.next_wake_ms = at if at > now_ms else now_ms
+
+    def _is_favoured(self, queue: WaitingQueue, provided_rps: float, now: float) -> bool:
+        """Say whether more of a program is served than the plan has room for, while more of another one is lost."""
+        if (1.0 - queue.loss.share) * (queue.rate.rps or 0.0) <= provided_rps:
+            return False
+        if now >= self._worst_until:
+            lost = [q.loss.share for q in self._queues if q.pools and not q.rate.is_silent(now)]
+            self._worst_loss, self._worst_until = max(lost, default=0.0), now + ArrivalRate.STEP_MS
+        return queue.loss.share < self._worst_loss
 
     def _quickest_ms(self, queue: WaitingQueue) -> float:
         return queue.costs.quickest_ms
@@ -369,7 +384,8 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
 
     def _dispatch(self, queue: WaitingQueue, pool: Place, now: float) -> bool:
         """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
-        skip, size = self._cut(queue, pool, queue.costs.defend, window, now)
+        defended = queue.costs.defend_on.get(pool.index, queue.costs.defend)
+        skip, size = self._cut(queue, pool, defended, window, now)
         allowance = queue.allowance
         # A program that exceeds its plan may run whole batches when another gpu-let stays ready for the others.
         if (

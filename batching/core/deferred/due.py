@@ -47,7 +47,11 @@ class Holding:
         sent_ms = gpulets.ctrl_ms + gpulets.data_ms * next_size + queue.batch.factor * run[next_size]
         due = (head if head < until else until) - (1.0 - hold) * costs.budget_ms - hold * sent_ms
         if bounds.is_bounded:
-            longest_ms = INF if now < self.in_full_until else bounds.patience * queue.batch.factor * costs.run[size]
+            longest_ms = (
+                INF
+                if now < self.in_full_until
+                else bounds.patience * queue.batch.factor * costs.run[min(size, len(costs.run) - 1)]
+            )
             due = min(due, queue.oldest + min(bounds.most_ms, longest_ms))
         return due
 
@@ -75,16 +79,23 @@ class Holding:
         hold.is_bounded = hold.is_light or hold.patience < INF or hold.most_ms < INF
 
     def set_staggered(self, queue: WaitingQueue) -> None:
-        gpulets, costs = self._gpulets, queue.costs
-        costs.staggered = staggered_batch(
-            costs.run,
+        costs = queue.costs
+        costs.staggered = self._staggered(queue, costs.run)
+        costs.ripe = ceil(RIPE * costs.staggered)
+        costs.defend = max(1, round(self.defend * costs.staggered))
+        for pool in queue.larger() if len(queue.pools) > 1 else ():
+            staggered = self._staggered(queue, pool.run[queue.program])
+            costs.defend_on[pool.index] = max(costs.defend, round(self.defend * staggered))
+        costs.alone = queue.rate.recent_rps / 1000.0 * costs.run[1] / costs.gpulets
+        queue.loss.follow(queue.rate.rps or 0.0)
+
+    def _staggered(self, queue: WaitingQueue, run: list[float]) -> int:
+        costs, gpulets = queue.costs, self._gpulets
+        return staggered_batch(
+            run,
             costs.budget_ms - gpulets.ctrl_ms,
             queue.rate.rps,
-            longest=costs.longest,
+            longest=min(costs.longest, len(run) - 1),
             factor=queue.batch.factor,
             data_ms=gpulets.data_ms,
         )
-        costs.ripe = ceil(RIPE * costs.staggered)
-        costs.defend = max(1, round(self.defend * costs.staggered))
-        costs.alone = queue.rate.recent_rps / 1000.0 * costs.run[1] / costs.gpulets
-        queue.loss.follow(queue.rate.rps or 0.0)

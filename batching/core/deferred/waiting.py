@@ -56,6 +56,9 @@ class Costs:
     alone: float = 0.0  # the load that its requests would be for each of its gpu-lets, if each request ran alone
     staggered: int = 1  # the size of the staggered batch
     defend: int = 1  # when the head keeps the batch below this size, it is given up
+    defend_on: dict[int, int] = field(
+        default_factory=dict
+    )  # by pool, where larger batches are planned than on the fastest
     ripe: int = 1  # the size from which a batch may start before it is due
 
     @property
@@ -113,6 +116,7 @@ class WaitingQueue(Queue[Place]):
         "oldest",
         "order",
         "priority",
+        "provided_rps",
         "rate",
         "seen",
         "watch",
@@ -123,6 +127,7 @@ class WaitingQueue(Queue[Place]):
         super().__init__(program, pools)
         self.worth = worth  # of one request
         self.priority = offered.priority
+        self.provided_rps = offered.provided_rps
         self.rate = ArrivalRate(offered.rate_rps)
         self.allowance = Allowance(offered.rate_rps)
         self.loss = Loss()
@@ -147,8 +152,15 @@ class WaitingQueue(Queue[Place]):
             batch.factor = gpulets.factor(self.program, pools[0].idle[0] if pools[0].idle else pools[0].gpulets[0])
             costs.quickest_ms = gpulets.way_ms(1) + self.least_factor * run[1]
             room_ms = budget_ms + TIME_TOLERANCE_MS - gpulets.ctrl_ms
-            costs.longest = max(1, longest_within(run, room_ms, batch.factor, gpulets.data_ms))
+            runs = [run, *[pool.run[self.program] for pool in self.larger()]]
+            longest = [longest_within(each, room_ms, batch.factor, gpulets.data_ms) for each in runs]
+            costs.longest = max(1, *longest)
             costs.gpulets = max(1, sum([pool.size for pool in pools]))
+
+    def larger(self) -> list[Place]:
+        """Return the pools on which larger batches are planned than on the fastest one."""
+        most = len(self.pools[0].run[self.program])
+        return [pool for pool in self.pools[1:] if len(pool.run[self.program]) > most]
 
     def take(self, begin: int, end: int) -> list[int]:
         taken = super().take(begin, end)

@@ -253,6 +253,37 @@ def test_the_objective_each_knows_from_the_first_seconds_how_a_rare_model_is_ser
     assert rare >= 0.9 * busy
 
 
+def parts_served(*, provided: float | None, rates: list[float]) -> np.ndarray:
+    """Return what is served of two models on gpu-lets of their own, which would take 400 and 200 a second."""
+    models = tuple(Model(name, 100.0, 400.0, provided_rps=provided) for name in "ab")
+    hosts = {0: line(2.0, 10.0, 20)}, {1: line(4.5, 10.0, 20)}
+    gpulets = tuple(ScheduledGpulet(f"{g}/a", g, host) for g, host in zip("gh", hosts, strict=True))
+    system = System(models, gpulets, objective="each")
+    return simulate(make_scheduler("deferred", system), *offered(rates, 40.0)).attainments()
+
+
+def test_the_objective_each_serves_no_model_more_than_is_planned_while_another_gets_less() -> None:
+    free, equal = (parts_served(provided=rps, rates=[400.0, 400.0]) for rps in (None, 200.0))
+    assert free[0] > free[1] + 0.3
+    assert abs(equal[0] - equal[1]) < 0.04
+    assert equal.min() > free.min() - 0.02
+
+
+def test_a_model_may_exceed_what_is_planned_where_none_gets_less_and_keeps_what_is_planned_where_one_does() -> None:
+    assert parts_served(provided=200.0, rates=[300.0, 100.0]).min() > 0.97
+    within, beyond = parts_served(provided=200.0, rates=[180.0, 1_500.0])
+    assert within > 0.97
+    assert beyond < 0.5
+
+
+def test_gpulets_with_larger_batches_than_the_fastest_one_run_them_under_overload() -> None:
+    small, large = {0: line(3.5, 6.0, 8)}, {0: line(2.5, 51.0, 16)}
+    gpulets = ScheduledGpulet("g/a", "g", small), *(ScheduledGpulet(f"h/{x}", "h", large) for x in "abc")
+    result = simulate(make_scheduler("deferred", System((Model("a", 150.0),), gpulets)), *offered([1_000.0], 20.0))
+    whole_batches_rps = 1000.0 * (8 / 34.0 + 3 * 16 / 91.0)
+    assert result.goodput_rps > 0.93 * whole_batches_rps
+
+
 def test_gpulets_of_one_program_may_run_batches_of_other_sizes() -> None:
     small, large = {0: line(1.0, 2.0, 4), 1: line(1.0, 2.0, 4)}, {0: line(1.0, 8.0, 40), 1: line(1.0, 8.0, 40)}
     system = System(

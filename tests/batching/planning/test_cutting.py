@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tenuto.batching.core.build import from_plan
 from tenuto.batching.planning.cutting import layouts_of
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import load_document
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
 from tenuto.profiles import Profiles
@@ -69,11 +73,28 @@ def test_gpus_that_are_cut_already_as_is_best_stay_so() -> None:
     assert {(gpu.id, gpu.type) for gpu in again.gpus} <= {(gpu.id, gpu.type) for gpu in there.gpus}
 
 
-def test_on_too_few_gpus_all_models_get_like_parts() -> None:
-    plan = planned(workload_of("s4", objective="each"), Cluster.parse("a100-80gb:4:mig"))
-    parts = [plan.expected.models[m.name].goodput_rps / m.rate_rps for m in plan.models]
-    assert min(parts) > 0.5
+def test_on_too_few_gpus_all_models_get_equal_parts() -> None:
+    workload = workload_of("s4", objective="each")
+    workload = workload.model_copy(update={"models": tuple(m for m in workload.models if m.name != "bert")})  # 4 s
+    plan = planned(workload, Cluster.parse("a100-80gb:4:mig"))
+    promised = np.array([plan.expected.models[m.name].goodput_rps / m.rate_rps for m in plan.models])
+    assert promised.min() > 0.6
     assert not plan.unserved
+    rng, lasts_s = np.random.default_rng(7), 4.0
+    times = [np.sort(rng.random(rng.poisson(m.rate_rps * lasts_s))) * 1000.0 * lasts_s for m in plan.models]
+    models = np.repeat(np.arange(len(times), dtype=np.int32), [len(each) for each in times])
+    order = np.argsort(np.concatenate(times), kind="stable")
+    scheduler = make_scheduler("deferred", from_plan(plan), {"rehearse": False})
+    served = simulate(scheduler, np.concatenate(times)[order], models[order], warmup_s=1.5).attainments()
+    assert np.abs(served - served.mean()).max() < 0.02
+    assert np.abs(served - promised).max() < 0.04
+
+
+@pytest.mark.parametrize("scenario", ["s1", "s4", "s6"])
+def test_instances_have_time_for_what_they_are_planned_with_as_slow_as_the_plan_says_they_are(scenario: str) -> None:
+    for gpulet in planned(workload_of(scenario)).gpulets:
+        works = sum((r.rate_rps or 0.0) * (r.latency_ms or 0.0) / (1000.0 * r.batch_size) for r in gpulet.models)
+        assert works < 0.995, gpulet.id
 
 
 def test_models_that_take_turns_share_processes_and_their_memory_fits() -> None:
