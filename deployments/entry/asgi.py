@@ -30,6 +30,8 @@ class WholeExchange:
         self.has_key = False
         self.address = address
         self.on_left: Callable[[], object] | None = None
+        self._parts: list[Buffer] = []
+        self._begun = 200, b""
         self._response: asyncio.Future[tuple[int, bytes, bytes]] = asyncio.get_running_loop().create_future()
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
@@ -37,6 +39,18 @@ class WholeExchange:
         self.on_left = None
         if not self._response.done():
             self._response.set_result((status, headers, b"".join(payload)))
+
+    def begin(self, status: int, headers: bytes) -> None:
+        """Collect a response that comes in parts: nobody here takes less than all of it."""
+        self._begun = status, headers
+
+    def send(self, part: bytes) -> None:
+        """Take a part of the body."""
+        self._parts.append(part)
+
+    def end(self) -> None:
+        """Let `response` return."""
+        self.respond(*self._begun, self._parts)
 
     async def response(self) -> tuple[int, bytes, bytes]:
         """Wait for status, raw header lines and payload; cancelled when the client goes away."""

@@ -83,6 +83,7 @@ class HttpExchange(msgspec.Struct, eq=False):
     slot: Slot | None = None
     has_key: bool = False
     is_answered: bool = False
+    is_parted: bool = False  # its body is sent in chunks
     response: Sequence[Buffer] = ()
     on_left: Callable[[], object] | None = None
 
@@ -112,6 +113,37 @@ class HttpExchange(msgspec.Struct, eq=False):
         parts = [head] if self.head.method == b"HEAD" else [head, *payload]
         self.response = [b"".join(parts)] if size <= _JOINED_BYTES else parts
         connection.answered(self)
+
+    def begin(self, status: int, headers: bytes) -> None:
+        """Send the head of a response whose body comes in parts: `send` each, then `end`."""
+        self._let_go()
+        connection = self._connection
+        if connection is None:
+            return
+        framing = b"transfer-encoding: chunked\r\n"
+        self.is_parted = not self.head.is_old
+        if not self.is_parted or connection.server.is_draining or not self.keep_alive:
+            self.keep_alive = False
+            framing = (framing if self.is_parted else b"") + b"connection: close\r\n"
+        self._send(b"%b%b%b%b\r\n" % (STATUS_LINES[status], headers, connection.server.date_line, framing))
+
+    def send(self, part: bytes) -> None:
+        """Send a part of the body, as soon as the responses before have left; it must not be empty."""
+        self._send(b"%x\r\n%b\r\n" % (len(part), part) if self.is_parted else part)
+
+    def end(self) -> None:
+        """The body is complete."""
+        self.is_answered = True
+        self.on_left = None
+        if self.is_parted:
+            self._send(b"0\r\n\r\n")
+        if self._connection is not None:
+            self._connection.answered(self)
+
+    def _send(self, data: bytes) -> None:
+        if self._connection is not None:
+            self.response = [*self.response, data]
+            self._connection.goes_on(self)
 
     def _let_go(self) -> None:
         """Give back the memory of the tensors; whoever still reads it holds it."""
@@ -192,7 +224,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._lingers or self._is_encrypted or not (self._open or self._ahead):
             return False
         if self._open and not self._open[-1].head.is_old:
-            self._write([_CONTINUE])
+            if not self._open[0].is_parted:  # amid a response none may stand, and its next part does the same
+                self._write([_CONTINUE])
             asyncio.get_running_loop().call_later(_REFUSED_S, self._look_if_gone)
         return True
 
@@ -233,6 +266,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self._is_paused = True
+        self.changed_s = time.monotonic()
         self._update_reading()
 
     def resume_writing(self) -> None:
@@ -465,12 +499,24 @@ class HttpConnection(asyncio.BufferedProtocol):
             exchange = waiting[0]
         self.changed_s = time.monotonic()
         self.server.places.has_asked(self)
+        if exchange.keep_alive and waiting:
+            self.goes_on(waiting[0])
         if not exchange.keep_alive:
             self.end()
         elif was_full:
             self._update_reading()
         if self._has_ended:
             self._end_if_over()
+
+    def goes_on(self, exchange: HttpExchange) -> None:
+        """Send what there is of a response that comes in parts, when its turn has come."""
+        if self._open and self._open[0] is exchange and exchange.response:
+            self._write(exchange.response)
+            exchange.response = []
+            if not self._is_paused:  # a client that takes nothing is given up
+                self.changed_s = time.monotonic()
+            if self._has_ended:
+                asyncio.get_running_loop().call_later(_REFUSED_S, self._look_if_gone)
 
     def _end_if_over(self) -> None:
         """End the connection of a client that sends nothing more, once it has its answers."""
@@ -481,7 +527,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _write(self, parts: Sequence[Buffer]) -> None:
         transport = self._transport
-        if transport is None or transport.is_closing():
+        if transport is None or transport.is_closing() or not parts:
             return
         if len(parts) == 1:
             transport.write(parts[0])

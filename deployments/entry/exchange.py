@@ -98,7 +98,7 @@ class Exchange(Protocol):
     """One HTTP request on its way to one response. `arrived_ms`: when its last bytes came, on the monotonic clock.
 
     Where the body is large it lies in `slot`, which is the exchange's to release.
-    `on_left` is called when the client goes away before the response.
+    `on_left` is called when the client goes away before the end of the response.
     """
 
     head: Head
@@ -114,6 +114,15 @@ class Exchange(Protocol):
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Send the response; `headers` are raw lines. Only the first counts; silent when the client is gone."""
+
+    def begin(self, status: int, headers: bytes) -> None:
+        """Send the head of a response whose body comes in parts: `send` each, then `end`."""
+
+    def send(self, part: bytes) -> None:
+        """Send a part of the body, which must not be empty; silent when the client is gone."""
+
+    def end(self) -> None:
+        """The body is complete."""
 
 
 def fail(exchange: Exchange, error: HttpError) -> None:

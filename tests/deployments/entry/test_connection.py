@@ -71,6 +71,10 @@ class Client:
             body = await self.reader.readexactly(int(headers[b"content-length"]))
         return int(lines[0].split()[1]), body, headers
 
+    async def hear_until(self, end: bytes) -> bytes:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.reader.readuntil(end)
+
     async def hear_end(self) -> bytes:
         """Return what comes until the server closes; it may reset what it has not read."""
         async with asyncio.timeout(PATIENCE_S):
@@ -523,3 +527,76 @@ def test_bytes_that_waited_for_the_loop_are_dated_back_and_others_are_not() -> N
     loop.end_turn()
     loop.now_s = 10.0801
     assert turns.arrived_ms() == 10_080.0
+
+
+async def test_a_response_in_parts_leaves_part_by_part_and_in_turn(bench: Bench) -> None:
+    bench.service.hold = True
+    client = await bench.client()
+    client.say(request() + request() + request())
+    await until(lambda: len(bench.service.held) == 3)
+    first, second, third = bench.service.held
+    second.begin(200, b"x-n: 2\r\n")
+    second.send(b"early")
+    first.respond(200, b"", [b"first"])
+    assert (await client.hear())[1] == b"first"
+    head = await client.hear_until(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head
+    assert b"content-length" not in head
+    assert await client.hear_until(b"early\r\n") == b"5\r\nearly\r\n"
+    third.respond(200, b"", [b"third"])
+    second.send(b"late")
+    second.end()
+    assert await client.hear_until(b"0\r\n\r\n") == b"4\r\nlate\r\n0\r\n\r\n"
+    assert (await client.hear())[1] == b"third"
+    bench.service.hold = False
+    client.say(request(b"again"))
+    assert (await client.hear())[1] == b"again"
+
+
+async def test_an_old_client_hears_parts_until_the_connection_closes(bench: Bench) -> None:
+    bench.service.hold = True
+    client = await bench.client()
+    client.say(b"POST /x HTTP/1.0\r\nContent-Length: 0\r\n\r\n")
+    await until(lambda: bool(bench.service.held))
+    (exchange,) = bench.service.held
+    exchange.begin(200, b"")
+    exchange.send(b"one,")
+    exchange.send(b"two")
+    exchange.end()
+    head, _, body = (await client.hear_end()).partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    assert b"transfer-encoding" not in head
+    assert body == b"one,two"
+
+
+async def test_a_client_that_leaves_amid_parts_is_noticed(bench: Bench) -> None:
+    bench.service.hold = True
+    client = await bench.client()
+    client.say(request())
+    await until(lambda: bool(bench.service.held))
+    (exchange,) = bench.service.held
+    exchange.begin(200, b"")
+    exchange.send(b"one")
+    await client.hear_until(b"one\r\n")
+    client.leave()
+    await asyncio.sleep(0.05)
+    exchange.send(b"two")
+    await until(lambda: bench.service.left == 1)
+    exchange.send(b"three")  # nobody hears it
+    exchange.end()
+
+
+async def test_a_client_that_sends_no_more_hears_all_parts(bench: Bench) -> None:
+    bench.service.hold = True
+    client = await bench.client()
+    client.say(request())
+    await until(lambda: bool(bench.service.held))
+    (exchange,) = bench.service.held
+    exchange.begin(200, b"")
+    exchange.send(b"one")
+    await client.hear_until(b"one\r\n")
+    client.writer.write_eof()
+    await asyncio.sleep(0.05)
+    exchange.send(b"two")
+    exchange.end()
+    assert await client.hear_end() == b"3\r\ntwo\r\n0\r\n\r\n"

@@ -1,0 +1,76 @@
+"""What runs a generative model step by step: the protocol of its executors, and what goes in and comes out. No torch.
+
+A step holds decodes (one further token of a sequence) and chunks of prefills (so many tokens of a prompt; the last one
+makes the first token). Somebody else decides what each step holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+
+class Sampling(NamedTuple):
+    """How the tokens of one sequence are chosen. With a `temperature` of 0 the likeliest one is; otherwise one is drawn
+    with the sequence's own `seed` among the likeliest that have `top_p` of the probability."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Ending(StrEnum):
+    """Why a sequence ended by itself, as OpenAI's interface calls it."""
+
+    STOP = "stop"  # the model's end-of-text token, which is not among the tokens
+    LENGTH = "length"  # its `max_tokens`
+
+
+@dataclass(slots=True)
+class StepRan:
+    """A step that ran: at most one new token by sequence, and the sequences that ended with it."""
+
+    execution_ms: float
+    tokens: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, Ending] = field(default_factory=dict)
+
+
+class Generator(Protocol):
+    """Runs one generative model. Every method is called on one thread, never on an event loop.
+
+    A sequence holds a block of memory for each begun `block_tokens` of its tokens that have run. It has them from the
+    step that needs them until it ends or is cancelled.
+    """
+
+    block_tokens: int
+    blocks: int  # all that there are
+
+    @property
+    def free_blocks(self) -> int:
+        """The blocks that no sequence holds."""
+
+    def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Take a sequence with a number that no open one has. Its prompt has at least one token; none of it runs
+        yet."""
+
+    def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
+        """Run one step over these sequences, with so many tokens of each: those of its prompt that have not run, or
+        1 for a decode.
+
+        Raises:
+            Exception: it failed. Sequences of the step are in no known state then: cancel them.
+        """
+
+    def cancel(self, sequence: int) -> None:
+        """Forget a sequence, and free its blocks at once; does nothing for one that has ended."""
+
+    def close(self) -> None:
+        """Release the model and all memory."""
+
+
+def blocks_of(tokens: int, block_tokens: int) -> int:
+    """Return the blocks that so many tokens need."""
+    return -(-tokens // block_tokens)

@@ -1,0 +1,260 @@
+"""Causal language models of transformers, run step by step by its continuous batching, which is driven by hand.
+
+Continuous batching has a loop and a scheduler of its own. Here its parts are called one by one, so that the caller
+decides what each step holds. These are private calls, and they move from release to release: they stand in this module
+only, and `_CHECKED` names the releases they were tried with. Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, first_line, refused
+from tenuto.profiles.networks.generating import Ending, Sampling, StepRan
+from tenuto.profiles.networks.text_networks import prepare_transformers
+
+_CHECKED = ("5.23",)  # releases of transformers whose private calls are those used below
+_RANDOM = "transformers/"  # sources of random weights: `transformers/llama`
+
+
+def load_language_model(
+    source: str, *, weights_path: str | None = None, seed: int = 0, config: Mapping[str, Any] | None = None
+) -> Any:
+    """Return a causal language model in evaluation mode, on the CPU, from local files only.
+
+    Args:
+        source: a folder with config.json and safetensors, or `transformers/TYPE` for random weights.
+        weights_path: such a folder; the source is only a name then.
+        seed: of random weights.
+        config: arguments of the configuration of random weights.
+
+    Raises:
+        InvalidInputError: no such folder or type, weights that are not complete, or a network that makes no tokens.
+    """
+    prepare_transformers()
+    folder = weights_path or (source if Path(source).is_dir() else None)
+    try:
+        if folder is not None:
+            return _from_folder(Path(folder), dict(config or {}))
+        if not source.startswith(_RANDOM):
+            raise refused(
+                "source",
+                source,
+                "is neither a folder nor a type of network",
+                "Give a folder written by save_pretrained, or transformers/TYPE (such as transformers/llama).",
+            )
+        made = transformers.AutoConfig.for_model(source.removeprefix(_RANDOM), **(config or {}))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return transformers.AutoModelForCausalLM.from_config(made).eval()
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        if isinstance(error, InvalidInputError):
+            raise
+        raise refused(
+            "model",
+            folder or source,
+            f"cannot be loaded as a causal language model ({first_line(error)})",
+            "Give a model with a language-modelling head, saved with save_pretrained.",
+        ) from error
+
+
+def _from_folder(folder: Path, config: Mapping[str, Any]) -> Any:
+    if config:
+        raise refused(
+            "options.config", config, "a folder brings its own configuration", "Remove it, or `weights_path`."
+        )
+    network, report = transformers.AutoModelForCausalLM.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False, output_loading_info=True
+    )
+    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if missing:
+        raise refused(
+            "model",
+            str(folder),
+            f"lacks weights of its network: {', '.join(missing[:5])}",
+            "Save the language model itself, with its head, not the network below it.",
+        )
+    return network.eval()
+
+
+def longest_sequence(config: Any) -> int | None:
+    """Return how many tokens a model's positions reach; None when they have no end."""
+    text = config.get_text_config()
+    found = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return None if found is None else int(found)
+
+
+class LanguageModel:
+    """See `tenuto.profiles.networks.generating.Generator`."""
+
+    def __init__(self, network: Any, *, device: str, blocks: int, block_tokens: int, max_batch_tokens: int) -> None:
+        """Take what `load_language_model` returned, and reserve the memory of all blocks.
+
+        Args:
+            network: the model.
+            device: `cpu` or `cuda`.
+            blocks: how many there are.
+            block_tokens: tokens of one of them.
+            max_batch_tokens: the most tokens of one step.
+
+        Raises:
+            EnvironmentFaultError: this transformers is another release than the ones it was tried with.
+            InvalidInputError: continuous batching cannot run this network.
+        """
+        if not transformers.__version__.startswith(tuple(f"{release}." for release in _CHECKED)):
+            raise EnvironmentFaultError(
+                f"language models run with transformers {' or '.join(_CHECKED)}, and this is "
+                f"{transformers.__version__}. Run: pip install 'transformers=={_CHECKED[-1]}.*'"
+            )
+        self.blocks, self.block_tokens = blocks, block_tokens
+        self._network = network.to(device)
+        settings = transformers.ContinuousBatchingConfig(
+            page_size=block_tokens,
+            num_blocks=blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_requests_per_batch=max_batch_tokens,
+            max_blocks_per_request=0,  # the path with block tables needs a kernel that is not part of torch
+            allow_block_sharing=False,  # a block belongs to one sequence: what a sequence ends is free at once
+            use_async_batching=False,
+            use_cuda_graph=False,  # each sequence samples with its own generator, which a graph cannot
+            auto_switch_to_flash=False,
+        )
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # psutil, which nothing here needs
+        # Greedy, and with no end of its own: what a token means to a sequence is decided here.
+        greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
+        try:
+            manager = network.init_continuous_batching(greedy, settings)
+            self._batches = batches = manager._create_batch_processor()
+        except (AttributeError, ValueError, NotImplementedError) as error:
+            raise refused(
+                "model",
+                type(network).__name__,
+                f"cannot run in continuous batching ({first_line(error)})",
+                "Give a decoder with full or sliding-window attention, such as a Llama or a Qwen.",
+            ) from error
+        self._ends = _end_tokens(network)
+        self._turns = batches.scheduler = batches.offloading_manager.scheduler = _Chosen(
+            batches.cache, 0.0, max_batch_tokens
+        )
+        self._runner = batches.model_runner
+        self._runner._sample = self._sample
+        self._samplings: dict[int, tuple[Sampling, torch.Generator | None]] = {}
+
+    @property
+    def free_blocks(self) -> int:
+        """The blocks that no sequence holds."""
+        self._batches.cache.pool.try_to_free_sectors()
+        pool, cache = self._batches.cache.pool, self._batches.cache
+        return int(pool.num_free_sectors * cache.num_blocks // cache.num_sectors)
+
+    def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Take a sequence."""
+        draws = torch.Generator().manual_seed(sampling.seed) if sampling.temperature > 0.0 else None
+        self._samplings[sequence] = sampling, draws
+        self._turns.add(sequence, prompt)
+
+    def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
+        """Run one step."""
+        begun_s = time.perf_counter()
+        self._turns.chunks = chunks
+        batches = self._batches
+        if not batches.prepare_next_batch():
+            raise ValueError("a step needs a sequence")
+        batches._generation_step(self._network)
+        made = {
+            int(each.state.request_id): each.state
+            for each in batches.inputs_and_outputs.requests_in_batch
+            if each.has_new_token
+        }
+        batches.update_batch()
+        ran = StepRan(0.0)
+        for sequence, state in made.items():
+            token = state.generated_tokens[-1]
+            if token in self._ends:
+                ran.ended[sequence] = Ending.STOP
+            else:
+                ran.tokens[sequence] = token
+                if len(state.generated_tokens) >= self._samplings[sequence][0].max_tokens:
+                    ran.ended[sequence] = Ending.LENGTH
+        for sequence in ran.ended:
+            self.cancel(sequence)
+        ran.execution_ms = (time.perf_counter() - begun_s) * 1000.0
+        return ran
+
+    def cancel(self, sequence: int) -> None:
+        """Forget a sequence, and free its blocks at once."""
+        if self._samplings.pop(sequence, None) is not None:
+            self._turns.finish_request(str(sequence))
+
+    def close(self) -> None:
+        """Release the model and all memory."""
+        self._samplings.clear()
+        del self._batches, self._runner, self._turns, self._network
+
+    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """Choose the next tokens from scores by [1, sequence, token], each by its own sequence's sampling."""
+        rows = scores[0]
+        tokens = torch.argmax(rows, dim=-1)
+        making = [each for each in self._batches.inputs_and_outputs.requests_in_batch if each.has_new_token]
+        for row, each in enumerate(making):
+            sampling, draws = self._samplings[int(each.state.request_id)]
+            if draws is not None:
+                tokens[row] = _drawn(rows[row].cpu(), sampling, draws)
+        output_ids[0, : len(tokens)].copy_(tokens)
+
+
+def _drawn(scores: torch.Tensor, sampling: Sampling, draws: torch.Generator) -> int:
+    """Return a token drawn among the likeliest that have `top_p` of the probability, the likeliest always among
+    them."""
+    likely, tokens = torch.softmax(scores / sampling.temperature, dim=-1).sort(descending=True, stable=True)
+    before = likely.cumsum(dim=-1) - likely
+    likely[before >= sampling.top_p] = 0.0
+    likely[0] = max(float(likely[0]), torch.finfo(likely.dtype).tiny)
+    return int(tokens[torch.multinomial(likely, 1, generator=draws)])
+
+
+def _end_tokens(network: Any) -> frozenset[int]:
+    found = network.generation_config.eos_token_id
+    if found is None:
+        found = network.config.get_text_config().eos_token_id
+    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+
+
+def _chosen_scheduler() -> type:
+    """Return the scheduler that puts into a step what the caller chose."""
+    from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+    from transformers.generation.continuous_batching.scheduler import Scheduler
+
+    class Chosen(Scheduler):  # type: ignore[misc]  # transformers has no types
+        chunks: Sequence[tuple[int, int]] = ()
+
+        def add(self, sequence: int, prompt: Sequence[int]) -> None:
+            name = str(sequence)
+            self.active_requests[name] = RequestState(name, list(prompt), max_new_tokens=None)
+
+        def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any], bool, int, int]:
+            del token_budget, cache_budget
+            found, asked, read = [], 0, 0
+            for sequence, tokens in self.chunks:
+                state = self.active_requests[str(sequence)]
+                ready = self._infer_request_tokens(state, set())
+                if not self.cache.can_store_request_tokens(state, min(tokens, len(ready))):
+                    raise MemoryError("no block is free for a sequence of this step")
+                read += state.current_len()
+                self._schedule_request(state, ready, tokens, set())
+                taken = len(state.tokens_to_process)
+                found.append(FutureRequestState(state, not state.remaining_prefill_tokens, {}, taken))
+                asked += taken
+            return found, False, asked, read
+
+    return Chosen
+
+
+_Chosen = _chosen_scheduler()
