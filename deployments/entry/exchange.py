@@ -23,13 +23,21 @@ JSON = b"content-type: application/json\r\n"
 STATUS_LINES = {status.value: b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
 
 
+OPENAI = b"/v1/"  # what its URLs begin with
+# How OpenAI's interface names an error: its type and its code.
+_KINDS = {
+    401: ("invalid_request_error", "invalid_api_key"),
+    404: ("invalid_request_error", "model_not_found"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+    504: ("timeout_error", "deadline_exceeded"),
+}
 _MOST_MESSAGE = 4096  # limit: characters
 
 
 class HttpError(Exception):
     """A request that ends in an error status; the message says what to do. `headers` are raw lines.
 
-    `after_s`: how long the client is kept waiting for it.
+    `after_s`: how long the client is kept waiting for it. `param`: the field of the body that is wrong, if it is one.
     """
 
     def __init__(
@@ -41,6 +49,7 @@ class HttpError(Exception):
         headers: bytes = b"",
         details: Mapping[str, Any] | None = None,
         after_s: float = 0.0,
+        param: str | None = None,
     ) -> None:
         if len(message) > _MOST_MESSAGE:  # it names what the client sent
             message = message[: _MOST_MESSAGE - 3] + "..."
@@ -51,6 +60,7 @@ class HttpError(Exception):
         self.headers = headers
         self.details = details or {}
         self.after_s = after_s
+        self.param = param
 
     def kept(self) -> HttpError:
         """Return it as a value to keep: without the frames that it was raised in, and all that these hold."""
@@ -61,9 +71,13 @@ class HttpError(Exception):
         """Return the headers of its response as raw lines."""
         return self.headers + JSON + retry_after(self.retry_after_s)
 
-    def payload(self) -> bytes:
-        """Return `{"error": …}`."""
-        return orjson.dumps({"error": self.message, **self.details})
+    def payload(self, url: bytes = b"") -> bytes:
+        """Return `{"error": …}`, in OpenAI's form where its interface was asked."""
+        if not url.startswith(OPENAI):
+            return orjson.dumps({"error": self.message, **self.details})
+        kind, code = _KINDS.get(self.status, ("invalid_request_error" if self.status < 500 else "server_error", None))
+        told = {"message": self.message, "type": kind, "param": self.param, "code": code}
+        return orjson.dumps({"error": told, **self.details})
 
 
 def retry_after(seconds: float | None) -> bytes:
@@ -127,7 +141,7 @@ class Exchange(Protocol):
 
 def fail(exchange: Exchange, error: HttpError) -> None:
     """Respond with an error."""
-    exchange.respond(error.status, error.lines(), [error.payload()])
+    exchange.respond(error.status, error.lines(), [error.payload(exchange.head.url)])
 
 
 def crash(exchange: Exchange, error: BaseException) -> None:

@@ -248,7 +248,7 @@ class Entry:
         refusal = self.service.refusal(exchange)
         if refusal is not None:
             await asyncio.sleep(refusal.after_s)
-            return refusal.status, refusal.lines(), refusal.payload()
+            return refusal.status, refusal.lines(), refusal.payload(head.url)
         self.service.handle(exchange)
         return await exchange.response()
 

@@ -77,10 +77,21 @@ class TextInput:
 
 
 @dataclass(frozen=True)
+class GenerationLimits:
+    """What one sequence of a generative model may be: the most tokens of prompt and answer together, `why` no more, and
+    the number of tokens that the model knows."""
+
+    longest: int
+    vocabulary: int
+    why: str
+
+
+@dataclass(frozen=True)
 class ModelSignature:
     """The inputs and outputs of a model. `kind` `tensor` means that the model takes no raw images or texts.
 
-    `labels` names the entries of the first output, in order; empty if there are no names.
+    `labels` names the entries of the first output, in order; empty if there are no names. A model that `generates`
+    takes a prompt and writes tokens, and has neither inputs nor outputs.
     """
 
     kind: Literal["image", "text", "tensor"]
@@ -90,6 +101,7 @@ class ModelSignature:
     text: TextInput | None = None
     labels: tuple[str, ...] = ()
     platform: str = "pytorch"
+    generates: GenerationLimits | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import transformers
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, first_line, refused
 from tenuto.profiles.networks.generating import Ending, Sampling, StepRan
+from tenuto.profiles.networks.places import check_path
 from tenuto.profiles.networks.text_networks import prepare_transformers
 
 _CHECKED = ("5.23",)  # releases of transformers whose private calls are those used below
@@ -36,7 +37,8 @@ def load_language_model(
         config: arguments of the configuration of random weights.
 
     Raises:
-        InvalidInputError: no such folder or type, weights that are not complete, or a network that makes no tokens.
+        InvalidInputError: no such folder or type, a place that is not allowed, weights that are not complete, or a
+            network that makes no tokens.
     """
     prepare_transformers()
     folder = weights_path or (source if Path(source).is_dir() else None)
@@ -66,6 +68,7 @@ def load_language_model(
 
 
 def _from_folder(folder: Path, config: Mapping[str, Any]) -> Any:
+    check_path(str(folder), "weights_path")
     if config:
         raise refused(
             "options.config", config, "a folder brings its own configuration", "Remove it, or `weights_path`."

@@ -1,0 +1,414 @@
+"""The protocols of generation: OpenAI's completions and chats, and the generate extension of the Open Inference
+Protocol. What a body asks for is read here, and what is answered is written here; nothing else is decided."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+import orjson
+from msgspec import Meta
+
+from tenuto.deployments.entry.exchange import HttpError
+from tenuto.deployments.entry.texts import Tokenizer
+from tenuto.errors import InvalidInputError
+from tenuto.profiles.networks.catalogue import GenerationLimits
+from tenuto.profiles.networks.generating import Sampling
+
+DONE = b"data: [DONE]\n\n"
+_MOST_STOPS = 16  # limit: each is looked for in every piece of text
+_SEED_BITS = 63  # format: seeds are signed 64-bit integers to the clients' JSON readers and to torch
+_DEFAULT_TOKENS = 16  # format: of /v1/completions without `max_tokens`, by OpenAI's reference
+
+_Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
+_TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+_Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Stop = str | list[str] | None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream tells besides its text."""
+
+    include_usage: bool = False
+
+
+class _Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both of OpenAI's bodies have. Fields that only one value of can be kept are there to take this value, as
+    clients send it: no penalty, one answer, no log probabilities."""
+
+    model: str
+    max_tokens: _Count | None = None
+    temperature: _Temperature | None = None
+    top_p: _TopP | None = None
+    seed: _Seed | None = None
+    stop: _Stop = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+
+
+class CompletionBody(_Asked, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[int | str | list[int]]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a message."""
+
+    type: str
+    text: str
+
+
+class Message(msgspec.Struct):
+    """A message of a chat; the template decides which roles there are."""
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+
+class ChatBody(_Asked, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    response_format: dict[str, str] | None = None
+
+
+class GenerateParameters(msgspec.Struct, forbid_unknown_fields=True):
+    """The parameters of the generate extension."""
+
+    max_tokens: _Count | None = None
+    temperature: _Temperature | None = None
+    top_p: _TopP | None = None
+    seed: _Seed | None = None
+    stop: _Stop = None
+
+
+class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v2/models/MODEL/generate and generate_stream."""
+
+    text_input: str
+    id: str = ""
+    parameters: GenerateParameters = msgspec.field(default_factory=GenerateParameters)
+
+
+# The only value that can be kept, besides null.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "logprobs": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+}
+
+
+class Wanted(NamedTuple):
+    """What a generation is asked for, whichever protocol says it; `writer` writes its answer."""
+
+    prompt: list[int]
+    sampling: Sampling
+    stops: tuple[str, ...]
+    is_streamed: bool
+    writer: Writer
+
+
+class Usage(NamedTuple):
+    """The tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def shown(self) -> dict[str, int]:
+        """Return OpenAI's `usage`."""
+        return {**self._asdict(), "total_tokens": sum(self)}
+
+
+class Writer(msgspec.Struct):
+    """Writes the answers of OpenAI's completions. `named` is the id of the answer."""
+
+    model: str
+    named: str
+    include_usage: bool = False
+    tokenless: bool = False  # there is no tokenizer: the tokens themselves are shown
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+    kind = "text_completion"
+    chunk = "text_completion"
+
+    def first(self) -> bytes:
+        """Return what a stream begins with."""
+        return b""
+
+    def piece(self, text: str, tokens: Sequence[int]) -> bytes:
+        """Return a part of a stream."""
+        return self._event([self._choice(text, tokens, None)])
+
+    def last(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
+        """Return what a stream ends with."""
+        end = self._event([self._choice(text, tokens, finish)])
+        return end + (self._event([], usage=usage.shown()) if self.include_usage else b"") + DONE
+
+    def failed(self, error: HttpError) -> bytes:
+        """Return what a stream ends with that fails after it has begun."""
+        return b"data: %b\n\n" % error.payload(b"/v1/") + DONE
+
+    def whole(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
+        """Return an answer that is not streamed."""
+        choice = {**self._answer(text), "index": 0, "logprobs": None, "finish_reason": finish}
+        return self._object(self.kind, [self._with_tokens(choice, tokens)], usage=usage.shown())
+
+    def _answer(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _choice(self, text: str, tokens: Sequence[int], finish: str | None) -> dict[str, Any]:
+        choice = {**self._part(text), "index": 0, "logprobs": None, "finish_reason": finish}
+        return self._with_tokens(choice, tokens)
+
+    def _with_tokens(self, choice: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+        return {**choice, "token_ids": list(tokens)} if self.tokenless else choice
+
+    def _event(self, choices: list[Any], **more: Any) -> bytes:
+        if self.include_usage and not more:
+            more = {"usage": None}
+        return b"data: %b\n\n" % self._object(self.chunk, choices, **more)
+
+    def _object(self, kind: str, choices: list[Any], **more: Any) -> bytes:
+        told = {"id": self.named, "object": kind, "created": self.created, "model": self.model}
+        return orjson.dumps({**told, "choices": choices, **more})
+
+
+class ChatWriter(Writer):
+    """Writes the answers of OpenAI's chats."""
+
+    kind = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def first(self) -> bytes:
+        """Return the chunk that says who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return self._event([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def _answer(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+
+class GenerateWriter(Writer):
+    """Writes the answers of the generate extension, in which every part has the same form."""
+
+    def failed(self, error: HttpError) -> bytes:
+        """Return the error as the last part."""
+        return b"data: %b\n\n" % error.payload()
+
+    def last(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
+        """Return the last part, which says why it is the last."""
+        del usage
+        return b"data: %b\n\n" % self._form(text, tokens, finish_reason=finish)
+
+    def piece(self, text: str, tokens: Sequence[int]) -> bytes:
+        """Return a part of a stream."""
+        return b"data: %b\n\n" % self._form(text, tokens)
+
+    def whole(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
+        """Return an answer that is not streamed."""
+        return self._form(text, tokens, finish_reason=finish, usage=usage.shown())
+
+    def _form(self, text: str, tokens: Sequence[int], **parameters: Any) -> bytes:
+        told: dict[str, Any] = {"id": self.named, "model_name": self.model, "model_version": "1", "text_output": text}
+        if parameters:
+            told["parameters"] = parameters
+        return orjson.dumps(self._with_tokens(told, tokens))
+
+
+BodyT = TypeVar("BodyT", CompletionBody, ChatBody, GenerateBody)
+
+
+def read_body(kind: type[BodyT], body: bytes | memoryview) -> BodyT:
+    """Return what a body says.
+
+    Raises:
+        HttpError: 400 for what is no such body, with the field that is wrong.
+    """
+    try:
+        found = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise bad_field(*_field(str(error))) from None
+    except msgspec.DecodeError as error:
+        raise HttpError(400, f"the body is no JSON: {error}. Send an object.") from None
+    for name, kept in _NEUTRAL.items():
+        value = getattr(found, name, None)
+        if value is not None and value not in kept:
+            raise bad_field(name, f"is {value!r}, and only {kept[0]!r} can be kept here. Leave it out")
+    return found
+
+
+def _field(message: str) -> tuple[str, str]:
+    """Return the field that msgspec's message is about, and the rest as a sentence's end."""
+    what, _, place = message.partition(" - at `$")
+    if what.startswith("Object contains unknown field"):
+        name = what.split("`")[1]
+        at = place.rstrip("`").lstrip(".")
+        return f"{at}.{name}" if at else name, "is not a field of this request. Leave it out"
+    if what.startswith("Object missing required field"):
+        return what.split("`")[1], "is missing. Give it"
+    return place.rstrip("`").lstrip("."), f"is wrong: {what[:1].lower()}{what[1:]}"
+
+
+def bad_field(name: str, rule: str) -> HttpError:
+    """Return the refusal of a field."""
+    return HttpError(400, f"'{name}' {rule}.", param=name)
+
+
+def wanted(
+    body: CompletionBody | ChatBody | GenerateBody,
+    model: str,
+    tokenizer: Tokenizer | None,
+    limits: GenerationLimits,
+    *,
+    is_streamed: bool = False,
+    draw_seed: Callable[[], int] = lambda: secrets.randbits(_SEED_BITS),
+) -> Wanted:
+    """Return what a body asks of a model.
+
+    Args:
+        body: what `read_body` returned.
+        model: what the client calls the model.
+        tokenizer: of the model, if it has one.
+        limits: of the model on its gpu-lets.
+        is_streamed: what the path of the generate extension says.
+        draw_seed: the seed where the client gives none.
+
+    Raises:
+        HttpError: 400 where the model cannot do this, with what to change.
+    """
+    if isinstance(body, GenerateBody):
+        options: Any = body.parameters
+        name, writer = "text_input", GenerateWriter(model, body.id)
+        text: str | list[int] = body.text_input
+        most, temperature = body.parameters.max_tokens or _DEFAULT_TOKENS, 0.0
+        asked_as = "parameters.max_tokens"
+    elif isinstance(body, ChatBody):
+        options, name = body, "messages"
+        writer = ChatWriter(model, f"chatcmpl-{secrets.token_hex(12)}")
+        text, temperature = _chat(body, tokenizer), 1.0
+        most = body.max_completion_tokens or body.max_tokens or 0
+        asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    else:
+        options, name = body, "prompt"
+        writer = Writer(model, f"cmpl-{secrets.token_hex(12)}")
+        text, temperature = _one(body.prompt), 1.0
+        most, asked_as = body.max_tokens or _DEFAULT_TOKENS, "max_tokens"
+    if not isinstance(body, GenerateBody):
+        is_streamed = bool(body.stream)
+        writer.include_usage = is_streamed and body.stream_options is not None and body.stream_options.include_usage
+        if body.stream_options is not None and not is_streamed:
+            raise bad_field("stream_options", "is for streams only. Leave it out, or set stream: true")
+    writer.tokenless = tokenizer is None
+    prompt = _tokens(text, name, tokenizer, is_chat=isinstance(body, ChatBody))
+    stops = _stops(options.stop, tokenizer)
+    most = _checked(prompt, most, name, asked_as, limits)
+    sampling = Sampling(
+        most,
+        temperature if options.temperature is None else options.temperature,
+        1.0 if options.top_p is None else options.top_p,
+        draw_seed() if options.seed is None else options.seed,
+    )
+    return Wanted(prompt, sampling, stops, is_streamed, writer)
+
+
+def _one(prompt: str | list[Any]) -> str | list[int]:
+    """Return the prompt of a completion, of which there may be one."""
+    if isinstance(prompt, str) or all(isinstance(token, int) for token in prompt):
+        return prompt
+    if len(prompt) > 1:
+        raise bad_field("prompt", f"has {len(prompt)} prompts. Send one request for each")
+    found: str | list[int] = prompt[0]
+    return found
+
+
+def _chat(body: ChatBody, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        raise _no_tokenizer("messages")
+    messages: list[Mapping[str, Any]] = []
+    for at, message in enumerate(body.messages):
+        content = message.content
+        if not isinstance(content, str):
+            if any(part.type != "text" for part in content):
+                raise bad_field(f"messages[{at}].content", "has a part that is no text. Send texts only")
+            content = "".join(part.text for part in content)
+        named = {} if message.name is None else {"name": message.name}
+        messages.append({"role": message.role, "content": content, **named})
+    try:
+        return tokenizer.chat(messages)
+    except InvalidInputError as error:
+        raise HttpError(400, str(error), param="messages") from None
+
+
+def _tokens(text: str | list[int], name: str, tokenizer: Tokenizer | None, *, is_chat: bool) -> list[int]:
+    if not isinstance(text, str):
+        return text
+    if tokenizer is None:
+        raise _no_tokenizer(name)
+    return tokenizer.encode(text, is_chat=is_chat)
+
+
+def _no_tokenizer(name: str) -> HttpError:
+    return bad_field(
+        name, "needs a tokenizer, and the model has none. Send token ids as `prompt` of /v1/completions, "
+        "or serve the model with `options.tokenizer`"
+    )
+
+
+def _stops(stop: _Stop, tokenizer: Tokenizer | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > _MOST_STOPS or not all(stops):
+        raise bad_field("stop", f"must be at most {_MOST_STOPS} strings that are not empty")
+    if stops and tokenizer is None:
+        raise _no_tokenizer("stop")
+    return stops
+
+
+def _checked(prompt: Sequence[int], most: int, name: str, asked_as: str, limits: GenerationLimits) -> int:
+    """Return how many tokens are made at most; 0 asks for as many as there is room for."""
+    if not prompt:
+        raise bad_field(name, "has no token. Send at least one")
+    wrong = next((token for token in prompt if not 0 <= token < limits.vocabulary), None)
+    if wrong is not None:
+        raise bad_field(name, f"has token {wrong}; the model knows 0 to {limits.vocabulary - 1}. Use its own tokenizer")
+    room = limits.longest - len(prompt)
+    if room < 1:
+        raise bad_field(
+            name, f"has {len(prompt)} tokens; prompt and answer may have {limits.longest} here ({limits.why}). Shorten it"
+        )
+    if most > room:
+        raise bad_field(
+            asked_as,
+            f"is {most}; beside a prompt of {len(prompt)} tokens there is room for {room} ({limits.why}). Ask for less",
+        )
+    return most or room
+
+

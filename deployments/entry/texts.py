@@ -1,0 +1,211 @@
+"""Texts of generative models: what makes tokens of them and back, chat templates, and a text that grows token by
+token until a stop string stands in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tenuto.errors import EnvironmentFaultError, first_line, refused
+from tenuto.profiles.networks.places import check_path
+
+BYTES = "bytes"  # the tokenizer that needs no file
+_BROKEN = "\ufffd"  # what a text ends with when its last character is not complete
+_MOST_BROKEN = 4  # format: bytes of the longest character in UTF-8
+
+
+class Tokenizer(Protocol):
+    """Makes tokens of texts, and texts of tokens."""
+
+    def encode(self, text: str, *, is_chat: bool = False) -> list[int]:
+        """Return the tokens of a text. A chat's text has its special tokens already."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a chat as one text, which ends where the model's answer begins.
+
+        Raises:
+            InvalidInputError: there is no template, or it fails for these messages.
+        """
+
+
+class ByteTokenizer:
+    """One token a byte of UTF-8; a token beyond 255 is the byte of its number modulo 256. It needs no file, and belongs
+    to no trained model: it is for emulated GPUs and random weights."""
+
+    def encode(self, text: str, *, is_chat: bool = False) -> list[int]:
+        """Return the bytes of a text."""
+        del is_chat
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of bytes."""
+        return bytes(token % 256 for token in tokens).decode(errors="replace")
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return one line for each message."""
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+
+
+class FileTokenizer:
+    """The tokenizer of a folder that `save_pretrained` wrote, or of one `tokenizer.json`."""
+
+    def __init__(self, place: str) -> None:
+        """Read it.
+
+        Raises:
+            InvalidInputError: it is not there, or cannot be read.
+            EnvironmentFaultError: the package `tokenizers` is not installed.
+        """
+        try:
+            from tokenizers import Tokenizer as Fast
+        except ImportError as error:
+            raise EnvironmentFaultError("texts need the package 'tokenizers'. Run: pip install tokenizers") from error
+        check_path(place, "tokenizer")
+        path = Path(place)
+        folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
+        try:
+            self._fast = Fast.from_file(str(file))
+            self._settings = _read(folder / "tokenizer_config.json")
+            template = folder / "chat_template.jinja"
+            source = template.read_text() if template.exists() else self._settings.get("chat_template")
+            self._template = None if not isinstance(source, str) else _environment().from_string(source)
+        except TemplateError as error:
+            raise refused(
+                "chat_template", place, f"is no template ({first_line(error)})", "Correct the template of the tokenizer."
+            ) from error
+        except Exception as error:  # the package raises a plain Exception
+            raise refused(
+                "tokenizer",
+                place,
+                f"cannot be read ({first_line(error)})",
+                "Give a folder or a tokenizer.json of the tokenizers library that exists on the gateways' node.",
+            ) from error
+
+    def encode(self, text: str, *, is_chat: bool = False) -> list[int]:
+        """Return the tokens of a text."""
+        found: list[int] = self._fast.encode(text, add_special_tokens=not is_chat).ids
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        found: str = self._fast.decode(list(tokens), skip_special_tokens=True)
+        return found
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a chat as the model's own template writes it."""
+        if self._template is None:
+            raise refused(
+                "messages", len(messages), "need a chat template, and the model has none", "Ask /v1/completions."
+            )
+        named = {name: _content(self._settings[name]) for name in self._settings if name.endswith("_token")}
+        try:
+            return str(self._template.render(messages=messages, add_generation_prompt=True, **named))
+        except Exception as error:  # a template may do anything
+            raise refused(
+                "messages",
+                len(messages),
+                f"do not fit the model's chat template ({first_line(error)})",
+                "Send the roles and the order that the template takes.",
+            ) from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text()) if file.exists() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return where templates run, with what transformers gives them."""
+
+    def fail(message: str) -> None:
+        raise TemplateError(message)
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    made.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    made.globals["raise_exception"] = fail
+    made.globals["strftime_now"] = lambda shape: datetime.now().strftime(shape)
+    return made
+
+
+def open_tokenizer(named: str | None, weights: str | None) -> Tokenizer | None:
+    """Return the tokenizer of a model: the one its options name, else that of its folder of weights, if it has one.
+
+    Raises:
+        InvalidInputError: it cannot be read.
+    """
+    if named == BYTES:
+        return ByteTokenizer()
+    if named is not None:
+        return FileTokenizer(named)
+    if weights is not None and (Path(weights) / "tokenizer.json").exists():
+        return FileTokenizer(weights)
+    return None
+
+
+class GrowingText:
+    """A text that grows token by token. Invariant: what was given out never changes, and has no part of a stop string.
+
+    A token may end within a character, and a stop string may begin in one token and end in a later one: such an end is
+    held back until it is known.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._tokens: list[int] = []
+        self._shown = 0  # the tokens before this one are written; the next text is read from `_from` on
+        self._from = 0
+        self._held = ""
+        self.is_stopped = False
+
+    def add(self, token: int) -> str:
+        """Take a token, and return the text that it completes."""
+        if self._tokenizer is None or self.is_stopped:
+            return ""
+        self._tokens.append(token)
+        return self._cut(self._read(), is_last=False)
+
+    def end(self) -> str:
+        """Return what was held back: no token comes any more."""
+        return "" if self._tokenizer is None or self.is_stopped else self._cut(self._read(is_last=True), is_last=True)
+
+    def _read(self, *, is_last: bool = False) -> str:
+        """Return the text of the tokens that are not written yet. Tokens before them are read too, as the text of a
+        token may depend on its place."""
+        assert self._tokenizer is not None
+        before = self._tokenizer.decode(self._tokens[self._from : self._shown])
+        text = self._tokenizer.decode(self._tokens[self._from :])
+        is_broken = text.endswith(_BROKEN) and len(self._tokens) - self._shown < _MOST_BROKEN
+        if len(text) <= len(before) or (is_broken and not is_last):
+            return ""
+        self._from, self._shown = self._shown, len(self._tokens)
+        return text[len(before) :]
+
+    def _cut(self, text: str, *, is_last: bool) -> str:
+        """Return what can be given out; everything up to the first stop string when there is one."""
+        text = self._held + text
+        at = min((found for stop in self._stops if (found := text.find(stop)) >= 0), default=-1)
+        if at >= 0:
+            self.is_stopped, self._held = True, ""
+            return text[:at]
+        kept = 0 if is_last else max((_begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _begun(text: str, stop: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
