@@ -6,17 +6,21 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from statistics import median_high
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tenuto.deployments.dispatch.advice import LiveAdvice
-from tenuto.deployments.dispatch.histogram import BATCH_SIZES, Histogram, buckets_around
+from tenuto.deployments.dispatch.histogram import BATCH_SIZES, TOKEN_TIMES, Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus
 from tenuto.placement.plan import ExpectedModel
 from tenuto.placement.workload import ModelSpec
+
+if TYPE_CHECKING:
+    from tenuto.deployments.dispatch.generations import Generation
 
 _KEPT_EVENTS = 256  # limit: events that a status contains; older ones are in the log
 
@@ -36,6 +40,8 @@ class ModelCounters(ModelCounts, kw_only=True):
     gpulet_queue_s: Histogram = msgspec.field(default_factory=Histogram)
     execution_s: Histogram = msgspec.field(default_factory=Histogram)
     batch_sizes: Histogram = msgspec.field(default_factory=lambda: Histogram(BATCH_SIZES))
+    ttft_s: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKEN_TIMES))
+    tpot_s: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKEN_TIMES))
 
     def follow(self, spec: ModelSpec) -> None:
         """From now on this is the model's entry."""
@@ -58,6 +64,8 @@ class ModelCounters(ModelCounts, kw_only=True):
             gpulet_queue_s=self.gpulet_queue_s.buckets(),
             execution_s=self.execution_s.buckets(),
             batch_sizes=self.batch_sizes.buckets(),
+            ttft_s=self.ttft_s.buckets(),
+            tpot_s=self.tpot_s.buckets(),
         )
 
 
@@ -106,13 +114,44 @@ class Accounts:
 
     def refused(self, request: Request, refused: Refused, now_ms: float) -> None:
         """Count and remember a request that is refused now."""
-        counters = self.counters[request.name]
-        counters.failed_ms += max(0.0, now_ms - request.arrived_ms)
+        self._refused(request.name, request.arrived_ms, refused, now_ms)
+        self.ended.add_refused(
+            request.client_id, request.name, request.arrived_ms, request.deadline_ms, refused, now_ms
+        )
+
+    def _refused(self, model: str, arrived_ms: float, refused: Refused, now_ms: float) -> None:
+        counters = self.counters[model]
+        counters.failed_ms += max(0.0, now_ms - arrived_ms)
         word = refused.outcome.word
         setattr(counters, word, getattr(counters, word) + 1)
         if not counters.shadow:
             self.advice.ended(bad=1)
-        self.ended.add_refused(request, refused, now_ms)
+
+    def generated(self, generation: Generation, now_ms: float) -> None:
+        """Count and remember a generation that ended by itself."""
+        counters = self.counters[generation.name]
+        is_good = generation.is_in_time
+        counters.ok += is_good
+        counters.late += not is_good
+        counters.last_ms = round(1000.0 * time.time())
+        counters.prompt_tokens += len(generation.prompt)
+        counters.generated_tokens += generation.tokens
+        counters.latency_s.add((now_ms - generation.arrived_ms) / 1000.0)
+        if generation.tokens:
+            counters.ttft_s.add((generation.first_ms - generation.arrived_ms) / 1000.0)
+        if generation.tokens > 1:
+            counters.tpot_s.add(generation.measured_tpot_ms / 1000.0)
+        if not counters.shadow:
+            self.advice.ended(good=int(is_good), bad=int(not is_good))
+        self.ended.add_generated(generation, now_ms)
+
+    def generation_refused(self, generation: Generation, refused: Refused, now_ms: float) -> None:
+        """Count and remember a generation that is refused, or fails after some tokens."""
+        self.counters[generation.name].generated_tokens += generation.tokens
+        self._refused(generation.name, generation.arrived_ms, refused, now_ms)
+        self.ended.add_refused(
+            generation.client_id, generation.name, generation.arrived_ms, generation.first_by_ms, refused, now_ms
+        )
 
     def batch_sent(self, batch: Batch) -> None:
         """Count a batch that was sent, for each model in it."""

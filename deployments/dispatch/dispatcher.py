@@ -31,6 +31,7 @@ from tenuto.deployments.dispatch.fleet import (
     GpuletConnection,
     gpulet_connection,
 )
+from tenuto.deployments.dispatch.generations import Generation, Generations, TokenAsker
 from tenuto.deployments.dispatch.in_flight import Asker, Batch, Request, pack_batch, split_reply
 from tenuto.deployments.dispatch.measured_times import LatencyRatios, WayMeter
 from tenuto.deployments.dispatch.rehearsals import Compute, Computed, RehearsalRunner
@@ -38,7 +39,7 @@ from tenuto.deployments.dispatch.unplanned import UnplannedScheduler
 from tenuto.deployments.wire.answers import Executed, Loop, Refused, Rule
 from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.liveness import GIVEN_UP_S
-from tenuto.deployments.wire.messages import BatchFailed, BatchRan, GpuletCloses, Message
+from tenuto.deployments.wire.messages import BatchFailed, BatchRan, Generated, GpuletCloses, Message
 from tenuto.deployments.wire.peer import Finder
 from tenuto.deployments.wire.status import DispatchingStatus, EndedRequest, GatewayReport, GpuletStatus, NetworkStatus
 from tenuto.deployments.wire.tensors import InputPart
@@ -46,6 +47,7 @@ from tenuto.errors import refused
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.generating import Sampling
 
 logger = logging.getLogger("ray.serve")
 
@@ -111,6 +113,7 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._fleet = Fleet(find_gpulet, self, make_connection)
         self._charge = charge or Charge()
+        self._generations = Generations(self.accounts, self._charge, lambda: self._time.clock_ms)
         self._plan: Plan | None = None
         self._plan_data: dict[str, Any] | None = None
         self._scheduler: Scheduler = UnplannedScheduler()
@@ -172,6 +175,7 @@ class Dispatcher:
             )
         self._latency_ratios.restart()
         self._fleet.adopt(plan, standby)
+        self._generations.follow(lambda: self._fleet, self._asked)
         self.accounts.advice.follow(plan, self._clock())
         if self._ticker is None:
             self._tick()
@@ -224,6 +228,7 @@ class Dispatcher:
                 timer.cancel()
         for request in list(self._open.values()):
             self._refuse(request, Refused(Outcome.FAILED, "the server is shutting down; send the request again"))
+        self._generations.close()
         await self._fleet.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -299,6 +304,43 @@ class Dispatcher:
         if request.is_waiting:
             self._scheduler.cancel(now, request.model, request.id)
         self._carry_out(now)
+
+    def generate(
+        self,
+        model: str,
+        asker: TokenAsker,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        arrived_ms: float | None = None,
+        ttft_ms: float = INF,
+        tpot_ms: float = INF,
+        client_id: str = "",
+    ) -> Generation:
+        """Generate after a prompt; `asker` is told of each token.
+
+        Args:
+            model: a model of the plan that generates.
+            asker: is told what comes.
+            prompt: its tokens.
+            sampling: how further ones are chosen.
+            arrived_ms: when the request came, on the monotonic clock; default now.
+            ttft_ms: time allowed from then to the first token.
+            tpot_ms: mean time allowed for each further one.
+            client_id: the client's id of the request.
+
+        Raises:
+            KeyError: the plan has no such model.
+        """
+        _ = self._asked[model]
+        arrived = self._time.clock_ms if arrived_ms is None else arrived_ms
+        return self._generations.begin(
+            model, asker, prompt, sampling, arrived_ms=arrived, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client_id=client_id
+        )
+
+    def leave(self, generation: Generation, *, is_answered: bool = False) -> None:
+        """Forget a generation whose client went away, or that has brought all that was wanted."""
+        self._generations.leave(generation, is_answered=is_answered)
 
     def _enqueue(self, request: Request, now: float) -> None:
         """Give the core a request that it does not hold."""
@@ -469,6 +511,7 @@ class Dispatcher:
         self.accounts.events.add("gpu-let lost", f"{gpulet.id}: {reason}")
         lost = gpulet.lose()
         self._withhold(gpulet, now)
+        self._generations.lost(gpulet, reason)
         for batch in lost:
             self._retry_or_fail(batch, now, f"{_NO_ANSWER} ({reason})")
         self._charge.lost(connection)
@@ -482,6 +525,8 @@ class Dispatcher:
             self._batch_ran(gpulet, message, body)
         elif isinstance(message, BatchFailed):
             self._batch_failed(gpulet, message)
+        elif isinstance(message, Generated):
+            self._generations.came(gpulet, message)
         elif isinstance(message, GpuletCloses):
             self._closes(gpulet, message)
         else:

@@ -52,6 +52,8 @@ class AttachedGpulet:
     predicted_ms: float = 0.0  # planned time of its batches
     batches: int = 0
     lost: int = 0  # how often its connection ended
+    generating: set[int] = field(default_factory=set)  # the numbers of its generations
+    free_blocks: int = -1  # that no sequence there held after its last step; -1: not known
 
     @property
     def is_ready(self) -> bool:
@@ -151,7 +153,7 @@ class Fleet:
 
         async def close_when_idle() -> None:
             limit = asyncio.get_running_loop().time() + _LAST_ANSWERS_S
-            while gpulet.running and asyncio.get_running_loop().time() < limit:
+            while (gpulet.running or gpulet.generating) and asyncio.get_running_loop().time() < limit:
                 await asyncio.sleep(0.02)
             await gpulet.connection.stop()
             gpulet.lose()
@@ -217,6 +219,8 @@ class Fleet:
                 lost=gpulet.lost,
                 running=[RunningBatch(batch.name, batch.size) for batch in gpulet.running.values()],
                 slowdown=dict(slowdowns.get(index, {})),
+                generating=len(gpulet.generating),
+                free_blocks=None if gpulet.free_blocks < 0 else gpulet.free_blocks,
             )
             found.append(described if state is None else state.described(described))
         return found

@@ -11,6 +11,8 @@ from tenuto.deployments.wire.status import Buckets
 # coarse elsewhere.
 _PARTS_OF_SLO = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 5.0)
 
+# unit: bounds of a histogram in seconds, those of vLLM's times to a token
+TOKEN_TIMES = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 BATCH_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)  # unit: bounds of a histogram
 
 

@@ -11,15 +11,19 @@ import time
 from collections import deque
 from itertools import islice
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
-from tenuto.deployments.wire.status import EndedRequest
+from tenuto.deployments.wire.status import EndedRequest, Tokens
+
+if TYPE_CHECKING:
+    from tenuto.deployments.dispatch.generations import Generation
 
 _KEPT = 4096  # limit: requests that the log shows
 # The end (wall clock, s), id, model, arrival, end and deadline (ms), and the times or the refusal. The request itself,
 # its inputs and its outputs are not kept.
-_Ended = tuple[float, str, str, float, float, float, "_Times | Refused"]
+_Ended = tuple[float, str, str, float, float, float, "_Times | Refused | tuple[str, Tokens]"]
 _Times = tuple[str, int, float, float, float, float]
 _times_of = attrgetter("gpulet", "batch_size", "sent_ms", "started_ms", "execution_ms", "planned_ms")
 
@@ -37,10 +41,19 @@ class RequestLog:
             [(now_s, r.client_id, r.name, r.arrived_ms, ended_ms, r.deadline_ms, times) for r in requests]
         )
 
-    def add_refused(self, request: Request, refused: Refused, ended_ms: float) -> None:
+    def add_refused(
+        self, client_id: str, model: str, arrived_ms: float, deadline_ms: float, refused: Refused, ended_ms: float
+    ) -> None:
         """Keep a request that is refused now."""
-        times = request.arrived_ms, ended_ms, request.deadline_ms
-        self._ended.append((time.time(), request.client_id, request.name, *times, refused))
+        self._ended.append((time.time(), client_id, model, arrived_ms, ended_ms, deadline_ms, refused))
+
+    def add_generated(self, generation: Generation, ended_ms: float) -> None:
+        """Keep a generation that ended by itself."""
+        g = generation
+        told = Tokens(len(g.prompt), g.tokens, g.first_ms - g.arrived_ms, g.measured_tpot_ms)
+        late_by_ms = 0.0 if g.is_in_time else math.inf
+        times = g.arrived_ms, ended_ms, ended_ms - late_by_ms, (g.gpulet, told)
+        self._ended.append((time.time(), g.client_id, g.name, *times))
 
     def newest(self, request_id: str | None = None, limit: int = 100) -> list[EndedRequest]:
         """Return records, the newest first; with an id, only those with this id. (A request with several samples has
@@ -64,6 +77,16 @@ def _record(ended: _Ended) -> EndedRequest:
             reason=what.reason or None,
             rule=what.rule or None,
             loop=what.loop or None,
+        )
+    if isinstance(what[1], Tokens):
+        return EndedRequest(
+            id=request_id,
+            model=model,
+            outcome="ok" if ended_ms <= deadline_ms else "late",
+            gpulet=what[0],
+            received_at_s=received_at_s,
+            answered_ms=lasted_ms,
+            tokens=what[1],
         )
     gpulet, batch_size, sent_ms, started_ms, execution_ms, planned_ms = what
     late_ms = ended_ms - deadline_ms

@@ -17,7 +17,7 @@ class Route(NamedTuple):
 
     `caller`: who asks, where clients have keys. `began_s`: when a proxy in front took the request, in Unix time.
     `call` makes the request's call. `split`: where it leads by chance, each with what a number below 1 must be below,
-    the last one with infinity. `shadows`: the versions that get copies, likewise.
+    the last one with infinity. `shadows`: the versions that get copies, likewise. `action`: what is asked for.
     """
 
     handle: Callable[[Exchange, Route], None]
@@ -33,14 +33,22 @@ class Route(NamedTuple):
     call: Any = None
     split: tuple[tuple[float, Route], ...] = ()
     shadows: tuple[tuple[float, str], ...] = ()
+    action: str = ""
+
+
+_OPENAI = {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}
+_OF_MODELS = ("infer", "generate", "generate_stream")
 
 
 def load_path(url: bytes) -> tuple[str, str, str]:
-    """Return (infer|predict, model, version) for the two paths that carry load, "" for a version that is not named;
-    else three empty strings."""
+    """Return (infer|predict|generate|generate_stream|completions|chat, model, version) for the paths that carry load,
+    "" for a version that is not named, and for a model that only the body names; else three empty strings."""
+    found = _OPENAI.get(url.partition(b"?")[0])
+    if found is not None:
+        return found, "", ""
     parts = url.partition(b"?")[0].decode("latin-1").split("/")
-    if len(parts) in (5, 7) and parts[1:3] == ["v2", "models"] and parts[-1] == "infer":
-        action, model, version = "infer", parts[3], parts[4:-1]
+    if len(parts) in (5, 7) and parts[1:3] == ["v2", "models"] and parts[-1] in _OF_MODELS:
+        action, model, version = parts[-1], parts[3], parts[4:-1]
     elif len(parts) in (3, 5) and parts[1] == "predict":
         action, model, version = "predict", parts[2], parts[3:]
     else:
@@ -56,6 +64,8 @@ def named_model(url: bytes) -> str:
     The path is read as the application reads it, which decodes all of it first.
     """
     parts = unquote(url.partition(b"?")[0].decode("latin-1")).split("/")
+    if len(parts) > 3 and parts[1:3] == ["v1", "models"]:
+        return "/".join(parts[3:])
     names_one = len(parts) > 3 and parts[1:3] == ["v2", "models"] and parts[3:] != ["stats"]
     return parts[3] if names_one else ""
 

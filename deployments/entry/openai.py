@@ -378,8 +378,9 @@ def _tokens(text: str | list[int], name: str, tokenizer: Tokenizer | None, *, is
 
 def _no_tokenizer(name: str) -> HttpError:
     return bad_field(
-        name, "needs a tokenizer, and the model has none. Send token ids as `prompt` of /v1/completions, "
-        "or serve the model with `options.tokenizer`"
+        name,
+        "needs a tokenizer, and the model has none. Send token ids as `prompt` of /v1/completions, "
+        "or serve the model with `options.tokenizer`",
     )
 
 
@@ -402,7 +403,8 @@ def _checked(prompt: Sequence[int], most: int, name: str, asked_as: str, limits:
     room = limits.longest - len(prompt)
     if room < 1:
         raise bad_field(
-            name, f"has {len(prompt)} tokens; prompt and answer may have {limits.longest} here ({limits.why}). Shorten it"
+            name,
+            f"has {len(prompt)} tokens; prompt and answer may have {limits.longest} here ({limits.why}). Shorten it",
         )
     if most > room:
         raise bad_field(
@@ -410,5 +412,3 @@ def _checked(prompt: Sequence[int], most: int, name: str, asked_as: str, limits:
             f"is {most}; beside a prompt of {len(prompt)} tokens there is room for {room} ({limits.why}). Ask for less",
         )
     return most or room
-
-

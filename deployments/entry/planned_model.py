@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +13,15 @@ import orjson
 
 from tenuto.deployments.entry.oip import RequestReader, TensorSpec
 from tenuto.deployments.entry.own_hooks import OwnHooks
+from tenuto.deployments.entry.texts import Tokenizer, open_tokenizer
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement.versions import split_name
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.hooks import Classifier, Hooks, load_hooks, made_inputs
 from tenuto.profiles.networks.model_options import HookOptions
+
+logger = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,10 @@ class PlannedModel:
         self.reader = RequestReader(())
         self.hooks: OwnHooks | None = None  # None: what reads pictures and texts
         self._hooked: tuple[HookOptions, ModelSignature, float] | None = None  # what they were made for
+        self.tokenizer: Tokenizer | None = None
+        self.tokenizer_problem = ""  # why there is none, if there should be one
+        self.tpot_ms = math.inf
+        self._tokenized: tuple[Any, Any] | None = None  # what the tokenizer was opened for
 
     def follow(
         self, slo_ms: float, alone_ms: float, signature: ModelSignature | None, hooks: HookOptions, *, is_ready: bool
@@ -92,6 +102,19 @@ class PlannedModel:
             self.close()
             self._hooked = hooks, self.interface.signature, slo_ms
             self.hooks = OwnHooks(self.name, hooks, self.interface.signature, slo_ms)
+
+    def follow_texts(self, options: Mapping[str, Any], weights: str | None, tpot_ms: float) -> None:
+        """Open the tokenizer of a model that generates, once."""
+        self.tpot_ms = tpot_ms
+        wanted = options.get("tokenizer"), weights
+        if self.interface is None or self.interface.signature.generates is None or self._tokenized == wanted:
+            return
+        self.tokenizer, self.tokenizer_problem, self._tokenized = None, "", wanted
+        try:
+            self.tokenizer = open_tokenizer(*wanted)
+        except (InvalidInputError, EnvironmentFaultError) as error:
+            self.tokenizer_problem = str(error)
+            logger.warning("%s takes no texts: %s", self.name, error)
 
     @property
     def after_ms(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from tenuto import __version__
 from tenuto.deployments.entry.exchange import HttpError
@@ -38,9 +38,10 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
     add_docs(app)
 
     @app.exception_handler(HttpError)
-    async def _http_error(_request: Request, error: HttpError) -> JSONResponse:
+    async def _http_error(request: Request, error: HttpError) -> Response:
         headers = {"retry-after": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
-        return JSONResponse({"error": error.message, **error.details}, error.status, headers)
+        payload = error.payload(request.url.path.encode())
+        return Response(payload, error.status, headers, media_type="application/json")
 
     add_error_answers(app, "this server")
 
@@ -59,6 +60,7 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
                 "statistics",
                 "model_repository",
                 "model_configuration",
+                "generate",
             ],
         }
 
@@ -79,6 +81,16 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
         models = (await service.dispatching.status()).models
         shown = [_statistics(name, counts) for name, counts in models.items() if _may_ask(request, name)]
         return {"model_stats": shown}
+
+    @app.get("/v1/models", tags=["generation"], summary="The models of the key that generate, as OpenAI lists them")
+    async def written_by(request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": [_openai(name) for name in service.generative() if _may_ask(request, name)]}
+
+    @app.get("/v1/models/{model:path}", tags=["generation"], summary="A model that generates")
+    async def one_written_by(model: str) -> dict[str, Any]:
+        if model not in service.generative():
+            raise HttpError(404, f"no model '{model}' that generates is here. GET /v1/models lists them.")
+        return _openai(model)
 
     for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         _add_model_routes(app, service, prefix)
@@ -110,6 +122,10 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
+
+
+def _openai(model: str) -> dict[str, Any]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "tenuto"}
 
 
 def _may_ask(request: Request, model: str) -> bool:

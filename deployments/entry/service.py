@@ -21,6 +21,7 @@ from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.call import InferCall
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash, expired, fail, inflated
+from tenuto.deployments.entry.generation_call import GenerationCall
 from tenuto.deployments.entry.heads import Route, began_s, load_path, named_model, slo_of
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.oip import (
@@ -30,6 +31,7 @@ from tenuto.deployments.entry.oip import (
     BadRequestError,
     InferRequest,
 )
+from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody, Wanted, read_body, wanted
 from tenuto.deployments.entry.planned_model import ModelInterface, PlannedModel
 from tenuto.deployments.entry.splits import CopiedCall, Copies, Split, splits_of
 from tenuto.deployments.entry.traces import Traces
@@ -53,6 +55,12 @@ _MOST_TEXT_BYTES = 1 << 20  # limit: of a text for /predict: tokenizers hold the
 _LONGEST_BEFORE_S = 60.0  # limit: a proxy that says more has another clock
 _WITHOUT_KEY = b"/v2/health/"  # load balancers have none
 _BEARER = b"www-authenticate: Bearer\r\n"
+_GENERATIONS: dict[str, type[CompletionBody] | type[ChatBody] | type[GenerateBody]] = {
+    "completions": CompletionBody,
+    "chat": ChatBody,
+    "generate": GenerateBody,
+    "generate_stream": GenerateBody,
+}
 _DECODERS = min(4, os.cpu_count() or 1)
 _MOST_DECODING = 64  # limit: pictures and texts that wait for a thread; what comes then is turned away
 
@@ -149,6 +157,7 @@ class InferenceService:
                 signature, is_ready = dispatching.signature(spec.name), dispatching.is_ready(spec.name)
                 hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks
                 model.follow(spec.slo_ms, _alone_ms(plan, spec.name), signature, hooks, is_ready=is_ready)
+                model.follow_texts(spec.options, spec.weights_path or spec.source, math.inf)
         self._splits = {} if plan is None else splits_of(plan.models, dispatching)
         for name in known.keys() - self._models.keys():
             known[name].close()
@@ -177,6 +186,11 @@ class InferenceService:
     def versions(self, name: str) -> list[str]:
         """Return the versions of a model of the plan."""
         return [model.version for model in self._models.values() if model.model == name]
+
+    def generative(self) -> list[str]:
+        """Return the models that generate and can be asked."""
+        found = [each for each in self._models.values() if each.is_ready and each.interface is not None]
+        return list(dict.fromkeys(each.model for each in found if each.interface.signature.generates is not None))
 
     def name(self, model: str, version: str = "") -> str:
         """Return what the plan calls what a client names."""
@@ -253,6 +267,8 @@ class InferenceService:
                 if head.length > _MOST_COLD_BYTES:
                     raise HttpError(413, _COLD_TOO_LARGE)
                 route = Route(self._answer_cold, caller=caller)
+            elif not name:
+                route = self._generation_route(action, None, head)._replace(caller=caller)
             else:
                 route = self._load_route(action, self._known(name, version), head)
                 if not version and name in self._splits:
@@ -306,7 +322,13 @@ class InferenceService:
             histogram.add(before_s)
 
     def _load_route(self, action: str, model: PlannedModel, head: Head) -> Route:
-        self._ready(model)
+        generates = self._ready(model).signature.generates is not None
+        if generates != (action in _GENERATIONS):
+            cure = "Ask /v1/completions." if generates else "Ask /v2/models/MODEL/infer."
+            does = "generates: it takes no tensors" if generates else "has no language-modelling head"
+            raise HttpError(400, f"'{model.model}' {does}. {cure}")
+        if generates:
+            return self._generation_route(action, model, head)
         headers = head.headers
         encoding = headers.get(b"content-encoding")
         length = headers.get(b"inference-header-content-length")
@@ -325,6 +347,23 @@ class InferenceService:
             began_s=began_s(headers),
             traceparent=headers.get(b"traceparent"),
             call=InferCall,
+        )
+
+    def _generation_route(self, action: str, model: PlannedModel | None, head: Head) -> Route:
+        """Return the route of a generation; of OpenAI's interface only the body names the model."""
+        headers = head.headers
+        encoding = headers.get(b"content-encoding")
+        if head.length > _MOST_TEXT_BYTES:
+            raise HttpError(413, f"a prompt may have {_MOST_TEXT_BYTES >> 10} KiB. Send less of it.")
+        return Route(
+            self._generate,
+            model,
+            slo_of(headers),
+            encoding=None if encoding == b"identity" else encoding,
+            client_id=headers.get(b"x-request-id", b"").decode("latin-1"),
+            began_s=None if model is None else began_s(headers),
+            traceparent=headers.get(b"traceparent"),
+            action=action,
         )
 
     def _split_route(self, action: str, split: Split, head: Head, rest: Route) -> Route:
@@ -350,8 +389,7 @@ class InferenceService:
         slo_ms = model.slo_ms if route.slo_ms is None else route.slo_ms
         now_ms = self._clock() * 1000.0
         if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
-            reason = "more requests come than this gateway can read. Retry in a second."
-            raise HttpError(429, reason, retry_after_s=1.0, details={"outcome": Outcome.REJECTED.word})
+            raise _behind()
         call: InferCall
         call, encoding = self._call(exchange, route, model, slo_ms), route.encoding
         json_bytes = len(exchange.body) if route.json_length is None else route.json_length
@@ -366,6 +404,57 @@ class InferenceService:
             return call.parse(inflated(exchange.body, encoding, limit))
 
         self._aside(exchange, parse, call.begin_parsed)
+
+    def _generate(self, exchange: Exchange, route: Route) -> None:
+        """Answer a request for generation. Large prompts are read in threads: tokenizers take their time."""
+
+        def read() -> tuple[PlannedModel, Wanted, str]:
+            body = bytes(exchange.body)
+            if route.encoding is not None:
+                body = inflated(body, route.encoding, _MOST_TEXT_BYTES)
+            return self._wanted(body, route)
+
+        if route.encoding is None and len(exchange.body) <= JSON_AT_ONCE_BYTES:
+            self._begin_generation(exchange, route, *read())
+        else:
+            self._aside(exchange, read, lambda found: self._begin_generation(exchange, route, *found))
+
+    def _wanted(self, body: bytes, route: Route) -> tuple[PlannedModel, Wanted, str]:
+        """Return the model that is asked, what it is asked for, and the id that the body gives the request."""
+        parsed = read_body(_GENERATIONS[route.action], body)
+        model = route.model
+        if isinstance(parsed, GenerateBody):
+            assert model is not None
+            own_id = parsed.id
+        else:
+            own_id = ""
+            if route.caller is not None and not route.caller.may_ask(parsed.model):
+                raise HttpError(403, f"the key of '{route.caller.name}' is not for model '{parsed.model}'.")
+            split = self._splits.get(parsed.model)
+            drawn = self._draw() if split is not None else 0.0
+            below = () if split is None else split.canaries
+            model = self._models.get(next((name for most, name in below if drawn < most), "")) or self._known(
+                parsed.model
+            )
+        limits = self._ready(model).signature.generates
+        if limits is None:
+            raise HttpError(400, f"'{model.model}' has no language-modelling head. Ask /v2/models/MODEL/infer.")
+        if model.tokenizer_problem:
+            raise HttpError(400, model.tokenizer_problem)
+        is_streamed = route.action == "generate_stream"
+        return model, wanted(parsed, model.model, model.tokenizer, limits, is_streamed=is_streamed), own_id
+
+    def _begin_generation(
+        self, exchange: Exchange, route: Route, model: PlannedModel, asked: Wanted, own_id: str
+    ) -> None:
+        ttft_ms = model.slo_ms if route.slo_ms is None else route.slo_ms
+        now_ms = self._clock() * 1000.0
+        if self.lag.is_behind(now_ms - exchange.arrived_ms, ttft_ms, now_ms):
+            raise _behind()
+        traced = None if self.traces is None else self.traces.begin(route.traceparent)
+        name = self.request_id(own_id or route.client_id)
+        call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced)
+        call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=model.tpot_ms)
 
     def _predict(self, exchange: Exchange, route: Route) -> None:
         """Answer a raw image or text. Decoding and resizing are real work: in threads, where they delay no timer."""
@@ -482,6 +571,11 @@ class InferenceService:
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
             self.traces.close()
+
+
+def _behind() -> HttpError:
+    reason = "more requests come than this gateway can read. Retry in a second."
+    return HttpError(429, reason, retry_after_s=1.0, details={"outcome": Outcome.REJECTED.word})
 
 
 def _alone_ms(plan: Plan, model: str) -> float:

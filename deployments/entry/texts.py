@@ -80,7 +80,10 @@ class FileTokenizer:
             self._template = None if not isinstance(source, str) else _environment().from_string(source)
         except TemplateError as error:
             raise refused(
-                "chat_template", place, f"is no template ({first_line(error)})", "Correct the template of the tokenizer."
+                "chat_template",
+                place,
+                f"is no template ({first_line(error)})",
+                "Correct the template of the tokenizer.",
             ) from error
         except Exception as error:  # the package raises a plain Exception
             raise refused(

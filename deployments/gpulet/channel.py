@@ -19,6 +19,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,7 +27,7 @@ from tenuto.deployments.gpulet.inbox import Source
 from tenuto.deployments.wire.encryption import Identity, TlsSocket
 from tenuto.deployments.wire.frames import Address, FrameSocket, WrongFrameError, listener
 from tenuto.deployments.wire.liveness import BEAT_S
-from tenuto.deployments.wire.messages import GpuletState, Message, RunBatch, TakeCharge, Term
+from tenuto.deployments.wire.messages import Generate, GpuletState, Message, RunBatch, StopGenerating, TakeCharge, Term
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import Buffer
 
@@ -35,7 +36,7 @@ logger = logging.getLogger("ray.serve")
 _HANDSHAKE_S = 5.0  # limit: time for a dispatcher's TLS handshake
 
 
-class _Peer:
+class Peer:
     """A connected dispatcher, and its batches that are not answered yet."""
 
     def __init__(self, connection: FrameSocket, channel: Channel) -> None:
@@ -66,7 +67,7 @@ class ArrivedBatch:
 
     __slots__ = ("_peer", "body", "is_aborted", "message", "received_at")
 
-    def __init__(self, peer: _Peer, message: RunBatch, body: memoryview, received_at: float) -> None:
+    def __init__(self, peer: Peer, message: RunBatch, body: memoryview, received_at: float) -> None:
         self._peer = peer
         self.message = message
         self.body = body
@@ -93,29 +94,51 @@ class ArrivedBatch:
         self._peer.connection.send(message, buffers)
 
 
+class ArrivedSequence:
+    """One sequence to be generated, from its arrival at the gpu-let on. `received_at` is on the monotonic clock in
+    s."""
+
+    __slots__ = ("message", "peer", "received_at")
+
+    def __init__(self, peer: Peer, message: Generate, received_at: float) -> None:
+        self.peer = peer
+        self.message = message
+        self.received_at = received_at
+
+
+class LeftSequences(NamedTuple):
+    """The sequences of a dispatcher that nobody waits for any more, by its own numbers."""
+
+    peer: Peer
+    numbers: list[int]
+
+
+Arrived = ArrivedBatch | ArrivedSequence | LeftSequences
+
+
 class Channel:
     """Listens, and hands batches to the worker. Invariant: every peer has presented the token."""
 
     def __init__(
-        self, name: str, token: str, on_batch: Callable[[ArrivedBatch], None], watch: Callable[[Source], None]
+        self, name: str, token: str, on_work: Callable[[Arrived], None], watch: Callable[[Source], None]
     ) -> None:
         """Prepare; `listen` begins.
 
         Args:
             name: the gpu-let's id, for threads and logs.
             token: the token that a dispatcher must present.
-            on_batch: takes a batch, on the thread that read it; must not wait.
+            on_work: takes a batch, or what is about sequences, on the thread that read it; must not wait.
             watch: lets the worker read the socket of a dispatcher of this machine.
         """
         self._name = name
         self._token = token
-        self._on_batch = on_batch
+        self._on_work = on_work
         self._watch = watch
         self._state: GpuletState | None = None
         self._identity = Identity()
         self._listeners: dict[tuple[str, bool], socket.socket] = {}
-        self._peers: set[_Peer] = set()
-        self._in_charge: dict[str, tuple[_Peer | None, Term]] = {}  # by sub-cluster
+        self._peers: set[Peer] = set()
+        self._in_charge: dict[str, tuple[Peer | None, Term]] = {}  # by sub-cluster
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         threading.Thread(target=self._beat, name=f"gpu-let {name} beats", daemon=True).start()
@@ -147,7 +170,7 @@ class Channel:
             peer.connection.limit_bodies(state.most_asked_bytes())
         self.tell(state, peers)
 
-    def tell(self, message: Message, peers: Sequence[_Peer] | None = None) -> None:
+    def tell(self, message: Message, peers: Sequence[Peer] | None = None) -> None:
         """Send a message to these peers, by default to all."""
         for peer in list(self._peers) if peers is None else peers:
             peer.connection.send(message)
@@ -183,7 +206,7 @@ class Channel:
                 logger.warning("gpu-let %s closes a connection of an unknown peer: %s", self._name, error)
                 connection.close()
                 return
-        peer = _Peer(FrameSocket(way), self)
+        peer = Peer(FrameSocket(way), self)
         hello = peer.connection.greet(self._token)
         if hello is None:
             peer.connection.close()
@@ -201,7 +224,7 @@ class Channel:
         else:
             self._receive(peer)
 
-    def _receive(self, peer: _Peer) -> None:
+    def _receive(self, peer: Peer) -> None:
         """Receive from one peer until it is gone."""
         try:
             while True:
@@ -211,7 +234,7 @@ class Channel:
             self._lost(peer, error)
             peer.connection.close()
 
-    def read(self, peer: _Peer, *, is_fresh: bool) -> bool:
+    def read(self, peer: Peer, *, is_fresh: bool) -> bool:
         """Take the messages that have come from a peer; False when the worker must stop watching it."""
         received_at = time.monotonic() if is_fresh else math.nan
         try:
@@ -222,7 +245,7 @@ class Channel:
             return False
         return not peer.connection.is_amid_body
 
-    def unwatched(self, peer: _Peer) -> None:
+    def unwatched(self, peer: Peer) -> None:
         """Close a peer that is gone. A peer that sends a large body gets a thread instead."""
         if peer in self._peers:
             threading.Thread(
@@ -231,7 +254,7 @@ class Channel:
         else:
             peer.connection.close()
 
-    def _lost(self, peer: _Peer, error: Exception) -> None:
+    def _lost(self, peer: Peer, error: Exception) -> None:
         if isinstance(error, WrongFrameError):
             logger.warning("gpu-let %s closes a connection: %s", self._name, error)
         with self._lock:
@@ -244,16 +267,20 @@ class Channel:
         if is_left and state is not None:
             self.announce(state)
 
-    def _take(self, peer: _Peer, message: Message, body: memoryview, received_at: float) -> None:
+    def _take(self, peer: Peer, message: Message, body: memoryview, received_at: float) -> None:
         if isinstance(message, RunBatch):
             batch = peer.running[message.number] = ArrivedBatch(peer, message, body, received_at)
-            self._on_batch(batch)
+            self._on_work(batch)
+        elif isinstance(message, Generate):
+            self._on_work(ArrivedSequence(peer, message, time.monotonic() if math.isnan(received_at) else received_at))
+        elif isinstance(message, StopGenerating):
+            self._on_work(LeftSequences(peer, message.numbers))
         elif isinstance(message, TakeCharge):
             self._put_in_charge(peer, message)
         else:
             logger.warning("gpu-let %s: nobody asked for a %s", self._name, type(message).__name__)
 
-    def _put_in_charge(self, peer: _Peer, wanted: TakeCharge) -> None:
+    def _put_in_charge(self, peer: Peer, wanted: TakeCharge) -> None:
         """Let a dispatcher take charge, unless another one has a later term. The terms in the state tell dispatchers
         whether they are in charge."""
         peer.sub_cluster = name = wanted.sub_cluster
@@ -270,11 +297,11 @@ class Channel:
         if state is not None:
             self.announce(state)
 
-    def _holder(self, peer: _Peer) -> tuple[_Peer | None, Term]:
+    def _holder(self, peer: Peer) -> tuple[Peer | None, Term]:
         """Return the dispatcher in charge of this peer's sub-cluster, or the one that was last, and its term."""
         return self._in_charge.get(peer.sub_cluster or "", (None, Term()))
 
-    def is_in_charge(self, peer: _Peer) -> bool:
+    def is_in_charge(self, peer: Peer) -> bool:
         """Whether no other dispatcher of the peer's sub-cluster has taken charge."""
         return peer.sub_cluster is None or self._holder(peer)[0] is peer
 
@@ -284,7 +311,7 @@ class Channel:
                 peer.connection.tick()
 
 
-def _give_up(peer: _Peer) -> None:
+def _give_up(peer: Peer) -> None:
     """Mark all batches of a dispatcher so that none of them is begun."""
     for batch in list(peer.running.values()):
         batch.is_aborted = True

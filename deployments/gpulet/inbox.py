@@ -64,6 +64,11 @@ class Inbox(Generic[ItemT]):
         self._sources[descriptor] = source
         self._epoll.register(descriptor, select.EPOLLIN)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more comes than what is there."""
+        return self._is_closed
+
     def close(self) -> None:
         """Let `get` give out the items that are there, and then None; any thread may call this."""
         self._is_closed = True
@@ -73,15 +78,16 @@ class Inbox(Generic[ItemT]):
         if self._waits:
             os.eventfd_write(self._bell, 1)
 
-    def get(self) -> ItemT | None:
-        """Wait for the next item and return it; None when the inbox is closed and empty. For one thread only."""
+    def get(self, wait_s: float | None = None) -> ItemT | None:
+        """Wait for the next item and return it; None when the inbox is closed and empty, or when none has come within
+        `wait_s`. For one thread only."""
         items = self._items
         while True:
             # From here on `put` rings. Items that were put before are seen below; later ones end the wait.
             self._waits = True
-            waits = not items and not self._is_closed
+            waits = not items and not self._is_closed and wait_s != 0.0
             begun_s = time.monotonic()
-            ready = self._epoll.poll(None if waits else 0)
+            ready = self._epoll.poll(wait_s if waits else 0)
             self._waits = False
             is_fresh = waits and time.monotonic() - begun_s > _SLEPT_S
             for descriptor, _ in ready:
@@ -92,7 +98,7 @@ class Inbox(Generic[ItemT]):
                     self._read(descriptor, is_fresh=is_fresh)
             if items:
                 return items.popleft()
-            if self._is_closed and not ready:
+            if (self._is_closed or wait_s is not None) and not ready:
                 return None
 
     def _read(self, descriptor: int, *, is_fresh: bool) -> None:

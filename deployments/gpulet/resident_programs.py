@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.deployments.gpulet.merging_process import merge_elsewhere
-from tenuto.deployments.serve.user_config import ProgramEntry
+from tenuto.deployments.serve.user_config import GeneratesEntry, ProgramEntry
 from tenuto.deployments.wire.status import GpuletMode
-from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.hooks import try_hooks
 from tenuto.profiles.networks.inputs import Arrays, as_blocks
@@ -126,6 +126,13 @@ class ResidentPrograms:
         """Build or rebuild one program and warm up the batch sizes from 1 to the planned one."""
         if entry.name in self._entries:
             self._executor.unload(entry.name)
+        if entry.generates is not None:
+            if self._streaming is not None:
+                raise refused(
+                    "streaming", True, f"'{entry.name}' generates, and its steps cannot overlap", "Plan without it."
+                )
+            self._executor.load(entry, ())
+            return
         largest = entry.batch_size
         sizes = range(1, largest + 1) if self.is_emulated else captured_sizes(largest)
         self._executor.load(entry, sizes, merged_file)
@@ -149,6 +156,11 @@ class ResidentPrograms:
     def largest_batches(self) -> dict[str, int]:
         """Return the planned batch size of every program."""
         return {name: entry.batch_size for name, entry in self._entries.items()}
+
+    def generating(self, name: str) -> GeneratesEntry | None:
+        """Return how a program generates; None for one that does not, or is not resident."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.generates
 
     def planned_s(self, name: str) -> float:
         """Return the planned latency of the largest batch of a program in s; 0 when the plan has none."""

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tenuto.deployments.gpulet.channel import ArrivedBatch
+from tenuto.batching.core.step_order import ChunkedSteps
+from tenuto.deployments.gpulet.channel import Arrived, ArrivedBatch, ArrivedSequence, LeftSequences
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.deployments.gpulet.inbox import Inbox, Source
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
+from tenuto.deployments.gpulet.sequences import OpenSequences
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
 from tenuto.deployments.wire.arena import MappedArenas
 from tenuto.deployments.wire.bundles import read_parts
-from tenuto.deployments.wire.messages import BatchFailed, BatchRan, Message
+from tenuto.deployments.wire.messages import BatchFailed, BatchRan, EndedSequence, Generated, Message
 from tenuto.deployments.wire.tensors import RowOutput, inline_blocks, input_blocks, pack_outputs
 from tenuto.errors import first_line, new_incident
+from tenuto.outcome import Outcome
 from tenuto.profiles.networks.device import loses_device
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.runner import BatchTimes
@@ -31,7 +35,7 @@ from tenuto.profiles.networks.runner import BatchTimes
 logger = logging.getLogger("ray.serve")
 
 _Action = tuple[Callable[[], None], "asyncio.Future[None]"]
-_Item = ArrivedBatch | _Action
+_Item = Arrived | _Action
 
 
 class WorkerThread:
@@ -64,15 +68,18 @@ class WorkerThread:
         self._arenas = MappedArenas()
         self._recent: deque[dict[str, Any]] = deque(maxlen=1024)
         self._begun: dict[int, tuple[float, str]] = {}  # by `id(batch)`: when it began, and its program
+        self._sequences: dict[str, OpenSequences] = {}  # by program
+        self._ends_s = math.inf  # until when sequences go on that are open when the thread is stopped
         self.fault: str | None = None  # why no batch can run here any more
         self._thread = threading.Thread(target=self._work, name=f"gpulet {gpulet_id}", daemon=True)
         self._thread.start()
 
     # --- for other threads --------------------------------------------------------------------------------------
 
-    def put(self, batch: ArrivedBatch) -> None:
-        """Run a batch after those that wait. When it is marked as aborted before its turn, it is not run."""
-        self._inbox.put(batch)
+    def put(self, work: Arrived) -> None:
+        """Run a batch after those that wait; when it is marked as aborted before its turn, it is not run. Sequences
+        join or leave before the next step."""
+        self._inbox.put(work)
 
     def watch(self, source: Source) -> None:
         """Read this socket from now on, whenever the worker would otherwise wait."""
@@ -95,6 +102,7 @@ class WorkerThread:
 
     async def stop(self, timeout_s: float) -> None:
         """Finish all batches that have come, and end the thread. Returns after `timeout_s` even if it still runs."""
+        self._ends_s = time.monotonic() + timeout_s / 2.0
         self._inbox.close()
         await self._loop.run_in_executor(None, self._thread.join, timeout_s)
 
@@ -118,13 +126,43 @@ class WorkerThread:
                 name=f"gpulet {self._id}",
             ).run()
             return
-        while (item := self._inbox.get()) is not None:
-            self._do(item)
+        idle_s: float | None = None
+        while (item := self._inbox.get(idle_s)) is not None or idle_s is not None:
+            if item is not None:
+                self._do(item)
+                is_last = False
+            else:
+                is_last = self._inbox.is_closed and time.monotonic() > self._ends_s
+            idle_s = self._steps(item is None, is_last=is_last)
+
+    def _steps(self, runs: bool, *, is_last: bool) -> float | None:
+        """Run a step of each model that has sequences, unless more has come meanwhile; return how long to wait for
+        more, None where no sequence is open."""
+        waits_s = None
+        for name, sequences in list(self._sequences.items()):
+            is_here = self._programs.generating(name) is not None
+            if is_last or not is_here or self._executor.generator(name) is not sequences.generator:
+                sequences.end_all()
+                del self._sequences[name]
+            elif sequences:
+                begun = id(sequences)
+                self._begun[begun] = time.monotonic(), name
+                idle_s = sequences.step() if runs else 0.0
+                del self._begun[begun]
+                waits_s = idle_s if waits_s is None else min(waits_s, idle_s)
+        return waits_s
 
     def _do(self, item: _Item) -> None:
         """Run one batch, or one action between batches."""
         if isinstance(item, ArrivedBatch):
             self._run(item)
+            return
+        if isinstance(item, ArrivedSequence):
+            self._generate(item)
+            return
+        if isinstance(item, LeftSequences):
+            for sequences in self._sequences.values():
+                sequences.leave(item)
             return
         action, future = item
         try:
@@ -154,6 +192,33 @@ class WorkerThread:
         members = [(count, described) for count, described, _ in packed]
         ran = self._ran(batch, begun_s, execution_ms, queue_ms, members)
         batch.answer(ran, [buffer for _, _, buffers in packed for buffer in buffers])
+
+    def _generate(self, arrived: ArrivedSequence) -> None:
+        """Take a sequence, or answer why not."""
+        name, entry = arrived.message.model, self._programs.generating(arrived.message.model)
+        why = self.fault
+        if entry is None:
+            why = f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed"
+        if why is not None or entry is None:
+            ended = EndedSequence(
+                arrived.message.number, "", int(Outcome.FAILED), why or "", gpulet=self._id, may_retry=True
+            )
+            arrived.peer.connection.send(Generated([], [ended]))
+            return
+        sequences = self._sequences.get(name)
+        if sequences is None or sequences.generator is not self._executor.generator(name):
+            order = ChunkedSteps(entry.blocks, entry.block_tokens, entry.max_sequences, entry.max_batch_tokens)
+            sequences = OpenSequences(self._id, name, self._executor.generator(name), order, self._step_failed)
+            self._sequences[name] = sequences
+        sequences.take(arrived)
+
+    def _step_failed(self, error: Exception, incident: str) -> bool:
+        """Log a step that failed; return whether the device is lost."""
+        logger.error("gpu-let %s: a step failed (%s)", self._id, incident, exc_info=error)
+        lost = self._lose_device(error)
+        if lost and self.fault is not None:
+            self._on_fault(self.fault)
+        return lost
 
     def _refusal(self, batch: ArrivedBatch) -> Message | None:
         """Return the answer to a batch that must not be run; None if it may run."""
@@ -231,13 +296,18 @@ class WorkerThread:
         incident = new_incident()
         text = "gpu-let %s: a batch of %d for %s failed (%s)"
         logger.error(text, self._id, batch.size, batch.program, incident, exc_info=error)
-        lost = self.fault is None and self._executor.device.startswith("cuda") and loses_device(error)
-        if lost:
-            self.fault = f"the CUDA context of gpu-let {self._id} is lost: {first_line(error)}"
+        lost = self._lose_device(error)
         reason = f"running '{batch.program}' failed; the log of gpu-let {self._id} says why under {incident}"
         batch.answer(BatchFailed(batch.message.number, reason, may_retry=self.fault is not None))
         if lost and self.fault is not None:
             self._on_fault(self.fault)
+
+    def _lose_device(self, error: Exception) -> bool:
+        """Return whether an error has just cost the device."""
+        lost = self.fault is None and self._executor.device.startswith("cuda") and loses_device(error)
+        if lost:
+            self.fault = f"the CUDA context of gpu-let {self._id} is lost: {first_line(error)}"
+        return lost
 
 
 def _streamable(item: _Item) -> ArrivedBatch | None:

@@ -111,6 +111,13 @@ def _requests(status: SystemStatus) -> Iterator[Metric]:
     yield each.counter("batches", "Batches sent to gpu-lets.", lambda m: m.batches)
     yield each.counter("batched_requests", "Requests in these batches.", lambda m: m.batched)
     yield each.gauge("queue_length", "Requests that wait for a batch.", lambda m: m.queued)
+    writing = _Rows(("model",), (((name,), model) for name, model in models.items() if sum(model.ttft_s.counts)))
+    yield writing.histogram("time_to_first_token_seconds", "Arrival to first token.", lambda m: m.ttft_s)
+    yield writing.histogram(
+        "time_per_output_token_seconds", "Mean time of the tokens after the first.", lambda m: m.tpot_s
+    )
+    yield writing.counter("prompt_tokens", "Tokens of prompts that were answered.", lambda m: m.prompt_tokens)
+    yield writing.counter("generation_tokens", "Tokens of answers that ended.", lambda m: m.generated_tokens)
 
 
 def _planned(status: SystemStatus) -> Iterator[Metric]:
@@ -133,6 +140,9 @@ def _gpulets(status: SystemStatus) -> Iterator[Metric]:
     yield each.counter("gpulet_batches", "Batches executed.", lambda g: g.batches)
     yield each.counter("gpulet_predicted_seconds", "Time that these batches take by the plan.", lambda g: g.predicted_s)
     yield each.counter("gpulet_lost", "How often the connection to a gpu-let ended.", lambda g: g.lost)
+    writing = _Rows(("gpulet", "gpu"), (((g.id, g.gpu), g) for g in status.gpulets if g.free_blocks is not None))
+    yield writing.gauge("num_requests_running", "Generations that are open.", lambda g: g.generating)
+    yield writing.gauge("free_kv_blocks", "Memory blocks that no sequence holds.", lambda g: g.free_blocks)
     places = _Rows(("place",), (((place,), place) for place in status.drained))
     yield places.gauge("drained", "1 for a drained node, rack or GPU, which must hold nothing.", lambda _place: True)
 

@@ -19,6 +19,7 @@ from tenuto.placement import Plan
 from tenuto.placement.cluster import InstancePlace
 from tenuto.placement.plan import PlanField
 from tenuto.profiles.latency import LatencyField
+from tenuto.profiles.networks.catalogue import GenerationLimits
 
 C = TypeVar("C", bound="DispatcherConfig")
 
@@ -79,8 +80,42 @@ class MemberEntry(StrictModel):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class StepTimes(StrictModel):
+    """What a step costs on an emulated GPU, in ms: once, for each token that runs, and for each token of the sequences
+    that it reads back."""
+
+    step_ms: Annotated[float, Field(gt=0)]
+    token_ms: Annotated[float, Field(ge=0)] = 0.0
+    context_token_ms: Annotated[float, Field(ge=0)] = 0.0
+
+    def of_step_ms(self, tokens: int, context: int) -> float:
+        """Return what a step takes."""
+        return self.step_ms + tokens * self.token_ms + context * self.context_token_ms
+
+
+class GeneratesEntry(StrictModel):
+    """How a generative model runs. Its sequences have `blocks` of memory, each for `block_tokens` tokens; at most
+    `max_sequences` have begun at a time, and a step runs at most `max_batch_tokens`. `times` are those of an emulated
+    GPU, on which the model has `longest` tokens for a sequence and knows `vocabulary`."""
+
+    blocks: Annotated[int, Field(ge=1)]
+    block_tokens: Annotated[int, Field(ge=4)] = 16
+    max_sequences: Annotated[int, Field(ge=1)] = 256
+    max_batch_tokens: Annotated[int, Field(ge=1)] = 512
+    times: StepTimes | None = None
+    longest: Annotated[int, Field(ge=2)] = 4096
+    vocabulary: Annotated[int, Field(ge=1)] = 32_000
+
+    def limits(self, longest: int | None, vocabulary: int) -> GenerationLimits:
+        """Return what a sequence may be, of a model with so many positions (None: without end) and tokens."""
+        room = self.blocks * self.block_tokens
+        if longest is not None and longest <= room:
+            return GenerationLimits(longest, vocabulary, "the model's positions")
+        return GenerationLimits(room, vocabulary, "the memory for its keys and values")
+
+
 class ProgramEntry(StrictModel):
-    """A program that a gpu-let loads: one or more models that run as one.
+    """A program that a gpu-let loads: one or more models that run as one. One that `generates` is alone in its gpu-let.
 
     `latency` is l(b) of the program on this share without neighbours; `slowdown` (>= 1) is the factor by neighbours.
     `copy_in_ms` and `copy_out_ms` are ms per request. An emulated GPU takes its times from these. `weights_mib` is the
@@ -95,6 +130,7 @@ class ProgramEntry(StrictModel):
     weights_mib: float | None = None
     copy_in_ms: Annotated[float, Field(ge=0)] | None = None
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None
+    generates: GeneratesEntry | None = None
 
 
 # Chosen, not measured: neighbours and busy processors never delay a batch that much, and a client who retries still

@@ -16,7 +16,9 @@ import msgspec
 
 from tenuto.deployments.wire.status import GatewayReport, GpuletMode, GpuletStatus, MpsStatus
 from tenuto.deployments.wire.tensors import RowOutput, most_batch_bytes, most_row_bytes
+from tenuto.outcome import Outcome
 from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.generating import Sampling
 
 MOST_BUNDLED_BYTES = 16 << 20  # limit: a bundle with this many bytes leaves at once
 
@@ -144,6 +146,52 @@ class BatchFailed(_Message, tag=6):
     number: int
     reason: str
     may_retry: bool = False
+
+
+class Generate(_Message, tag=18):
+    """Generate after this prompt. The sender numbers its sequences. `first_in_ms`: the time that is left for the first
+    token; `tpot_ms`: the mean time allowed for each further one. Both are infinite where there is no bound."""
+
+    number: int
+    model: str
+    prompt: list[int]
+    sampling: Sampling
+    first_in_ms: float
+    tpot_ms: float
+    client_id: str
+
+
+class StopGenerating(_Message, tag=19):
+    """Forget these sequences: nobody waits for their tokens any more. `is_answered`: what came of them was all that
+    was wanted."""
+
+    numbers: list[int]
+    is_answered: bool = False
+
+
+class EndedSequence(NamedTuple):
+    """A sequence that ended: why by itself (`Ending`), or, with "", how it failed as `Refused` says it. `may_retry`: it
+    is not the cause, so another gpu-let can run it."""
+
+    number: int
+    finish: str
+    outcome: int = int(Outcome.OK)
+    reason: str = ""
+    retry_after_s: float | None = None
+    gpulet: str = ""
+    may_retry: bool = False
+
+
+class Generated(_Message, tag=20):
+    """What one step brought: the next token of each sequence that got one, and the sequences that ended with it.
+
+    `free_blocks`: the memory that no sequence holds after the step, in blocks of the gpu-let's model; -1 from a
+    dispatcher.
+    """
+
+    tokens: list[tuple[int, int]]
+    ended: list[EndedSequence]
+    free_blocks: int = -1
 
 
 class GpuletCloses(_Message, tag=7):
@@ -301,6 +349,9 @@ Message = (
     | RunBatch
     | BatchRan
     | BatchFailed
+    | Generate
+    | StopGenerating
+    | Generated
     | GpuletCloses
     | Requests
     | Answers

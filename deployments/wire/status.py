@@ -42,7 +42,8 @@ class ModelCounts(msgspec.Struct, kw_only=True):
     went away (`cancelled`). `batches` and `batched` requests were sent to gpu-lets. `failed_ms` is the time from
     arrival to refusal, summed over refused requests, `last_ms` when the last answer left (Unix time in ms). `queued`
     requests wait for a batch now. Planned figures are None where the plan expects nothing. Its dispatcher counts in it.
-    `share_pct` and `shadow`: what a version is sent of its model's requests.
+    `share_pct` and `shadow`: what a version is sent of its model's requests. `prompt_tokens` and `generated_tokens`:
+    those of generations that ended.
     """
 
     counted_at_s: float = 0.0
@@ -66,6 +67,8 @@ class ModelCounts(msgspec.Struct, kw_only=True):
     queued: int = 0
     share_pct: float | None = None
     shadow: bool = False
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
 
     @property
     def by_outcome(self) -> dict[str, int]:
@@ -86,7 +89,8 @@ class ModelCounts(msgspec.Struct, kw_only=True):
 
 class ModelStatus(ModelCounts, kw_only=True):
     """Counts with distributions of executed requests, in seconds: from arrival to answer, the wait for a batch, the
-    wait at the gpu-let, and the execution. `proxy_s` is the time before a proxy in front, if it says when requests
+    wait at the gpu-let, and the execution. Of generations `ttft_s` is arrival to first token, and `tpot_s` the mean
+    time of each further one. `proxy_s` is the time before a proxy in front, if it says when requests
     began."""
 
     latency_s: Buckets = Buckets()
@@ -94,6 +98,8 @@ class ModelStatus(ModelCounts, kw_only=True):
     gpulet_queue_s: Buckets = Buckets()
     execution_s: Buckets = Buckets()
     batch_sizes: Buckets = Buckets()
+    ttft_s: Buckets = Buckets()
+    tpot_s: Buckets = Buckets()
     proxy_s: Buckets | None = None
 
     def counts(self) -> ModelCounts:
@@ -146,7 +152,8 @@ class GpuletStatus(_Told, frozen=True, kw_only=True):
 
     `models`: the largest batch of every program it holds. `merged`: figures of merging, by program. `busy_s`: measured
     time of its batches; `predicted_s`: planned time of its batches. `lost`: how often its connection ended.
-    `slowdown`: measured over planned latency of recent batches, by program. Fields that only the gpu-let knows are None
+    `slowdown`: measured over planned latency of recent batches, by program. `generating`: its open generations, and
+    `free_blocks` the memory that none of them held after the last step. Fields that only the gpu-let knows are None
     or empty before it connects.
     """
 
@@ -173,6 +180,8 @@ class GpuletStatus(_Told, frozen=True, kw_only=True):
     lost: int = 0
     running: list[RunningBatch] = []
     slowdown: dict[str, float] = {}
+    generating: int = 0
+    free_blocks: int | None = None
 
 
 # --- dispatchers ------------------------------------------------------------------------------------------------------
@@ -214,6 +223,16 @@ class AdviceStatus(_Told, frozen=True, kw_only=True):
         )
 
 
+class Tokens(msgspec.Struct, frozen=True):
+    """What became of a generation: tokens of its prompt and of its answer, when the first one came after its arrival,
+    and the mean time of each further one."""
+
+    prompt: int
+    generated: int
+    ttft_ms: float
+    tpot_ms: float
+
+
 class EndedRequest(_Told, frozen=True, kw_only=True):
     """A request that ended. Times are ms after `received_at_s`; a time that no clock of this node tells is None. When
     the request was refused or late, `rule` says what refused it, and `loop` which loop could have saved it, if one
@@ -232,6 +251,7 @@ class EndedRequest(_Told, frozen=True, kw_only=True):
     reason: str | None = None
     rule: str | None = None
     loop: str | None = None
+    tokens: Tokens | None = None
 
 
 class _Dispatched(_Told, frozen=True, kw_only=True):

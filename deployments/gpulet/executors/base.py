@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from tenuto.deployments.serve.user_config import ProgramEntry
 from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.generating import Generator
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 
 
@@ -30,6 +31,9 @@ class Executor(Protocol):
 
     def signature(self, model: str) -> ModelSignature:
         """Return the signature of a member of a loaded program; KeyError if none has it."""
+
+    def generator(self, program: str) -> Generator:
+        """Return what runs a loaded program that generates; KeyError if there is none."""
 
     def run(
         self, program: str, inputs: Mapping[str, Blocks], rows: Mapping[str, int]

@@ -18,9 +18,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
+from tenuto.deployments.gpulet.executors.emulated_steps import EmulatedGenerator
+from tenuto.deployments.gpulet.executors.waiting import wait_until
+from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, ProgramEntry
 from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, lookup, with_pixels
+from tenuto.profiles.networks.generating import Generator
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 
 
@@ -39,6 +42,7 @@ class EmulatedExecutor:
         self.device = f"emulated {gpu_type}"
         self._slower = os.environ.get("TENUTO_EMULATED_SLOWER")
         self._loaded: dict[str, _Emulated] = {}
+        self._generators: dict[str, EmulatedGenerator] = {}
 
     def load(self, program: ProgramEntry, batch_sizes: Sequence[int], merged_file: str | None = None) -> None:
         """Take the latency from the plan, and signatures from the options or the catalogue. Nothing is built.
@@ -47,6 +51,9 @@ class EmulatedExecutor:
             InvalidInputError: the plan has no latency for this program, or copies take longer than a batch.
         """
         del merged_file
+        if program.generates is not None:
+            self._load_generating(program, program.generates)
+            return
         if program.latency is None:
             raise InvalidInputError(
                 f"'{program.name}' has no latency in the plan. Make the plan again with `tenuto plan`."
@@ -55,9 +62,31 @@ class EmulatedExecutor:
         signatures = {member.name: _signature(member) for member in program.members}
         self._loaded[program.name] = _Emulated(table, _copy_times_ms(program, table), signatures)
 
+    def _load_generating(self, program: ProgramEntry, generates: GeneratesEntry) -> None:
+        times = generates.times
+        if times is None:
+            raise InvalidInputError(
+                f"'{program.name}' has no times of its steps in the plan. Make the plan again with `tenuto plan`."
+            )
+
+        def step_ms(tokens: int, context: int) -> float:
+            return self._factor(program.name) * program.slowdown * times.of_step_ms(tokens, context)
+
+        self._generators[program.name] = EmulatedGenerator(
+            generates.blocks, generates.block_tokens, generates.vocabulary, step_ms
+        )
+        limits = generates.limits(generates.longest, generates.vocabulary)
+        signature = ModelSignature("tensor", (), (), platform="emulated", generates=limits)
+        self._loaded[program.name] = _Emulated([], (0.0, 0.0), {program.name: signature})
+
+    def generator(self, program: str) -> Generator:
+        """Return what runs a loaded program that generates; KeyError if there is none."""
+        return self._generators[program]
+
     def unload(self, program: str) -> None:
         """Forget a program; one that is not loaded is ignored."""
         self._loaded.pop(program, None)
+        self._generators.pop(program, None)
 
     def signature(self, model: str) -> ModelSignature:
         """Return the signature of a member of a loaded program; KeyError if none has it."""
@@ -93,8 +122,11 @@ class EmulatedExecutor:
 
     def latency_ms(self, program: str, batch_size: int) -> float:
         """Return the latency of a batch in ms, with copies and the slowdown by neighbours."""
-        factor = 1.0 if self._slower is None else json.loads(Path(self._slower).read_text()).get(program, 1.0)
-        return float(factor * self._loaded[program].latency_ms[batch_size])
+        return self._factor(program) * self._loaded[program].latency_ms[batch_size]
+
+    def _factor(self, program: str) -> float:
+        """Return the unexpected slowness that is emulated."""
+        return 1.0 if self._slower is None else float(json.loads(Path(self._slower).read_text()).get(program, 1.0))
 
     def copies_ms(self, program: str, batch_size: int) -> tuple[float, float]:
         """Return how many ms of that latency the copies in and out take."""
@@ -112,16 +144,7 @@ class EmulatedExecutor:
     def close(self) -> None:
         """Forget all programs."""
         self._loaded.clear()
-
-
-def wait_until(end_s: float) -> None:
-    """Wait until `time.perf_counter` reaches `end_s`. The last part is a busy wait, as a sleep would end too late."""
-    while (rest := end_s - time.perf_counter()) > 0:
-        if rest > _SPUN_S:
-            time.sleep(rest - _SPUN_S)
-
-
-_SPUN_S = 5e-5  # derived: Linux may wake a sleeping thread this much too late (PR_SET_TIMERSLACK)
+        self._generators.clear()
 
 
 def _copy_times_ms(program: ProgramEntry, table: Sequence[float]) -> tuple[float, float]:

@@ -13,11 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tenuto.deployments.serve.user_config import ProgramEntry
+from tenuto.deployments.serve.user_config import GeneratesEntry, ProgramEntry
+from tenuto.documents import parse_document
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.cpu_share import calm_openmp, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, pick_device
+from tenuto.profiles.networks.generating import Generator, Sampling
 from tenuto.profiles.networks.inputs import Arrays, Blocks
+from tenuto.profiles.networks.model_options import BuildOptions
 from tenuto.profiles.networks.programs import Member, load_program
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
 
@@ -55,6 +58,7 @@ class TorchExecutor:
 
         self._torch = torch
         self._programs: dict[str, ProgramRunner] = {}
+        self._generators: dict[str, tuple[Generator, ModelSignature]] = {}
         self.streams: Streams | None = cuda_streams(pick_device(device), overlapping=streaming)  # None on the CPU
         self._threads: int | None = None
         if self.streams is None:
@@ -70,14 +74,48 @@ class TorchExecutor:
         """Build a program and run every batch size `warmup_runs` times; see `load_program` for the errors."""
         self.use_threads()
         self.unload(program.name)
+        if program.generates is not None:
+            self._generators[program.name] = self._generating(program, program.generates)
+            return
         members = [Member(m.name, m.source, m.weights_path, m.options) for m in program.members]
         loaded = self._programs[program.name] = load_program(members, batch_sizes, self.streams, merged_file)
         for note in (*loaded.network.notes, *_other_weights(loaded.network.weights_mib, program.weights_mib)):
             logger.warning("%s: %s", program.name, note)
 
+    def _generating(self, program: ProgramEntry, generates: GeneratesEntry) -> tuple[Generator, ModelSignature]:
+        """Build a generative model, and run a step of each kind, so that the first request is not the slowest."""
+        from tenuto.profiles.networks.language_model import LanguageModel, load_language_model, longest_sequence
+
+        (member,) = program.members
+        options = parse_document(BuildOptions, dict(member.options), origin=f"options of {member.name}")
+        network = load_language_model(
+            member.source or member.name, weights_path=member.weights_path, seed=options.seed, config=options.config
+        )
+        text = network.config.get_text_config()
+        limits = generates.limits(longest_sequence(network.config), int(text.vocab_size))
+        made = LanguageModel(
+            network,
+            device="cpu" if self.streams is None else "cuda",
+            blocks=generates.blocks,
+            block_tokens=generates.block_tokens,
+            max_batch_tokens=generates.max_batch_tokens,
+        )
+        made.add(0, [0], Sampling(2))
+        for _ in range(2):
+            made.step([(0, 1)])
+        return made, ModelSignature("tensor", (), (), generates=limits)
+
+    def generator(self, program: str) -> Generator:
+        """Return what runs a loaded program that generates; KeyError if there is none."""
+        self.use_threads()
+        return self._generators[program][0]
+
     def unload(self, program: str) -> None:
         """Release a program and its device memory; a program that is not loaded is ignored."""
-        if self._programs.pop(program, None) is None:
+        generating = self._generators.pop(program, None)
+        if generating is not None:
+            generating[0].close()
+        elif self._programs.pop(program, None) is None:
             return
         gc.unfreeze()  # a network contains reference cycles, which `spare_the_collector` hid from the collector
         gc.collect()
@@ -86,6 +124,8 @@ class TorchExecutor:
 
     def signature(self, model: str) -> ModelSignature:
         """Return the signature of a member of a loaded program; KeyError if none has it."""
+        if model in self._generators:
+            return self._generators[model][1]
         for program in self._programs.values():
             if model in program.signatures:
                 return program.signatures[model]
@@ -113,7 +153,9 @@ class TorchExecutor:
     def ways(self) -> dict[str, str]:
         """Return how each program runs. A program that cannot be captured runs without CUDA graphs, unless asked
         for."""
-        return {name: program.network.way for name, program in self._programs.items()}
+        return {name: program.network.way for name, program in self._programs.items()} | dict.fromkeys(
+            self._generators, "continuous batching"
+        )
 
     def program(self, name: str) -> ProgramRunner:
         """Return the runner of a loaded program; KeyError if it is not loaded."""
@@ -133,6 +175,7 @@ class TorchExecutor:
     def close(self) -> None:
         """Release all programs and the device's cached memory."""
         self._programs.clear()
+        self._generators.clear()
         if self.streams is not None:
             self._torch.cuda.empty_cache()
 

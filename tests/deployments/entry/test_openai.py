@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.openai import (
-    ChatBody,
-    CompletionBody,
-    GenerateBody,
-    Usage,
-    Wanted,
-    read_body,
-    wanted,
-)
+from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody, Usage, Wanted, read_body, wanted
 from tenuto.deployments.entry.texts import ByteTokenizer, Tokenizer
 from tenuto.profiles.networks.catalogue import GenerationLimits
 from tenuto.profiles.networks.generating import Sampling

@@ -12,9 +12,9 @@ from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, blocks_of
 
 pytest.importorskip("transformers")
-import torch  # noqa: E402
+import torch
 
-from tenuto.profiles.networks.language_model import LanguageModel, load_language_model, longest_sequence  # noqa: E402
+from tenuto.profiles.networks.language_model import LanguageModel, load_language_model, longest_sequence
 
 TINY = {
     "vocab_size": 300,

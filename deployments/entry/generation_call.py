@@ -1,0 +1,197 @@
+"""One HTTP request for generation, from its parsed body to the end of its answer, streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from tenuto.deployments.dispatch.generations import Generation
+from tenuto.deployments.entry.dispatching import Dispatching
+from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, fail
+from tenuto.deployments.entry.openai import Usage, Wanted
+from tenuto.deployments.entry.texts import GrowingText, Tokenizer
+from tenuto.deployments.entry.traces import Traced, Traces
+from tenuto.deployments.wire.answers import Refused
+from tenuto.profiles.networks.generating import Ending
+
+_EVENTS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
+_LINES = b"x-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
+
+
+class SharedService(Protocol):
+    """What a gateway does for each of its requests."""
+
+    traces: Traces | None
+
+    @property
+    def now_ms(self) -> float:
+        """The monotonic clock."""
+
+
+class GenerationCall:
+    """Invariant: its generation is left as soon as its client has left, or a stop string stands in its text."""
+
+    def __init__(
+        self,
+        service: SharedService,
+        dispatching: Dispatching,
+        exchange: Exchange,
+        wanted: Wanted,
+        tokenizer: Tokenizer | None,
+        client_id: str,
+        traced: Traced | None,
+    ) -> None:
+        """Prepare; `begin` asks."""
+        self._service = service
+        self._dispatching = dispatching
+        self._exchange = exchange
+        self._wanted = wanted
+        self._id = client_id
+        self._traced = traced
+        self._text = GrowingText(tokenizer, wanted.stops)
+        self._parts: list[str] = []  # that leave with the end
+        self._tokens: list[int] = []  # of an answer that is not streamed
+        self._count = 0
+        self._generation: Generation | None = None
+        self._has_begun = self._is_over = False
+        self._first_ms = 0.0
+
+    def begin(self, model: str, *, ttft_ms: float, tpot_ms: float) -> None:
+        """Ask for the generation."""
+        self._exchange.on_left = self._leave
+        generation = self._dispatching.generate(
+            model,
+            self,
+            self._wanted.prompt,
+            self._wanted.sampling,
+            arrived_ms=self._exchange.arrived_ms,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            client_id=self._id,
+        )
+        if not self._is_over:
+            self._generation = generation
+
+    def _leave(self) -> None:
+        """The client is gone."""
+        self._is_over = True
+        if self._generation is not None:
+            self._dispatching.leave(self._generation)
+            self._generation = None
+
+    # --- what comes (TokenAsker) ------------------------------------------------------------------------------------
+
+    def wrote(self, token: int) -> None:
+        """Send the text that a token completes."""
+        if self._is_over:
+            return
+        self._count += 1
+        if self._count == 1:
+            self._first_ms = self._service.now_ms
+        text = self._text.add(token)
+        if self._wanted.is_streamed:
+            self._stream(text, token)
+        else:
+            self._parts.append(text)
+            self._tokens.append(token)
+        if self._text.is_stopped:
+            generation = self._generation
+            self._is_over, self._generation = True, None
+            if generation is not None:
+                self._dispatching.leave(generation, is_answered=True)
+            self._finish(Ending.STOP, generation)
+
+    def _stream(self, text: str, token: int) -> None:
+        self._open()
+        if self._wanted.writer.tokenless:
+            self._exchange.send(self._wanted.writer.piece(text, [token]))
+        elif self._text.is_stopped:
+            self._parts.append(text)  # it leaves with the end
+        elif text:  # else it is held back: part of a character, or maybe of a stop string
+            self._exchange.send(self._wanted.writer.piece(text, ()))
+
+    def _open(self) -> None:
+        """Begin with a stream, once."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._exchange.begin(200, self._lines(self._generation) + _EVENTS)
+            first = self._wanted.writer.first()
+            if first:
+                self._exchange.send(first)
+
+    def ended(self, finish: Ending) -> None:
+        """Send the end of the answer."""
+        if not self._is_over:
+            self._is_over = True
+            generation, self._generation = self._generation, None
+            self._finish(finish, generation)
+
+    def _finish(self, finish: Ending, generation: Generation | None) -> None:
+        wanted, exchange = self._wanted, self._exchange
+        usage = Usage(len(wanted.prompt), self._count)
+        text = "".join(self._parts) + self._text.end()
+        if self._text.is_stopped:  # also in what was held back
+            finish = Ending.STOP
+        if wanted.is_streamed:
+            self._open()
+            exchange.send(wanted.writer.last(text, (), finish.value, usage))
+            exchange.end()
+        else:
+            whole = wanted.writer.whole(text, self._tokens, finish.value, usage)
+            exchange.respond(200, self._lines(generation) + JSON, [whole])
+        self._trace(generation, finish.value, usage)
+
+    def refused(self, generation: Generation, refused: Refused) -> None:
+        """Send the refusal; amid a stream it is the last event."""
+        if self._is_over:
+            return
+        self._is_over, self._generation = True, None
+        details = {"outcome": refused.outcome.word}
+        error = HttpError(
+            refused.outcome.http_status,
+            refused.reason,
+            retry_after_s=refused.retry_after_s,
+            headers=self._lines(generation),
+            details=details,
+        )
+        if self._has_begun:
+            self._exchange.send(self._wanted.writer.failed(error))
+            self._exchange.end()
+        else:
+            fail(self._exchange, error)
+        self._trace(generation, refused.outcome.word, Usage(len(self._wanted.prompt), self._count))
+
+    def _lines(self, generation: Generation | None) -> bytes:
+        gpulet = b"" if generation is None else generation.gpulet.encode()
+        lines = _LINES % (gpulet, self._id.encode())
+        return lines if self._traced is None else lines + self._traced.header
+
+    def _trace(self, generation: Generation | None, outcome: str, usage: Usage) -> None:
+        traces, traced = self._service.traces, self._traced
+        if traces is None or traced is None or generation is None:
+            return
+        now_ms = self._service.now_ms
+        first_ms = self._first_ms or now_ms
+        about: dict[str, Any] = {"model": generation.name, "outcome": outcome, "request_id": self._id}
+        stages = {"first_token": (generation.arrived_ms, first_ms), "further_tokens": (first_ms, now_ms)}
+        traces.end(traced, arrived_ms=generation.arrived_ms, stages=stages, about={**about, **usage._asdict()})
+
+
+class CollectedTokens:
+    """Waits for the tokens of one generation, for `async for`."""
+
+    def __init__(self) -> None:
+        self.came: asyncio.Queue[int | Ending | Refused] = asyncio.Queue()
+
+    def wrote(self, token: int) -> None:
+        """Keep a token."""
+        self.came.put_nowait(token)
+
+    def ended(self, finish: Ending) -> None:
+        """Keep the end."""
+        self.came.put_nowait(finish)
+
+    def refused(self, generation: Generation, refused: Refused) -> None:
+        """Keep the refusal."""
+        del generation
+        self.came.put_nowait(refused)

@@ -1,0 +1,292 @@
+"""Generations over the gateway's own socket: a tiny language model on the CPU, and one on an emulated GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.gpulet.replica import LocalReplica
+from tenuto.deployments.gpulet.sequences import OpenSequences
+from tenuto.deployments.serve.launcher import unused_port
+from tenuto.deployments.serve.user_config import (
+    GeneratesEntry,
+    GpuletConfig,
+    GpuletSpec,
+    GpuOfGpulet,
+    MemberEntry,
+    ProgramEntry,
+    StepTimes,
+    read_gateway_config,
+)
+from tenuto.profiles.networks.generating import Sampling
+from tests.instruments.asking import until
+from tests.instruments.fake_gpulet import FakeGpulet, make_plan
+from tests.instruments.live import PATIENCE_S
+
+pytest.importorskip("transformers")
+
+TINY = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+OPTIONS = {"config": TINY, "seed": 3, "tokenizer": "bytes"}
+BLOCKS = 24
+PROMPT = "The note is held "
+
+
+def gpulet(name: str, model: str, executor: str, **generates: Any) -> tuple[GpuletSpec, GpuletConfig]:
+    member = MemberEntry(name=model, source="transformers/llama", options=OPTIONS)
+    gpu = GpuOfGpulet(id="g", type="cpu" if executor == "torch" else "v100")
+    entry = ProgramEntry(
+        name=model,
+        batch_size=1,
+        members=(member,),
+        generates=GeneratesEntry(**{"blocks": BLOCKS, "block_tokens": 16, "max_batch_tokens": 64} | generates),
+    )
+    return GpuletSpec(gpulet=name, gpu=gpu, executor=executor), GpuletConfig(programs=(entry,))  # type: ignore[arg-type]
+
+
+class Bench:
+    """A gateway over a real language model, an emulated one, and a network that does not generate."""
+
+    def __init__(self) -> None:
+        self.port = unused_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S)
+
+    async def start(self) -> None:
+        slow = StepTimes(step_ms=20.0)
+        made = {
+            "a": gpulet("a", "real", "torch"),
+            "b": gpulet("b", "slow", "emulated", times=slow, longest=300, vocabulary=256),
+            "d": gpulet("d", "mute", "emulated", times=slow, longest=300, vocabulary=256),
+        }
+        self.replicas = {name: await LocalReplica.start(*each) for name, each in made.items()}
+        self.plain = FakeGpulet("c", ("plain",))
+        await self.plain.start()
+        finders = {"c": self.plain.endpoint} | {name: each.endpoint for name, each in self.replicas.items()}
+        self.entry = Entry(lambda name: finders[name])
+        terms = {"real": {"options": OPTIONS}, "slow": {"options": {"tokenizer": "bytes"}}}
+        plan = make_plan(
+            ("a", ("real",)), ("b", ("slow",)), ("c", ("plain",)), ("d", ("mute",)), slo_ms=60_000.0, terms=terms
+        )
+        config = {"plan": plan.to_data(), "scheduler": {"name": "eager"}}
+        config["listen"] = {"host": "127.0.0.1", "port": self.port}
+        await self.entry.follow(read_gateway_config(config))
+        async with asyncio.timeout(PATIENCE_S):
+            while (await self.client.get("/v2/health/ready")).status_code != 200:
+                await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        await self.client.aclose()
+        await self.entry.close()
+        for replica in self.replicas.values():
+            await replica.close()
+        self.plain.die()
+
+    async def post(self, url: str, **document: Any) -> httpx.Response:
+        return await self.client.post(url, json=document)
+
+    async def stream(self, url: str, **document: Any) -> list[Any]:
+        """Return the events of a stream, the last of OpenAI's aside."""
+        answer = await self.post(url, **document)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.text.removesuffix("\n\n").split("\n\n")]
+        if url.startswith("/v1"):
+            assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    def sequences(self, name: str, model: str) -> OpenSequences:
+        return self.replicas[name]._worker._sequences[model]
+
+    async def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = (await self.client.get("/status")).json()
+        return found
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    await made.start()
+    yield made
+    await made.close()
+
+
+def written(prompt: str, tokens: int) -> str:
+    """Return what transformers' own `generate` writes."""
+    import torch
+
+    from tenuto.profiles.networks.language_model import load_language_model
+
+    network = load_language_model("transformers/llama", seed=3, config=TINY)
+    asked = torch.tensor([list(prompt.encode())])
+    with torch.no_grad():
+        out = network.generate(
+            asked, attention_mask=torch.ones_like(asked), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
+    return bytes(token % 256 for token in out[0, asked.shape[1] :].tolist()).decode(errors="replace")
+
+
+async def test_streamed_and_whole_answers_are_those_of_generate(bench: Bench) -> None:
+    asked = {"model": "real", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    expected = written(PROMPT, 24)
+    whole = (await bench.post("/v1/completions", **asked)).json()
+    assert whole["choices"][0]["text"] == expected
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"] == {"prompt_tokens": len(PROMPT), "completion_tokens": 24, "total_tokens": len(PROMPT) + 24}
+    streams = [bench.stream("/v1/completions", **asked, stream=True) for _ in range(3)]
+    for events in await asyncio.gather(*streams):
+        assert "".join(event["choices"][0]["text"] for event in events) == expected
+        assert len(events) > 5
+    parameters = {"max_tokens": 24}
+    parts = await bench.stream("/v2/models/real/generate_stream", text_input=PROMPT, parameters=parameters)
+    assert "".join(part["text_output"] for part in parts) == expected
+    answer = await bench.post("/v2/models/real/generate", text_input=PROMPT, id="mine", parameters=parameters)
+    assert (answer.json()["text_output"], answer.json()["id"]) == (expected, "mine")
+    status = await bench.status()
+    model, gpulet = status["models"]["real"], next(each for each in status["gpulets"] if each["id"] == "a")
+    assert (model["ok"], model["generated_tokens"], model["prompt_tokens"]) == (6, 144, 6 * len(PROMPT))
+    assert (gpulet["generating"], gpulet["free_blocks"]) == (0, BLOCKS)
+    ended = (await bench.client.get("/requests", params={"id": "mine"})).json()[0]
+    assert (ended["outcome"], ended["tokens"]["generated"]) == ("ok", 24)
+    metrics = (await bench.client.get("/metrics")).text
+    assert 'tenuto_generation_tokens_total{model="real"} 144' in metrics
+    assert 'tenuto_time_to_first_token_seconds_count{model="real"} 6' in metrics
+
+
+async def test_a_seed_makes_an_answer_again(bench: Bench) -> None:
+    asked = {"model": "real", "max_tokens": 12, "messages": [{"role": "user", "content": "hi"}]}
+    answers = [
+        (await bench.post("/v1/chat/completions", **asked, seed=seed)).json()["choices"][0]["message"]["content"]
+        for seed in (1, 1, 2)
+    ]
+    assert answers[0] == answers[1] != answers[2]
+
+
+async def test_a_stop_string_ends_an_answer_and_frees_its_memory(bench: Bench) -> None:
+    letters = (await bench.post("/v1/completions", model="slow", prompt="x", max_tokens=8)).json()["choices"][0]["text"]
+    assert len(letters) == 8
+    stop = letters[3:5]
+    for is_streamed in (False, True):
+        asked = {"model": "slow", "prompt": "x", "max_tokens": 250, "stop": stop, "stream": is_streamed}
+        if is_streamed:
+            events = await bench.stream("/v1/completions", **asked, stream_options={"include_usage": True})
+            *parts, total = events
+            text, usage = "".join(part["choices"][0]["text"] for part in parts), total["usage"]
+            finish = parts[-1]["choices"][0]["finish_reason"]
+        else:
+            answer = (await bench.post("/v1/completions", **asked)).json()
+            text, usage, finish = answer["choices"][0]["text"], answer["usage"], answer["choices"][0]["finish_reason"]
+        assert (text, finish, usage["completion_tokens"]) == (letters[:3], "stop", 5)
+    await until(lambda: bench.sequences("b", "slow").generator.free_blocks == BLOCKS)
+    assert (await bench.status())["models"]["slow"]["ok"] == 3
+    never = await bench.post("/v1/completions", model="slow", prompt="x", max_tokens=4, stop="never met")
+    assert (never.json()["choices"][0]["text"], never.json()["choices"][0]["finish_reason"]) == (letters[:4], "length")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_leaves_frees_its_memory_within_two_steps(bench: Bench, is_streamed: bool) -> None:
+    request = {"model": "slow", "prompt": "x", "max_tokens": 250, "stream": is_streamed}
+    reader, writer = await asyncio.open_connection("127.0.0.1", bench.port)
+    body = json.dumps(request).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    if is_streamed:
+        await reader.readuntil(b"data: ")
+    await until(lambda: "slow" in bench.replicas["b"]._worker._sequences)
+    sequences = bench.sequences("b", "slow")
+    await until(lambda: sequences.generator.free_blocks < BLOCKS)
+    writer.transport.abort()
+    before = sequences.steps
+    await until(lambda: sequences.generator.free_blocks == BLOCKS)
+    assert sequences.steps - before <= 2
+    assert len(sequences) == 0
+    assert (await bench.status())["models"]["slow"]["cancelled"] == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "document", "status", "says"),
+    [
+        ("/v1/completions", {"model": "real", "prompt": "x" * 400}, 400, "the memory for its keys and values"),
+        ("/v1/completions", {"model": "slow", "prompt": "x" * 300}, 400, "the model's positions"),
+        ("/v1/completions", {"model": "real", "prompt": "x", "max_tokens": 384}, 400, "room for 383"),
+        ("/v1/completions", {"model": "real", "prompt": "x", "top_k": 3}, 400, "top_k"),
+        ("/v1/completions", {"model": "mute", "prompt": "x"}, 400, "options.tokenizer"),
+        ("/v1/completions", {"model": "mute", "prompt": [300]}, 400, "0 to 255"),
+        ("/v1/completions", {"model": "plain", "prompt": "x"}, 400, "no language-modelling head"),
+        ("/v1/chat/completions", {"model": "absent", "messages": [{"role": "user", "content": "x"}]}, 404, "absent"),
+        ("/v2/models/plain/generate", {"text_input": "x"}, 400, "no language-modelling head"),
+        ("/v2/models/real/infer", {"inputs": []}, 400, "/v1/completions"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_before_anything_runs(
+    bench: Bench, url: str, document: dict[str, Any], status: int, says: str
+) -> None:
+    answer = await bench.post(url, **document)
+    error = answer.json()["error"]
+    assert answer.status_code == status
+    assert says in (error["message"] if url.startswith("/v1") else error)
+    assert not any(replica._worker._sequences for replica in bench.replicas.values())
+
+
+async def test_token_ids_need_no_tokenizer(bench: Bench) -> None:
+    answer = (await bench.post("/v1/completions", model="mute", prompt=[1, 2], max_tokens=3)).json()["choices"][0]
+    assert (answer["text"], len(answer["token_ids"])) == ("", 3)
+    events = await bench.stream("/v1/completions", model="mute", prompt=[1, 2], max_tokens=3, stream=True)
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == answer["token_ids"]
+
+
+async def test_models_are_listed(bench: Bench) -> None:
+    listed = (await bench.client.get("/v1/models")).json()
+    assert [model["id"] for model in listed["data"]] == ["real", "slow", "mute"]
+    assert (await bench.client.get("/v1/models/slow")).json()["id"] == "slow"
+    assert (await bench.client.get("/v1/models/plain")).status_code == 404
+
+
+async def test_a_step_that_fails_ends_its_sequences_and_not_the_gpulet(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = bench.replicas["b"]._executor.generator("slow")
+    for error, says in ((ValueError("bug"), "a step failed"), (MemoryError(), "not enough memory")):
+        with monkeypatch.context() as broken:
+
+            def fail(chunks: Any, error: Exception = error) -> Any:
+                raise error
+
+            broken.setattr(generator, "step", fail)
+            answer = await bench.post("/v1/completions", model="slow", prompt="x", max_tokens=3)
+        assert answer.status_code == 503
+        assert says in answer.json()["error"]["message"]
+        assert generator.free_blocks == BLOCKS
+    assert (await bench.post("/v1/completions", model="slow", prompt="x", max_tokens=3)).status_code == 200
+
+
+async def test_what_is_too_late_is_refused(bench: Bench) -> None:
+    document = {"model": "slow", "prompt": "x", "max_tokens": 3}
+    answer = await bench.client.post("/v1/completions", json=document, headers={"x-slo-ms": "0.001"})
+    assert answer.status_code == 504
+    assert answer.json()["error"]["type"] == "timeout_error"
+
+
+async def test_more_than_the_memory_waits_its_turn(bench: Bench) -> None:
+    generator = bench.replicas["a"]._executor.generator("real")
+    generator.add(10**6, [1], Sampling(1))
+    generator.cancel(10**6)
+    asked = {"model": "real", "prompt": "x" * 100, "max_tokens": 60, "temperature": 0}
+    answers = await asyncio.gather(*(bench.post("/v1/completions", **asked) for _ in range(5)))
+    texts = {answer.json()["choices"][0]["text"] for answer in answers}
+    assert texts == {written("x" * 100, 60)}
+    assert generator.free_blocks == BLOCKS
