@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.dispatch.generations import Generation
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
@@ -39,16 +40,21 @@ from tenuto.deployments.wire.messages import (
     AskStatus,
     AskWaiting,
     DispatcherState,
+    EndedSequence,
+    Generate,
+    Generated,
     Hello,
     Message,
     RequestRow,
     Requests,
+    StopGenerating,
     TellGateway,
     Told,
 )
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import GatewayReport
 from tenuto.outcome import Outcome
+from tenuto.profiles.networks.generating import Ending
 
 logger = logging.getLogger("ray.serve")
 
@@ -103,6 +109,40 @@ class _Asked:
             self._gateway.outbox.add(AnsweredRequest(self._number, Refused(Outcome.FAILED, _LEFT)))
 
 
+class _AskedTokens:
+    """A generation of a gateway, whose tokens leave with the others of the same turn of the loop."""
+
+    __slots__ = ("_gateway", "_number", "generation")
+
+    def __init__(self, gateway: _Gateway, number: int) -> None:
+        self._gateway = gateway
+        self._number = number
+        self.generation: Generation | None = None
+
+    def wrote(self, token: int) -> None:
+        """Send a token with the next bundle."""
+        self._gateway.written.add((self._number, token))
+
+    def ended(self, finish: Ending) -> None:
+        """Send the end with the next bundle."""
+        gpulet = "" if self.generation is None else self.generation.gpulet
+        self._end(EndedSequence(self._number, finish.value, gpulet=gpulet))
+
+    def refused(self, generation: Generation, refused: Refused) -> None:
+        """Send the refusal with the next bundle."""
+        del generation
+        self.fail(refused)
+
+    def fail(self, refused: Refused) -> None:
+        """Send a refusal, also of a generation that was never given to the dispatcher."""
+        told = int(refused.outcome), refused.reason, refused.retry_after_s, refused.gpulet
+        self._end(EndedSequence(self._number, "", *told))
+
+    def _end(self, ended: EndedSequence) -> None:
+        if self._gateway.generating.pop(self._number, None) is not None:
+            self._gateway.written.add(ended)
+
+
 class _Gateway:
     """One connection of a gateway: its requests that are not answered yet, and the answers that wait to be sent."""
 
@@ -113,9 +153,15 @@ class _Gateway:
         self.asked: dict[int, _Asked] = {}
         self.told: GatewayReport | None = None
         self.outbox: Bundler[AnsweredRequest] = Bundler(self._send)
+        self.generating: dict[int, _AskedTokens] = {}
+        self.written: Bundler[tuple[int, int] | EndedSequence] = Bundler(self._send_written)
 
     def _send(self, answered: list[AnsweredRequest]) -> None:
         self.protocol.send(*pack_answers(answered, time.monotonic() * 1000.0))
+
+    def _send_written(self, written: list[tuple[int, int] | EndedSequence]) -> None:
+        ended = [each for each in written if isinstance(each, EndedSequence)]
+        self.protocol.send(Generated([each for each in written if not isinstance(each, EndedSequence)], ended))
 
 
 class BundleServer:
@@ -172,6 +218,11 @@ class BundleServer:
         if gateway.asked:
             logger.warning("a gateway is gone with %d requests under way; they are cancelled", len(gateway.asked))
         gateway.outbox.drop()
+        gateway.written.drop()
+        generating, gateway.generating = gateway.generating, {}
+        for tokens in generating.values():
+            if tokens.generation is not None:
+                self.dispatcher.leave(tokens.generation)
         asked, gateway.asked = gateway.asked, {}
         for question in asked.values():
             if question.request is not None:
@@ -199,6 +250,13 @@ class BundleServer:
         gateway = self._gateways[id(protocol)]
         if isinstance(message, Requests):
             self._take(gateway, message, body)
+        elif isinstance(message, Generate):
+            self._generate(gateway, message)
+        elif isinstance(message, StopGenerating):
+            for number in message.numbers:
+                tokens = gateway.generating.pop(number, None)
+                if tokens is not None and tokens.generation is not None:
+                    self.dispatcher.leave(tokens.generation, is_answered=message.is_answered)
         elif isinstance(message, TellGateway):
             gateway.told = message.told
             told = [other.told for other in self._gateways.values() if other.told is not None]
@@ -235,6 +293,24 @@ class BundleServer:
             if left is not None and left.request is not None:
                 self.dispatcher.cancel(left.request)
                 left.release()
+
+    def _generate(self, gateway: _Gateway, asked: Generate) -> None:
+        tokens = gateway.generating[asked.number] = _AskedTokens(gateway, asked.number)
+        if not self._charge.take():
+            tokens.fail(_NOT_IN_CHARGE)
+            return
+        try:
+            tokens.generation = self.dispatcher.generate(
+                asked.model,
+                tokens,
+                asked.prompt,
+                asked.sampling,
+                ttft_ms=asked.first_in_ms,
+                tpot_ms=asked.tpot_ms,
+                client_id=asked.client_id,
+            )
+        except KeyError:
+            tokens.fail(Refused(Outcome.FAILED, f"'{asked.model}' was removed from the plan"))
 
     def _admit(self, asked: _Asked, row: RequestRow, ahead_ms: float) -> Request:
         return self.dispatcher.admit(
@@ -291,11 +367,14 @@ class BundleServer:
         for server in self._servers.values():
             server.close()
         until = time.monotonic() + drain_s
-        while any(gateway.asked for gateway in self._gateways.values()) and time.monotonic() < until:
+        while (
+            any(gateway.asked or gateway.generating for gateway in self._gateways.values()) and time.monotonic() < until
+        ):
             await asyncio.sleep(0.02)
         await self.dispatcher.close()
         for gateway in list(self._gateways.values()):
             gateway.outbox.flush()
+            gateway.written.flush()
             gateway.protocol.close()
 
 

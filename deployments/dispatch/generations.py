@@ -75,6 +75,13 @@ class Generation(msgspec.Struct, eq=False):
         """Whether its first token came by its deadline, and each further one, on average, within the time for one."""
         return self.first_ms <= self.first_by_ms and self.measured_tpot_ms <= self.tpot_ms
 
+    def told(self, ended: EndedSequence) -> None:
+        """Tell its asker of its end."""
+        if ended.finish:
+            self.asker.ended(Ending(ended.finish))
+        else:
+            self.asker.refused(self, ended.refused())
+
     def message(self, now_ms: float) -> Generate:
         """Return it as it is asked of another process."""
         return Generate(
@@ -196,15 +203,15 @@ class Generations:
                 self._end(generation, ended, now_ms)
 
     def _end(self, generation: Generation, ended: EndedSequence, now_ms: float) -> None:
-        if ended.finish:
-            self._accounts.generated(generation, now_ms)
-            generation.asker.ended(Ending(ended.finish))
-        elif ended.may_retry and not generation.tokens and not generation.was_retried:
+        if ended.may_retry and not generation.tokens and not generation.was_retried:
             generation.was_retried = True
             self._send(generation)
+            return
+        if ended.finish:
+            self._accounts.generated(generation, now_ms)
         else:
-            refused = Refused(Outcome(ended.outcome), ended.reason, ended.retry_after_s, ended.gpulet)
-            self._fail(generation, refused)
+            self._accounts.generation_refused(generation, ended.refused(), now_ms)
+        generation.told(ended)
 
     def lost(self, gpulet: AttachedGpulet, reason: str) -> None:
         """Ask another gpu-let for what one had that is gone and made no token of; the rest fails."""

@@ -22,6 +22,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from tenuto.deployments.dispatch.generations import Generation, TokenAsker
 from tenuto.deployments.dispatch.in_flight import Asker, Request
 from tenuto.deployments.operator.merged_status import merge_dispatchers
 from tenuto.deployments.wire.answers import Executed, Refused
@@ -33,9 +34,11 @@ from tenuto.deployments.wire.messages import (
     AskStatus,
     AskWaiting,
     DispatcherState,
+    Generated,
     Message,
     RequestRow,
     Requests,
+    StopGenerating,
     TellGateway,
     Told,
 )
@@ -45,6 +48,7 @@ from tenuto.deployments.wire.tensors import InputPart
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.generating import Sampling
 
 logger = logging.getLogger("ray.serve")
 
@@ -75,6 +79,7 @@ class _Peer:
     leaving: list[int] = field(default_factory=list)
     unsent: set[int] = field(default_factory=set)
     reports: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
+    generating: dict[int, Generation] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -250,6 +255,54 @@ class DispatcherClient:
             memory.hold()
         self._put(peer, request)
 
+    def generate(
+        self,
+        model: str,
+        asker: TokenAsker,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        arrived_ms: float | None = None,
+        ttft_ms: float = math.inf,
+        tpot_ms: float = math.inf,
+        client_id: str = "",
+    ) -> Generation:
+        """Generate after a prompt; see `Dispatcher.generate`."""
+        arrived = time.monotonic() * 1000.0 if arrived_ms is None else arrived_ms
+        generation = Generation(
+            next(self._numbers), model, arrived, arrived + ttft_ms, tpot_ms, client_id, prompt, sampling, asker
+        )
+        peer = self._group_of[model].scheduling()
+        if peer is None:
+            reason = f"the dispatcher of '{model}' is not there. Retry in a few seconds."
+            asker.refused(generation, Refused(Outcome.FAILED, reason, 1.0))
+        else:
+            self._ask(peer, generation)
+        return generation
+
+    def _ask(self, peer: _Peer, generation: Generation) -> None:
+        peer.generating[generation.number] = generation
+        peer.connection.send(generation.message(time.monotonic() * 1000.0))
+
+    def leave(self, generation: Generation, *, is_answered: bool = False) -> None:
+        """Forget a generation whose client went away, or that has brought all that was wanted."""
+        for peer in self._by_connection.values():
+            if peer.generating.pop(generation.number, None) is not None:
+                peer.connection.send(StopGenerating([generation.number], is_answered))
+
+    def _wrote(self, peer: _Peer, generated: Generated) -> None:
+        """Pass on the tokens of generations, and their ends."""
+        for number, token in generated.tokens:
+            generation = peer.generating.get(number)
+            if generation is not None:
+                generation.tokens += 1
+                generation.asker.wrote(token)
+        for ended in generated.ended:
+            generation = peer.generating.pop(ended.number, None)
+            if generation is not None:
+                generation.gpulet = ended.gpulet
+                generation.told(ended)
+
     def _put(self, peer: _Peer, request: Request) -> None:
         peer.waiting[request.id] = request
         peer.unsent.add(request.id)
@@ -333,6 +386,10 @@ class DispatcherClient:
                 late.append(request.memory)
             self._put(other, request)
         asyncio.get_running_loop().call_later(_LAST_READS_S, _release, late)
+        for generation in [each for each in peer.generating.values() if not each.tokens and not each.was_retried]:
+            del peer.generating[generation.number]
+            generation.was_retried = True
+            self._ask(other, generation)
         if again:
             logger.warning(
                 "%d requests of the dispatcher of %s that died are asked of another", len(again), peer.group.name
@@ -350,6 +407,9 @@ class DispatcherClient:
         now_ms, failed = time.monotonic() * 1000.0, Refused(Outcome.FAILED, reason, 1.0)
         for request in waiting.values():
             request.asker.refused(request, failed if request.deadline_ms > now_ms else _LATE)
+        generating, peer.generating = peer.generating, {}
+        for generation in generating.values():
+            generation.asker.refused(generation, failed)
         reports, peer.reports = peer.reports, {}
         for report in reports.values():
             if not report.done():
@@ -366,6 +426,8 @@ class DispatcherClient:
                 report.set_result(bytes(message.found))  # it lies in memory that is received into again
         elif isinstance(message, Answers):
             self._take(peer, message, body)
+        elif isinstance(message, Generated):
+            self._wrote(peer, message)
         else:
             logger.warning("dispatcher %s sent a %s, which nobody asked for", peer.group.name, type(message).__name__)
 

@@ -244,7 +244,7 @@ class GenerateWriter(Writer):
         return orjson.dumps(self._with_tokens(told, tokens))
 
 
-BodyT = TypeVar("BodyT", CompletionBody, ChatBody, GenerateBody)
+BodyT = TypeVar("BodyT", bound=CompletionBody | ChatBody | GenerateBody)
 
 
 def read_body(kind: type[BodyT], body: bytes | memoryview) -> BodyT:
@@ -307,7 +307,8 @@ def wanted(
     """
     if isinstance(body, GenerateBody):
         options: Any = body.parameters
-        name, writer = "text_input", GenerateWriter(model, body.id)
+        name = "text_input"
+        writer: Writer = GenerateWriter(model, body.id)
         text: str | list[int] = body.text_input
         most, temperature = body.parameters.max_tokens or _DEFAULT_TOKENS, 0.0
         asked_as = "parameters.max_tokens"

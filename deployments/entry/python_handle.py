@@ -7,21 +7,24 @@ asked once where its dispatchers listen, and requests go there over sockets in b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
+from tenuto.deployments.entry.generation_call import CollectedTokens
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.planned_model import ModelInterface
 from tenuto.deployments.entry.splits import Copies, Split, splits_of
+from tenuto.deployments.entry.texts import GrowingText, open_tokenizer
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
-from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.answers import Answer, Refused
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.peer import Finder
 from tenuto.deployments.wire.status import Served
@@ -30,6 +33,8 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, Una
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.versions import by_model, split_name, versioned
+from tenuto.placement.workload import ModelSpec
+from tenuto.profiles.networks.generating import Ending, Sampling
 
 _SLOT_BYTES = 1 << 14  # derived: below it a copy costs less than shared memory, as for bodies of HTTP
 _ARENA_BYTES = 1 << 28  # limit: of the memory that a handle shares with gpu-lets; beyond it tensors are sent
@@ -224,6 +229,109 @@ class TenutoHandle:
 
         future.add_done_callback(learn)
         return future
+
+    async def generate(
+        self,
+        model: str,
+        prompt: str,
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        slo_ms: float | None = None,
+        request_id: str = "",
+    ) -> AsyncIterator[str]:
+        """Let a model go on with a text, and give out its text part by part; leaving the loop ends the generation.
+
+        Args:
+            model: name in the plan.
+            prompt: the text.
+            max_tokens: the most tokens to be made.
+            temperature: 0 for the likeliest tokens.
+            top_p: the probability that the tokens have among which one is drawn.
+            seed: of the draws.
+            stop: the text ends before the first of these strings.
+            slo_ms: time to the first token, from now; default: the plan's.
+            request_id: what `/requests` calls it.
+
+        Raises:
+            InvalidInputError: unknown model, one that has no tokenizer, or more tokens than it can take.
+            UnavailableError: none of its gpu-lets is ready.
+            RequestFailedError: expired, rejected or failed.
+        """
+        spec = self._spec(self._name(model, None))
+        tokenizer = open_tokenizer(spec.options.get("tokenizer"), spec.weights_path or spec.source)
+        if tokenizer is None:
+            raise refused("prompt", prompt, f"needs a tokenizer, and '{model}' has none", "Use `generate_tokens`.")
+        text = GrowingText(tokenizer, stop)
+        tokens = self.generate_tokens(
+            model,
+            tokenizer.encode(prompt),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            slo_ms=slo_ms,
+            request_id=request_id,
+        )
+        async with contextlib.aclosing(tokens):
+            async for token in tokens:
+                part = text.add(token)
+                if part:
+                    yield part
+                if text.is_stopped:
+                    return
+        rest = text.end()
+        if rest:
+            yield rest
+
+    async def generate_tokens(
+        self,
+        model: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        slo_ms: float | None = None,
+        request_id: str = "",
+    ) -> AsyncGenerator[int]:
+        """Let a model go on with tokens, and give out its tokens; see `generate`."""
+        name = self._name(model, None)
+        limits = self.interface(model).signature.generates
+        if limits is None:
+            raise refused("model", model, "has no language-modelling head", "Use `infer`.")
+        if not prompt or len(prompt) + max_tokens > limits.longest or max_tokens < 1:
+            rule = f"must be at least one, and with max_tokens at most {limits.longest} ({limits.why})"
+            raise refused("prompt", f"{len(prompt)} tokens", rule, "Shorten it, or ask for fewer tokens.")
+        if not all(0 <= token < limits.vocabulary for token in prompt):
+            raise refused("prompt", max(prompt), f"has tokens beyond {limits.vocabulary - 1}", "Use its own tokenizer.")
+        collected = CollectedTokens()
+        spec = self._spec(name)
+        generation = self._dispatchers.generate(
+            name,
+            collected,
+            list(prompt),
+            Sampling(max_tokens, temperature, top_p, seed),
+            ttft_ms=spec.slo_ms if slo_ms is None else slo_ms,
+            client_id=request_id,
+        )
+        try:
+            while not isinstance(came := await collected.came.get(), Ending):
+                if isinstance(came, Refused):
+                    waited_ms = time.monotonic() * 1000.0 - generation.arrived_ms
+                    raise RequestFailedError(model, Answer.of_refusal(waited_ms, came))
+                yield came
+        finally:
+            self._dispatchers.leave(generation)
+
+    def _spec(self, model: str) -> ModelSpec:
+        plan = self._dispatchers.plan
+        assert plan is not None  # `_name` has found the model in it
+        return plan.model(model)
 
     def _slo_ms(self, model: str) -> float:
         plan = self._dispatchers.plan

@@ -189,8 +189,8 @@ class InferenceService:
 
     def generative(self) -> list[str]:
         """Return the models that generate and can be asked."""
-        found = [each for each in self._models.values() if each.is_ready and each.interface is not None]
-        return list(dict.fromkeys(each.model for each in found if each.interface.signature.generates is not None))
+        found = [(each.model, each.interface) for each in self._models.values() if each.is_ready]
+        return list(dict.fromkeys(name for name, interface in found if interface and interface.signature.generates))
 
     def name(self, model: str, version: str = "") -> str:
         """Return what the plan calls what a client names."""

@@ -363,8 +363,7 @@ def _entry(plan: Plan, program: Program) -> ProgramEntry:
         MemberEntry(name=spec.name, source=_source(spec), weights_path=spec.weights_path, options=spec.options)
         for spec in specs
     )
-    first = program.members[0]
-    copies = {} if program.is_merged else {"copy_in_ms": first.copy_in_ms, "copy_out_ms": first.copy_out_ms}
+    first = None if program.is_merged else program.members[0]
     return ProgramEntry(
         name=program.name,
         batch_size=program.batch_size,
@@ -372,5 +371,6 @@ def _entry(plan: Plan, program: Program) -> ProgramEntry:
         latency=program.latency,
         slowdown=program.slowdown,
         weights_mib=program.weights_mib,
-        **copies,
+        copy_in_ms=None if first is None else first.copy_in_ms,
+        copy_out_ms=None if first is None else first.copy_out_ms,
     )

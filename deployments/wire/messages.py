@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.status import GatewayReport, GpuletMode, GpuletStatus, MpsStatus
 from tenuto.deployments.wire.tensors import RowOutput, most_batch_bytes, most_row_bytes
 from tenuto.outcome import Outcome
@@ -180,6 +181,10 @@ class EndedSequence(NamedTuple):
     retry_after_s: float | None = None
     gpulet: str = ""
     may_retry: bool = False
+
+    def refused(self) -> Refused:
+        """Return how it failed."""
+        return Refused(Outcome(self.outcome), self.reason, self.retry_after_s, self.gpulet)
 
 
 class Generated(_Message, tag=20):

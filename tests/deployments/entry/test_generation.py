@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.entry.python_handle import RequestFailedError, TenutoHandle
 from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.gpulet.sequences import OpenSequences
 from tenuto.deployments.serve.launcher import unused_port
@@ -24,6 +26,8 @@ from tenuto.deployments.serve.user_config import (
     StepTimes,
     read_gateway_config,
 )
+from tenuto.deployments.wire.peer import Endpoint
+from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.generating import Sampling
 from tests.instruments.asking import until
 from tests.instruments.fake_gpulet import FakeGpulet, make_plan
@@ -203,7 +207,9 @@ async def test_a_client_that_leaves_frees_its_memory_within_two_steps(bench: Ben
     request = {"model": "slow", "prompt": "x", "max_tokens": 250, "stream": is_streamed}
     reader, writer = await asyncio.open_connection("127.0.0.1", bench.port)
     body = json.dumps(request).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
     if is_streamed:
         await reader.readuntil(b"data: ")
     await until(lambda: "slow" in bench.replicas["b"]._worker._sequences)
@@ -290,3 +296,93 @@ async def test_more_than_the_memory_waits_its_turn(bench: Bench) -> None:
     texts = {answer.json()["choices"][0]["text"] for answer in answers}
     assert texts == {written("x" * 100, 60)}
     assert generator.free_blocks == BLOCKS
+
+
+async def handle(bench: Bench) -> TenutoHandle:
+    """Connect as a Python process does, through the sockets of the gateway's own dispatcher."""
+
+    async def find() -> Endpoint:
+        return await bench.entry.endpoint("")
+
+    dispatchers = DispatcherClient(lambda _name: find)
+    plan = bench.entry.service.dispatching.plan
+    assert plan is not None
+    await dispatchers.apply(plan, {"gateway": [spec.name for spec in plan.models]})
+    return TenutoHandle(dispatchers)
+
+
+async def test_python_gives_out_a_text_part_by_part(bench: Bench) -> None:
+    async with await handle(bench) as tenuto:
+        parts = [part async for part in tenuto.generate("real", PROMPT, max_tokens=24)]
+        assert "".join(parts) == written(PROMPT, 24)
+        tokens = [token async for token in tenuto.generate_tokens("mute", [1, 2], max_tokens=3)]
+        assert len(tokens) == 3
+        letters = "".join([part async for part in tenuto.generate("slow", "x", max_tokens=6)])
+        assert [part async for part in tenuto.generate("slow", "x", max_tokens=99, stop=[letters[2]])] == [*letters[:2]]
+        generator = bench.replicas["b"]._executor.generator("slow")
+        await until(lambda: generator.free_blocks == BLOCKS)
+        for model, prompt, words in (
+            ("plain", "x", "head|tokenizer"),
+            ("mute", "x", "tokenizer"),
+            ("real", "x" * 400, "keys and values"),
+            ("absent", "x", "is not in the plan"),
+        ):
+            with pytest.raises(InvalidInputError, match=words):
+                _ = [part async for part in tenuto.generate(model, prompt)]
+        with pytest.raises(RequestFailedError, match="expired"):
+            _ = [part async for part in tenuto.generate("slow", "x", slo_ms=0.001)]
+
+
+async def test_leaving_the_loop_ends_the_generation(bench: Bench) -> None:
+    async with await handle(bench) as tenuto:
+        parts = tenuto.generate("slow", "x", max_tokens=250)
+        assert await anext(parts)
+        generator = bench.replicas["b"]._executor.generator("slow")
+        assert generator.free_blocks < BLOCKS
+        await parts.aclose()  # type: ignore[attr-defined]
+        await until(lambda: generator.free_blocks == BLOCKS)
+
+
+async def test_a_dispatcher_that_is_gone_fails_what_it_generates(bench: Bench) -> None:
+    async with await handle(bench) as tenuto:
+        parts = tenuto.generate("slow", "x", max_tokens=250)
+        assert await anext(parts)
+        assert bench.entry.bundles is not None
+        await bench.entry.bundles.close(0.0)
+        with pytest.raises(RequestFailedError, match="shutting down|died"):
+            _ = [part async for part in parts]
+    generator = bench.replicas["b"]._executor.generator("slow")
+    await until(lambda: generator.free_blocks == BLOCKS)
+
+
+async def test_openais_own_package_works_unchanged(bench: Bench) -> None:
+    openai = pytest.importorskip("openai", reason="the package 'openai' is not installed")
+    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    assert [model.id async for model in client.models.list()] == ["real", "slow", "mute"]
+    plain = await client.completions.create(model="real", prompt=PROMPT, max_tokens=24, temperature=0)
+    assert plain.choices[0].text == written(PROMPT, 24)
+    assert plain.usage is not None
+    assert plain.usage.completion_tokens == 24
+    messages = [{"role": "system", "content": "Write."}, {"role": "user", "content": "hi"}]
+    asked = {"model": "real", "messages": messages, "max_completion_tokens": 20, "seed": 4, "temperature": 0.7}
+    chat = await client.chat.completions.create(**asked)
+    stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == chat.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == 20
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model="real", prompt="x", max_tokens=9999)
+    assert (caught.value.param, caught.value.type) == ("max_tokens", "invalid_request_error")
+    with pytest.raises(openai.NotFoundError):
+        await client.completions.create(model="absent", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="top_k"):
+        await client.completions.create(model="real", prompt="x", extra_body={"top_k": 3})
+    left = await client.completions.create(model="slow", prompt="x", max_tokens=250, stream=True)
+    async for _ in left:
+        break
+    await left.close()
+    generator = bench.replicas["b"]._executor.generator("slow")
+    await until(lambda: generator.free_blocks == BLOCKS)
+    await client.close()
