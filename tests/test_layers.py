@@ -34,6 +34,7 @@ WITH_TORCH = (
     "tenuto.profiles.networks.folding",
     "tenuto.profiles.networks.image_networks",
     "tenuto.profiles.networks.text_networks",
+    "tenuto.profiles.networks.language_model",
     "tenuto.profiles.measuring.merged_programs",
 )
 # Rooms in which whatever comes from another process, file or room is a type (`deployments/wire`), read by attribute.
@@ -54,6 +55,7 @@ FOREIGN_KEYS = {
     "deployments/entry/grpc_server.py": 1,  # the same
     "deployments/entry/oip.py": 8,  # the Open Inference Protocol, and its schema
     "deployments/entry/routes.py": 3,  # OpenAPI, ASGI
+    "deployments/entry/texts.py": 4,  # files of tokenizers, and messages as chat templates take them
     "deployments/entry/traces.py": 2,  # OpenTelemetry
     "deployments/gpulet/executors/emulated.py": 3,  # options of a model of its user
     "deployments/gpulet/mps_sharing.py": 1,  # the environment of CUDA

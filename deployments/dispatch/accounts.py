@@ -6,21 +6,17 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from statistics import median_high
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from tenuto.deployments.dispatch.advice import LiveAdvice
 from tenuto.deployments.dispatch.histogram import BATCH_SIZES, TOKEN_TIMES, Histogram, buckets_around
-from tenuto.deployments.dispatch.in_flight import Batch, Request
+from tenuto.deployments.dispatch.in_flight import Batch, Generation, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus
 from tenuto.placement.plan import ExpectedModel
 from tenuto.placement.workload import ModelSpec
-
-if TYPE_CHECKING:
-    from tenuto.deployments.dispatch.generations import Generation
 
 _KEPT_EVENTS = 256  # limit: events that a status contains; older ones are in the log
 

@@ -31,8 +31,8 @@ from tenuto.deployments.dispatch.fleet import (
     GpuletConnection,
     gpulet_connection,
 )
-from tenuto.deployments.dispatch.generations import Generation, Generations, TokenAsker
-from tenuto.deployments.dispatch.in_flight import Asker, Batch, Request, pack_batch, split_reply
+from tenuto.deployments.dispatch.generations import Generations
+from tenuto.deployments.dispatch.in_flight import Asker, Batch, Generation, Request, TokenAsker, pack_batch, split_reply
 from tenuto.deployments.dispatch.measured_times import LatencyRatios, WayMeter
 from tenuto.deployments.dispatch.rehearsals import Compute, Computed, RehearsalRunner
 from tenuto.deployments.dispatch.unplanned import UnplannedScheduler

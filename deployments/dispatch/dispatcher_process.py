@@ -22,8 +22,7 @@ from msgspec.structs import replace
 
 from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
-from tenuto.deployments.dispatch.generations import Generation
-from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.dispatch.in_flight import Generation, Request
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for

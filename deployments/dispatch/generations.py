@@ -8,85 +8,20 @@ to another gpu-let, once, when its own is gone.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
-
-import msgspec
 
 from tenuto.deployments.dispatch.accounts import Accounts
 from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.fleet import AttachedGpulet
+from tenuto.deployments.dispatch.in_flight import Generation, TokenAsker
 from tenuto.deployments.wire.answers import Refused, Rule
-from tenuto.deployments.wire.messages import EndedSequence, Generate, Generated, StopGenerating
+from tenuto.deployments.wire.messages import EndedSequence, Generated, StopGenerating
 from tenuto.outcome import Outcome
-from tenuto.profiles.networks.generating import Ending, Sampling
+from tenuto.profiles.networks.generating import Sampling
 
 _DIED = "the gpu-let that generated this died; send the request again"
 _NONE = "no gpu-let of '{}' is ready. Retry in a few seconds."
-
-
-class TokenAsker(Protocol):
-    """Who waits for the tokens of a generation. Exactly one of the last two methods is called, once and last, unless
-    the generation is left before."""
-
-    def wrote(self, token: int) -> None:
-        """Take the next token."""
-
-    def ended(self, finish: Ending) -> None:
-        """Learn why no token comes any more."""
-
-    def refused(self, generation: Generation, refused: Refused) -> None:
-        """Learn that it was refused, or that it failed after the tokens that came."""
-
-
-class Generation(msgspec.Struct, eq=False):
-    """A generation from its admission to its end. Times are ms on the dispatcher's clock; those of tokens are NaN
-    before there are any. `gpulet` is where it runs."""
-
-    number: int
-    name: str
-    arrived_ms: float
-    first_by_ms: float
-    tpot_ms: float
-    client_id: str
-    prompt: list[int]
-    sampling: Sampling
-    asker: TokenAsker
-    gpulet: str = ""
-    tokens: int = 0
-    first_ms: float = math.nan
-    last_ms: float = math.nan
-    was_retried: bool = False
-
-    @property
-    def most_tokens(self) -> int:
-        """The tokens of its prompt and of its answer, if it gets all."""
-        return len(self.prompt) + self.sampling.max_tokens
-
-    @property
-    def measured_tpot_ms(self) -> float:
-        """The mean time of its tokens after the first; 0 where there are none."""
-        return (self.last_ms - self.first_ms) / (self.tokens - 1) if self.tokens > 1 else 0.0
-
-    @property
-    def is_in_time(self) -> bool:
-        """Whether its first token came by its deadline, and each further one, on average, within the time for one."""
-        return self.first_ms <= self.first_by_ms and self.measured_tpot_ms <= self.tpot_ms
-
-    def told(self, ended: EndedSequence) -> None:
-        """Tell its asker of its end."""
-        if ended.finish:
-            self.asker.ended(Ending(ended.finish))
-        else:
-            self.asker.refused(self, ended.refused())
-
-    def message(self, now_ms: float) -> Generate:
-        """Return it as it is asked of another process."""
-        return Generate(
-            self.number, self.name, self.prompt, self.sampling, self.first_by_ms - now_ms, self.tpot_ms, self.client_id
-        )
 
 
 class Generations:

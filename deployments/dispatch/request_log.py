@@ -11,14 +11,10 @@ import time
 from collections import deque
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.dispatch.in_flight import Generation, Request
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
 from tenuto.deployments.wire.status import EndedRequest, Tokens
-
-if TYPE_CHECKING:
-    from tenuto.deployments.dispatch.generations import Generation
 
 _KEPT = 4096  # limit: requests that the log shows
 # The end (wall clock, s), id, model, arrival, end and deadline (ms), and the times or the refusal. The request itself,

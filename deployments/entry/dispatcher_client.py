@@ -22,8 +22,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from tenuto.deployments.dispatch.generations import Generation, TokenAsker
-from tenuto.deployments.dispatch.in_flight import Asker, Request
+from tenuto.deployments.dispatch.in_flight import Asker, Generation, Request, TokenAsker
 from tenuto.deployments.operator.merged_status import merge_dispatchers
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any
 
-from tenuto.deployments.dispatch.generations import Generation
+from tenuto.deployments.dispatch.in_flight import Generation
+from tenuto.deployments.entry.call import SharedService
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, fail
 from tenuto.deployments.entry.openai import Usage, Wanted
 from tenuto.deployments.entry.texts import GrowingText, Tokenizer
-from tenuto.deployments.entry.traces import Traced, Traces
+from tenuto.deployments.entry.traces import Traced
 from tenuto.deployments.wire.answers import Refused
 from tenuto.profiles.networks.generating import Ending
 
 _EVENTS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 _LINES = b"x-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
-
-
-class SharedService(Protocol):
-    """What a gateway does for each of its requests."""
-
-    traces: Traces | None
-
-    @property
-    def now_ms(self) -> float:
-        """The monotonic clock."""
 
 
 class GenerationCall:
@@ -56,7 +47,7 @@ class GenerationCall:
         self._has_begun = self._is_over = False
         self._first_ms = 0.0
 
-    def begin(self, model: str, *, ttft_ms: float, tpot_ms: float) -> None:
+    def begin(self, model: str, *, ttft_ms: float) -> None:
         """Ask for the generation."""
         self._exchange.on_left = self._leave
         generation = self._dispatching.generate(
@@ -66,7 +57,6 @@ class GenerationCall:
             self._wanted.sampling,
             arrived_ms=self._exchange.arrived_ms,
             ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
             client_id=self._id,
         )
         if not self._is_over:

@@ -37,6 +37,7 @@ class Route(NamedTuple):
 
 
 _OPENAI = {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}
+OPENAI_ACTIONS = frozenset(_OPENAI.values())  # whose model only the body names
 _OF_MODELS = ("infer", "generate", "generate_stream")
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,11 @@ import orjson
 
 from tenuto.deployments.entry.oip import RequestReader, TensorSpec
 from tenuto.deployments.entry.own_hooks import OwnHooks
-from tenuto.deployments.entry.texts import Tokenizer, open_tokenizer
+from tenuto.deployments.entry.texts import Tokenizer, tokenizer_of
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement.versions import split_name
+from tenuto.placement.workload import ModelSpec
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.hooks import Classifier, Hooks, load_hooks, made_inputs
 from tenuto.profiles.networks.model_options import HookOptions
@@ -84,8 +84,7 @@ class PlannedModel:
         self._hooked: tuple[HookOptions, ModelSignature, float] | None = None  # what they were made for
         self.tokenizer: Tokenizer | None = None
         self.tokenizer_problem = ""  # why there is none, if there should be one
-        self.tpot_ms = math.inf
-        self._tokenized: tuple[Any, Any] | None = None  # what the tokenizer was opened for
+        self._texts_of: ModelSpec | None = None  # what the tokenizer was opened for
 
     def follow(
         self, slo_ms: float, alone_ms: float, signature: ModelSignature | None, hooks: HookOptions, *, is_ready: bool
@@ -103,15 +102,13 @@ class PlannedModel:
             self._hooked = hooks, self.interface.signature, slo_ms
             self.hooks = OwnHooks(self.name, hooks, self.interface.signature, slo_ms)
 
-    def follow_texts(self, options: Mapping[str, Any], weights: str | None, tpot_ms: float) -> None:
-        """Open the tokenizer of a model that generates, once."""
-        self.tpot_ms = tpot_ms
-        wanted = options.get("tokenizer"), weights
-        if self.interface is None or self.interface.signature.generates is None or self._tokenized == wanted:
+    def follow_texts(self, spec: ModelSpec) -> None:
+        """Open the tokenizer of a model that generates, once for each entry in the workload."""
+        if self.interface is None or self.interface.signature.generates is None or self._texts_of == spec:
             return
-        self.tokenizer, self.tokenizer_problem, self._tokenized = None, "", wanted
+        self.tokenizer, self.tokenizer_problem, self._texts_of = None, "", spec
         try:
-            self.tokenizer = open_tokenizer(*wanted)
+            self.tokenizer = tokenizer_of(spec)
         except (InvalidInputError, EnvironmentFaultError) as error:
             self.tokenizer_problem = str(error)
             logger.warning("%s takes no texts: %s", self.name, error)

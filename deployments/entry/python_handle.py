@@ -20,7 +20,7 @@ from tenuto.deployments.entry.generation_call import CollectedTokens
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.planned_model import ModelInterface
 from tenuto.deployments.entry.splits import Copies, Split, splits_of
-from tenuto.deployments.entry.texts import GrowingText, open_tokenizer
+from tenuto.deployments.entry.texts import GrowingText, tokenizer_of
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
@@ -262,7 +262,7 @@ class TenutoHandle:
             RequestFailedError: expired, rejected or failed.
         """
         spec = self._spec(self._name(model, None))
-        tokenizer = open_tokenizer(spec.options.get("tokenizer"), spec.weights_path or spec.source)
+        tokenizer = tokenizer_of(spec)
         if tokenizer is None:
             raise refused("prompt", prompt, f"needs a tokenizer, and '{model}' has none", "Use `generate_tokens`.")
         text = GrowingText(tokenizer, stop)

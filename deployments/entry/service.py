@@ -22,7 +22,7 @@ from tenuto.deployments.entry.call import InferCall
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash, expired, fail, inflated
 from tenuto.deployments.entry.generation_call import GenerationCall
-from tenuto.deployments.entry.heads import Route, began_s, load_path, named_model, slo_of
+from tenuto.deployments.entry.heads import OPENAI_ACTIONS, Route, began_s, load_path, named_model, slo_of
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.oip import (
     JSON_AT_ONCE_BYTES,
@@ -157,7 +157,7 @@ class InferenceService:
                 signature, is_ready = dispatching.signature(spec.name), dispatching.is_ready(spec.name)
                 hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks
                 model.follow(spec.slo_ms, _alone_ms(plan, spec.name), signature, hooks, is_ready=is_ready)
-                model.follow_texts(spec.options, spec.weights_path or spec.source, math.inf)
+                model.follow_texts(spec)
         self._splits = {} if plan is None else splits_of(plan.models, dispatching)
         for name in known.keys() - self._models.keys():
             known[name].close()
@@ -267,7 +267,7 @@ class InferenceService:
                 if head.length > _MOST_COLD_BYTES:
                     raise HttpError(413, _COLD_TOO_LARGE)
                 route = Route(self._answer_cold, caller=caller)
-            elif not name:
+            elif action in OPENAI_ACTIONS:
                 route = self._generation_route(action, None, head)._replace(caller=caller)
             else:
                 route = self._load_route(action, self._known(name, version), head)
@@ -454,7 +454,7 @@ class InferenceService:
         traced = None if self.traces is None else self.traces.begin(route.traceparent)
         name = self.request_id(own_id or route.client_id)
         call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced)
-        call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=model.tpot_ms)
+        call.begin(model.name, ttft_ms=ttft_ms)
 
     def _predict(self, exchange: Exchange, route: Route) -> None:
         """Answer a raw image or text. Decoding and resizing are real work: in threads, where they delay no timer."""

@@ -13,6 +13,8 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tenuto.errors import EnvironmentFaultError, first_line, refused
+from tenuto.placement.workload import ModelSpec
+from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.places import check_path
 
 BYTES = "bytes"  # the tokenizer that needs no file
@@ -143,12 +145,20 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return made
 
 
-def open_tokenizer(named: str | None, weights: str | None) -> Tokenizer | None:
+def tokenizer_of(spec: ModelSpec) -> Tokenizer | None:
     """Return the tokenizer of a model: the one its options name, else that of its folder of weights, if it has one.
 
     Raises:
         InvalidInputError: it cannot be read.
+        EnvironmentFaultError: the package `tokenizers` is not installed.
     """
+    origin = f"options of {spec.name}"
+    named = ModelOptions.parse(spec.options, origin).checked_build(origin).tokenizer
+    return open_tokenizer(named, spec.weights_path or spec.source)
+
+
+def open_tokenizer(named: str | None, weights: str | None) -> Tokenizer | None:
+    """Return the tokenizer with this name or at this place, else that of a folder of weights, if it has one."""
     if named == BYTES:
         return ByteTokenizer()
     if named is not None:

@@ -74,16 +74,16 @@ class LocalReplica:
         self._shared = await self._loop.run_in_executor(None, self._share_gpu)
         self._is_proved = False
         try:
-            self._executor: Executor = make_executor(self._spec)
-            streaming = make_streaming(self._executor) if self._spec.streaming else None
+            self.executor: Executor = make_executor(self._spec)
+            streaming = make_streaming(self.executor) if self._spec.streaming else None
         except BaseException:
             if self._shared is not None:
                 self._shared.leave()  # so that the next gpu-let of this GPU need not wait until this process ends
             raise
-        self._programs = ResidentPrograms(self._id, self._executor, streaming)
+        self._programs = ResidentPrograms(self._id, self.executor, streaming)
         self._failure: str | None = None  # why the GPU's CUDA MPS failed
         self._token = secrets.token_hex(16)
-        self._worker = WorkerThread(self._id, self._executor, streaming, self._programs, self._on_fault)
+        self._worker = WorkerThread(self._id, self.executor, streaming, self._programs, self._on_fault)
         self._channel = Channel(self._id, self._token, self._worker.put, self._worker.watch)
         self._channel.announce(self._state())
         self._near = self._channel.listen()
@@ -144,16 +144,16 @@ class LocalReplica:
             gpu=self._spec.gpu.id,
             pid=os.getpid(),
             machine=machine_id(),
-            device=self._executor.device,
+            device=self.executor.device,
             emulated=self._programs.is_emulated,
             share_pct=self._spec.share_pct,
-            memory_mib=self._executor.memory_mib(),
-            memory_cap_mib=self._spec.memory_mib if self._executor.device.startswith("cuda") else None,
-            sm_count=self._executor.sm_count(),
+            memory_mib=self.executor.memory_mib(),
+            memory_cap_mib=self._spec.memory_mib if self.executor.device.startswith("cuda") else None,
+            sm_count=self.executor.sm_count(),
             mode=self._programs.mode(is_shared=self._shared is not None),
             cuda_mps=None if self._shared is None else self._shared.status(),
             programs=self._programs.largest_batches(),
-            merged=self._executor.merged(),
+            merged=self.executor.merged(),
             signatures=self._programs.signatures(),
             node_id=_node_id(),
         )
@@ -201,7 +201,7 @@ class LocalReplica:
             # Serve will soon kill this process, and a client that is killed at work harms its neighbours.
             await asyncio.get_running_loop().run_in_executor(None, self._shared.terminate)
         self._channel.close()
-        self._executor.close()
+        self.executor.close()
         if self._shared is not None:
             self._shared.leave()
 

@@ -78,7 +78,6 @@ class OpenSequences:
         self._next = 0
         self._open: dict[int, tuple[Peer, int]] = {}  # by our number: whose they are, and their number there
         self._numbers: dict[tuple[Peer, int], int] = {}
-        self.steps = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -126,7 +125,6 @@ class OpenSequences:
         except Exception as error:
             self._give_up(chunks, error)
             return 0.0
-        self.steps += 1
         self._scheduler.step_done(self._now_ms, ran.execution_ms, list(ran.ended))
         tokens: defaultdict[Peer, list[tuple[int, int]]] = defaultdict(list)
         ended: defaultdict[Peer, list[EndedSequence]] = defaultdict(list)

@@ -117,7 +117,7 @@ class LanguageModel:
                 f"{transformers.__version__}. Run: pip install 'transformers=={_CHECKED[-1]}.*'"
             )
         self.blocks, self.block_tokens = blocks, block_tokens
-        self._network = network.to(device)
+        self.network = network.to(device)
         settings = transformers.ContinuousBatchingConfig(
             page_size=block_tokens,
             num_blocks=blocks,
@@ -170,7 +170,7 @@ class LanguageModel:
         batches = self._batches
         if not batches.prepare_next_batch():
             raise ValueError("a step needs a sequence")
-        batches._generation_step(self._network)
+        batches._generation_step(self.network)
         made = {
             int(each.state.request_id): each.state
             for each in batches.inputs_and_outputs.requests_in_batch
@@ -199,7 +199,7 @@ class LanguageModel:
     def close(self) -> None:
         """Release the model and all memory."""
         self._samplings.clear()
-        del self._batches, self._runner, self._turns, self._network
+        del self._batches, self._runner, self._turns, self.network
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """Choose the next tokens from scores by [1, sequence, token], each by its own sequence's sampling."""

@@ -22,7 +22,8 @@ class BuildOptions(StrictModel):
     """How a catalogue model departs from its entry.
 
     `config` overrides arguments of the network itself (`{"width_mult": 0.25}`, `{"num_hidden_layers": 2}`): smaller
-    networks for tests, other sizes of the same family. `tokenizer` is a local `tokenizer.json`.
+    networks for tests, other sizes of the same family. `tokenizer` is a local `tokenizer.json`; for a model that
+    generates also a folder with one, or `bytes`, which needs no file.
     """
 
     seed: int = 0
@@ -180,6 +181,10 @@ class ModelOptions:
     run: RunOptions
     cost: CostOptions
     hooks: HookOptions = field(default_factory=HookOptions)
+
+    def checked_build(self, origin: str) -> BuildOptions:
+        """Return `build` for a network that is built by configuration; raises `InvalidInputError`."""
+        return parse_document(BuildOptions, dict(self.build), origin=origin)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], origin: str) -> ModelOptions:

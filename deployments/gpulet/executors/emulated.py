@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from tenuto.deployments.gpulet.executors.busy_wait import wait_until
 from tenuto.deployments.gpulet.executors.emulated_steps import EmulatedGenerator
-from tenuto.deployments.gpulet.executors.waiting import wait_until
 from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, ProgramEntry
 from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, lookup, with_pixels

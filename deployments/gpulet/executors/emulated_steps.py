@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tenuto.deployments.gpulet.executors.waiting import wait_until
+from tenuto.deployments.gpulet.executors.busy_wait import wait_until
 from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, blocks_of
 
 _FIRST_LETTER, _LETTERS = 97, 26  # format: a to z in ASCII

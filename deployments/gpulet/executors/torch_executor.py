@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tenuto.deployments.serve.user_config import GeneratesEntry, ProgramEntry
-from tenuto.documents import parse_document
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.cpu_share import calm_openmp, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, pick_device
 from tenuto.profiles.networks.generating import Generator, Sampling
 from tenuto.profiles.networks.inputs import Arrays, Blocks
-from tenuto.profiles.networks.model_options import BuildOptions
+from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.programs import Member, load_program
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
 
@@ -87,10 +86,16 @@ class TorchExecutor:
         from tenuto.profiles.networks.language_model import LanguageModel, load_language_model, longest_sequence
 
         (member,) = program.members
-        options = parse_document(BuildOptions, dict(member.options), origin=f"options of {member.name}")
+        origin = f"options of {member.name}"
+        parsed = ModelOptions.parse(member.options, origin)
+        options = parsed.checked_build(origin)
         network = load_language_model(
             member.source or member.name, weights_path=member.weights_path, seed=options.seed, config=options.config
         )
+        if parsed.run.dtype != "auto":
+            network = network.to(
+                {"fp32": self._torch.float32, "fp16": self._torch.float16}.get(parsed.run.dtype, self._torch.bfloat16)
+            )
         text = network.config.get_text_config()
         limits = generates.limits(longest_sequence(network.config), int(text.vocab_size))
         made = LanguageModel(

@@ -128,7 +128,7 @@ def test_after_a_failed_step_others_go_on(model: LanguageModel, monkeypatch: pyt
     model.step([(0, 5)])
     model.add(1, PROMPTS[1], Sampling(6))
     with monkeypatch.context() as broken:
-        broken.setattr(model._network, "forward", lambda **_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        broken.setattr(model.network, "forward", lambda **_: (_ for _ in ()).throw(RuntimeError("out of memory")))
         with pytest.raises(RuntimeError):
             model.step([(1, 43)])
     model.cancel(1)
