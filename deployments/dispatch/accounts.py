@@ -11,7 +11,7 @@ import msgspec
 
 from tenuto.deployments.dispatch.advice import LiveAdvice
 from tenuto.deployments.dispatch.histogram import BATCH_SIZES, TOKEN_TIMES, Histogram, buckets_around
-from tenuto.deployments.dispatch.in_flight import Batch, Generation, Request
+from tenuto.deployments.dispatch.in_flight import Batch, OpenGeneration, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus
@@ -123,7 +123,7 @@ class Accounts:
         if not counters.shadow:
             self.advice.ended(bad=1)
 
-    def generated(self, generation: Generation, now_ms: float) -> None:
+    def generated(self, generation: OpenGeneration, now_ms: float) -> None:
         """Count and remember a generation that ended by itself."""
         counters = self.counters[generation.name]
         is_good = generation.is_in_time
@@ -141,7 +141,7 @@ class Accounts:
             self.advice.ended(good=int(is_good), bad=int(not is_good))
         self.ended.add_generated(generation, now_ms)
 
-    def generation_refused(self, generation: Generation, refused: Refused, now_ms: float) -> None:
+    def generation_refused(self, generation: OpenGeneration, refused: Refused, now_ms: float) -> None:
         """Count and remember a generation that is refused, or fails after some tokens."""
         self.counters[generation.name].generated_tokens += generation.tokens
         self._refused(generation.name, generation.arrived_ms, refused, now_ms)

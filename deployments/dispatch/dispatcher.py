@@ -32,7 +32,15 @@ from tenuto.deployments.dispatch.fleet import (
     gpulet_connection,
 )
 from tenuto.deployments.dispatch.generations import Generations
-from tenuto.deployments.dispatch.in_flight import Asker, Batch, Generation, Request, TokenAsker, pack_batch, split_reply
+from tenuto.deployments.dispatch.in_flight import (
+    Asker,
+    Batch,
+    OpenGeneration,
+    Request,
+    TokenAsker,
+    pack_batch,
+    split_reply,
+)
 from tenuto.deployments.dispatch.measured_times import LatencyRatios, WayMeter
 from tenuto.deployments.dispatch.rehearsals import Compute, Computed, RehearsalRunner
 from tenuto.deployments.dispatch.unplanned import UnplannedScheduler
@@ -316,7 +324,7 @@ class Dispatcher:
         ttft_ms: float = INF,
         tpot_ms: float = INF,
         client_id: str = "",
-    ) -> Generation:
+    ) -> OpenGeneration:
         """Generate after a prompt; `asker` is told of each token.
 
         Args:
@@ -338,7 +346,7 @@ class Dispatcher:
             model, asker, prompt, sampling, arrived_ms=arrived, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client_id=client_id
         )
 
-    def leave(self, generation: Generation, *, is_answered: bool = False) -> None:
+    def leave(self, generation: OpenGeneration, *, is_answered: bool = False) -> None:
         """Forget a generation whose client went away, or that has brought all that was wanted."""
         self._generations.leave(generation, is_answered=is_answered)
 

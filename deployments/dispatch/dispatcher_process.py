@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
-from tenuto.deployments.dispatch.in_flight import Generation, Request
+from tenuto.deployments.dispatch.in_flight import OpenGeneration, Request
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for
@@ -116,7 +116,7 @@ class _AskedTokens:
     def __init__(self, gateway: _Gateway, number: int) -> None:
         self._gateway = gateway
         self._number = number
-        self.generation: Generation | None = None
+        self.generation: OpenGeneration | None = None
 
     def wrote(self, token: int) -> None:
         """Send a token with the next bundle."""
@@ -127,7 +127,7 @@ class _AskedTokens:
         gpulet = "" if self.generation is None else self.generation.gpulet
         self._end(EndedSequence(self._number, finish.value, gpulet=gpulet))
 
-    def refused(self, generation: Generation, refused: Refused) -> None:
+    def refused(self, generation: OpenGeneration, refused: Refused) -> None:
         """Send the refusal with the next bundle."""
         del generation
         self.fail(refused)

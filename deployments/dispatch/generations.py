@@ -14,7 +14,7 @@ from functools import partial
 from tenuto.deployments.dispatch.accounts import Accounts
 from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.fleet import AttachedGpulet
-from tenuto.deployments.dispatch.in_flight import Generation, TokenAsker
+from tenuto.deployments.dispatch.in_flight import OpenGeneration, TokenAsker
 from tenuto.deployments.wire.answers import Refused, Rule
 from tenuto.deployments.wire.messages import EndedSequence, Generated, StopGenerating
 from tenuto.outcome import Outcome
@@ -39,7 +39,7 @@ class Generations:
         self._charge = charge
         self._clock_ms = clock_ms
         self._numbers = itertools.count()
-        self._open: dict[int, Generation] = {}
+        self._open: dict[int, OpenGeneration] = {}
         self._at: dict[int, AttachedGpulet] = {}
         self._gpulets: Callable[[], Iterable[AttachedGpulet]] = lambda: ()
 
@@ -63,16 +63,16 @@ class Generations:
         ttft_ms: float,
         tpot_ms: float,
         client_id: str = "",
-    ) -> Generation:
+    ) -> OpenGeneration:
         """Send a generation to a gpu-let. When there is none, `asker` is told so before this returns."""
-        generation = Generation(
+        generation = OpenGeneration(
             next(self._numbers), model, arrived_ms, arrived_ms + ttft_ms, tpot_ms, client_id, prompt, sampling, asker
         )
         self._accounts.counters[model].submitted += 1
         self._send(generation)
         return generation
 
-    def _send(self, generation: Generation) -> None:
+    def _send(self, generation: OpenGeneration) -> None:
         now_ms = self._clock_ms()
         if generation.first_by_ms <= now_ms:
             reason = "the deadline of its first token has passed. Raise the SLO or add GPUs"
@@ -93,12 +93,12 @@ class Generations:
         """Return the tokens that those at a gpu-let may come to have."""
         return sum(self._open[number].most_tokens for number in gpulet.generating)
 
-    def _send_now(self, generation: Generation) -> None:
+    def _send_now(self, generation: OpenGeneration) -> None:
         gpulet = self._at.get(generation.number)
         if gpulet is not None:
             gpulet.connection.send(generation.message(self._clock_ms()))
 
-    def leave(self, generation: Generation, *, is_answered: bool = False) -> None:
+    def leave(self, generation: OpenGeneration, *, is_answered: bool = False) -> None:
         """Forget a generation whose client went away, or that has brought all that was wanted; its gpu-let frees its
         memory before the next step."""
         if generation.number not in self._open:
@@ -109,7 +109,7 @@ class Generations:
             self._accounts.counters[generation.name].cancelled += 1
         self._stop(generation)
 
-    def _stop(self, generation: Generation) -> None:
+    def _stop(self, generation: OpenGeneration) -> None:
         self._forget(generation.number).connection.send(StopGenerating([generation.number]))
 
     def _forget(self, number: int) -> AttachedGpulet:
@@ -137,7 +137,7 @@ class Generations:
                 self._forget(ended.number)
                 self._end(generation, ended, now_ms)
 
-    def _end(self, generation: Generation, ended: EndedSequence, now_ms: float) -> None:
+    def _end(self, generation: OpenGeneration, ended: EndedSequence, now_ms: float) -> None:
         if ended.may_retry and not generation.tokens and not generation.was_retried:
             generation.was_retried = True
             self._send(generation)
@@ -156,7 +156,7 @@ class Generations:
             died = EndedSequence(number, "", int(Outcome.FAILED), f"{_DIED} ({reason})", 1.0, gpulet.id, True)
             self._end(generation, died, self._clock_ms())
 
-    def _fail(self, generation: Generation, refused: Refused) -> None:
+    def _fail(self, generation: OpenGeneration, refused: Refused) -> None:
         self._accounts.generation_refused(generation, refused, self._clock_ms())
         generation.asker.refused(generation, refused)
 

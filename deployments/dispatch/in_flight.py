@@ -161,11 +161,11 @@ class TokenAsker(Protocol):
     def ended(self, finish: Ending) -> None:
         """Learn why no token comes any more."""
 
-    def refused(self, generation: Generation, refused: Refused) -> None:
+    def refused(self, generation: OpenGeneration, refused: Refused) -> None:
         """Learn that it was refused, or that it failed after the tokens that came."""
 
 
-class Generation(msgspec.Struct, eq=False):
+class OpenGeneration(msgspec.Struct, eq=False):
     """A generation from its admission to its end. Times are ms on the dispatcher's clock; those of tokens are NaN
     before there are any. `gpulet` is where it runs."""
 

@@ -12,7 +12,7 @@ from collections import deque
 from itertools import islice
 from operator import attrgetter
 
-from tenuto.deployments.dispatch.in_flight import Generation, Request
+from tenuto.deployments.dispatch.in_flight import OpenGeneration, Request
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
 from tenuto.deployments.wire.status import EndedRequest, Tokens
 
@@ -43,7 +43,7 @@ class RequestLog:
         """Keep a request that is refused now."""
         self._ended.append((time.time(), client_id, model, arrived_ms, ended_ms, deadline_ms, refused))
 
-    def add_generated(self, generation: Generation, ended_ms: float) -> None:
+    def add_generated(self, generation: OpenGeneration, ended_ms: float) -> None:
         """Keep a generation that ended by itself."""
         g = generation
         told = Tokens(len(g.prompt), g.tokens, g.first_ms - g.arrived_ms, g.measured_tpot_ms)

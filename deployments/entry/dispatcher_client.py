@@ -22,7 +22,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from tenuto.deployments.dispatch.in_flight import Asker, Generation, Request, TokenAsker
+from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, TokenAsker
 from tenuto.deployments.operator.merged_status import merge_dispatchers
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
@@ -78,7 +78,7 @@ class _Peer:
     leaving: list[int] = field(default_factory=list)
     unsent: set[int] = field(default_factory=set)
     reports: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
-    generating: dict[int, Generation] = field(default_factory=dict)
+    generating: dict[int, OpenGeneration] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -265,10 +265,10 @@ class DispatcherClient:
         ttft_ms: float = math.inf,
         tpot_ms: float = math.inf,
         client_id: str = "",
-    ) -> Generation:
+    ) -> OpenGeneration:
         """Generate after a prompt; see `Dispatcher.generate`."""
         arrived = time.monotonic() * 1000.0 if arrived_ms is None else arrived_ms
-        generation = Generation(
+        generation = OpenGeneration(
             next(self._numbers), model, arrived, arrived + ttft_ms, tpot_ms, client_id, prompt, sampling, asker
         )
         peer = self._group_of[model].scheduling()
@@ -279,11 +279,11 @@ class DispatcherClient:
             self._ask(peer, generation)
         return generation
 
-    def _ask(self, peer: _Peer, generation: Generation) -> None:
+    def _ask(self, peer: _Peer, generation: OpenGeneration) -> None:
         peer.generating[generation.number] = generation
         peer.connection.send(generation.message(time.monotonic() * 1000.0))
 
-    def leave(self, generation: Generation, *, is_answered: bool = False) -> None:
+    def leave(self, generation: OpenGeneration, *, is_answered: bool = False) -> None:
         """Forget a generation whose client went away, or that has brought all that was wanted."""
         for peer in self._by_connection.values():
             if peer.generating.pop(generation.number, None) is not None:

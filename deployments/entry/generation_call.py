@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tenuto.deployments.dispatch.in_flight import Generation
+from tenuto.deployments.dispatch.in_flight import OpenGeneration
 from tenuto.deployments.entry.call import SharedService
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, fail
@@ -43,7 +43,7 @@ class GenerationCall:
         self._parts: list[str] = []  # that leave with the end
         self._tokens: list[int] = []  # of an answer that is not streamed
         self._count = 0
-        self._generation: Generation | None = None
+        self._generation: OpenGeneration | None = None
         self._has_begun = self._is_over = False
         self._first_ms = 0.0
 
@@ -116,7 +116,7 @@ class GenerationCall:
             generation, self._generation = self._generation, None
             self._finish(finish, generation)
 
-    def _finish(self, finish: Ending, generation: Generation | None) -> None:
+    def _finish(self, finish: Ending, generation: OpenGeneration | None) -> None:
         wanted, exchange = self._wanted, self._exchange
         usage = Usage(len(wanted.prompt), self._count)
         text = "".join(self._parts) + self._text.end()
@@ -131,7 +131,7 @@ class GenerationCall:
             exchange.respond(200, self._lines(generation) + JSON, [whole])
         self._trace(generation, finish.value, usage)
 
-    def refused(self, generation: Generation, refused: Refused) -> None:
+    def refused(self, generation: OpenGeneration, refused: Refused) -> None:
         """Send the refusal; amid a stream it is the last event."""
         if self._is_over:
             return
@@ -151,12 +151,12 @@ class GenerationCall:
             fail(self._exchange, error)
         self._trace(generation, refused.outcome.word, Usage(len(self._wanted.prompt), self._count))
 
-    def _lines(self, generation: Generation | None) -> bytes:
+    def _lines(self, generation: OpenGeneration | None) -> bytes:
         gpulet = b"" if generation is None else generation.gpulet.encode()
         lines = _LINES % (gpulet, self._id.encode())
         return lines if self._traced is None else lines + self._traced.header
 
-    def _trace(self, generation: Generation | None, outcome: str, usage: Usage) -> None:
+    def _trace(self, generation: OpenGeneration | None, outcome: str, usage: Usage) -> None:
         traces, traced = self._service.traces, self._traced
         if traces is None or traced is None or generation is None:
             return
@@ -181,7 +181,7 @@ class CollectedTokens:
         """Keep the end."""
         self.came.put_nowait(finish)
 
-    def refused(self, generation: Generation, refused: Refused) -> None:
+    def refused(self, generation: OpenGeneration, refused: Refused) -> None:
         """Keep the refusal."""
         del generation
         self.came.put_nowait(refused)

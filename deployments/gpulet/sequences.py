@@ -26,7 +26,7 @@ _LATER_S = 0.001  # limit: until the scheduler is asked again that had nothing t
 _GONE = "the plan has changed and the model left this gpu-let; send the request again"
 
 
-class StepScheduler(Protocol):
+class StepOrder(Protocol):
     """Decides what each step holds. Times are ms on one clock."""
 
     def add(
@@ -55,7 +55,7 @@ class OpenSequences:
         gpulet_id: str,
         program: str,
         generator: Generator,
-        scheduler: StepScheduler,
+        scheduler: StepOrder,
         failed: Callable[[Exception, str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
