@@ -305,7 +305,7 @@ def _applications(result: SimulationResult, load: ApplicationLoad) -> dict[str, 
 
 
 def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, ...]:
-    return tuple(spec.model_copy(update={"slo_ms": spec.slo_ms * scale}) for spec in models)
+    return tuple(spec.with_slo_scaled(scale) for spec in models)
 
 
 def beside(arriving: tuple[_Arriving, ...], folder: Path) -> tuple[_Arriving, ...]:

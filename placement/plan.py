@@ -215,7 +215,7 @@ class Plan(StrictModel):
                 _drop(group, batch_size=None, latency=None, memory_mib=None, basis=None)
             for replica in gpulet["models"]:
                 _drop(replica, rate_rps=None, latency_ms=None, slowdown=1.0, memory_mib=None, weights_mib=None)
-                _drop(replica, latency=None, latency_rule="measured")
+                _drop(replica, latency=None, latency_rule="measured", steps=None, kv_tokens=None, decided_ahead=False)
                 _drop(replica, copy_in_ms=None, copy_out_ms=None)
         _drop(data, drained=[], streaming=False, objective="weighted", overcommits=False, believed=None)
         _drop(data["expected"], assumptions=[], losses=[])

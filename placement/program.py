@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from tenuto.documents import Fault, StrictModel
-from tenuto.profiles import Latency, LatencyTable
+from tenuto.profiles import Latency, LatencyTable, StepCost
 from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.share_latency import ShareRule
 
@@ -40,6 +40,10 @@ class Replica(StrictModel):
     weights_mib: float | None = None  # the part of memory_mib that every batch needs; None: not known
     latency: LatencyField | None = None
     latency_rule: ShareRule = "measured"  # where the latency on the share comes from
+    # Of a model that generates, in place of `latency`: what its steps cost, and the tokens that it has memory for.
+    steps: StepCost | None = None
+    kv_tokens: Annotated[int, Field(ge=1)] | None = None
+    decided_ahead: bool = False  # the engine decides on a step while the one before it runs
     # Copy times of one request, which are a part of its batch's latency. They are given if streaming hides them.
     copy_in_ms: Annotated[float, Field(ge=0)] | None = None
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None

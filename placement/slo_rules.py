@@ -29,7 +29,7 @@ def load_workload(path: str | Path, cluster: Cluster | None, profiles: Profiles 
     models = data.get("models") if isinstance(data, dict) else None
     problems: list[Problem] = []
     for index, entry in enumerate(models if isinstance(models, list) else ()):
-        if isinstance(entry, dict) and "slo" in entry and "slo_ms" not in entry:
+        if isinstance(entry, dict) and "slo" in entry and not isinstance(entry["slo"], dict) and "slo_ms" not in entry:
             rule = entry.pop("slo")
             entry["slo_ms"] = 1.0
             try:
@@ -47,7 +47,7 @@ def load_workload(path: str | Path, cluster: Cluster | None, profiles: Profiles 
 def _slo_ms(where: str, rule: Any, entry: dict[str, Any], cluster: Cluster | None, profiles: Profiles | None) -> float:
     found = _RULE.fullmatch(rule) if isinstance(rule, str) else None
     if found is None or not float(found[1]):
-        cure = "Write for example `slo: 2 x l(1)`, or a number as `slo_ms`."
+        cure = "Write for example `slo: 2 x l(1)`, a number as `slo_ms`, or {ttft_ms: …, tpot_ms: …}."
         raise refused(f"{where}.slo", rule, "is not a factor, x, and l of a batch size", cure)
     try:
         alone = {key: value for key, value in entry.items() if key not in ("share_pct", "shadow")}

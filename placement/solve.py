@@ -127,6 +127,11 @@ def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> Ma
     """
     on_cpu = {spec.name for spec in workload.models} if set(cluster.gpu_types) == {"cpu"} else set[str]()
     problems = option_problems(workload.models, workload.merge if isinstance(workload.merge, tuple) else (), on_cpu)
+    for index, spec in enumerate(workload.models):
+        if spec.generates is not None:
+            rule, cure = "this policy does not plan models that generate", "Simulate the workload, or leave it out."
+            problems.append(Problem(f"models.{index}.generates", spec.name, rule, cure))
+    raise_if_any(problems)
     least_gpus: list[tuple[float, int, float]] = []
     most_rps: dict[int, float] = {}
     costs = costs_of(workload, cluster, profiles)

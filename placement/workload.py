@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_serializer, model_validator
 
 from tenuto.documents import Fault, ProblemsBelow, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import Problem, one_of, refused
 from tenuto.placement.application import Application
 from tenuto.placement.arrivals.arrival import Arrival
+from tenuto.placement.generates import Generates, TokenSlo
 from tenuto.placement.versions import FIRST, completed, split_name, split_problems
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.latency import LatencyField
@@ -50,6 +51,8 @@ class ModelSpec(StrictModel):
     rate, above 0 and at most 1, that must be left after the loss of any one of these. `only_on` and `keep_off` name
     nodes, racks or GPU ids where the model must or must not lie. `prefer` names a place where the model lies if that
     costs no GPU, no rate, and nothing that another model asks for.
+
+    A model that `generates` has an `slo` in place of `slo_ms`, which is then the time for an answer of mean length.
     """
 
     name: ModelName
@@ -58,6 +61,8 @@ class ModelSpec(StrictModel):
     source: str | None = None  # torchvision/resnet50, transformers/bert, package.module:factory; default: the catalogue
     rate_rps: Positive
     slo_ms: Positive
+    slo: TokenSlo | None = None
+    generates: Generates | None = None
     arrival: Arrival = Arrival()
     profile: str | None = None  # the profile row, when it differs from the name
     latency: LatencyField | None = None  # inline profile: any GPU type, whole GPU
@@ -105,11 +110,56 @@ class ModelSpec(StrictModel):
             raise Fault("version 1 has the name of its model", f"Write '{model}'.")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _answer_time(cls, data: Any) -> Any:
+        """Derive `slo_ms` from `slo`."""
+        if not isinstance(data, dict) or data.get("slo") is None:
+            return data
+        if "slo_ms" in data:
+            raise Fault("gives both 'slo' and 'slo_ms'", "Keep `slo`; `slo_ms` follows from it.")
+        try:
+            slo = TokenSlo.model_validate(data["slo"])
+            lengths = Generates.model_validate(data.get("generates") or {}).output_tokens
+        except ValidationError:
+            return {**data, "slo_ms": 1.0}  # the fields' own validation reports it
+        return {**data, "slo_ms": slo.answer_ms(1.0 if lengths is None else lengths.mean)}
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_derived(self, handler: Any) -> Any:
+        data = handler(self)
+        if self.slo is not None:
+            data.pop("slo_ms", None)
+        return data
+
     @model_validator(mode="after")
     def _one_cost(self) -> ModelSpec:
         if self.profile is not None and self.latency is not None:
             raise Fault("gives both 'profile' and 'latency'", "keep one of them")
         return self
+
+    @model_validator(mode="after")
+    def _generates_under_its_slo(self) -> ModelSpec:
+        if self.generates is None:
+            if self.slo is not None:
+                raise Fault("`slo` is for models that generate", "Give `generates`, or `slo_ms` in place of `slo`.")
+            return self
+        if self.slo is None:
+            raise Fault("generates, and has no `slo`", "Give slo: {ttft_ms: …, tpot_ms: …} in place of slo_ms.")
+        if self.latency is not None:
+            raise Fault("generates, and has an inline latency", "Give a profile with `generation` instead.")
+        lengths = (self.generates.prompt_tokens, self.generates.output_tokens)
+        if self.arrival.process != "trace" and None in lengths:
+            raise Fault(
+                "generates, and does not say how long prompts and outputs are",
+                "Give `prompt_tokens` and `output_tokens` in `generates`, or a trace that has these columns.",
+            )
+        return self
+
+    def with_slo_scaled(self, factor: float) -> ModelSpec:
+        """Return the same model with its SLO multiplied by `factor`."""
+        slo = None if self.slo is None else self.slo.scaled(factor)
+        return self.model_copy(update={"slo_ms": self.slo_ms * factor, "slo": slo})
 
 
 class Workload(StrictModel):

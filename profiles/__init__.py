@@ -1,5 +1,6 @@
 """What a model costs on a GPU type: recorded, measured, estimated, looked up."""
 
+from tenuto.profiles.generation import Generation, StepCost, StepsAt
 from tenuto.profiles.latency import Latency, LatencyTable, LinearLatency
 from tenuto.profiles.profile import CoRun, CoRunPart, Fit, Measured, ModelProfile, Profile, ProfilePoint, Profiles
 
@@ -7,6 +8,7 @@ __all__ = [
     "CoRun",
     "CoRunPart",
     "Fit",
+    "Generation",
     "Latency",
     "LatencyTable",
     "LinearLatency",
@@ -15,4 +17,6 @@ __all__ = [
     "Profile",
     "ProfilePoint",
     "Profiles",
+    "StepCost",
+    "StepsAt",
 ]

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml
 from tenuto.errors import MissingProfileError, one_of, refused
+from tenuto.profiles.generation import Generation
 from tenuto.profiles.gpu_types import measured_as
 from tenuto.profiles.latency import LatencyTable, LinearLatency
 from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of
@@ -63,10 +64,11 @@ OCCUPANCIES = ("achieved_occupancy_pct", "wavg_ach_occ_pct")
 
 
 class ModelProfile(StrictModel):
-    """Everything known about one model on one GPU type. Invariant: there is a point or an inline line."""
+    """Everything known about one model on one GPU type. Invariant: there is a point, an inline line or `generation`."""
 
     points: tuple[ProfilePoint, ...] = ()
     line: LinearLatency | None = None  # a latency given as coefficients only, valid for every batch size
+    generation: Generation | None = None  # what it costs to generate with the model
     fit: Fit | None = None
     weights_mib: float | None = None
     coefficients: dict[str, float] = Field(default_factory=dict)  # named model constants, such as iGniter's k1..k5
@@ -97,7 +99,9 @@ class ModelProfile(StrictModel):
         )
         line = self.line.scaled(factor) if self.line is not None else None
         active = {key: value * factor for key, value in self.coefficients.items() if key in ("k1", "k2", "k3", "k5")}
-        update = {"points": points, "line": line, "fit": None, "coefficients": self.coefficients | active}
+        generation = None if self.generation is None else self.generation.scaled(factor)
+        update: dict[str, Any] = {"points": points, "line": line, "fit": None, "generation": generation}
+        update["coefficients"] = self.coefficients | active
         return self.model_copy(update=update)
 
     def inside(self, gpcs: int) -> ModelProfile | None:

@@ -1,0 +1,132 @@
+"""What a workload says of a model that generates: lengths of prompts and outputs, the engine's limits, and the SLO."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_serializer, model_validator
+
+from tenuto.documents import Fault, StrictModel
+
+Tokens = Annotated[float, Field(ge=1)]
+_CURE = "Give a number of tokens, {lognormal: {median: 300, sigma: 1}} or {quantiles: {0: 10, 50: 300, 100: 4000}}."
+
+
+class LogNormal(StrictModel):
+    """Lengths whose logarithm is normal: `sigma` is its standard deviation. `most` cuts longer ones."""
+
+    median: Tokens
+    sigma: Annotated[float, Field(ge=0, le=5)]
+    most: Tokens | None = None
+
+    @property
+    def mean(self) -> float:
+        """The mean length: of a normal logarithm, and of one that is cut (its limited expected value)."""
+        mu, sigma = math.log(self.median), self.sigma
+        whole = math.exp(mu + sigma * sigma / 2.0)
+        if self.most is None or not sigma:
+            return max(1.0, whole if self.most is None else min(self.median, self.most))
+        cut = (math.log(self.most) - mu) / sigma
+        return max(1.0, whole * _normal(cut - sigma) + self.most * (1.0 - _normal(cut)))
+
+
+def _normal(value: float) -> float:
+    return 0.5 * math.erfc(-value / math.sqrt(2.0))
+
+
+class Lengths(StrictModel):
+    """How many tokens prompts or outputs have. In a file it is a number, or one of the keys below.
+
+    `quantiles` are tokens by percent, from 0 to 100; between them lengths are spread evenly.
+    """
+
+    tokens: Annotated[int, Field(ge=1)] | None = None
+    lognormal: LogNormal | None = None
+    quantiles: dict[Annotated[float, Field(ge=0, le=100)], Tokens] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_number(cls, value: Any) -> Any:
+        if isinstance(value, bool | str | list) or value is None:
+            raise Fault("is no length", _CURE)
+        return value if isinstance(value, dict | Lengths) else {"tokens": value}
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Lengths:
+        if sum(form is not None for form in (self.tokens, self.lognormal, self.quantiles)) != 1:
+            raise Fault("needs exactly one form of length", _CURE)
+        if self.quantiles is not None:
+            rows = sorted(self.quantiles.items())
+            if [rows[0][0], rows[-1][0]] != [0, 100] or any(b < a for (_, a), (_, b) in pairwise(rows)):
+                raise Fault("quantiles must go from 0 to 100 percent and never fall", _CURE)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, handler: Any) -> Any:
+        return self.tokens if self.tokens is not None else handler(self)
+
+    @property
+    def mean(self) -> float:
+        """The mean number of tokens."""
+        if self.lognormal is not None:
+            return self.lognormal.mean
+        if self.quantiles is not None:
+            rows = sorted(self.quantiles.items())
+            return sum((q - p) * (a + b) / 200.0 for (p, a), (q, b) in pairwise(rows))
+        return float(self.tokens or 1)
+
+    def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """Return so many lengths, at least 1 token each."""
+        if self.lognormal is not None:
+            form = self.lognormal
+            drawn = form.median * np.exp(form.sigma * generator.standard_normal(count))
+            drawn = np.minimum(drawn, form.most or math.inf)
+        elif self.quantiles is not None:
+            rows = sorted(self.quantiles.items())
+            drawn = np.interp(100.0 * generator.random(count), [p for p, _ in rows], [n for _, n in rows])
+        else:
+            drawn = np.full(count, float(self.tokens or 1))
+        return np.maximum(1, np.rint(drawn)).astype(np.int64)
+
+
+class Generates(StrictModel):
+    """A model that generates: lengths, and the limits of the engine that runs it.
+
+    Lengths that are not given come from the columns of a trace. A step decodes at most `max_sequences` sequences, and
+    has at most `max_batch_tokens` tokens.
+    """
+
+    prompt_tokens: Lengths | None = None
+    output_tokens: Lengths | None = None
+    max_sequences: Annotated[int, Field(ge=1)] = 256
+    max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
+
+    @model_validator(mode="after")
+    def _a_step_holds_all(self) -> Generates:
+        if self.max_batch_tokens < self.max_sequences:
+            raise Fault(
+                f"max_batch_tokens ({self.max_batch_tokens}) is below max_sequences ({self.max_sequences}), so that a "
+                "step cannot decode all sequences",
+                "Raise max_batch_tokens or lower max_sequences.",
+            )
+        return self
+
+
+class TokenSlo(StrictModel):
+    """The SLO of a model that generates: `ttft_ms` from arrival to the first token, and `tpot_ms` for each further
+    token, in the mean of a request. A request is in time when it keeps both."""
+
+    ttft_ms: Annotated[float, Field(gt=0)]
+    tpot_ms: Annotated[float, Field(gt=0)]
+
+    def answer_ms(self, output_tokens: float) -> float:
+        """Return the latest time from arrival to the last of so many tokens."""
+        return self.ttft_ms + self.tpot_ms * max(0.0, output_tokens - 1.0)
+
+    def scaled(self, factor: float) -> TokenSlo:
+        """Return both bounds multiplied by `factor`."""
+        return TokenSlo(ttft_ms=self.ttft_ms * factor, tpot_ms=self.tpot_ms * factor)
