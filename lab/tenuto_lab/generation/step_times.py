@@ -9,8 +9,10 @@ lines between knots, and each knot is A + B * (100 / share - 1): B is the part t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,8 +58,10 @@ class Curve:
     def at(self, amount: float, share_pct: float, units: float = 0.0) -> float:
         """Return the ms that `amount` costs on a share, with `units` of the second quantity."""
         less = 100.0 / share_pct - 1.0
-        weights = _hat(np.array([float(amount)]), [knot[0] for knot in self.knots])[0]
-        line = sum(float(w) * (a + b * less) for w, (_, a, b) in zip(weights, self.knots, strict=True))
+        i = min(max(bisect_right(self.knots, amount, key=itemgetter(0)), 1), len(self.knots) - 1)
+        (x0, a0, b0), (x1, a1, b1) = self.knots[i - 1], self.knots[i]
+        weight = max(0.0, (amount - x0) / (x1 - x0))
+        line = (1.0 - weight) * (a0 + b0 * less) + weight * (a1 + b1 * less)
         return line + units * (self.per_unit_ms[0] + self.per_unit_ms[1] * less)
 
 
