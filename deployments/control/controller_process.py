@@ -144,13 +144,13 @@ class ControllerReplica:
 
         def change(live: Live) -> ControllerState:
             live.controller.pause(paused=paused)
-            return live.controller.state()
+            return live.state()
 
         return await self._do(change)
 
     async def state(self) -> ControllerState:
         """Return mode, what is under way, measured and planned rates."""
-        return await self._do(lambda live: live.controller.state())
+        return await self._do(lambda live: live.state())
 
     async def log(self, limit: int) -> list[LogLine]:
         """Return the newest entries of the log, oldest first."""
@@ -163,7 +163,7 @@ class ControllerReplica:
         def look(live: Live) -> ControllerStatus:
             newest = reversed(ControlMemory(self._store).log()[-limit:])
             log = [Event(line.at_s, line.kind, line.text) for line in newest]
-            return ControllerStatus(**asdict(live.controller.state()), decisions=dict(self._decisions), log=log)
+            return ControllerStatus(**asdict(live.state()), decisions=dict(self._decisions), log=log)
 
         return await self._do(look)
 

@@ -142,7 +142,7 @@ def worse(at_s: float, canary: WorseCanary, confidence: float, obstacle: str | N
 
 def sized(plan: Plan) -> str:
     """Return how many GPUs a plan uses, and their price where it is known."""
-    cost, used = plan.expected.cost_per_hour, len({gpulet.gpu for gpulet in plan.gpulets})
+    cost, used = plan.expected.cost_per_hour, len(plan.devices(gpulet.gpu for gpulet in plan.gpulets))
     return f"{used} GPU{'s' * (used != 1)}{'' if cost is None else f', {cost:,.2f} $/h'}"
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import structs
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.cuts import Cuts, LayoutSide
@@ -36,7 +37,7 @@ from tenuto.deployments.serve.history import History, Store
 from tenuto.deployments.serve.states import ApplicationState, gpulets_of
 from tenuto.deployments.serve.sub_clusters import evened, imbalance
 from tenuto.deployments.serve.user_config import GpuletConfig, GpuOfGpulet
-from tenuto.deployments.wire.status import DispatchingStatus, LogLine, ModelStatus
+from tenuto.deployments.wire.status import ControllerState, DispatchingStatus, LogLine, ModelStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
@@ -182,6 +183,8 @@ class LiveSystem:
                 draining[name] = _Draining(more, now_s)
         self.deployment, self._gpulets, self._draining, self._plan = deployment, gpulets, draining, plan
         self._migration = migration
+        if any(gpu.mig == "managed" for gpu in plan.gpus):
+            self._know(plan)
         if not grows:
             self._routed = plan
         self._cut.need(plan, emulated=deployment.executor == "emulated")
@@ -219,9 +222,18 @@ class LiveSystem:
         """
         wanted.config(plan)
         raise_if_any(_unchangeable(self.deployment, wanted))
-        self._gpus = tuple({(gpu.id, gpu.type): gpu for gpu in (*gpus_of(plan), *self._gpus)}.values())
+        self._know(plan)
         if wanted.with_plan(self._plan) != self.deployment:
             self.apply(self._plan, now_s, self._waiting, wanted=wanted)
+
+    def _know(self, plan: Plan) -> None:
+        """Have a plan's GPUs among those of the cluster: MIG instances that it makes were not there before."""
+        self._gpus = tuple({(gpu.id, gpu.type): gpu for gpu in (*gpus_of(plan), *self._gpus)}.values())
+
+    @property
+    def cutting(self) -> list[str]:
+        """MIG instances of the plan, and whole GPUs, that have to be cut yet."""
+        return sorted(self._cut.waiting)
 
     def move(self, partition: Mapping[str, int], now_s: float) -> None:
         """Have models in other sub-clusters, of which there are as many as before: dispatchers take on what is new to
@@ -517,6 +529,10 @@ class Live:
         self._evened_s: float | None = None  # when sub-clusters were last looked at
         self._why_moved: str | None = None  # models change their sub-cluster, for this reason
         self._next_by: str | None = None  # who asked for the change under way
+
+    def state(self) -> ControllerState:
+        """Return how the controller stands, and what its change waits for."""
+        return structs.replace(self.controller.state(), cutting=self.system.cutting)
 
     def step(self, now_s: float) -> bool:
         """Take one look and carry out what is decided; return whether the gateways answered."""

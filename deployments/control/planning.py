@@ -2,18 +2,19 @@
 
 *Incremental* first: what is placed stays, and the policy plans only what is missing (`extended`), or gpu-lets that are
 not needed go (`trimmed`). Beside them stands the policy's plan for everything (`planned anew`), which has to pay for
-what it moves. Pure functions; the live controller calls them in a process of its own, with a time limit.
+what it moves, and on GPUs that plans may cut into MIG instances one with layouts of its own (`cut anew`), which has to
+pay for the cutting, too. Pure functions; the live controller calls them in a process of its own, with a time limit.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tenuto.deployments.control.batches import raised
-from tenuto.deployments.control.fit import fitted, fresh_id
+from tenuto.deployments.control.fit import fitted, fresh_id, gpus_of
 from tenuto.deployments.control.standby import Standby, standbys, twins
 from tenuto.deployments.control.steps import fits
 from tenuto.deployments.control.worth import ChangeWorth, Durations, Rent, Scale
@@ -39,6 +40,7 @@ from tenuto.placement.surviving import (
 )
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
+from tenuto.profiles.mig_instances import instance_type_of
 
 SLIGHT = 1e-3  # derived: ten times what a promise near its limit lacks (`expectation.outlook.NOTHING`), of attainment
 ANYWHERE = {
@@ -169,8 +171,8 @@ def _made_for(plan: Plan, rates_rps: Mapping[str, float]) -> Plan:
 
 def _promised(plan: Plan, gpus: Sequence[Gpu]) -> Plan:
     """Return the plan with what it promises at the rates it is made for, after losses too, and what its GPUs cost."""
-    used = {gpulet.gpu for gpulet in plan.gpulets}
-    totals = {"gpus_used": len(used), "cost_per_hour": cost_of(gpu for gpu in gpus if gpu.id in used)}
+    used = plan.devices(gpulet.gpu for gpulet in plan.gpulets)
+    totals = {"gpus_used": len(used), "cost_per_hour": cost_of(gpu for gpu in gpus if gpu.device in used)}
     return with_losses(plan.model_copy(update={"expected": expected_of(plan).model_copy(update=totals)}))
 
 
@@ -211,18 +213,28 @@ def _candidates(
     found: list[tuple[str, Plan]] = []
     faults: list[str] = []
     wanted: Counter[str] | None = None
-    there = Counter(gpu.type for gpu in request.gpus)
+    uncut = Cluster.of(request.gpus).uncut.gpus
+    there = Counter(gpu.type for gpu in uncut)
     types = tuple(dict.fromkeys([*there, *request.types]))
     if not types:
         return None, [], ["no GPU is there"]
     anew: Plan | None = None
     try:
         anew = _anew(request, profiles, _cluster_of(request, types))
-        wanted = Counter(gpu.type for gpu in anew.gpus if anew.on_gpu(gpu.id))
+        used = anew.devices(gpulet.gpu for gpulet in anew.gpulets)
+        wanted = Counter({gpu.device: _whole_type(gpu) for gpu in anew.gpus if gpu.device in used}.values())
+    except InvalidInputError as error:
+        faults.append(str(error))
+    is_enough = wanted is not None and all(count <= there[kind] for kind, count in wanted.items())
+    may_cut = any(gpu.mig == "managed" for gpu in uncut)
+    try:
+        if may_cut:
+            chosen = _to_cut(request, wanted if wanted is not None and is_enough else there)
+            found += [("cut anew", _cut_anew(request, profiles, devices)) for devices in chosen]
     except InvalidInputError as error:
         faults.append(str(error))
     try:
-        if anew is None or wanted is None or any(count > there[kind] for kind, count in wanted.items()):
+        if anew is None or not is_enough or may_cut:
             anew = _anew(request, profiles, Cluster.of(request.gpus).as_cut) if there else None
         if anew is not None:
             found.append(("planned anew", _fitted(anew, request)))
@@ -237,6 +249,36 @@ def _candidates(
         except InvalidInputError as error:
             faults.append(str(error))
     return wanted, found, faults
+
+
+def _whole_type(gpu: PlannedGpu) -> str:
+    """Return the type of a GPU that plans may cut, also of an instance of it; any other's own."""
+    mig = instance_type_of(gpu.type) if gpu.mig == "managed" else None
+    return gpu.type if mig is None else mig.base
+
+
+def _to_cut(request: PlanRequest, counts: Mapping[str, int]) -> list[frozenset[str]]:
+    """Return so many of the GPUs that plans may cut, by type: those with most gpu-lets, of which some can stay; and
+    those with fewest, where fewer have to end before others start."""
+    held = Counter(gpu.device for gpu in request.running.gpus for _ in request.running.on_gpu(gpu.id))
+    kinds = {gpu.device: gpu.type for gpu in Cluster.of(request.gpus).uncut.gpus if gpu.mig == "managed"}
+    found = []
+    for sign in (-1, 1):
+        chosen: dict[str, list[str]] = defaultdict(list)
+        for device in sorted(kinds, key=lambda device: sign * held[device]):
+            if len(chosen[kinds[device]]) < counts.get(kinds[device], 0):
+                chosen[kinds[device]].append(device)
+        found.append(frozenset(device for devices in chosen.values() for device in devices))
+    return list(dict.fromkeys(found))
+
+
+def _cut_anew(request: PlanRequest, profiles: Profiles, chosen: Collection[str]) -> Plan:
+    """Return the policy's plan with layouts of its own on some of the GPUs that it may cut, and on those that it may
+    not. Instances that are there in both plans keep what they hold where they can."""
+    plan = _anew(request, profiles, Cluster.of(g for g in request.gpus if g.mig != "managed" or g.device in chosen))
+    devices = {gpu.device for gpu in plan.gpus}
+    gpus = (*gpus_of(plan), *(gpu for gpu in request.gpus if gpu.device not in devices))
+    return fitted(plan, request.running, gpus, keep_idle=not request.types, reserved=request.standby_ids)
 
 
 def incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Iterator[tuple[str, Plan | None]]:
@@ -270,7 +312,8 @@ def _anew(request: PlanRequest, profiles: Profiles, cluster: Cluster) -> Plan:
     def planned(rates_rps: Mapping[str, float]) -> Plan:
         models = tuple(spec.model_copy(update={"rate_rps": rates_rps[spec.name]}) for spec in request.workload.models)
         workload = request.workload.model_copy(update={"models": models})
-        return raised(_planned(request, profiles, workload, cluster), request.workload, profiles, request.gpus)
+        plan = _planned(request, profiles, workload, cluster)
+        return raised(plan, request.workload, profiles, (*request.gpus, *gpus_of(plan)))
 
     plan = planned(request.traffic.upper_rps)
     pooled = _pooled(plan, request.traffic)
@@ -493,10 +536,11 @@ def _slowed(
 
 def _cluster_of(request: PlanRequest, types: Iterable[str]) -> Cluster:
     """Return a cluster of as many GPUs of these types as it takes."""
-    known = {gpu.type: gpu for gpu in request.gpus}
+    known = {gpu.type: gpu for gpu in (*request.gpus, *Cluster.of(request.gpus).uncut.gpus)}
     groups = []
     for kind in types:
         gpu = known.get(kind)
         memory, price = (gpu.memory_mib, gpu.price_per_hour) if gpu is not None else (None, None)
-        groups.append(GpuGroup(type=kind, memory_mib=memory, price_per_hour=price))
+        mig = gpu.mig if gpu is not None and gpu.mig == "managed" and gpu.instance is None else None
+        groups.append(GpuGroup(type=kind, memory_mib=memory, price_per_hour=price, mig=mig))
     return Cluster(nodes=(Node(name="n", gpus=tuple(groups)),), elastic=True)

@@ -8,6 +8,7 @@ together occupy during the change, and no request need be lost for it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from tenuto.deployments.control.steps import made_anew, next_stage, not_ready
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import NOTHING, Outlooks, Traffic
+from tenuto.placement.expectation.sharing import listed
+from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of
 
 # Limit: of a stage that cuts GPUs anew, until it is measured on one: instances are ended and made one after the other,
 # and a GPU that goes in or out of MIG mode is reset.
@@ -33,7 +36,8 @@ class Durations:
 
 @dataclass(frozen=True)
 class Rent:
-    """What occupying GPUs costs: whole GPUs on a cluster that can grow, else the shares that are held.
+    """What occupying GPUs costs: whole GPUs on a cluster that can grow, else the shares that are held. A MIG
+    instance is worth its part of the GPU.
 
     `price` is per hour by GPU type, for clusters of several; a type without one counts 1.
     """
@@ -43,10 +47,17 @@ class Rent:
 
     def of(self, plan: Plan) -> float:
         """Return what a plan occupies, in GPUs (times their price where they have one)."""
-        types = {gpu.id: gpu.type for gpu in plan.gpus}
-        if self.by_gpu:
-            return sum(self.price.get(types[gpu], 1.0) for gpu in {gpulet.gpu for gpulet in plan.gpulets})
-        return sum(self.price.get(types[g.gpu], 1.0) * g.effective_share_pct / 100.0 for g in plan.gpulets)
+        held: dict[str, float] = defaultdict(float)
+        for gpulet in plan.gpulets:
+            held[gpulet.gpu] += gpulet.effective_share_pct / 100.0
+        on: dict[str, float] = defaultdict(float)  # by GPU
+        kinds = {}
+        for gpu in plan.gpus:
+            mig = instance_type_of(gpu.type) if gpu.instance is not None else None
+            if gpu.id in held:
+                kinds[gpu.device] = gpu.type if mig is None else mig.base
+                on[gpu.device] += held[gpu.id] if mig is None else min(1.0, held[gpu.id]) * mig.gpcs / ALL_GPCS
+        return sum(self.price.get(kinds[gpu], 1.0) * (1.0 if self.by_gpu else part) for gpu, part in on.items())
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,9 @@ class Scale:
         left_s = max(0.0, self._horizon_s - seconds)
         gained, saved = (after_rps - before_rps) * left_s, (rent_before - rent_after) * left_s
         is_free = lost <= slight_rps * seconds
+        cut = _cut(self._running, target)
+        if cut:
+            cut += f", which takes {seconds:.0f} s and loses {lost:.0f} requests"
         most = 1.0 + self._hysteresis
         figures = (needs_after, gained, lost, saved, spent, seconds, len(way))
         if gains:
@@ -164,7 +178,7 @@ class Scale:
                 why = f"it carries {needs_after:.0f} of {offered_rps:.0f} r/s, what runs {needs_before:.0f}"
                 if not carries_more:
                     why = f"{relieved} models more survive a loss, or lie where they are to"
-                return ChangeWorth(True, why, *figures)
+                return ChangeWorth(True, why + cut, *figures)
             return ChangeWorth(False, f"it would lose {lost:.0f} requests on the way and gain {gained:.0f}", *figures)
         if saved <= most * spent or saved <= 0.0:
             return ChangeWorth(
@@ -172,9 +186,15 @@ class Scale:
             )
         if not is_free:
             return ChangeWorth(False, f"it saves GPUs only and would lose {lost:.0f} requests on the way", *figures)
-        return ChangeWorth(True, f"it needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}", *figures)
+        return ChangeWorth(True, f"it needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}{cut}", *figures)
 
     def _carried(self, plan: Plan, traffic: Traffic) -> dict[str, float]:
         """Return the requests per second that a plan carries of every model."""
         kept = self._outlooks.kept(plan, traffic, self._attainment)
         return {name: part * traffic.mean_rps[name] for name, part in kept.items()}
+
+
+def _cut(running: Plan, target: Plan) -> str:
+    """Return which GPUs are cut anew; nothing where none is."""
+    gpus = list(dict.fromkeys(gpu.device for gpu in made_anew(running, target)))
+    return f"; {'GPU' if len(gpus) == 1 else 'GPUs'} {listed(gpus)} cut anew" if gpus else ""

@@ -362,7 +362,8 @@ class ChangeStatus(msgspec.Struct, frozen=True):
 
 class ControllerState(_Told, frozen=True, kw_only=True):
     """The state of the controller. `rates_rps`: measured rates by model; `planned_for_rps`: the rates of the present
-    plan; `slowdowns`: measured over profiled latency by program."""
+    plan; `slowdowns`: measured over profiled latency by program; `cutting`: MIG instances of the plan, and whole GPUs,
+    that have to be cut yet."""
 
     mode: str = ""
     paused: bool = False
@@ -371,6 +372,7 @@ class ControllerState(_Told, frozen=True, kw_only=True):
     rates_rps: dict[str, float] = {}
     planned_for_rps: dict[str, float] = {}
     slowdowns: dict[str, float] = {}
+    cutting: list[str] = []
 
 
 class ControllerStatus(ControllerState, frozen=True, kw_only=True):

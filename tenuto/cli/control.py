@@ -63,6 +63,8 @@ def status(address: str | None) -> None:
     doing = "changes nothing: paused" if state.paused else "no change under way"
     if state.change is not None:
         doing = f"a change for {time.time() - state.change.begun_at_s:.0f} s: {state.change.why}"
+    if state.cutting:
+        doing += f"; to be cut yet: {', '.join(state.cutting)}"
     say(f"mode {state.mode}, policy {state.policy}; {doing}")
 
 

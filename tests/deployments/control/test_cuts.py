@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from tenuto.deployments.control.change import change_deployment
-from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.fit import gpus_of, renamed
 from tenuto.deployments.control.live import LiveSystem
 from tenuto.deployments.machines.node_layouts import CutOrder
 from tenuto.deployments.serve.config import ServeConfig
@@ -173,6 +173,19 @@ def test_who_takes_over_in_the_middle_of_a_change_has_the_gpu_cut_first() -> Non
     assert cluster.places()[-1] == [("n0/0.4", "a100-3g.20gb")]
     system.look(2.0)
     assert len(cluster.places()[-1]) == 3
+
+
+def test_a_controllers_plan_may_make_instances_that_the_cluster_never_had_and_says_which_are_to_be_cut_yet() -> None:
+    cluster = CutCluster(plan(HALVES))
+    system = LiveSystem(cluster.deployment, cluster.serve, cluster.serve.status, gpus_of(plan(HALVES)), cluster.layouts)
+    assert system.cutting == []
+    system.apply(renamed(plan(MIXED), plan(HALVES)), 1.0)
+    assert system.cutting == ["n0/0.0", "n0/0.2"]
+    for at_s in range(2, 12):
+        cluster.serve.sleep(1.0)
+        system.look(float(at_s))
+    assert system.cutting == []
+    assert {(gpu.id, gpu.type) for gpu in system.gpus()} == set(places_of(cluster.serve.configs[-1]))
 
 
 def test_instances_that_cannot_be_there_together_are_not_planned_on() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from tenuto.deployments.control.planning import PlanRequest, propose
-from tenuto.deployments.control.worth import Durations
+from tenuto.deployments.control.worth import CUTTING_S, Durations
+from tenuto.deployments.serve.diff import diff
+from tenuto.placement import Cluster, ModelSpec, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PolicyUsed
 from tenuto.profiles import Profiles
+from tenuto.profiles.shipped import load_shipped
 from tests.instruments.plans import gpu, make_plan
 
 PLAN = make_plan({"n0/0/a": (100.0, ["a"])})  # made for 50 r/s, carries 600
@@ -91,3 +95,56 @@ def test_who_asks_for_standby_processes_alone_is_told_those_of_what_runs() -> No
     assert propose(asked(900.0), Profiles([])).worth.pays
     found = propose(replace(asked(900.0), only_standby=True, standby_pct=10.0), Profiles([]))
     assert (found.plan, found.worth.pays) == (None, False)
+
+
+# --- GPUs that plans may cut into MIG instances -------------------------------------------------------------------
+
+MEASURED = Profiles([load_shipped("parvagpu-a100")])
+WHOLE = [{"profile": "7g.80gb", "start": 0}]
+QUICK = {"starts": "symphony", "requests": "1000"}
+
+
+def a100s(*layouts: list[dict[str, object]] | None, mig: str = "managed") -> Cluster:
+    groups = [{"type": "a100-80gb", "mig": mig, **({"instances": cut} if cut else {})} for cut in layouts]
+    return Cluster.model_validate({"nodes": [{"name": "n0", "gpus": groups}]})
+
+
+def served_on(cluster: Cluster, places: int, times: float) -> PlanRequest:
+    """Return what is asked while two models, so many times 500 requests a second, run on the first instances."""
+    models = tuple(ModelSpec(name=name, rate_rps=times * 500.0, slo_ms=130) for name in ("resnet50", "densenet121"))
+    workload, rates = Workload(models=models), {spec.name: spec.rate_rps for spec in models}
+    there = Cluster.of(gpu for gpu in cluster.gpus[:places]).as_cut
+    running = solve(load_policy("tenuto", QUICK), workload, there, MEASURED)
+    mig_of = {gpu.id: gpu.mig for gpu in cluster.gpus}
+    gpus = tuple(gpu.model_copy(update={"mig": mig_of[gpu.id]}) for gpu in running.gpus)
+    running = running.model_copy(update={"gpus": gpus})
+    policy, durations = PolicyUsed(name="tenuto", options=dict(QUICK)), Durations(10.0, 5.0)
+    return PlanRequest(workload, Traffic(rates), rates, running, cluster.gpus, policy, durations, 600.0, 0.2)
+
+
+def test_gpus_are_cut_anew_where_that_serves_more_than_the_way_to_it_costs() -> None:
+    request = served_on(a100s(WHOLE), 1, 2.4)
+    found = propose(request, MEASURED)
+    assert (found.how, found.worth.pays) == ("cut anew", True)
+    assert re.search(r"GPU n0/0 cut anew, which takes \d+ s and loses \d+ requests", found.worth.why)
+    assert found.worth.seconds >= CUTTING_S
+    assert found.worth.lost_requests > 0.0
+    assert found.plan is not None
+    assert [change.gpu for change in diff(request.running, found.plan).layouts] == ["n0/0"]
+    assert found.plan.expected.gpus_used == 1
+    soon = propose(replace(request, horizon_s=found.worth.seconds + 1.0), MEASURED)
+    assert soon.how != "cut anew" or not soon.worth.pays
+
+
+def test_gpus_that_are_cut_by_somebody_else_are_never_cut_anew() -> None:
+    found = propose(served_on(a100s(WHOLE, mig="fixed"), 1, 2.4), MEASURED)
+    assert found.how != "cut anew"
+
+
+def test_an_idle_gpu_is_cut_where_others_are_saved_and_nothing_is_lost_on_the_way() -> None:
+    halves = [{"profile": "3g.40gb", "start": 0}]
+    found = propose(served_on(a100s(WHOLE, halves, None), 2, 0.8), MEASURED)
+    assert (found.how, found.worth.pays) == ("cut anew", True)
+    assert found.worth.lost_requests == 0.0
+    assert found.plan is not None
+    assert found.plan.expected.gpus_used == 1
