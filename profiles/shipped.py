@@ -18,6 +18,8 @@ _SHIPPED = {
     "symphony-1080ti": "1080ti",
     "parvagpu-a100": "a100",
     "symphony-a100": "a100",
+    "muxserve-a100": "a100-80gb",
+    "distserve-a100": "a100-80gb",
 }
 
 

@@ -1,9 +1,9 @@
 """Step times of language models, fitted to measured cells: the errors on cells left out of the fit.
 
-python lab/benchmarks/bench_step_times.py CELLS.json
+python lab/benchmarks/bench_step_times.py CELLS.json [--distserve FORMS.json --write profiles/data]
 
 CELLS.json has `rows` of model, tensor_parallel, share_pct, batch, tokens_each, prefill_ms, decode_step_ms, as published
-with MuxServe (ICML 2024).
+with MuxServe (ICML 2024); FORMS.json has the closed forms of DistServe (OSDI 2024). --write makes the shipped profiles.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tenuto_lab.generation.shipped import distserve_a100, muxserve_a100
 from tenuto_lab.generation.step_times import Cell, Errors, by_model, errors, fit, left_out
 
 
@@ -22,6 +23,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", type=Path)
     parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--distserve", type=Path)
+    parser.add_argument("--write", type=Path)
     chosen = parser.parse_args()
     cells = [Cell(*row) for row in json.loads(chosen.cells.read_text(encoding="utf-8"))["rows"]]
     print(f"{len(cells)} cells of {len(by_model(cells))} pairs of model and number of GPUs\n")
@@ -39,6 +42,11 @@ def main() -> None:
             found.append(left_out(cells, {cell for cell in cells if getattr(cell, what) == value}.__contains__))
             print_errors(f"{what} {value:g}", found[-1])
         print_errors(f"each {what}", joined(found))
+    profiles = [muxserve_a100(cells)]
+    if chosen.distserve is not None:
+        profiles.append(distserve_a100(json.loads(chosen.distserve.read_text(encoding="utf-8"))))
+    for profile in profiles if chosen.write is not None else ():
+        (chosen.write / f"{profile.name}.yaml").write_text(profile.dump(), encoding="utf-8")
 
 
 def joined(parts: list[Errors]) -> Errors:
