@@ -3,9 +3,10 @@ documentation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
@@ -14,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from tenuto import __version__
 from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, TensorSpec, request_schema
+from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes
 from tenuto.deployments.operator.web_pages import add_docs
@@ -116,7 +118,9 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            schema["paths"].update(_hot_paths())
+            bodies, types = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
+            schema["paths"].update(_hot_paths(dict(zip(_BODIES, bodies, strict=True))))
+            schema["components"]["schemas"].update(types)
             app.openapi_schema = schema
         return app.openapi_schema
 
@@ -230,22 +234,30 @@ _FAILURES = {
     503: "Not ready, or the gpu-let died with the request.",
     504: "Expired: the deadline could not be met; the request was not executed.",
 }
+_BODIES = (CompletionBody, ChatBody, GenerateBody)
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 
 
-def _hot_paths() -> dict[str, Any]:
-    """Return what /docs says of the two paths that carry load, which are answered elsewhere."""
-    parameters = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
-    parameters += [
+def _hot_paths(bodies: Mapping[type, Any]) -> dict[str, Any]:
+    """Return what /docs says of the paths that carry load, which are answered elsewhere. `bodies`: the schemas of those
+    that ask for generations."""
+    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    headers = [
         {"name": name, "in": "header", "required": False, "schema": {"type": kind}, "description": text}
         for name, (kind, text) in _HEADERS.items()
     ]
 
-    def post(summary: str, taken: Mapping[str, Any], answer: str) -> dict[str, Any]:
+    def post(
+        summary: str, taken: Mapping[str, Any], answer: str, parameters: Sequence[Any] = (model, *headers)
+    ) -> dict[str, Any]:
         told = {str(status): {"description": text} for status, text in {200: answer, **_FAILURES}.items()}
         body = {"required": True, "content": taken}
-        about = {"tags": ["inference"], "summary": summary, "parameters": parameters}
+        about = {"tags": ["inference"], "summary": summary, "parameters": list(parameters)}
         return {"post": {**about, "requestBody": body, "responses": told}}
+
+    def written(summary: str, body: type, parameters: Sequence[Any] = headers) -> dict[str, Any]:
+        text = "The text that was generated, whole or as server-sent events."
+        return post(summary, {"application/json": {"schema": bodies[body]}}, text, parameters)
 
     return {
         "/v2/models/{model}/infer": post(
@@ -257,5 +269,13 @@ def _hot_paths() -> dict[str, Any]:
             "A raw image or plain text in, labels out",
             {"image/jpeg": _BYTES, "image/png": _BYTES, "text/plain": {"schema": {"type": "string"}}},
             "The most likely labels with their scores.",
+        ),
+        "/v1/completions": written("A text that goes on, as OpenAI's interface has it", CompletionBody),
+        "/v1/chat/completions": written("The next message of a chat, as OpenAI's interface has it", ChatBody),
+        "/v2/models/{model}/generate": written(
+            "A text that goes on, by the generate extension", GenerateBody, [model, *headers]
+        ),
+        "/v2/models/{model}/generate_stream": written(
+            "The same, part by part as server-sent events", GenerateBody, [model, *headers]
         ),
     }

@@ -67,6 +67,9 @@ class Generator(Protocol):
     def cancel(self, sequence: int) -> None:
         """Forget a sequence, and free its blocks at once; does nothing for one that has ended."""
 
+    def preempt(self, sequence: int) -> None:
+        """Free a sequence's blocks at once. It stays open: steps run its prompt and the tokens it has so far again."""
+
     def close(self) -> None:
         """Release the model and all memory."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,16 @@ def longest_sequence(config: Any) -> int | None:
     return None if found is None else int(found)
 
 
+@dataclass(slots=True)
+class _Sequence:
+    """An open sequence: what draws its tokens, and those that it has."""
+
+    prompt: list[int]
+    sampling: Sampling
+    draws: torch.Generator | None
+    tokens: list[int] = field(default_factory=list)
+
+
 class LanguageModel:
     """See `tenuto.profiles.networks.generating.Generator`."""
 
@@ -148,7 +159,7 @@ class LanguageModel:
         )
         self._runner = batches.model_runner
         self._runner._sample = self._sample
-        self._samplings: dict[int, tuple[Sampling, torch.Generator | None]] = {}
+        self._open: dict[int, _Sequence] = {}
 
     @property
     def free_blocks(self) -> int:
@@ -160,7 +171,7 @@ class LanguageModel:
     def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """Take a sequence."""
         draws = torch.Generator().manual_seed(sampling.seed) if sampling.temperature > 0.0 else None
-        self._samplings[sequence] = sampling, draws
+        self._open[sequence] = _Sequence(list(prompt), sampling, draws)
         self._turns.add(sequence, prompt)
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
@@ -179,13 +190,14 @@ class LanguageModel:
         batches.update_batch()
         ran = StepRan(0.0)
         for sequence, state in made.items():
-            token = state.generated_tokens[-1]
+            token, each = state.generated_tokens[-1], self._open[sequence]
             if token in self._ends:
                 ran.ended[sequence] = Ending.STOP
-            else:
-                ran.tokens[sequence] = token
-                if len(state.generated_tokens) >= self._samplings[sequence][0].max_tokens:
-                    ran.ended[sequence] = Ending.LENGTH
+                continue
+            ran.tokens[sequence] = token
+            each.tokens.append(token)
+            if len(each.tokens) >= each.sampling.max_tokens:
+                ran.ended[sequence] = Ending.LENGTH
         for sequence in ran.ended:
             self.cancel(sequence)
         ran.execution_ms = (time.perf_counter() - begun_s) * 1000.0
@@ -193,12 +205,18 @@ class LanguageModel:
 
     def cancel(self, sequence: int) -> None:
         """Forget a sequence, and free its blocks at once."""
-        if self._samplings.pop(sequence, None) is not None:
+        if self._open.pop(sequence, None) is not None:
             self._turns.finish_request(str(sequence))
+
+    def preempt(self, sequence: int) -> None:
+        """Free a sequence's blocks at once; it stays open."""
+        each = self._open[sequence]
+        self._turns.finish_request(str(sequence))
+        self._turns.add(sequence, [*each.prompt, *each.tokens])
 
     def close(self) -> None:
         """Release the model and all memory."""
-        self._samplings.clear()
+        self._open.clear()
         del self._batches, self._runner, self._turns, self.network
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
@@ -207,9 +225,9 @@ class LanguageModel:
         tokens = torch.argmax(rows, dim=-1)
         making = [each for each in self._batches.inputs_and_outputs.requests_in_batch if each.has_new_token]
         for row, each in enumerate(making):
-            sampling, draws = self._samplings[int(each.state.request_id)]
-            if draws is not None:
-                tokens[row] = _drawn(rows[row].cpu(), sampling, draws)
+            sequence = self._open[int(each.state.request_id)]
+            if sequence.draws is not None:
+                tokens[row] = _drawn(rows[row].cpu(), sequence.sampling, sequence.draws)
         output_ids[0, : len(tokens)].copy_(tokens)
 
 

@@ -20,8 +20,10 @@ _FIRST_LETTER, _LETTERS = 97, 26  # format: a to z in ASCII
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence: tokens of its prompt that have not run, tokens that have, tokens made, and the most to be made."""
+    """A sequence: tokens of its prompt, tokens to be run before the next one, tokens that have run, tokens made, and
+    the most to be made."""
 
+    prompt: int
     left: int
     run: int
     made: int
@@ -55,7 +57,7 @@ class EmulatedGenerator:
     def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """Take a sequence."""
         drawn = zlib.crc32(array("q", prompt).tobytes())
-        self._open[sequence] = _Sequence(len(prompt), 0, 0, sampling.max_tokens, drawn)
+        self._open[sequence] = _Sequence(len(prompt), len(prompt), 0, 0, sampling.max_tokens, drawn)
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
         """Wait as long as the step takes."""
@@ -86,6 +88,12 @@ class EmulatedGenerator:
         each = self._open.pop(sequence, None)
         if each is not None:
             self._held -= blocks_of(each.run, self.block_tokens)
+
+    def preempt(self, sequence: int) -> None:
+        """Free a sequence's blocks at once; it stays open."""
+        each = self._open[sequence]
+        self._held -= blocks_of(each.run, self.block_tokens)
+        each.left, each.run = each.prompt + each.made, 0
 
     def close(self) -> None:
         """Forget all sequences."""

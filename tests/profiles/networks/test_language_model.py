@@ -102,6 +102,21 @@ def test_a_cancelled_sequence_frees_its_blocks_at_once(model: LanguageModel) -> 
     model.cancel(7)  # has ended
 
 
+@pytest.mark.parametrize("sampling", [Sampling(12), Sampling(12, temperature=1.0, top_p=0.9, seed=5)])
+def test_a_preempted_sequence_frees_its_blocks_and_goes_on_as_if_it_had_not_been(
+    model: LanguageModel, sampling: Sampling
+) -> None:
+    model.add(0, PROMPTS[0], sampling)
+    undisturbed, _ = run(model, {0: PROMPTS[0]}, chunk=64)
+    model.add(1, PROMPTS[0], sampling)
+    tokens = [model.step(chunk).tokens[1] for chunk in ([(1, 5)], [(1, 1)], [(1, 1)])]
+    model.preempt(1)
+    assert model.free_blocks == BLOCKS
+    rest, ended = run(model, {1: PROMPTS[0] + tokens}, chunk=6)
+    assert tokens + rest[1] == undisturbed[0]
+    assert ended == {1: Ending.LENGTH}
+
+
 def test_draws_depend_on_the_seed_and_not_on_neighbours(model: LanguageModel) -> None:
     drawn = Sampling(12, temperature=1.0, top_p=0.9, seed=5)
     model.add(0, PROMPTS[0], drawn)
