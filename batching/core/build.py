@@ -32,6 +32,7 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
     programs = _programs(plan)
     index = {program.name: position for position, program in enumerate(programs)}
     known = {spec.name for spec in plan.models}
+    generating = {spec.name for spec in plan.models if spec.generates is not None}
     problems: list[Problem] = []
     gpulets = []
     shared: dict[tuple[tuple[int, Host], ...], dict[int, Host]] = {}
@@ -42,6 +43,8 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
             if not known.issuperset(program.models):
                 rule = "the plan has no entry for this model under `models`"
                 problems.append(Problem(where, program.name, rule, _AGAIN))
+            elif program.name in generating:
+                continue  # its gpu-let decides its steps itself; no batches are formed for it
             elif program.latency is None:
                 problems.append(Problem(where, None, "the replica carries no latency", _AGAIN))
             else:

@@ -123,6 +123,9 @@ class Generations:
         """Pass on what a step of a gpu-let brought."""
         now_ms = self._clock_ms()
         gpulet.free_blocks = generated.free_blocks
+        if generated.execution_ms:
+            gpulet.busy_ms += generated.execution_ms
+            gpulet.batches += 1
         for number, token in generated.tokens:
             generation = self._open.get(number)
             if generation is not None:

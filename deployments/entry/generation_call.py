@@ -47,7 +47,7 @@ class GenerationCall:
         self._has_begun = self._is_over = False
         self._first_ms = 0.0
 
-    def begin(self, model: str, *, ttft_ms: float) -> None:
+    def begin(self, model: str, *, ttft_ms: float, tpot_ms: float) -> None:
         """Ask for the generation."""
         self._exchange.on_left = self._leave
         generation = self._dispatching.generate(
@@ -57,6 +57,7 @@ class GenerationCall:
             self._wanted.sampling,
             arrived_ms=self._exchange.arrived_ms,
             ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
             client_id=self._id,
         )
         if not self._is_over:

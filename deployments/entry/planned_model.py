@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,7 @@ class PlannedModel:
         self._hooked: tuple[HookOptions, ModelSignature, float] | None = None  # what they were made for
         self.tokenizer: Tokenizer | None = None
         self.tokenizer_problem = ""  # why there is none, if there should be one
+        self.ttft_ms = self.tpot_ms = math.inf  # the SLO of one that generates
         self._texts_of: ModelSpec | None = None  # what the tokenizer was opened for
 
     def follow(
@@ -103,7 +105,9 @@ class PlannedModel:
             self.hooks = OwnHooks(self.name, hooks, self.interface.signature, slo_ms)
 
     def follow_texts(self, spec: ModelSpec) -> None:
-        """Open the tokenizer of a model that generates, once for each entry in the workload."""
+        """Take the SLO of a model that generates, and open its tokenizer, once for each entry in the workload."""
+        if spec.slo is not None:
+            self.ttft_ms, self.tpot_ms = spec.slo.ttft_ms, spec.slo.tpot_ms
         if self.interface is None or self.interface.signature.generates is None or self._texts_of == spec:
             return
         self.tokenizer, self.tokenizer_problem, self._texts_of = None, "", spec

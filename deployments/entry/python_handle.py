@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -310,13 +311,14 @@ class TenutoHandle:
         if not all(0 <= token < limits.vocabulary for token in prompt):
             raise refused("prompt", max(prompt), f"has tokens beyond {limits.vocabulary - 1}", "Use its own tokenizer.")
         collected = CollectedTokens()
-        spec = self._spec(name)
+        slo = self._spec(name).slo
         generation = self._dispatchers.generate(
             name,
             collected,
             list(prompt),
             Sampling(max_tokens, temperature, top_p, seed),
-            ttft_ms=spec.slo_ms if slo_ms is None else slo_ms,
+            ttft_ms=slo_ms if slo_ms is not None else math.inf if slo is None else slo.ttft_ms,
+            tpot_ms=math.inf if slo is None else slo.tpot_ms,
             client_id=request_id,
         )
         try:

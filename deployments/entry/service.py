@@ -447,14 +447,14 @@ class InferenceService:
     def _begin_generation(
         self, exchange: Exchange, route: Route, model: PlannedModel, asked: Wanted, own_id: str
     ) -> None:
-        ttft_ms = model.slo_ms if route.slo_ms is None else route.slo_ms
+        ttft_ms = model.ttft_ms if route.slo_ms is None else route.slo_ms
         now_ms = self._clock() * 1000.0
         if self.lag.is_behind(now_ms - exchange.arrived_ms, ttft_ms, now_ms):
             raise _behind()
         traced = None if self.traces is None else self.traces.begin(route.traceparent)
         name = self.request_id(own_id or route.client_id)
         call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced)
-        call.begin(model.name, ttft_ms=ttft_ms)
+        call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=model.tpot_ms)
 
     def _predict(self, exchange: Exchange, route: Route) -> None:
         """Answer a raw image or text. Decoding and resizing are real work: in threads, where they delay no timer."""

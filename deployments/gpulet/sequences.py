@@ -12,39 +12,35 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
+from tenuto.batching.core.steps import StepScheduler
+from tenuto.batching.core.token_admission import Load, TokenAdmission
 from tenuto.deployments.gpulet.channel import ArrivedSequence, LeftSequences, Peer
 from tenuto.deployments.wire.messages import EndedSequence, Generated
 from tenuto.errors import new_incident
 from tenuto.outcome import Outcome
-from tenuto.profiles.networks.generating import Generator
+from tenuto.profiles.networks.generating import Generator, StepRan
 
 logger = logging.getLogger("ray.serve")
 
 _LATER_S = 0.001  # limit: until the scheduler is asked again that had nothing to run
+_DUE = "its first token could not be made in time; lower the rate, raise the SLO or add GPUs"
 _GONE = "the plan has changed and the model left this gpu-let; send the request again"
 
 
-class StepOrder(Protocol):
-    """Decides what each step holds. Times are ms on one clock."""
+@dataclass(slots=True)
+class _Open:
+    """An open sequence: whose it is and its number there, when its first token is due, the mean time for a further one,
+    tokens of its prompt that have not run, and tokens that have."""
 
-    def add(
-        self, now_ms: float, sequence: int, prompt_tokens: int, max_tokens: int, first_by_ms: float, tpot_ms: float
-    ) -> str | None:
-        """Take a sequence; return why it is refused, if it cannot be kept."""
-
-    def next_step(self, now_ms: float) -> Sequence[tuple[int, int]]:
-        """Return the next step: sequences, each with the number of its tokens; empty when nothing is to run now."""
-
-    def drain_refused(self) -> Sequence[tuple[int, str]]:
-        """Return the sequences that were given up since the last call, and why; they have made no token."""
-
-    def step_done(self, now_ms: float, execution_ms: float, ended: Sequence[int]) -> None:
-        """Take the end of a step, and the sequences that ended with it."""
-
-    def cancel(self, now_ms: float, sequence: int) -> None:
-        """Forget a sequence."""
+    peer: Peer
+    number: int
+    first_by_ms: float
+    tpot_ms: float
+    unread: int
+    run: int = 0
+    is_begun: bool = False
 
 
 class OpenSequences:
@@ -55,7 +51,8 @@ class OpenSequences:
         gpulet_id: str,
         program: str,
         generator: Generator,
-        scheduler: StepOrder,
+        scheduler: StepScheduler,
+        admission: TokenAdmission | None,
         failed: Callable[[Exception, str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,6 +63,7 @@ class OpenSequences:
             program: the name of the model.
             generator: runs the steps.
             scheduler: decides them.
+            admission: says which sequences can keep their SLO; None where nobody knows what a step costs.
             failed: logs a step that failed, under an incident; returns whether nothing can run here any more.
             clock: monotonic seconds.
         """
@@ -73,10 +71,11 @@ class OpenSequences:
         self.program = program
         self.generator = generator
         self._scheduler = scheduler
+        self._admission = admission
         self._failed = failed
         self._clock = clock
         self._next = 0
-        self._open: dict[int, tuple[Peer, int]] = {}  # by our number: whose they are, and their number there
+        self._open: dict[int, _Open] = {}  # by our number
         self._numbers: dict[tuple[Peer, int], int] = {}
 
     def __len__(self) -> int:
@@ -89,56 +88,91 @@ class OpenSequences:
     def take(self, arrived: ArrivedSequence) -> None:
         """Take a sequence, or answer that it cannot be kept."""
         message, peer = arrived.message, arrived.peer
-        number, self._next = self._next, self._next + 1
-        sampling = message.sampling
+        prompt, sampling = message.prompt, message.sampling
         first_by_ms = arrived.received_at * 1000.0 + message.first_in_ms
-        why = self._scheduler.add(
-            self._now_ms, number, len(message.prompt), sampling.max_tokens, first_by_ms, message.tpot_ms
-        )
+        first_in_ms = first_by_ms - self._now_ms
+        outcome, why = Outcome.EXPIRED, _DUE if first_in_ms <= 0.0 else None
+        if why is None and self._admission is not None:
+            outcome = Outcome.REJECTED
+            why = self._admission.refusal(len(prompt), first_in_ms, message.tpot_ms, self._load())
+        number, self._next = self._next, self._next + 1
+        if why is None:
+            outcome = Outcome.REJECTED
+            why = self._scheduler.add(number, len(prompt), sampling.max_tokens)
         if why is not None:
-            self._refuse(peer, message.number, Outcome.REJECTED, why, retry_after_s=1.0)
+            self._refuse(peer, message.number, outcome, why, retry_after_s=1.0)
             return
-        self._open[number], self._numbers[peer, message.number] = (peer, message.number), number
-        self.generator.add(number, message.prompt, sampling)
+        self._open[number] = _Open(peer, message.number, first_by_ms, message.tpot_ms, len(prompt))
+        self._numbers[peer, message.number] = number
+        self.generator.add(number, prompt, sampling)
+
+    def _load(self) -> Load:
+        load = Load()
+        for each in self._open.values():
+            load.unread_tokens += each.unread
+            load.least_tpot_ms = min(load.least_tpot_ms, each.tpot_ms)
+            if not each.unread:
+                load.decoding += 1
+                load.context_tokens += each.run
+        return load
 
     def leave(self, left: LeftSequences) -> None:
         """Forget sequences of clients that have left, and free their memory."""
-        for theirs in left.numbers:
-            number = self._numbers.get((left.peer, theirs))
-            if number is not None:
-                self._forget(number)
-        self._tell(left.peer, Generated([], [], self.generator.free_blocks))
+        found = [number for theirs in left.numbers if (number := self._numbers.get((left.peer, theirs))) is not None]
+        for number in found:
+            self._forget(number)
+        if found:
+            self._tell(left.peer, Generated([], [], self.generator.free_blocks))
 
     def step(self) -> float:
         """Run one step, if there is one; return for how many s nothing else needs to be done."""
-        for peer in {peer for peer, _ in self._open.values()}:
+        for peer in {each.peer for each in self._open.values()}:
             if not peer.is_obeyed():
-                for number in [number for number, whose in self._open.items() if whose[0] is peer]:
+                for number in [number for number, each in self._open.items() if each.peer is peer]:
                     self._forget(number)
-        chunks = self._scheduler.next_step(self._now_ms)
-        for number, why in self._scheduler.drain_refused():
-            self._end(number, Outcome.EXPIRED, why, retry_after_s=1.0)
-        if not chunks:
+        now_ms = self._now_ms
+        for number in [number for number, each in self._open.items() if not each.is_begun]:
+            if self._open[number].first_by_ms <= now_ms:
+                self._end(number, Outcome.EXPIRED, _DUE, retry_after_s=1.0)
+        step = self._scheduler.decide()
+        if step is None:
             return _LATER_S
+        for number in step.preempted:
+            each = self._open[number]
+            each.unread, each.run = each.run + 1, 0
+            self.generator.preempt(number)
+        chunks = [(number, tokens) for number, tokens, _ in step.chunks]
+        chunks += [(number, 1) for number in self._scheduler.decoding(step)]
         try:
             ran = self.generator.step(chunks)
         except Exception as error:
+            self._scheduler.done(step)
             self._give_up(chunks, error)
             return 0.0
-        self._scheduler.step_done(self._now_ms, ran.execution_ms, list(ran.ended))
+        self._scheduler.done(step, tuple(ran.ended))
+        for number, taken in chunks:
+            each = self._open[number]
+            each.is_begun = True
+            each.run += taken
+            each.unread = max(0, each.unread - taken)
+        self._send(ran)
+        return 0.0
+
+    def _send(self, ran: StepRan) -> None:
+        """Send each dispatcher the tokens and the ends of its sequences, in one message."""
         tokens: defaultdict[Peer, list[tuple[int, int]]] = defaultdict(list)
         ended: defaultdict[Peer, list[EndedSequence]] = defaultdict(list)
         for number, token in ran.tokens.items():
-            peer, theirs = self._open[number]
-            tokens[peer].append((theirs, token))
+            each = self._open[number]
+            tokens[each.peer].append((each.number, token))
         for number, finish in ran.ended.items():
-            peer, theirs = self._open.pop(number)
-            del self._numbers[peer, theirs]
-            ended[peer].append(EndedSequence(theirs, finish.value, gpulet=self._id))
-        free = self.generator.free_blocks
+            each = self._open.pop(number)
+            del self._numbers[each.peer, each.number]
+            ended[each.peer].append(EndedSequence(each.number, finish.value, gpulet=self._id))
+        free, execution_ms = self.generator.free_blocks, ran.execution_ms
         for peer in tokens.keys() | ended.keys():
-            self._tell(peer, Generated(tokens[peer], ended[peer], free))
-        return 0.0
+            self._tell(peer, Generated(tokens[peer], ended[peer], free, execution_ms))
+            execution_ms = 0.0  # it is counted once
 
     def end_all(self, why: str = _GONE) -> None:
         """Answer every sequence that it cannot go on here."""
@@ -155,16 +189,16 @@ class OpenSequences:
         for number in list(self._open) if is_lost else [number for number, _ in chunks]:
             self._end(number, Outcome.FAILED, why, may_retry=is_lost)
 
-    def _forget(self, number: int) -> tuple[Peer, int]:
-        peer, theirs = self._open.pop(number)
-        del self._numbers[peer, theirs]
+    def _forget(self, number: int) -> _Open:
+        each = self._open.pop(number)
+        del self._numbers[each.peer, each.number]
         self.generator.cancel(number)
-        self._scheduler.cancel(self._now_ms, number)
-        return peer, theirs
+        self._scheduler.cancel(number)
+        return each
 
     def _end(self, number: int, outcome: Outcome, why: str, **more: float | bool | None) -> None:
-        peer, theirs = self._forget(number)
-        self._refuse(peer, theirs, outcome, why, **more)
+        each = self._forget(number)
+        self._refuse(each.peer, each.number, outcome, why, **more)
 
     def _refuse(self, peer: Peer, theirs: int, outcome: Outcome, why: str, **more: float | bool | None) -> None:
         ended = EndedSequence(theirs, "", int(outcome), why, gpulet=self._id)._replace(**more)  # type: ignore[arg-type]

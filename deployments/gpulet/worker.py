@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tenuto.batching.core.step_order import ChunkedSteps
+from tenuto.batching.core.steps import StepLimits, StepScheduler
+from tenuto.batching.core.token_admission import TokenAdmission
 from tenuto.deployments.gpulet.channel import Arrived, ArrivedBatch, ArrivedSequence, LeftSequences
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
@@ -22,6 +23,7 @@ from tenuto.deployments.gpulet.inbox import Inbox, Source
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.sequences import OpenSequences
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
+from tenuto.deployments.serve.user_config import GeneratesEntry
 from tenuto.deployments.wire.arena import MappedArenas
 from tenuto.deployments.wire.bundles import read_parts
 from tenuto.deployments.wire.messages import BatchFailed, BatchRan, EndedSequence, Generated, Message
@@ -207,10 +209,14 @@ class WorkerThread:
             return
         sequences = self._sequences.get(name)
         if sequences is None or sequences.generator is not self._executor.generator(name):
-            order = ChunkedSteps(entry.blocks, entry.block_tokens, entry.max_sequences, entry.max_batch_tokens)
-            sequences = OpenSequences(self._id, name, self._executor.generator(name), order, self._step_failed)
-            self._sequences[name] = sequences
+            sequences = self._sequences[name] = self._sequences_of(name, entry)
         sequences.take(arrived)
+
+    def _sequences_of(self, name: str, entry: GeneratesEntry) -> OpenSequences:
+        most = entry.max_batch_tokens
+        order = StepScheduler(StepLimits(entry.max_sequences, most, entry.kv_tokens, entry.block_tokens))
+        admission = None if entry.steps is None else TokenAdmission(entry.steps, most)
+        return OpenSequences(self._id, name, self._executor.generator(name), order, admission, self._step_failed)
 
     def _step_failed(self, error: Exception, incident: str) -> bool:
         """Log a step that failed; return whether the device is lost."""

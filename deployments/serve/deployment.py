@@ -26,6 +26,7 @@ from tenuto.deployments.serve.user_config import (
     DispatcherConfig,
     Entrance,
     GatewayConfig,
+    GeneratesEntry,
     GpuletConfig,
     GpuletSpec,
     GpuOfGpulet,
@@ -39,7 +40,7 @@ from tenuto.errors import refused
 from tenuto.mps.share import client_environment
 from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.plan import GpuletProcess, PlanField
-from tenuto.placement.program import Program
+from tenuto.placement.program import Program, Replica
 from tenuto.placement.workload import ModelSpec
 
 MOST_CLIENTS = 48  # format: clients that CUDA MPS allows on one GPU (driver r550; 60 later)
@@ -373,4 +374,24 @@ def _entry(plan: Plan, program: Program) -> ProgramEntry:
         weights_mib=program.weights_mib,
         copy_in_ms=None if first is None else first.copy_in_ms,
         copy_out_ms=None if first is None else first.copy_out_ms,
+        generates=None if first is None else _generates(specs[0], first),
+    )
+
+
+def _generates(spec: ModelSpec, replica: Replica) -> GeneratesEntry | None:
+    """Return how a model of its own gpu-let generates; None for one that does not.
+
+    Raises:
+        InvalidInputError: the plan does not say how much memory its sequences have.
+    """
+    if spec.generates is None:
+        return None
+    if replica.kv_tokens is None:
+        cure = "Plan it again, or give the tokens whose keys and values it has memory for."
+        raise refused(f"{spec.name}.kv_tokens", None, "is not in the plan of a model that generates", cure)
+    return GeneratesEntry(
+        kv_tokens=replica.kv_tokens,
+        max_sequences=replica.batch_size,
+        max_batch_tokens=spec.generates.max_batch_tokens,
+        steps=replica.steps,
     )

@@ -18,6 +18,7 @@ from tenuto.errors import refused
 from tenuto.placement import Plan
 from tenuto.placement.cluster import InstancePlace
 from tenuto.placement.plan import PlanField
+from tenuto.profiles.generation import BLOCK_TOKENS, StepCost
 from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.networks.catalogue import GenerationLimits
 
@@ -80,31 +81,21 @@ class MemberEntry(StrictModel):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class StepTimes(StrictModel):
-    """What a step costs on an emulated GPU, in ms: once, for each token that runs, and for each token of the sequences
-    that it reads back."""
-
-    step_ms: Annotated[float, Field(gt=0)]
-    token_ms: Annotated[float, Field(ge=0)] = 0.0
-    context_token_ms: Annotated[float, Field(ge=0)] = 0.0
-
-    def of_step_ms(self, tokens: int, context: int) -> float:
-        """Return what a step takes."""
-        return self.step_ms + tokens * self.token_ms + context * self.context_token_ms
-
-
 class GeneratesEntry(StrictModel):
-    """How a generative model runs. Its sequences have `blocks` of memory, each for `block_tokens` tokens; at most
-    `max_sequences` have begun at a time, and a step runs at most `max_batch_tokens`. `times` are those of an emulated
-    GPU, on which the model has `longest` tokens for a sequence and knows `vocabulary`."""
+    """How a generative model runs. Its sequences have memory for `kv_tokens` tokens, in blocks of `block_tokens`; at
+    most `max_sequences` make tokens at a time, and a step runs at most `max_batch_tokens`. `steps`: what they cost on
+    this share without neighbours; an emulated GPU takes its times from this."""
 
-    blocks: Annotated[int, Field(ge=1)]
-    block_tokens: Annotated[int, Field(ge=4)] = 16
+    kv_tokens: Annotated[int, Field(ge=1)]
+    block_tokens: Annotated[int, Field(ge=4)] = BLOCK_TOKENS
     max_sequences: Annotated[int, Field(ge=1)] = 256
-    max_batch_tokens: Annotated[int, Field(ge=1)] = 512
-    times: StepTimes | None = None
-    longest: Annotated[int, Field(ge=2)] = 4096
-    vocabulary: Annotated[int, Field(ge=1)] = 32_000
+    max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
+    steps: StepCost | None = None
+
+    @property
+    def blocks(self) -> int:
+        """The whole blocks of the memory."""
+        return self.kv_tokens // self.block_tokens
 
     def limits(self, longest: int | None, vocabulary: int) -> GenerationLimits:
         """Return what a sequence may be, of a model with so many positions (None: without end) and tokens."""

@@ -191,12 +191,13 @@ class Generated(_Message, tag=20):
     """What one step brought: the next token of each sequence that got one, and the sequences that ended with it.
 
     `free_blocks`: the memory that no sequence holds after the step, in blocks of the gpu-let's model; -1 from a
-    dispatcher.
+    dispatcher. `execution_ms`: how long the step took; 0 where there was none, or where another dispatcher is told.
     """
 
     tokens: list[tuple[int, int]]
     ended: list[EndedSequence]
     free_blocks: int = -1
+    execution_ms: float = 0.0
 
 
 class GpuletCloses(_Message, tag=7):

@@ -26,6 +26,8 @@ from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, 
 from tenuto.profiles.networks.generating import Generator
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 
+_ANY_TOKEN = 2**31  # format: what takes no token as a number takes any
+
 
 class _Emulated(NamedTuple):
     """A loaded program: planned l(b) by batch size, and how long a request's copies in and out take."""
@@ -63,19 +65,18 @@ class EmulatedExecutor:
         self._loaded[program.name] = _Emulated(table, _copy_times_ms(program, table), signatures)
 
     def _load_generating(self, program: ProgramEntry, generates: GeneratesEntry) -> None:
-        times = generates.times
-        if times is None:
+        cost = generates.steps
+        if cost is None:
             raise InvalidInputError(
                 f"'{program.name}' has no times of its steps in the plan. Make the plan again with `tenuto plan`."
             )
 
-        def step_ms(tokens: int, context: int) -> float:
-            return self._factor(program.name) * program.slowdown * times.of_step_ms(tokens, context)
+        def step_ms(prompt_tokens: int, sequences: int, context_tokens: int, pairs: int) -> float:
+            told_ms = cost.ms(prompt_tokens, sequences, context_tokens, pairs)
+            return self._factor(program.name) * program.slowdown * told_ms
 
-        self._generators[program.name] = EmulatedGenerator(
-            generates.blocks, generates.block_tokens, generates.vocabulary, step_ms
-        )
-        limits = generates.limits(generates.longest, generates.vocabulary)
+        self._generators[program.name] = EmulatedGenerator(generates.blocks, generates.block_tokens, step_ms)
+        limits = generates.limits(None, _ANY_TOKEN)
         signature = ModelSignature("tensor", (), (), platform="emulated", generates=limits)
         self._loaded[program.name] = _Emulated([], (0.0, 0.0), {program.name: signature})
 

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tenuto.deployments.gpulet.executors.busy_wait import wait_until
+from tenuto.profiles.generation import pairs_of
 from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, blocks_of
 
 _FIRST_LETTER, _LETTERS = 97, 26  # format: a to z in ASCII
+_MOST_BETWEEN_S = 0.005  # limit: between two steps; more is no part of a step, such as a pause of the machine
 
 
 @dataclass(slots=True)
@@ -34,20 +36,20 @@ class _Sequence:
 class EmulatedGenerator:
     """See `tenuto.profiles.networks.generating.Generator`."""
 
-    def __init__(self, blocks: int, block_tokens: int, vocabulary: int, step_ms: Callable[[int, int], float]) -> None:
+    def __init__(self, blocks: int, block_tokens: int, step_ms: Callable[[int, int, int, int], float]) -> None:
         """Begin without sequences.
 
         Args:
             blocks: of the memory.
             block_tokens: tokens of one of them.
-            vocabulary: the number of tokens that the model knows.
-            step_ms: what a step takes that runs so many tokens, over sequences of so many in all that have run.
+            step_ms: what a step takes by its prompt tokens, its sequences that decode, the tokens that these have, and
+                its attention pairs; see `tenuto.profiles.generation.StepCost`.
         """
         self.blocks, self.block_tokens = blocks, block_tokens
-        self._vocabulary = vocabulary
         self._step_ms = step_ms
         self._open: dict[int, _Sequence] = {}
         self._held = 0
+        self._ended_s: float | None = None  # when the last step ended, if sequences were open then
 
     @property
     def free_blocks(self) -> int:
@@ -60,27 +62,37 @@ class EmulatedGenerator:
         self._open[sequence] = _Sequence(len(prompt), len(prompt), 0, 0, sampling.max_tokens, drawn)
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
-        """Wait as long as the step takes."""
-        begun_s = time.perf_counter()
-        context = sum(self._open[sequence].run for sequence, _ in chunks)
+        """Wait as long as the step takes. It begins where the one before ended, if sequences were open then: profiles
+        measure from one end to the next, with what the engine does in between."""
+        begun_s = now_s = time.perf_counter()
+        if self._ended_s is not None:
+            begun_s = max(self._ended_s, now_s - _MOST_BETWEEN_S)
+        prompt_tokens = sequences = context_tokens = pairs = 0
         for sequence, tokens in chunks:
             each = self._open[sequence]
             before, each.run = each.run, each.run + tokens
+            if each.left:
+                prompt_tokens += tokens
+                pairs += pairs_of(tokens, before)
+            else:
+                sequences += 1
+                context_tokens += each.run
             each.left = max(0, each.left - tokens)
             self._held += blocks_of(each.run, self.block_tokens) - blocks_of(before, self.block_tokens)
         if self._held > self.blocks:
             raise MemoryError("no block is free for a sequence of this step")
-        wait_until(begun_s + self._step_ms(sum(tokens for _, tokens in chunks), context) / 1000.0)
+        wait_until(begun_s + self._step_ms(prompt_tokens, sequences, context_tokens, pairs) / 1000.0)
         ran = StepRan((time.perf_counter() - begun_s) * 1000.0)
         for sequence, _ in chunks:
             each = self._open[sequence]
             if not each.left:
-                ran.tokens[sequence] = (_FIRST_LETTER + (each.drawn + each.made) % _LETTERS) % self._vocabulary
+                ran.tokens[sequence] = _FIRST_LETTER + (each.drawn + each.made) % _LETTERS
                 each.made += 1
                 if each.made >= each.most:
                     ran.ended[sequence] = Ending.LENGTH
         for sequence in ran.ended:
             self.cancel(sequence)
+        self._ended_s = time.perf_counter() if self._open else None
         return ran
 
     def cancel(self, sequence: int) -> None:
@@ -88,6 +100,8 @@ class EmulatedGenerator:
         each = self._open.pop(sequence, None)
         if each is not None:
             self._held -= blocks_of(each.run, self.block_tokens)
+        if not self._open:
+            self._ended_s = None
 
     def preempt(self, sequence: int) -> None:
         """Free a sequence's blocks at once; it stays open."""

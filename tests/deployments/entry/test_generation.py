@@ -14,22 +14,15 @@ from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.entry.python_handle import RequestFailedError, TenutoHandle
 from tenuto.deployments.gpulet.replica import LocalReplica
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import unused_port
-from tenuto.deployments.serve.user_config import (
-    GeneratesEntry,
-    GpuletConfig,
-    GpuletSpec,
-    GpuOfGpulet,
-    MemberEntry,
-    ProgramEntry,
-    StepTimes,
-    read_gateway_config,
-)
+from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.errors import InvalidInputError
+from tenuto.placement import Plan
+from tenuto.profiles.generation import StepCost
 from tenuto.profiles.networks.generating import Generator
 from tests.instruments.asking import until
-from tests.instruments.fake_gpulet import FakeGpulet, make_plan
 from tests.instruments.live import PATIENCE_S
 
 pytest.importorskip("transformers")
@@ -41,7 +34,7 @@ TINY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 320,
     "eos_token_id": None,
     "bos_token_id": None,
 }
@@ -50,16 +43,40 @@ BLOCKS = 24
 PROMPT = "The note is held "
 
 
-def gpulet(name: str, model: str, executor: str, **generates: Any) -> tuple[GpuletSpec, GpuletConfig]:
-    member = MemberEntry(name=model, source="transformers/llama", options=OPTIONS)
-    gpu = GpuOfGpulet(id="g", type="cpu" if executor == "torch" else "v100")
-    entry = ProgramEntry(
-        name=model,
-        batch_size=1,
-        members=(member,),
-        generates=GeneratesEntry(**{"blocks": BLOCKS, "block_tokens": 16, "max_batch_tokens": 64} | generates),
+SLO = {"ttft_ms": 60_000, "tpot_ms": 1000}
+LENGTHS = {"prompt_tokens": 20, "output_tokens": 20, "max_sequences": 8, "max_batch_tokens": 64}
+SLOW = StepCost.line(20.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def plan() -> Plan:
+    """A real language model on the CPU, two on emulated GPUs, and a network that does not generate."""
+    generates = {"rate_rps": 10, "slo": SLO, "generates": LENGTHS}
+    replica = {"batch_size": 8, "kv_tokens": BLOCKS * 16}
+    emulated = replica | {"steps": SLOW.model_dump(mode="json")}
+    latency = {"alpha_ms": 1.0, "beta_ms": 1.0}
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": "c", "type": "cpu"}, {"id": "v", "type": "v100"}],
+            "gpulets": [
+                {"id": "a", "gpu": "c", "models": [{"name": "real", **replica}]},
+                {"id": "b", "gpu": "v", "share_pct": 30, "models": [{"name": "slow", **emulated}]},
+                {"id": "d", "gpu": "v", "share_pct": 30, "models": [{"name": "mute", **emulated}]},
+                {
+                    "id": "c",
+                    "gpu": "v",
+                    "share_pct": 30,
+                    "models": [{"name": "plain", "batch_size": 1, "latency": latency, "latency_ms": 2.0}],
+                },
+            ],
+            "models": [
+                {"name": "real", "source": "transformers/llama", "options": OPTIONS, **generates},
+                {"name": "slow", "options": {"tokenizer": "bytes"}, **generates},
+                {"name": "mute", **generates},
+                {"name": "plain", "rate_rps": 10, "slo_ms": 60_000, "latency": latency},
+            ],
+        }
     )
-    return GpuletSpec(gpulet=name, gpu=gpu, executor=executor), GpuletConfig(programs=(entry,))  # type: ignore[arg-type]
 
 
 class Bench:
@@ -71,22 +88,15 @@ class Bench:
         self.client = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S)
 
     async def start(self) -> None:
-        slow = StepTimes(step_ms=20.0)
-        made = {
-            "a": gpulet("a", "real", "torch"),
-            "b": gpulet("b", "slow", "emulated", times=slow, longest=300, vocabulary=256),
-            "d": gpulet("d", "mute", "emulated", times=slow, longest=300, vocabulary=256),
+        planned = plan()
+        self.replicas = {
+            each.spec.gpulet: await LocalReplica.start(each.spec, each.user_config)
+            for each in Deployment(plan=planned).config().gpulets
+            if each.spec is not None
         }
-        self.replicas = {name: await LocalReplica.start(*each) for name, each in made.items()}
-        self.plain = FakeGpulet("c", ("plain",))
-        await self.plain.start()
-        finders = {"c": self.plain.endpoint} | {name: each.endpoint for name, each in self.replicas.items()}
+        finders = {name: each.endpoint for name, each in self.replicas.items()}
         self.entry = Entry(lambda name: finders[name])
-        terms = {"real": {"options": OPTIONS}, "slow": {"options": {"tokenizer": "bytes"}}}
-        plan = make_plan(
-            ("a", ("real",)), ("b", ("slow",)), ("c", ("plain",)), ("d", ("mute",)), slo_ms=60_000.0, terms=terms
-        )
-        config = {"plan": plan.to_data(), "scheduler": {"name": "eager"}}
+        config = {"plan": planned.to_data(), "scheduler": {"name": "eager"}}
         config["listen"] = {"host": "127.0.0.1", "port": self.port}
         await self.entry.follow(read_gateway_config(config))
         async with asyncio.timeout(PATIENCE_S):
@@ -98,7 +108,6 @@ class Bench:
         await self.entry.close()
         for replica in self.replicas.values():
             await replica.close()
-        self.plain.die()
 
     async def post(self, url: str, **document: Any) -> httpx.Response:
         return await self.client.post(url, json=document)
@@ -239,12 +248,12 @@ async def test_a_client_that_leaves_frees_its_memory_within_two_steps(
 @pytest.mark.parametrize(
     ("url", "document", "status", "says"),
     [
-        ("/v1/completions", {"model": "real", "prompt": "x" * 400}, 400, "the memory for its keys and values"),
-        ("/v1/completions", {"model": "slow", "prompt": "x" * 300}, 400, "the model's positions"),
-        ("/v1/completions", {"model": "real", "prompt": "x", "max_tokens": 384}, 400, "room for 383"),
+        ("/v1/completions", {"model": "real", "prompt": "x" * 400}, 400, "the model's positions"),
+        ("/v1/completions", {"model": "slow", "prompt": "x" * 400}, 400, "the memory for its keys and values"),
+        ("/v1/completions", {"model": "real", "prompt": "x", "max_tokens": 320}, 400, "room for 319"),
         ("/v1/completions", {"model": "real", "prompt": "x", "top_k": 3}, 400, "top_k"),
         ("/v1/completions", {"model": "mute", "prompt": "x"}, 400, "options.tokenizer"),
-        ("/v1/completions", {"model": "mute", "prompt": [300]}, 400, "0 to 255"),
+        ("/v1/completions", {"model": "real", "prompt": [300]}, 400, "0 to 299"),
         ("/v1/completions", {"model": "plain", "prompt": "x"}, 400, "no language-modelling head"),
         ("/v1/chat/completions", {"model": "absent", "messages": [{"role": "user", "content": "x"}]}, 404, "absent"),
         ("/v2/models/plain/generate", {"text_input": "x"}, 400, "no language-modelling head"),
@@ -317,9 +326,7 @@ async def handle(bench: Bench) -> TenutoHandle:
         return await bench.entry.endpoint("")
 
     dispatchers = DispatcherClient(lambda _name: find)
-    plan = bench.entry.service.dispatching.plan
-    assert plan is not None
-    await dispatchers.apply(plan, {"gateway": [spec.name for spec in plan.models]})
+    await dispatchers.apply(plan(), {"gateway": [spec.name for spec in plan().models]})
     return TenutoHandle(dispatchers)
 
 
@@ -336,7 +343,7 @@ async def test_python_gives_out_a_text_part_by_part(bench: Bench) -> None:
         for model, prompt, words in (
             ("plain", "x", "head|tokenizer"),
             ("mute", "x", "tokenizer"),
-            ("real", "x" * 400, "keys and values"),
+            ("real", "x" * 400, "positions"),
             ("absent", "x", "is not in the plan"),
         ):
             with pytest.raises(InvalidInputError, match=words):
@@ -398,3 +405,16 @@ async def test_openais_own_package_works_unchanged(bench: Bench) -> None:
     generator = bench.generator("b", "slow")
     await until(lambda: generator.free_blocks == BLOCKS)
     await client.close()
+
+
+async def test_an_slo_that_cannot_be_kept_is_refused_before_it_costs_anything(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = counted_steps(monkeypatch, bench.generator("b", "slow"))
+    document = {"model": "slow", "prompt": "x" * 200, "max_tokens": 3}  # four steps of 20 ms to the first token
+    answer = await bench.client.post("/v1/completions", json=document, headers={"x-slo-ms": "60"})
+    assert answer.status_code == 429
+    assert "its first token would take 80 ms" in answer.json()["error"]["message"]
+    assert steps == []
+    answer = await bench.client.post("/v1/completions", json=document, headers={"x-slo-ms": "60000"})
+    assert (answer.status_code, len(steps)) == (200, 6)

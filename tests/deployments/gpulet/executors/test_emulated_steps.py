@@ -6,17 +6,17 @@ from tenuto.deployments.gpulet.executors.emulated_steps import EmulatedGenerator
 from tenuto.profiles.networks.generating import Ending, Sampling
 
 
-def generator(asked: list[tuple[int, int]] | None = None) -> EmulatedGenerator:
-    def step_ms(tokens: int, context: int) -> float:
+def generator(asked: list[tuple[int, ...]] | None = None) -> EmulatedGenerator:
+    def step_ms(*amounts: int) -> float:
         if asked is not None:
-            asked.append((tokens, context))
+            asked.append(amounts)
         return 0.01
 
-    return EmulatedGenerator(8, 16, 256, step_ms)
+    return EmulatedGenerator(8, 16, step_ms)
 
 
 def test_a_step_costs_by_its_tokens_and_by_what_has_run() -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, ...]] = []
     made = generator(asked)
     made.add(0, [1] * 20, Sampling(3))
     made.add(1, [1] * 5, Sampling(9))
@@ -25,7 +25,8 @@ def test_a_step_costs_by_its_tokens_and_by_what_has_run() -> None:
     made.step([(0, 1)])
     ran = made.step([(0, 1), (1, 1)])
     assert ran.ended == {0: Ending.LENGTH}
-    assert asked == [(21, 0), (5, 21), (1, 20), (2, 27)]
+    # Prompt tokens, sequences that decode and the tokens they have, attention pairs.
+    assert asked == [(21, 0, 0, 136 + 15), (4, 1, 6, 16 * 4 + 10), (0, 1, 21, 0), (0, 2, 22 + 7, 0)]
     assert ran.execution_ms >= 0.01
 
 
