@@ -54,7 +54,7 @@ FOREIGN_KEYS = {
     "deployments/entry/grpc_messages.py": 13,  # the Open Inference Protocol
     "deployments/entry/grpc_server.py": 1,  # the same
     "deployments/entry/oip.py": 8,  # the Open Inference Protocol, and its schema
-    "deployments/entry/routes.py": 3,  # OpenAPI, ASGI
+    "deployments/entry/routes.py": 5,  # OpenAPI, ASGI
     "deployments/entry/texts.py": 4,  # files of tokenizers, and messages as chat templates take them
     "deployments/entry/traces.py": 2,  # OpenTelemetry
     "deployments/gpulet/executors/emulated.py": 3,  # options of a model of its user
