@@ -14,7 +14,7 @@ from tenuto.profiles.generation import StepCost, pairs_of
 
 
 @dataclass(slots=True)
-class Load:
+class TokenLoad:
     """The sequences that are there: how many make tokens, the tokens that these have, the tokens of prompts that have
     not run, and the least time for a token that any of them is promised, in ms."""
 
@@ -32,7 +32,7 @@ class TokenAdmission:
         self._cost = cost
         self._max_batch_tokens = max_batch_tokens
 
-    def first_token_ms(self, prompt_tokens: int, load: Load) -> float:
+    def first_token_ms(self, prompt_tokens: int, load: TokenLoad) -> float:
         """Return how long the first token of a new sequence takes at least: all prompts before it, in full steps that
         also decode for those who make tokens."""
         room = max(1, self._max_batch_tokens - load.decoding)
@@ -42,11 +42,11 @@ class TokenAdmission:
         pairs_ms = self._cost.attention_pair_ms * pairs_of(prompt_tokens, 0)
         return full * step_ms + last_ms + pairs_ms
 
-    def further_token_ms(self, prompt_tokens: int, load: Load) -> float:
+    def further_token_ms(self, prompt_tokens: int, load: TokenLoad) -> float:
         """Return how long a further token of a new sequence takes at least: a step in which all decode."""
         return self._cost.ms(0, load.decoding + 1, load.context_tokens + prompt_tokens)
 
-    def refusal(self, prompt_tokens: int, first_in_ms: float, tpot_ms: float, load: Load) -> str | None:
+    def refusal(self, prompt_tokens: int, first_in_ms: float, tpot_ms: float, load: TokenLoad) -> str | None:
         """Return why a new sequence must be refused; None where it can be kept.
 
         Args:

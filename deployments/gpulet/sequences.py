@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tenuto.batching.core.steps import StepScheduler
-from tenuto.batching.core.token_admission import Load, TokenAdmission
+from tenuto.batching.core.token_admission import TokenAdmission, TokenLoad
 from tenuto.deployments.gpulet.channel import ArrivedSequence, LeftSequences, Peer
 from tenuto.deployments.wire.messages import EndedSequence, Generated
 from tenuto.errors import new_incident
@@ -106,8 +106,8 @@ class OpenSequences:
         self._numbers[peer, message.number] = number
         self.generator.add(number, prompt, sampling)
 
-    def _load(self) -> Load:
-        load = Load()
+    def _load(self) -> TokenLoad:
+        load = TokenLoad()
         for each in self._open.values():
             load.unread_tokens += each.unread
             load.least_tpot_ms = min(load.least_tpot_ms, each.tpot_ms)
