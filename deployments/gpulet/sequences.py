@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tenuto.batching.core.steps import StepScheduler
+from tenuto.batching.core.step_scheduler import StepScheduler
 from tenuto.batching.core.token_admission import TokenAdmission, TokenLoad
 from tenuto.deployments.gpulet.channel import ArrivedSequence, LeftSequences, Peer
 from tenuto.deployments.wire.messages import EndedSequence, Generated

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tenuto.batching.core.steps import StepLimits, StepScheduler
+from tenuto.batching.core.step_scheduler import StepLimits, StepScheduler
 from tenuto.batching.core.token_admission import TokenAdmission
 from tenuto.deployments.gpulet.channel import Arrived, ArrivedBatch, ArrivedSequence, LeftSequences
 from tenuto.deployments.gpulet.executors.base import Executor

@@ -418,3 +418,10 @@ async def test_an_slo_that_cannot_be_kept_is_refused_before_it_costs_anything(
     assert steps == []
     answer = await bench.client.post("/v1/completions", json=document, headers={"x-slo-ms": "60000"})
     assert (answer.status_code, len(steps)) == (200, 6)
+
+
+async def test_networks_of_fixed_cost_are_served_beside(bench: Bench) -> None:
+    tensor = {"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1]}
+    answers = [await bench.post("/v2/models/plain/infer", inputs=[tensor]) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].headers["x-tenuto-gpulet"] == "c"

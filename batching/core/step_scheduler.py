@@ -21,6 +21,8 @@ from heapq import heappop, heappush
 
 from tenuto.profiles.generation import BLOCK_TOKENS, pairs_of
 
+UNLIMITED = 1 << 40  # unit: tokens of memory that never run out
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
