@@ -219,6 +219,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
             self.decisions.append(Reject(queue.program, [request_id], 1000.0 / queue.provided_rps))
             return
         queue.batch.cut_until = -INF
+        queue.newest = now_ms
         if not queue.ids:
             queue.oldest = now_ms
             self._waiting.wait(queue)

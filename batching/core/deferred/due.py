@@ -3,7 +3,8 @@
 A batch is due when it has used the part `hold` of the time for which Symphony would hold it: 1 is Symphony's frontrun,
 0 sends at once. Holding makes batches larger, which saves GPU time and delays every request. So no batch is held under
 light load: that is, when gpu-lets would be busy for less than `save_above` of the time if every request ran alone.
-Above that, no batch is held longer than it takes to bring them down to `save_above`.
+Above that, no batch is held longer than it takes to bring them down to `save_above`. And no batch waits longer than that
+for another request: when the load ends, the last requests are answered soon.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Holding:
                 else bounds.patience * queue.batch.factor * costs.run[min(size, len(costs.run) - 1)]
             )
             due = min(due, queue.oldest + min(bounds.most_ms, longest_ms))
-        return due
+        return min(due, queue.newest + bounds.lull * queue.batch.factor * costs.run[size])
 
     def _is_light(self, queue: WaitingQueue, now: float) -> bool:
         """Whether as many gpu-lets are ready as under light load. (The load may have risen since it was measured.)"""
@@ -67,13 +68,16 @@ class Holding:
 
         When m programs share a gpu-let and hold batches for k times their latency, each program keeps the gpu-let busy
         for at most 1/k of the time, and all of them for at most m/k. The bound is the k with m/k = `save_above`. When a
-        batch reaches its staggered size within that time, there is no bound.
+        batch reaches its staggered size within that time, at the rate of the last seconds, the bound does not count
+        from the oldest request. It always counts from the newest one: batches sent so far apart save no time that
+        anybody needs, whatever the rate was before.
         """
         if not queue.pools:
             return
         rps, hold, costs = queue.rate.rps, queue.hold, queue.costs
         hold.is_light = max([pool.alone for pool in queue.pools]) < self.save_above
-        hold.patience = max([pool.crowd for pool in queue.pools]) / self.save_above if self.save_above else INF
+        hold.lull = max([pool.crowd for pool in queue.pools]) / self.save_above if self.save_above else INF
+        hold.patience = hold.lull
         if rps is not None and rps / 1000.0 * hold.patience * costs.run[costs.staggered] >= costs.staggered:
             hold.patience = INF
         hold.is_bounded = hold.is_light or hold.patience < INF or hold.most_ms < INF

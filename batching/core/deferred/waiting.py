@@ -72,7 +72,8 @@ class Hold:
     """The bounds on how long batches of a program are held."""
 
     most_ms: float = INF  # the model's `longest_hold_ms`
-    patience: float = INF  # a multiple of the batch's own latency
+    patience: float = INF  # from the oldest request: a multiple of the batch's own latency
+    lull: float = INF  # the same from the newest request
     is_light: bool = False  # under light load: no program needs the GPU time that holding saves
     is_bounded: bool = False  # one of these bounds applies
 
@@ -113,6 +114,7 @@ class WaitingQueue(Queue[Place]):
         "hold",
         "is_weighed",
         "loss",
+        "newest",
         "oldest",
         "order",
         "priority",
@@ -136,6 +138,7 @@ class WaitingQueue(Queue[Place]):
         self.batch = CutBatch()
         self.watch = Watch([self])
         self.oldest = INF  # when the first of the requests arrived
+        self.newest = -INF  # when the last request arrived
         self.order = 0  # when it began to wait
         self.seen = 0  # the number of the last search that found it
         self.is_weighed = False  # a timer will look whether its requests have stopped

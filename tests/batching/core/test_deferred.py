@@ -213,6 +213,28 @@ def test_a_second_after_an_overload_lone_requests_are_answered_at_once() -> None
     assert np.median(result.dispatched_ms[calm] - times[calm]) == 0.0
 
 
+@pytest.mark.parametrize("slo_ms", [1000.0, 60_000.0])
+@pytest.mark.parametrize("models", [1, 3])
+@pytest.mark.parametrize("gpulets", [1, 2, 8])
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.9])
+def test_when_a_load_ends_its_last_requests_are_answered_soon(
+    slo_ms: float, models: int, gpulets: int, load: float
+) -> None:
+    """No later than gpu-lets that share half of their time between programs can run another batch of each."""
+    longest = 40
+    hosts = dict.fromkeys(range(models), line(1.0, 5.0, longest))
+    each_rps = load * gpulets / models * 1000.0 * longest / hosts[0].latency_ms[longest]
+    system = System(
+        tuple(Model(f"m{index}", slo_ms, each_rps) for index in range(models)),
+        tuple(ScheduledGpulet(f"g{index}/a", f"g{index}", hosts) for index in range(gpulets)),
+    )
+    times, which = offered([each_rps] * models, 6.0, 0)
+    result = simulate(make_scheduler("deferred", system), times, which, duration_s=80.0)
+    assert (result.outcome == Outcome.OK).all()
+    soon_ms = (models / 0.5 + models + 1) * hosts[0].latency_ms[longest]
+    assert np.max(result.dispatched_ms) < times[-1] + soon_ms
+
+
 def test_under_overload_the_model_of_higher_priority_keeps_its_requests() -> None:
     hosts = dict.fromkeys((0, 1), line(2.0, 4.0, 30))
     system = System((Model("first", 60.0, priority=1), Model("second", 60.0)), (ScheduledGpulet("g/a", "g", hosts),))
