@@ -19,6 +19,7 @@ from typing import Protocol, cast
 
 import msgspec
 
+from tenuto.deployments.entry.encrypted import EncryptedConnection
 from tenuto.deployments.entry.exchange import STATUS_LINES, Head, HttpError, crash, fail, too_large
 from tenuto.deployments.entry.framing import Framing, KnownHeads
 from tenuto.deployments.entry.open_connections import Limits, OpenConnections
@@ -605,6 +606,8 @@ class HttpServer:
         self.is_draining = False
         self.date_line = b""
         self.places: OpenConnections[HttpConnection] = OpenConnections(limits, self.turned_away)
+        self._handshakes: OpenConnections[EncryptedConnection] = OpenConnections(limits, self.turned_away)
+        self._handshakes.has_keys = True  # nobody has shown one yet
         self._servers: dict[tuple[str, int], tuple[asyncio.Server, bool]] = {}  # and whether it is shared
         self._ticker: asyncio.TimerHandle | None = None
 
@@ -630,12 +633,15 @@ class HttpServer:
                 return
             await self.stop_listening(host, port)
         made = _listener(host, port, is_shared=is_shared)
-        server = await asyncio.get_running_loop().create_server(
-            lambda: HttpConnection(self), sock=made, backlog=4096, ssl=tls
-        )
+        server = await asyncio.get_running_loop().create_server(lambda: self.connection(tls), sock=made, backlog=4096)
         self._servers[host, port] = server, is_shared
         if self._ticker is None:
             self.look_at_times()
+
+    def connection(self, tls: ssl.SSLContext | None) -> asyncio.BufferedProtocol:
+        """Return what serves a new client."""
+        made = HttpConnection(self)
+        return made if tls is None else EncryptedConnection(made, tls, self.turns, self._handshakes)
 
     async def stop_listening(self, host: str, port: int) -> None:
         """Take no more connections there."""
@@ -664,6 +670,8 @@ class HttpServer:
         until = time.monotonic() + limit_s
         while any(not connection.is_idle for connection in self.places.taken()) and time.monotonic() < until:
             await asyncio.sleep(0.02)
+        for unfinished in self._handshakes.taken():
+            unfinished.give_way()
         for connection in self.places.taken():
             connection.end()
 

@@ -23,9 +23,10 @@ class Asking(Protocol):
 class Turns:
     """The turns of a loop, and who waits for the next ones.
 
-    In a turn so much work is done for those who ask once, in the order in which they came, and one connection goes on
-    with what it has sent ahead. What carries no load has a turn of its own for each request. A connection finds out
-    that the work of a turn is done when it has been read already: what came is kept, and no more is read.
+    In a turn so much work is done for those who ask once, in the order in which they came. One connection goes on with
+    what it has sent ahead, and one TLS handshake goes on by a step. What carries no load has a turn of its own for each
+    request. A connection finds out that the work of a turn is done when it has been read already: what came is kept,
+    and no more is read.
 
     A loop gets to bytes later: what comes while it works off a turn is found by its next poll. Of such bytes only
     bounds are known, and the earlier one is taken, the end of the poll before, so that no client waits longer than the
@@ -43,6 +44,7 @@ class Turns:
         self._clock = clock
         self._first: deque[Asking] = deque()
         self._ahead: deque[Asking] = deque()
+        self._handshakes: deque[Asking] = deque()
         self._cold: deque[asyncio.Future[None]] = deque()
         self._handle: asyncio.Handle | None = None
         self._has_read = False  # in this turn
@@ -52,7 +54,7 @@ class Turns:
     @property
     def waiting(self) -> int:
         """How many wait for a turn."""
-        return len(self._first) + len(self._ahead) + len(self._cold)
+        return len(self._first) + len(self._ahead) + len(self._handshakes) + len(self._cold)
 
     def arrived_ms(self) -> float:
         """Return when the bytes came that are read now, in ms on the monotonic clock; call it once for every read."""
@@ -81,6 +83,11 @@ class Turns:
         self._ahead.append(asking)
         self._schedule()
 
+    def wait_for_handshake(self, asking: Asking) -> None:
+        """Let a handshake go on by a step, after the others that have done so."""
+        self._handshakes.append(asking)
+        self._schedule()
+
     async def cold(self) -> None:
         """Wait for a turn in which no other request that carries no load is answered."""
         turn = self._loop.create_future()
@@ -100,12 +107,14 @@ class Turns:
             self._first.popleft().go_on()
         if self._ahead:
             self._ahead.popleft().go_on()
+        if self._handshakes:
+            self._handshakes.popleft().go_on()
         while self._cold:
             turn = self._cold.popleft()
             if not turn.done():  # its client has not left
                 turn.set_result(None)
                 break
-        if self._first or self._ahead or self._cold:
+        if self.waiting:
             self._schedule()
         self._has_read = False
         self._polled_s = self._clock()
