@@ -3,8 +3,8 @@
 A batch is due when it has used the part `hold` of the time for which Symphony would hold it: 1 is Symphony's frontrun,
 0 sends at once. Holding makes batches larger, which saves GPU time and delays every request. So no batch is held under
 light load: that is, when gpu-lets would be busy for less than `save_above` of the time if every request ran alone.
-Above that, no batch is held longer than it takes to bring them down to `save_above`. And no batch waits longer than that
-for another request: when the load ends, the last requests are answered soon.
+Above that, no batch is held longer than it takes to bring them down to `save_above`. And no batch waits longer than
+that for another request: when the load ends, the last requests are answered soon.
 """
 
 from __future__ import annotations
