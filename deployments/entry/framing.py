@@ -284,12 +284,19 @@ def read_head(raw: bytes) -> Head:
         parser.get_method(),
         _target(fields.url, parser.get_method(), host),
         headers,
-        keep_alive=parser.should_keep_alive() and not is_old and b"upgrade" not in headers,
+        keep_alive=not (is_old or b"upgrade" in headers or _closes(headers)),
         length=int(length),
         is_chunked=encoding is not None,
         expects=not is_old and headers.get(b"expect", b"").lower() == b"100-continue",
         is_old=is_old,
     )
+
+
+def _closes(headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether nothing follows the request (9.3). llhttp says so until a request is whole, which one without a
+    body is with its head. It takes Proxy-Connection for the same, and nothing behind it either."""
+    options = headers.get(b"connection", b"") + b"," + headers.get(b"proxy-connection", b"")
+    return b"close" in [option.strip() for option in options.lower().split(b",")]
 
 
 def _host(headers: Mapping[bytes, bytes], *, is_old: bool) -> bytes:

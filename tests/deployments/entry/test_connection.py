@@ -298,6 +298,10 @@ async def test_connections_end_as_their_client_wishes(bench: Bench) -> None:
     assert (await client.hear())[2][b"connection"] == b"close"
     assert await client.hear_end() == b""
     client = await bench.client()
+    client.say(b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: TE, close\r\n\r\n")
+    assert (await client.hear())[2][b"connection"] == b"close"
+    assert await client.hear_end() == b""
+    client = await bench.client()
     client.say(b"GET /x HTTP/1.0\r\n\r\n")
     assert (await client.hear())[0] == 200
     assert await client.hear_end() == b""
