@@ -163,8 +163,10 @@ class ResidentPrograms:
         return None if entry is None else entry.generates
 
     def planned_s(self, name: str) -> float:
-        """Return the planned latency of the largest batch of a program in s; 0 when the plan has none."""
+        """Return the planned latency of the largest batch or step of a program in s; 0 when the plan has none."""
         entry = self._entries.get(name)
+        if entry is not None and entry.generates is not None:
+            return entry.generates.longest_step_ms * entry.slowdown / 1000.0
         if entry is None or entry.latency is None:
             return 0.0
         return entry.latency.at(entry.batch_size) * entry.slowdown / 1000.0

@@ -18,7 +18,7 @@ from tenuto.errors import refused
 from tenuto.placement import Plan
 from tenuto.placement.cluster import InstancePlace
 from tenuto.placement.plan import PlanField
-from tenuto.profiles.generation import BLOCK_TOKENS, StepCost
+from tenuto.profiles.generation import BLOCK_TOKENS, StepCost, pairs_of
 from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.networks.catalogue import GenerationLimits
 
@@ -96,6 +96,15 @@ class GeneratesEntry(StrictModel):
     def blocks(self) -> int:
         """The whole blocks of the memory."""
         return self.kv_tokens // self.block_tokens
+
+    @property
+    def longest_step_ms(self) -> float:
+        """What a full step costs whose sequences fill the memory; 0 where nobody knows what steps cost."""
+        if self.steps is None:
+            return 0.0
+        decoding = min(self.max_sequences, self.max_batch_tokens - 1)
+        pairs = pairs_of(self.max_batch_tokens - decoding, self.kv_tokens)
+        return self.steps.ms(self.max_batch_tokens - decoding, decoding, self.kv_tokens, pairs)
 
     def limits(self, longest: int | None, vocabulary: int) -> GenerationLimits:
         """Return what a sequence may be, of a model with so many positions (None: without end) and tokens."""

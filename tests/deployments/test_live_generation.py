@@ -1,0 +1,55 @@
+"""Generations on a real local Ray, through two gateways and a dispatcher of its own process: a tiny language model on
+the CPU, and one on an emulated GPU."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tenuto.deployments.entry.python_handle import TenutoHandle
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.launcher import Launcher
+from tests.deployments.entry.test_generation import BLOCKS, PROMPT, plan, written
+from tests.instruments.live import PATIENCE_S, PORT, bring_up
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+
+@pytest.fixture(scope="module")
+def url(launcher: Launcher) -> str:
+    bring_up(launcher, Deployment(plan=plan(), port=PORT, scheduler="eager", gateways=2).config())
+    return launcher.base_url
+
+
+def gpulet(url: str, name: str) -> dict[str, Any]:
+    found: list[dict[str, Any]] = httpx.get(f"{url}/status", timeout=PATIENCE_S).json()["gpulets"]
+    return next(each for each in found if each["id"] == name)
+
+
+async def ask(client: httpx.AsyncClient, **document: Any) -> str:
+    """Return the text of a stream."""
+    async with client.stream("POST", "/v1/completions", json={"stream": True, **document}) as answer:
+        assert answer.status_code == 200
+        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+async def test_streams_through_all_processes_are_those_of_generate(url: str) -> None:
+    expected = written(PROMPT, 24)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        asked = {"model": "real", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+        assert await asyncio.gather(*(ask(client, **asked) for _ in range(8))) == [expected] * 8
+        async with client.stream(
+            "POST", "/v1/completions", json={"model": "slow", "prompt": "x", "max_tokens": 300, "stream": True}
+        ) as left:
+            async for _ in left.aiter_lines():
+                break
+    async with asyncio.timeout(PATIENCE_S):
+        while (told := gpulet(url, "b"))["generating"] or told["free_blocks"] != BLOCKS:
+            await asyncio.sleep(0.05)
+    async with await TenutoHandle.connect() as tenuto:
+        parts = [part async for part in tenuto.generate("real", PROMPT, max_tokens=24)]
+    assert "".join(parts) == expected
