@@ -12,6 +12,7 @@ from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, fail
 from tenuto.deployments.entry.openai import Usage, Wanted
 from tenuto.deployments.entry.texts import GrowingText, Tokenizer
 from tenuto.deployments.entry.traces import Traced
+from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.answers import Refused
 from tenuto.profiles.networks.generating import Ending
 
@@ -31,8 +32,10 @@ class GenerationCall:
         tokenizer: Tokenizer | None,
         client_id: str,
         traced: Traced | None,
+        caller: Caller | None = None,
     ) -> None:
         """Prepare; `begin` asks."""
+        self._caller = caller
         self._service = service
         self._dispatching = dispatching
         self._exchange = exchange
@@ -77,6 +80,8 @@ class GenerationCall:
         if self._is_over:
             return
         self._count += 1
+        if self._caller is not None:
+            self._caller.spend_text(1)
         if self._count == 1:
             self._first_ms = self._service.now_ms
         text = self._text.add(token)

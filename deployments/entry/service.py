@@ -451,9 +451,15 @@ class InferenceService:
         now_ms = self._clock() * 1000.0
         if self.lag.is_behind(now_ms - exchange.arrived_ms, ttft_ms, now_ms):
             raise _behind()
+        if route.caller is not None:
+            wait_s = route.caller.text_wait_s(now_ms / 1000.0)
+            if wait_s > 0.0:
+                reason = f"'{route.caller.name}' uses more tokens than its key allows. See Retry-After."
+                raise HttpError(429, reason, retry_after_s=wait_s)
+            route.caller.spend_text(len(asked.prompt))
         traced = None if self.traces is None else self.traces.begin(route.traceparent)
         name = self.request_id(own_id or route.client_id)
-        call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced)
+        call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced, route.caller)
         call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=model.tpot_ms)
 
     def _predict(self, exchange: Exchange, route: Route) -> None:

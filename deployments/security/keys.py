@@ -28,14 +28,20 @@ _LEAST_PART = 0.01  # limit: the part of a key's rate that every gateway may use
 
 class KeyEntry(StrictModel):
     """One client. `sha256`: the hash of its key, in hex. `models`: names of models, or patterns with `*`. `rate_rps`:
-    the most requests per second on average (absent: no limit). `burst`: the most at once (default: a second's
-    worth)."""
+    the most requests per second on average (absent: no limit). `burst`: the most at once (default: a second's worth).
+    `tokens_per_s`: the most tokens per second on average that models read and write for it (absent: no limit)."""
 
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")]
     sha256: str
     models: tuple[str, ...] = ("*",)
     rate_rps: Annotated[float, Field(gt=0, le=1e9)] | None = None
     burst: Annotated[int, Field(ge=1, le=10**9)] | None = None
+    tokens_per_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it may not ask for as much as it likes."""
+        return self.rate_rps is not None or self.tokens_per_s is not None
 
     @field_validator("sha256")
     @classmethod
@@ -96,7 +102,18 @@ class Caller:
     `share`.
     """
 
-    __slots__ = ("_asked", "_burst", "_filled_s", "_gateways", "_part", "_tokens", "asked_rps", "entry")
+    __slots__ = (
+        "_asked",
+        "_burst",
+        "_filled_s",
+        "_gateways",
+        "_part",
+        "_text",
+        "_text_filled_s",
+        "_tokens",
+        "asked_rps",
+        "entry",
+    )
 
     def __init__(self, entry: KeyEntry) -> None:
         """Take an entry of the key file; the bucket is full."""
@@ -107,6 +124,8 @@ class Caller:
         self._burst = float(entry.burst or max(1.0, entry.rate_rps or 1.0))
         self._tokens = self._burst
         self._filled_s = 0.0
+        self._text = entry.tokens_per_s or 0.0  # tokens that models may read and write now; a second's worth at most
+        self._text_filled_s = 0.0
 
     @property
     def name(self) -> str:
@@ -119,9 +138,9 @@ class Caller:
 
     def wait_s(self, now_s: float) -> float:
         """Take a token for one request; return 0, or how long to wait for a token if there is none."""
+        self._asked += 1
         if self.entry.rate_rps is None:
             return 0.0
-        self._asked += 1
         rate = self.entry.rate_rps * self._part
         most = max(1.0, self._burst / self._gateways)
         self._tokens = min(most, self._tokens + rate * max(0.0, now_s - self._filled_s))
@@ -130,6 +149,19 @@ class Caller:
             self._tokens -= 1.0
             return 0.0
         return (1.0 - self._tokens) / rate
+
+    def text_wait_s(self, now_s: float) -> float:
+        """Return how long to wait until models may read and write for this client again; 0 where they may now."""
+        if self.entry.tokens_per_s is None:
+            return 0.0
+        rate = self.entry.tokens_per_s * self._part
+        self._text = min(rate, self._text + rate * max(0.0, now_s - self._text_filled_s))
+        self._text_filled_s = now_s
+        return 0.0 if self._text > 0.0 else (1.0 - self._text) / rate
+
+    def spend_text(self, tokens: int) -> None:
+        """Note that a model reads or writes so many tokens. What is begun goes on, and later requests wait for it."""
+        self._text -= tokens
 
     def count(self, seconds: float) -> None:
         """Update `asked_rps` by the requests since the last call, `seconds` ago."""
@@ -145,9 +177,9 @@ class Caller:
         Args:
             asked_rps: the client's requests per second to each gateway, with this one among them.
         """
-        if self.entry.rate_rps is None:
+        if not self.entry.is_limited:
             return
-        least_rps = _LEAST_PART * self.entry.rate_rps
+        least_rps = _LEAST_PART * (self.entry.rate_rps or 1.0)
         others_rps = sum(asked_rps) - self.asked_rps
         self._gateways = max(1, len(asked_rps))
         here_rps = self.asked_rps + least_rps
@@ -170,12 +202,12 @@ class Callers:
             self._by_hash[entry.sha256] = known if known is not None and known.entry == entry else Caller(entry)
 
     def count(self, seconds: float) -> dict[str, float]:
-        """Return recent requests per second to this gateway, by client, for clients with a rate limit.
+        """Return recent requests per second to this gateway, by client, for clients with a limit.
 
         Args:
             seconds: the time since the last call.
         """
-        limited = [caller for caller in self._by_hash.values() if caller.entry.rate_rps is not None]
+        limited = [caller for caller in self._by_hash.values() if caller.entry.is_limited]
         for caller in limited:
             caller.count(seconds)
         return {caller.name: caller.asked_rps for caller in limited}

@@ -14,8 +14,13 @@ from tenuto.errors import refused
     "--model", "models", multiple=True, metavar="PATTERN", help="Model that the client may use; repeatable.  [all]"
 )
 @click.option("--rate-rps", type=click.FloatRange(min=0, min_open=True), help="Most requests per second, on average.")
+@click.option(
+    "--tokens-per-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Most tokens per second that models read and write for the client, on average.",
+)
 @json_option
-def command(name: str, models: tuple[str, ...], rate_rps: float | None) -> int:
+def command(name: str, models: tuple[str, ...], rate_rps: float | None, tokens_per_s: float | None) -> int:
     """Make a key, which is shown only once; its entry for the key file has only the hash.
 
     Example: tenuto key mobile-app --model 'resnet*' --rate-rps 200 >> keys.yaml
@@ -28,7 +33,9 @@ def command(name: str, models: tuple[str, ...], rate_rps: float | None) -> int:
         raise refused("--model", "", "names no model", "Write for example 'resnet*', or leave it away for all.")
     key, digest = new_key()
     try:
-        entry = KeyEntry(name=name, sha256=digest, rate_rps=rate_rps, models=models or ("*",))
+        entry = KeyEntry(
+            name=name, sha256=digest, rate_rps=rate_rps, tokens_per_s=tokens_per_s, models=models or ("*",)
+        )
     except ValidationError as error:
         raise refused(
             "NAME", name, "is not a client's name", "Use letters, digits, `.`, `-` and `_`, at most 64."

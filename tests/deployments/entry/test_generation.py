@@ -14,6 +14,7 @@ from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.entry.python_handle import RequestFailedError, TenutoHandle
 from tenuto.deployments.gpulet.replica import LocalReplica
+from tenuto.deployments.security.keys import new_key
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
@@ -87,7 +88,7 @@ class Bench:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S)
 
-    async def start(self) -> None:
+    async def start(self, **settings: Any) -> None:
         planned = plan()
         self.replicas = {
             each.spec.gpulet: await LocalReplica.start(each.spec, each.user_config)
@@ -96,7 +97,7 @@ class Bench:
         }
         finders = {name: each.endpoint for name, each in self.replicas.items()}
         self.entry = Entry(lambda name: finders[name])
-        config = {"plan": planned.to_data(), "scheduler": {"name": "eager"}}
+        config = {**settings, "plan": planned.to_data(), "scheduler": {"name": "eager"}}
         config["listen"] = {"host": "127.0.0.1", "port": self.port}
         await self.entry.follow(read_gateway_config(config))
         async with asyncio.timeout(PATIENCE_S):
@@ -425,3 +426,23 @@ async def test_networks_of_fixed_cost_are_served_beside(bench: Bench) -> None:
     answers = [await bench.post("/v2/models/plain/infer", inputs=[tensor]) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [200, 200]
     assert answers[0].headers["x-tenuto-gpulet"] == "c"
+
+
+async def test_a_key_has_its_models_and_its_rate_of_tokens() -> None:
+    key, digest = new_key()
+    made = Bench()
+    entry = {"name": "a", "sha256": digest, "models": ["slow"], "tokens_per_s": 10}
+    await made.start(keys=[entry])
+    made.client.headers["authorization"] = f"Bearer {key}"
+    listed = (await made.client.get("/v1/models")).json()
+    assert [model["id"] for model in listed["data"]] == ["slow"]
+    refused = await made.post("/v1/completions", model="real", prompt="x")
+    assert (refused.status_code, "not for model 'real'" in refused.json()["error"]["message"]) == (403, True)
+    assert (await made.post("/v1/completions", model="slow", prompt="x" * 300, max_tokens=2)).status_code == 200
+    refused = await made.post("/v1/completions", model="slow", prompt="x")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert int(refused.headers["retry-after"]) >= 20
+    made.client.headers["authorization"] = "Bearer wrong"
+    refused = await made.post("/v1/completions", model="slow", prompt="x")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    await made.close()

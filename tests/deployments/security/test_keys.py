@@ -44,6 +44,20 @@ def test_a_client_may_ask_for_its_models() -> None:
     assert [caller.may_ask(model) for model in ("resnet50", "bert", "bert2", "x")] == [True, True, False, False]
 
 
+def test_a_rate_of_tokens_is_paid_for_afterwards() -> None:
+    caller = Caller(KeyEntry(name="a", sha256=HASH, tokens_per_s=100))
+    assert caller.text_wait_s(1.0) == 0.0
+    caller.spend_text(400)
+    assert caller.text_wait_s(1.0) == pytest.approx(3.01)
+    assert caller.text_wait_s(3.0) == pytest.approx(1.01)
+    assert caller.text_wait_s(4.1) == 0.0
+    caller.spend_text(1)
+    assert caller.text_wait_s(4.2) == 0.0
+    free = Caller(KeyEntry(name="b", sha256=HASH))
+    free.spend_text(10**9)
+    assert free.text_wait_s(0.0) == 0.0
+
+
 @given(st.floats(0.5, 1000.0), st.integers(1, 50), st.lists(st.floats(0.0, 0.5), min_size=1, max_size=300))
 def test_never_more_than_the_burst_and_the_rate_and_waiting_as_told_is_enough(
     rate: float, burst: int, gaps: list[float]
