@@ -50,7 +50,7 @@ logger = logging.getLogger("ray.serve")
 HANGS_S = 2.0  # limit: of a call; a longer SLO allows more
 _START_S = 60.0  # limit: for the imports of the hooks on a busy machine
 _LAST_S = 1.0  # limit: between its last word and its end
-_AGAIN_S = 1.0  # limit: between the end of a process and the start of another: a start takes a core for as long
+AGAIN_S = 1.0  # limit: between the end of a process and the start of another: a start takes a core for as long
 _MOST_WAITING = 64  # limit: calls of a model, as for bodies that wait to be decoded
 _MOST_SAID_BYTES = 1 << 16  # limit: of a message, whose text is shorter
 _MOST_ANSWER_BYTES = 16 << 20  # limit: of the JSON of one answer
@@ -140,7 +140,7 @@ class OwnHooks:
         self, asked: Asked, parts: Sequence[Buffer], latest_ms: float, read: Callable[[Said, memoryview], ResultT]
     ) -> asyncio.Future[ResultT]:
         if self._broken:
-            raise HttpError(503, self._broken, retry_after_s=_AGAIN_S)
+            raise HttpError(503, self._broken, retry_after_s=AGAIN_S)
         if self._count >= _MOST_WAITING:
             reason = f"{_MOST_WAITING} requests wait for the hooks of '{self._model}'. Retry in a second."
             raise HttpError(429, reason, retry_after_s=1.0)
@@ -187,7 +187,7 @@ class OwnHooks:
                     self._refuse_all(told)
             finally:
                 process.kill()
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(AGAIN_S)
 
     async def _set_up(self, process: _Process) -> None:
         assert self._options.hooks is not None
@@ -231,7 +231,7 @@ class OwnHooks:
             call = self._waiting.get_nowait()[2]
             self._count -= 1
             if not call.done.done():
-                call.done.set_exception(HttpError(503, reason, retry_after_s=_AGAIN_S))
+                call.done.set_exception(HttpError(503, reason, retry_after_s=AGAIN_S))
 
     def _most_bytes(self) -> int:
         inputs = sum(

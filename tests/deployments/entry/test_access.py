@@ -87,13 +87,14 @@ async def test_lists_name_the_models_of_the_key_alone(bench: Bench) -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": "wrong"}])
 async def test_without_a_key_there_is_nothing_but_health(bench: Bench, headers: dict[str, str]) -> None:
-    for path in ("/v2", "/v2/models/m", "/v2/models/unknown", "/docs", "/openapi.json", *OPERATORS_ONLY):
-        answer = await bench.client.get(path, headers=headers)
-        assert answer.status_code == 401, path
+    client, body = bench.client, {"inputs": [TENSOR]}
+    paths = ("/v2", "/v2/models/m", "/v2/models/unknown", "/docs", "/openapi.json", *OPERATORS_ONLY)
+    asked = [client.get(path, headers=headers) for path in paths]  # all at once: wrong keys wait
+    # Nobody without a key learns which models there are.
+    asked += [client.post(f"/v2/models/{model}/infer", json=body, headers=headers) for model in ("m", "unknown")]
+    for answer in await asyncio.gather(*asked):
+        assert answer.status_code == 401, answer.url
         assert answer.headers["www-authenticate"] == "Bearer"
-    for model in ("m", "unknown"):  # nobody without a key learns which models there are
-        refused = await bench.client.post(f"/v2/models/{model}/infer", json={"inputs": [TENSOR]}, headers=headers)
-        assert refused.status_code == 401
     assert (await bench.client.get("/v2/health/live", headers=headers)).status_code == 200
 
 

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tenuto.deployments.entry import own_hooks
 from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.own_hooks import HookFaultError, OwnHooks
 from tenuto.deployments.entry.planned_model import PlannedModel
@@ -31,6 +32,12 @@ def plan(hooks: str = NUMBERS, *, processes: int = 1) -> Plan:
     (spec,) = (each for each in data["models"] if each["name"] == "m")
     spec["options"] = {"hooks": hooks, "hook_processes": processes}
     return Plan.from_data(data, origin="test")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of hooks that ended are replaced at once."""
+    monkeypatch.setattr(own_hooks, "AGAIN_S", 0.01)
 
 
 @pytest.fixture
