@@ -200,7 +200,7 @@ def test_json_tensors_carry_the_same_values() -> None:
                 found.append(
                     np.frombuffer(body[int(headers["inference-header-content-length"]) :], np.float32).tolist()
                 )
-        return found
+        return sorted(found)  # on a busy machine connections overtake each other
 
     assert values("json") == values("binary")
 

@@ -234,7 +234,7 @@ def test_simulated_stages_after_one_that_was_given_up_are_never_due(tmp_path: Pa
 
 def test_goodput_asks_99_percent_of_every_application_and_not_of_its_stages(tmp_path: Path) -> None:
     work = workload(traffic(arrival={"process": "poisson"}), models=[{**ALONE, "slo_ms": 60}])
-    answer = invoke(goodput_verb, saved(tmp_path, work), "--duration-s", "12")
+    answer = invoke(goodput_verb, saved(tmp_path, work), "--duration-s", "4")
 
     assert {trial["worst_model"] for trial in answer["trials"]} <= {"traffic", "alone"}
     found = answer["simulation"]
@@ -243,7 +243,7 @@ def test_goodput_asks_99_percent_of_every_application_and_not_of_its_stages(tmp_
     above = [trial for trial in answer["trials"] if not trial["passed"]]
     assert above
     scale = str(min(trial["rate_scale"] for trial in above))
-    failed = invoke(simulate_verb, saved(tmp_path, work), "--duration-s", "12", "--rate-scale", scale)
+    failed = invoke(simulate_verb, saved(tmp_path, work), "--duration-s", "4", "--rate-scale", scale)
     worst = min(failed["applications"]["traffic"]["attainment"], failed["models"]["alone"]["attainment"])
     assert worst < 0.99
 
