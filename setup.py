@@ -1,4 +1,4 @@
-"""Builds Tenuto; with TENUTO_COMPILE=1 what serving and simulating spend their time in becomes machine code.
+"""Builds Tenuto; with TENUTO_COMPILE=1 the scheduler and its rehearsals become machine code.
 
 mypyc makes it, from the same sources. Without that, and in an editable install, everything is Python: `scripts/wheel`.
 """
@@ -12,9 +12,6 @@ COMPILED = {
     "batching/core": "by_deadline gathering gpulets scheduler staggered symphony system",
     "batching/core/deferred": "admission cut deferring due keeping_free lineup looking loss waiting",
     "batching/rehearsal": "budget memory observer replay",
-    "deployments/dispatch": "accounts core_time dispatcher fleet histogram in_flight "
-    "measured_times request_log unplanned",
-    "deployments/entry": "call exchange heads margin oip planned_model",
 }
 
 

@@ -68,6 +68,6 @@ def __dir__() -> list[str]:
 
 
 def version() -> str:
-    """Return the version, with `(compiled)` where scheduler and gateway are machine code (`scripts/wheel`)."""
+    """Return the version, with `(compiled)` where the scheduler is machine code (`scripts/wheel`)."""
     compiled = any(Path(__file__).parent.glob("batching/core/scheduler.*.so"))
     return f"{__version__} (compiled)" if compiled else __version__

@@ -99,7 +99,7 @@ def ask(port: int, *parts: bytes, timeout_s: float = _LONGEST_S) -> int:
 
 def be_honest(port: int) -> None:
     """Ask with a key 50 times a second, on one connection as long as that lasts, until the standard input ends; then
-    print the longest wait, and how many answers there were by status."""
+    print the longest wait, and how many were lost, by status (0: none came)."""
     over = threading.Event()
 
     def wait() -> None:
@@ -121,8 +121,9 @@ def be_honest(port: int) -> None:
         longest_ms = max(longest_ms, 1000.0 * (time.monotonic() - began_at))
         statuses[status] += 1
         time.sleep(0.02)
-    lost = statuses.total() - statuses[200]
-    print(f"{longest_ms:.0f} ms" + (f", {lost} of {statuses.total()} lost" if lost else ""))
+    total, _ = statuses.total(), statuses.pop(200, 0)
+    lost = ", ".join(f"{count} × {status}" for status, count in sorted(statuses.items()))
+    print(f"{longest_ms:.0f} ms" + (f", of {total} lost {lost}" if lost else ""))
 
 
 class Served:
