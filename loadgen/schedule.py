@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
-from tenuto.placement.arrivals.arrival_processes import arrival_times, process_of
+from tenuto.placement.arrivals.arrival_processes import arrival_times, process_of, trace_tokens
 
 MOST_REQUESTS = 100_000_000  # limit: 1.2 GB of schedule; a mistyped duration gives an error instead of using all memory
 
@@ -34,6 +35,7 @@ class Schedule:
     duration_s: float
     notes: tuple[str, ...] = ()  # notes about the times for the reader of the figures; not part of the hash
     applications: tuple[Application, ...] = ()
+    tokens: RequestTokens | None = None  # of each request, when a model generates
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -49,6 +51,8 @@ class Schedule:
         if self.applications:
             graphs = [(a.name, [(s.label, s.model, s.count, s.after) for s in a.stages]) for a in self.applications]
             digest.update(json.dumps(graphs).encode())
+        if self.tokens is not None:
+            digest.update(self.tokens.prompt.tobytes() + self.tokens.output.tobytes())
         return digest.hexdigest()
 
     def save(self, path: str | Path) -> None:
@@ -60,6 +64,7 @@ class Schedule:
             names=np.array(self.names),
             duration_s=self.duration_s,
             notes=np.array(self.notes, dtype=np.str_),
+            tokens=np.array([]) if self.tokens is None else np.array([self.tokens.prompt, self.tokens.output]),
             applications=np.array([a.model_dump_json(exclude_none=True) for a in self.applications], dtype=np.str_),
         )
 
@@ -73,7 +78,9 @@ class Schedule:
                 applications = tuple(
                     Application.model_validate_json(str(text)) for text in data.get("applications", ())
                 )
-                return cls(data["times_ms"], data["model_index"], names, float(data["duration_s"]), notes, applications)
+                tokens = RequestTokens(*data["tokens"]) if len(data.get("tokens", ())) else None
+                length = float(data["duration_s"])
+                return cls(data["times_ms"], data["model_index"], names, length, notes, applications, tokens)
         except (OSError, ValueError, KeyError) as error:
             raise refused(
                 str(path), str(path), f"not a schedule file ({error})", "Give a file that a run saved."
@@ -141,7 +148,32 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
     )
     merged = np.concatenate(times) * 1000.0 if times else np.empty(0)
     order = np.argsort(merged, kind="stable")
-    return Schedule(merged[order], index[order], tuple(spec.name for spec in models), duration_s, _notes(models))
+    tokens = None
+    if any(spec.generates is not None for spec in models):
+        drawn = [_lengths(spec, part, seed) for spec, part in zip(models, times, strict=True)]
+        tokens = RequestTokens(*(np.concatenate([pair[kind] for pair in drawn])[order] for kind in (0, 1)))
+    names = tuple(spec.name for spec in models)
+    return Schedule(merged[order], index[order], names, duration_s, _notes(models), tokens=tokens)
+
+
+def _lengths(spec: ModelSpec, times_s: NDArray[np.float64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the tokens of prompts and outputs of a model's arrivals; 0 if it does not generate."""
+    generates, count = spec.generates, len(times_s)
+    if generates is None:
+        return np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    recorded = trace_tokens(spec.name, spec.arrival) if spec.arrival.process == "trace" else (None, None)
+    found = []
+    for key, lengths, column in zip(
+        ("prompt_tokens", "output_tokens"), (generates.prompt_tokens, generates.output_tokens), recorded, strict=True
+    ):
+        if lengths is not None:
+            found.append(lengths.draw(count, seed_for(seed, key, spec.name)))
+        elif column is not None:
+            found.append(column[:count])
+        else:
+            cure = f"Add the column, or give `{key}` in `generates`."
+            raise refused(f"models.{spec.name}.arrival.path", spec.arrival.path, f"has no column '{key}'", cure)
+    return found[0], found[1]
 
 
 def _notes(models: Sequence[ModelSpec]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from tenuto.batching.virtual.goodput import Goal, HostedModels, Stop, Trial, nev
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import SCHEMA
-from tenuto.errors import Problem
+from tenuto.errors import Problem, refused
 from tenuto.loadgen.application_figures import application_figures, label_stages
 from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load, scaled_slos
 from tenuto.loadgen.records import Records, merge
@@ -30,6 +30,7 @@ from tenuto.loadgen.verdict import judge, summarise
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.application import Application
+from tenuto.placement.generates import TokenSlo
 from tenuto.profiles import Profiles
 
 _Arriving = TypeVar("_Arriving", ModelSpec, Application)
@@ -62,6 +63,11 @@ class Simulation:
         Raises:
             InvalidInputError: the plan cannot be scheduled.
         """
+        _refuse_beside_generating(plan.models, plan.applications, how)
+        for gpulet in plan.gpulets:
+            if len(gpulet.models) > 1 and any(replica.steps is not None for replica in gpulet.models):
+                rule = "a model that generates cannot be simulated beside others on its gpu-let"
+                raise refused(f"gpulets.{gpulet.id}", None, rule, "Give it a gpu-let of its own.")
         plan = plan.model_copy(update={"models": _with_slos(plan.models, slo_scale)})
         applications = scaled_slos(plan.applications, slo_scale)
         return cls(plan.models, applications, from_plan(plan, network, check_slos=False), plan, **how)
@@ -92,6 +98,7 @@ class Simulation:
         Raises:
             InvalidInputError: no GPU can serve a model, for example because no batch can meet its SLO.
         """
+        _refuse_beside_generating(workload.models, workload.applications, how)
         workload = workload.model_copy(update={"models": _with_slos(workload.models, slo_scale)})
         system = everywhere(workload, cluster, profiles, network)
         applications = scaled_slos(beside(workload.applications, folder), slo_scale)
@@ -117,6 +124,8 @@ class Simulation:
             duration_s=self.duration_s,
             warmup_s=self.warmup_s,
             losses=self._lost_gpulets(),
+            tokens=schedule.tokens,
+            slos=self._slos,
         )
         return SimulatedRun(result, schedule, None)
 
@@ -159,7 +168,13 @@ class Simulation:
             deadlines_ms=load.deadlines_ms,
             follows=joins,
             losses=self._lost_gpulets(),
+            tokens=load.schedule.tokens,
+            slos=self._slos,
         )
+
+    @property
+    def _slos(self) -> dict[int, TokenSlo]:
+        return {index: spec.slo for index, spec in enumerate(self.models) if spec.slo is not None}
 
     def _lost_gpulets(self) -> list[tuple[float, list[int]]]:
         return [
@@ -302,6 +317,15 @@ def _applications(result: SimulationResult, load: ApplicationLoad) -> dict[str, 
         warmup_ms=1000.0 * result.warmup_s,
         duration_ms=1000.0 * result.duration_s,
     )
+
+
+def _refuse_beside_generating(
+    models: Sequence[ModelSpec], applications: Sequence[Application], how: Mapping[str, Any]
+) -> None:
+    names = ", ".join(spec.name for spec in models if spec.generates is not None)
+    if names and (applications or how.get("losses")):
+        what = "applications" if applications else "--lose"
+        raise refused("models", names, f"generates; {what} cannot be simulated beside that", f"Leave {what} out.")
 
 
 def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, ...]:

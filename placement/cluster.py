@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Literal, Protocol
 
@@ -343,9 +343,9 @@ class Cluster(StrictModel):
         return dump_yaml(self.model_dump(mode="json", by_alias=True, exclude_none=True))
 
     @classmethod
-    def parse(cls, text: str, *, elastic: bool = False) -> Cluster:
+    def parse(cls, text: str, *, elastic: bool = False, memory_mib: Mapping[str, float] | None = None) -> Cluster:
         """Return the one-node cluster of a short form: `v100:4`, or `v100:2,t4:2` for several types. `a100:4:mig` means
-        GPUs that plans may cut into MIG instances.
+        GPUs that plans may cut into MIG instances. `memory_mib` is of types that are not known by name.
 
         Raises:
             InvalidInputError: the text does not have this form, or names an unknown type.
@@ -360,7 +360,9 @@ class Cluster(StrictModel):
                     "must be TYPE:COUNT[,TYPE:COUNT…] with counts of at least 1",
                     "Write for example --gpus v100:4, or a100-80gb:4:mig for GPUs that plans may cut.",
                 )
-            group = {"type": match.group(1), "count": int(match.group(2) or 1)}
+            group: dict[str, object] = {"type": match.group(1), "count": int(match.group(2) or 1)}
+            if memory_mib is not None and match.group(1) in memory_mib and memory_mib_of(match.group(1)) is None:
+                group["memory_mib"] = memory_mib[match.group(1)]
             groups.append(group | ({"mig": "managed"} if match.group(3) else {}))
         data = {"nodes": [{"name": "n0", "gpus": groups}], "elastic": elastic}
         return parse_document(cls, data, origin="--gpus")

@@ -21,6 +21,7 @@ from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import layout_problems, plan_problems
 from tenuto.placement.versions import split_problems
 from tenuto.placement.workload import ModelSpec, MpsUse, Objective, Workload
+from tenuto.profiles.generation import BLOCK_TOKENS
 from tenuto.profiles.mig_instances import instance_type_of
 
 
@@ -216,6 +217,7 @@ class Plan(StrictModel):
             for replica in gpulet["models"]:
                 _drop(replica, rate_rps=None, latency_ms=None, slowdown=1.0, memory_mib=None, weights_mib=None)
                 _drop(replica, latency=None, latency_rule="measured", steps=None, kv_tokens=None, decided_ahead=False)
+                _drop(replica, block_tokens=BLOCK_TOKENS, longest_context=None)
                 _drop(replica, copy_in_ms=None, copy_out_ms=None)
         _drop(data, drained=[], streaming=False, objective="weighted", overcommits=False, believed=None)
         _drop(data["expected"], assumptions=[], losses=[])

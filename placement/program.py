@@ -16,6 +16,7 @@ from pydantic import Field, field_validator
 
 from tenuto.documents import Fault, StrictModel
 from tenuto.profiles import Latency, LatencyTable, StepCost
+from tenuto.profiles.generation import BLOCK_TOKENS
 from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.share_latency import ShareRule
 
@@ -43,6 +44,8 @@ class Replica(StrictModel):
     # Of a model that generates, in place of `latency`: what its steps cost, and the tokens that it has memory for.
     steps: StepCost | None = None
     kv_tokens: Annotated[int, Field(ge=1)] | None = None
+    block_tokens: Annotated[int, Field(ge=1)] = BLOCK_TOKENS
+    longest_context: Annotated[int, Field(ge=1)] | None = None
     decided_ahead: bool = False  # the engine decides on a step while the one before it runs
     # Copy times of one request, which are a part of its batch's latency. They are given if streaming hides them.
     copy_in_ms: Annotated[float, Field(ge=0)] | None = None

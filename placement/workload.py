@@ -14,7 +14,7 @@ from tenuto.placement.application import Application
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.generates import Generates, TokenSlo
 from tenuto.placement.versions import FIRST, completed, split_name, split_problems
-from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
+from tenuto.profiles import Generation, LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.latency import LatencyField
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
@@ -114,7 +114,7 @@ class ModelSpec(StrictModel):
     @classmethod
     def _answer_time(cls, data: Any) -> Any:
         """Derive `slo_ms` from `slo`."""
-        if not isinstance(data, dict) or data.get("slo") is None:
+        if not isinstance(data, dict) or not isinstance(data.get("slo"), dict | TokenSlo):
             return data
         if "slo_ms" in data:
             raise Fault("gives both 'slo' and 'slo_ms'", "Keep `slo`; `slo_ms` follows from it.")
@@ -325,6 +325,20 @@ def _stage_models(applications: Iterable[Application]) -> list[ModelSpec]:
         for application in applications
         for stage in application.stages
     ]
+
+
+def generation_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> Generation:
+    """Return what it costs to generate with a workload's model on a GPU type.
+
+    Raises:
+        InvalidInputError: there is no such profile, or it does not say that.
+    """
+    found = profile_of(spec, gpu_type, profiles).generation
+    if found is None:
+        rule = f"its profile on {gpu_type} has no `generation`, the cost of steps"
+        cure = "Make one with `tenuto profile --from-requests`, or leave `generates` away."
+        raise refused(f"models.{spec.name}.generates", spec.profile_row, rule, cure)
+    return found
 
 
 def profile_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfile:

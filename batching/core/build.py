@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, ScheduledProgram, System
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.batching.core.step_scheduler import UNLIMITED, StepLimits
+from tenuto.batching.core.system import (
+    GeneratingGpulet,
+    Host,
+    Model,
+    NetworkDelay,
+    ScheduledGpulet,
+    ScheduledProgram,
+    System,
+)
+from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, profile_of
 from tenuto.placement.copy_times import hidden_copies_ms, longest_copies_ms
 from tenuto.placement.expectation.outlook import provided_rps
+from tenuto.placement.generates import Generates
+from tenuto.placement.workload import generation_of
 from tenuto.profiles import Latency, LatencyTable, Profiles
 
 NO_DELAY = NetworkDelay()
@@ -32,9 +43,9 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
     programs = _programs(plan)
     index = {program.name: position for position, program in enumerate(programs)}
     known = {spec.name for spec in plan.models}
-    generating = {spec.name for spec in plan.models if spec.generates is not None}
+    writing = {spec.name: spec.generates for spec in plan.models if spec.generates is not None}
     problems: list[Problem] = []
-    gpulets = []
+    gpulets, generating = [], list[GeneratingGpulet]()
     shared: dict[tuple[tuple[int, Host], ...], dict[int, Host]] = {}
     for position, gpulet in enumerate(plan.gpulets):
         hosts: dict[int, Host] = {}
@@ -43,8 +54,13 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
             if not known.issuperset(program.models):
                 rule = "the plan has no entry for this model under `models`"
                 problems.append(Problem(where, program.name, rule, _AGAIN))
-            elif program.name in generating:
-                continue  # its gpu-let decides its steps itself; no batches are formed for it
+            elif program.name in writing:  # its gpu-let decides its steps itself; no batches are formed for it
+                replica, limits = program.members[0], writing[program.name]
+                if replica.steps is not None:
+                    of_steps = _limits(limits, replica.kv_tokens, replica.block_tokens, replica.longest_context)
+                    model = programs[index[program.name]].members[0]
+                    how = (model, of_steps, replica.steps, replica.decided_ahead)
+                    generating.append(GeneratingGpulet(position, *how))
             elif program.latency is None:
                 problems.append(Problem(where, None, "the replica carries no latency", _AGAIN))
             else:
@@ -60,8 +76,19 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
         raise InvalidInputError(problems)
     if plan.streaming:
         network = NetworkDelay(ctrl_ms=network.ctrl_ms + longest_copies_ms(plan), response_ms=network.response_ms)
-    system = System(_models(plan.models, provided_rps(plan)), tuple(gpulets), network, programs, plan.objective)
+    models = _models(plan.models, provided_rps(plan))
+    system = System(models, tuple(gpulets), network, programs, plan.objective, tuple(generating))
     return _checked(system) if check_slos or system.problems() else system
+
+
+def _limits(generates: Generates, kv_tokens: int | None, block_tokens: int, longest_context: int | None) -> StepLimits:
+    return StepLimits(
+        generates.max_sequences,
+        generates.max_batch_tokens,
+        UNLIMITED if kv_tokens is None else kv_tokens,
+        block_tokens,
+        longest_context,
+    )
 
 
 def _models(specs: Sequence[ModelSpec], room_rps: Mapping[str, float]) -> tuple[Model, ...]:
@@ -109,9 +136,14 @@ def latency_steps(latency: Latency, slo_ms: float, max_batch: int | None = None)
 def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network: NetworkDelay = NO_DELAY) -> System:
     """Return Symphony's plain setting: each GPU of the cluster is one gpu-let hosting every model of the workload.
 
+    A model that generates takes the memory of a whole GPU, and has the cluster to itself.
+
     Raises:
-        InvalidInputError: a model without profile, or an SLO that no batch can meet.
+        InvalidInputError: a model without profile, an SLO that no batch can meet, or models beside one that generates.
     """
+    names = [spec.name for spec in workload.models if spec.generates is not None]
+    if names:
+        return _generating_everywhere(workload, cluster, profiles, network, names[0])
     by_type: dict[str, dict[int, Host]] = {}
     for gpu_type in cluster.gpu_types:
         by_type[gpu_type] = {
@@ -120,6 +152,23 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
         }
     gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
     return _checked(System(_models(workload.models, {}), gpulets, network, objective=workload.objective))
+
+
+def _generating_everywhere(
+    workload: Workload, cluster: Cluster, profiles: Profiles, network: NetworkDelay, name: str
+) -> System:
+    spec = workload.models[0]
+    if len(workload.models) > 1 or spec.generates is None:
+        rule = "generates, and not every GPU can hold it beside other models"
+        raise refused("models", name, rule, "Make a plan of the workload with `tenuto plan`, and simulate that.")
+    found = []
+    for place, gpu in enumerate(cluster.gpus):
+        generation = generation_of(spec, gpu.type, profiles)
+        limits = _limits(spec.generates, generation.kv_tokens, generation.block_tokens, generation.longest_context)
+        found.append(GeneratingGpulet(place, 0, limits, generation.cost(), generation.decided_ahead))
+    models = _models(workload.models, {})
+    gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, {}) for gpu in cluster.gpus)
+    return System(models, gpulets, network, objective=workload.objective, generating=tuple(found))
 
 
 def _checked(system: System) -> System:

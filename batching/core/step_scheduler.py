@@ -119,6 +119,11 @@ class StepScheduler:
         """Sequences that read or decode, with those whose last step runs."""
         return len(self._running) + self._ending
 
+    @property
+    def sequences(self) -> int:
+        """All sequences that are here."""
+        return len(self._known)
+
     def add(self, sequence: int, prompt_tokens: int, output_tokens: int) -> str | None:
         """Take a sequence that writes at most so many tokens; return why it can never run, or None.
 

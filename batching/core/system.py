@@ -12,8 +12,10 @@ from typing import Any
 
 from mypy_extensions import mypyc_attr
 
+from tenuto.batching.core.step_scheduler import StepLimits
 from tenuto.errors import Problem
 from tenuto.placement import Objective
+from tenuto.profiles import StepCost
 
 INF = math.inf
 
@@ -120,6 +122,20 @@ class ScheduledGpulet(ByFields):
 
 
 @dataclass(frozen=True, slots=True)
+class GeneratingGpulet(ByFields):
+    """What a gpu-let, by index, runs the steps of: one model, by index, its limits, and what steps cost there.
+
+    `decided_ahead`: its engine decides on a step while the one before it runs.
+    """
+
+    gpulet: int
+    model: int
+    limits: StepLimits
+    cost: StepCost
+    decided_ahead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class NetworkDelay(ByFields):
     """Delays to budget, in ms (Symphony, appendix D).
 
@@ -145,6 +161,7 @@ class System(ByFields):
     network: NetworkDelay = NetworkDelay()
     programs: tuple[ScheduledProgram, ...] = ()
     objective: Objective = "weighted"
+    generating: tuple[GeneratingGpulet, ...] = ()  # no hosts of `gpulets`: the scheduler of batches does not know them
 
     def __post_init__(self) -> None:
         """Make every model a program of its own where none are given."""

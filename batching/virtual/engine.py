@@ -21,6 +21,7 @@ from tenuto.batching.core.told import SchedulerStatus
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.batching.rehearsal.replay import Replay
 from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch, EmulatedGpulets
+from tenuto.batching.virtual.virtual_steps import RequestTokens, VirtualSteps
 from tenuto.outcome import Outcome
 
 _REHEARSAL = 1 << 60  # format: marks a rehearsal on the heap of events; larger than the place of any gpu-let
@@ -56,8 +57,10 @@ class Engine:
         follows: Follows | None = None,
         *,
         counted_from_ms: float = INF,
+        tokens: RequestTokens | None = None,
     ) -> None:
-        """`counted_from_ms`: `lost_by_model` counts the requests lost after this time, of models with gpu-lets."""
+        """`counted_from_ms`: `lost_by_model` counts the requests lost after this time, of models with gpu-lets.
+        `tokens`: needed when a model generates."""
         self.times_ms, self.models, self.deadlines_ms = times_ms, model_index, deadlines_ms
         self.planned = len(times_ms)
         if follows is not None:
@@ -71,6 +74,9 @@ class Engine:
         self.gpulets = EmulatedGpulets()
         self.index: Sequence[int] = ()  # by model of the schedule: its place in the scheduler's system; -1: not served
         self._index = np.zeros(0, dtype=np.int64)  # the same as an array
+        self.replicas: list[VirtualSteps] = []  # of models that generate, in the order of the system
+        self._tokens = tokens
+        self._writers: dict[int, list[int]] = {}  # places in `replicas`, by model of the system
         self.batch_ended: Callable[[float, int, EmulatedBatch], None] | None = None
         self.lost: dict[Outcome, list[Sequence[int]]] = {
             outcome: [] for outcome in (Outcome.EXPIRED, Outcome.REJECTED, Outcome.FAILED)
@@ -95,6 +101,10 @@ class Engine:
         self._rehearsals, self._replay = rehearsals_of(scheduler), None
         self.lost_by_model = self.lost_by_model or [0] * len(index)
         self.gpulets.add(scheduler.system, data_ms_by_model)
+        self._writers = {}
+        for gpulet in scheduler.system.generating:
+            self._writers.setdefault(gpulet.model, []).append(len(self.replicas))
+            self.replicas.append(VirtualSteps(gpulet.limits, gpulet.cost, decided_ahead=gpulet.decided_ahead))
 
     def serve(self, last: int) -> None:
         """Let the arrivals before number `last` come, and do all events until then."""
@@ -119,6 +129,9 @@ class Engine:
             if model < 0:
                 self.lose(at, Outcome.REJECTED, (request,))
                 continue
+            if model in self._writers:
+                self._write(at, model, request)
+                continue
             if rehearsals is not None and (replay := rehearsals.arrived(at, model, deadline)) is not None:
                 self._rehearse(rehearsals, replay, at)
             add(at, model, request, deadline)
@@ -141,6 +154,11 @@ class Engine:
                         continue
                     now, replay, self._replay = at, self._replay, None
                     self._rehearsals.learn(replay.run(), now)
+                elif gpulet < 0:
+                    replica = self.replicas[-1 - gpulet]
+                    if replica.due_ms == at:
+                        now = at
+                        self._write_on(now, -1 - gpulet)
                 else:
                     batch = running[gpulet]
                     if version[gpulet] != stamp or batch is None:
@@ -170,12 +188,36 @@ class Engine:
         model = self.index[int(self.models[request])] if self.scheduler is not None else -1
         if model < 0 or self.scheduler is None:
             self.lose(now, unserved, (request,))
+        elif model in self._writers:
+            self._write(now, model, request)
         else:
             deadline = float(self.deadlines_ms[request])
             rehearsals = self._rehearsals
             if rehearsals is not None and (replay := rehearsals.arrived(now, model, deadline)) is not None:
                 self._rehearse(rehearsals, replay, now)
             self.scheduler.add_request(now, model, request, deadline)
+
+    def _write(self, now: float, model: int, request: int) -> None:
+        """Let the replica with the fewest sequences generate the answer."""
+        place = min(self._writers[model], key=lambda one: (self.replicas[one].scheduler.sequences, one))
+        replica, tokens = self.replicas[place], self._tokens
+        if tokens is None:
+            raise ValueError(f"request {request} is for a model that generates: give the tokens of all requests.")
+        due_ms = replica.due_ms
+        if replica.add(now, request, int(tokens.prompt[request]), int(tokens.output[request])) is not None:
+            self.lose(now, Outcome.REJECTED, (request,))
+        if replica.due_ms != due_ms:
+            heappush(self.gpulets.events, (replica.due_ms, -1 - place, 0))
+
+    def _write_on(self, now: float, place: int) -> None:
+        replica = self.replicas[place]
+        replica.advance(now)
+        if replica.due_ms < INF:
+            heappush(self.gpulets.events, (replica.due_ms, -1 - place, 0))
+        if replica.ended:
+            ended, replica.ended = replica.ended, []
+            if self._follows is not None:
+                self._add_following(self._follows.answered(ended, now), now)
 
     def _rehearse(self, rehearsals: Rehearsals, replay: Replay, now: float) -> None:
         """Keep the observer's replay until its result is due."""

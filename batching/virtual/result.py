@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
 from tenuto.batching.core.told import SchedulerStatus
+from tenuto.batching.virtual.virtual_steps import VirtualSteps
+from tenuto.batching.virtual.writing import Writing
 from tenuto.outcome import OUTCOMES, Outcome
 
 P99_SAMPLES = 459  # derived: with fewer, the 99th percentile has no 99 % confidence bound (0.99**459 < 0.01)
@@ -78,6 +80,7 @@ class SimulationResult:
     warmup_s: float
     wall_s: float
     scheduler: SchedulerStatus | None  # at the end of the run
+    writing: Writing | None = None  # what models that generate did
 
     @classmethod
     def build(
@@ -93,6 +96,7 @@ class SimulationResult:
         warmup_s: float | None,
         wall_s: float,
         scheduler: SchedulerStatus | None,
+        writing: Writing | None = None,
     ) -> SimulationResult:
         """Join the batch log with the arrivals; `lost` has the requests without an answer. A request that never left
         its queue counts as expired."""
@@ -115,23 +119,36 @@ class SimulationResult:
         outcome[ids] = np.where(answered[ids] <= deadline_ms[ids] + TIME_TOLERANCE_MS, Outcome.OK, Outcome.LATE)
         for how, requests in lost.items():
             outcome[requests] = how
+        dispatched, start = spread(log.dispatched_ms, np.float64, np.nan), spread(log.start_ms, np.float64, np.nan)
+        gpulet = spread(log.gpulet, np.int32, -1)
+        if writing is not None:
+            written = writing.requests
+            finish[written] = writing.last_ms[written]
+            answered[written] = finish[written] + system.network.response_ms
+            dispatched[written] = start[written] = arrival_ms[written]
+            batch_size[written] = 1
+            places = np.array([one.gpulet for one in system.generating], dtype=np.int32)
+            gpulet[written] = places[writing.replica[written]]
+            in_time = writing.in_time(written, model, arrival_ms)
+            outcome[written] = np.where(in_time, Outcome.OK, Outcome.LATE)
         return cls(
             system=system,
             arrival_ms=arrival_ms,
             model=model,
-            dispatched_ms=spread(log.dispatched_ms, np.float64, np.nan),
-            start_ms=spread(log.start_ms, np.float64, np.nan),
+            dispatched_ms=dispatched,
+            start_ms=start,
             finish_ms=finish,
             answered_ms=answered,
             outcome=outcome,
             batch_size=batch_size,
-            gpulet=spread(log.gpulet, np.int32, -1),
-            measured=arrival_ms >= warmup_s * 1000.0,
+            gpulet=gpulet,
+            measured=arrival_ms >= warmup_s * 1000.0 - TIME_TOLERANCE_MS,
             batches=log,
             duration_s=duration_s,
             warmup_s=warmup_s,
             wall_s=wall_s,
             scheduler=scheduler,
+            writing=writing,
         )
 
     def counts(self) -> NDArray[np.int64]:
@@ -160,12 +177,23 @@ class SimulationResult:
 
     def busy_ms(self) -> NDArray[np.float64]:
         """Return the time each gpu-let ran batches within the measured window, lost work included."""
-        log, low, high = self.batches, self.warmup_s * 1000.0, self.duration_s * 1000.0
-        start = np.clip(np.array(log.start_ms, dtype=np.float64), low, high)
-        finish = np.clip(np.array(log.finish_ms, dtype=np.float64), low, high)
-        gpulet = np.array(log.gpulet, dtype=np.int64)
+        gpulet, start, finish = self._ran()
         busy = np.bincount(gpulet, weights=finish - start, minlength=len(self.system.gpulets))
         return busy.astype(np.float64)
+
+    def _ran(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+        """Return when which gpu-let ran, within the measured window."""
+        log, low, high = self.batches, self.warmup_s * 1000.0, self.duration_s * 1000.0
+        busy = [(place, *span) for place, replica in self._writers() for span in replica.busy]
+        gpulet = np.array([*log.gpulet, *(place for place, _, _ in busy)], dtype=np.int64)
+        start = np.array([*log.start_ms, *(begin for _, begin, _ in busy)], dtype=np.float64)
+        finish = np.array([*log.finish_ms, *(end for _, _, end in busy)], dtype=np.float64)
+        return gpulet, np.clip(start, low, high), np.clip(finish, low, high)
+
+    def _writers(self) -> list[tuple[int, VirtualSteps]]:
+        """Return the replicas that generate, with the indices of their gpu-lets."""
+        replicas = self.writing.replicas if self.writing is not None else ()
+        return [(one.gpulet, replica) for one, replica in zip(self.system.generating, replicas, strict=False)]
 
     def gpu_busy_ms(self) -> dict[str, float]:
         """Return the time each GPU ran at least one of its gpu-lets within the measured window."""
@@ -176,10 +204,7 @@ class SimulationResult:
         result = {gpu: float(busy[indices[0]]) for gpu, indices in members.items() if len(indices) == 1}
         shared = {gpu: indices for gpu, indices in members.items() if len(indices) > 1}
         if shared:
-            log, low, high = self.batches, self.warmup_s * 1000.0, self.duration_s * 1000.0
-            ran_on = np.array(log.gpulet, dtype=np.int64)
-            start = np.clip(np.array(log.start_ms, dtype=np.float64), low, high)
-            finish = np.clip(np.array(log.finish_ms, dtype=np.float64), low, high)
+            ran_on, start, finish = self._ran()
             for gpu, indices in shared.items():
                 chosen = np.isin(ran_on, indices)
                 result[gpu] = _union_ms(start[chosen], finish[chosen])
@@ -219,6 +244,10 @@ class SimulationResult:
         # Each request carries its batch's size; the mean over batches weighs it by its inverse.
         inverse = float((1.0 / self.batch_size[answered]).sum()) if len(latency) else 0.0
         figures["mean_batch"] = len(latency) / inverse if inverse else None
+        writing = self.writing
+        if writing is not None and any(gpulet.model == index for gpulet in self.system.generating):
+            requests = np.flatnonzero(answered)
+            figures |= writing.figures(requests, self.arrival_ms, self.answered_ms, self.window_s, P99_SAMPLES)
         return figures
 
     def _gpulet_figures(self, window_ms: float) -> dict[str, Any]:
@@ -231,7 +260,16 @@ class SimulationResult:
         batches = np.bincount(gpulet, minlength=rows)
         requests = np.bincount(gpulet, weights=sizes, minlength=rows)
         busy = self.busy_ms()
-        return {
+        written = {
+            self.system.gpulets[place].id: {
+                "utilisation": float(busy[place]) / window_ms,
+                "batches": replica.steps,
+                "mean_batch": replica.worked / replica.steps if replica.steps else None,
+                "preempted": replica.preempted,
+            }
+            for place, replica in self._writers()
+        }
+        figures: dict[str, Any] = {
             spec.id: {
                 "utilisation": float(busy[i]) / window_ms,
                 "batches": int(batches[i]),
@@ -239,6 +277,7 @@ class SimulationResult:
             }
             for i, spec in enumerate(self.system.gpulets)
         }
+        return figures | written
 
 
 def _union_ms(start: NDArray[np.float64], finish: NDArray[np.float64]) -> float:

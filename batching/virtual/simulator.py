@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -13,7 +13,10 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import INF
 from tenuto.batching.virtual.engine import Engine, Follows
 from tenuto.batching.virtual.result import SimulationResult
+from tenuto.batching.virtual.virtual_steps import RequestTokens
+from tenuto.batching.virtual.writing import Writing
 from tenuto.errors import InvalidInputError, refused
+from tenuto.placement.generates import TokenSlo
 
 _CHUNK = 8192  # limit: arrivals that are turned into Python numbers at once, and between two calls of `stop`
 
@@ -30,6 +33,8 @@ def simulate(
     follows: Follows | None = None,
     data_ms_by_model: Sequence[float] | None = None,
     losses: Sequence[tuple[float, Collection[int]]] = (),
+    tokens: RequestTokens | None = None,
+    slos: Mapping[int, TokenSlo] | None = None,
 ) -> SimulationResult:
     """Run a schedule of arrivals to its end in virtual time.
 
@@ -46,6 +51,8 @@ def simulate(
         data_ms_by_model: how long the data of one request really takes to its gpu-let, if models differ. The scheduler
             still budgets the delay of its system.
         losses: (time in ms, places of gpu-lets in the system), ascending: when gpu-lets are lost for good.
+        tokens: of each request's prompt and output; needed when models generate.
+        slos: of the models that generate, by index.
 
     Raises:
         InvalidInputError: arrivals that are not ascending, negative, not finite, or of unknown models.
@@ -65,8 +72,10 @@ def simulate(
         follows,
         # A request that is lost later than this arrived after the warm-up.
         counted_from_ms=1000.0 * warmup_s + float(slo_ms.max(initial=0.0)),
+        tokens=tokens,
     )
-    index = [model if model in system.served else -1 for model in range(len(system.models))]
+    served = system.served | {gpulet.model for gpulet in system.generating}
+    index = [model if model in served else -1 for model in range(len(system.models))]
     engine.install(scheduler, index, data_ms_by_model)
     is_stopped = False
     for until_ms, gpulets in (*losses, (INF, ())):
@@ -92,6 +101,7 @@ def simulate(
         warmup_s=warmup_s,
         wall_s=time.perf_counter() - started,
         scheduler=engine.status(),
+        writing=None if tokens is None else Writing.of(engine.replicas, tokens, slos or {}, kept),
     )
 
 

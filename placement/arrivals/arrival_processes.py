@@ -214,8 +214,18 @@ def _checked(where: str, arrival: Arrival, kind: type[StrictModel]) -> StrictMod
     return options
 
 
-def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
-    """Read a CSV with the column `time_ms` and optionally `model`; return times in seconds and the models, if given.
+@dataclass(frozen=True)
+class Trace:
+    """What a trace has in its lines: times in seconds, and the other columns, where it has them."""
+
+    times_s: Times
+    models: list[str] | None
+    prompt_tokens: NDArray[np.int64] | None
+    output_tokens: NDArray[np.int64] | None
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a CSV with the column `time_ms` and optionally `model`, `prompt_tokens` and `output_tokens`.
 
     Raises:
         InvalidInputError: no such file, missing column, not a number, unsorted or empty; the message names the line.
@@ -227,6 +237,7 @@ def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
 
     times: list[float] = []
     models: list[str] = []
+    tokens: dict[str, list[int]] = {}
     try:
         with file.open(newline="", encoding="utf-8") as stream:
             reader = csv.DictReader(stream)
@@ -234,6 +245,7 @@ def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
             if "time_ms" not in columns:
                 cure = "Start the file with time_ms or time_ms,model."
                 raise fail(1, ",".join(columns), "has no column 'time_ms'", cure)
+            tokens = {key: [] for key in ("prompt_tokens", "output_tokens") if key in columns}
             for row in reader:
                 line, given = reader.line_num, row["time_ms"]
                 try:
@@ -247,13 +259,52 @@ def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
                     raise fail(line, given, "is earlier than the line before", "Sort the file by time_ms.")
                 if "model" in columns and not row["model"]:
                     raise fail(line, row["model"], "names no model", "Fill the model column in every line.")
+                for key, known in tokens.items():
+                    if not (row[key] or "").strip().isdecimal() or not int(row[key]):
+                        raise fail(
+                            line, row[key], f"{key} is no number of tokens", "Give a whole number of at least 1."
+                        )
+                    known.append(int(row[key]))
                 times.append(value)
                 models.append(row.get("model") or "")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise refused(str(file), str(path), f"cannot be read ({error})", "Give a readable CSV file.") from error
     if not times:
         raise fail(2, "", "the trace is empty", "Give at least one arrival.")
-    return np.asarray(times) / 1000.0, models if "model" in columns else None
+    columns_of = {key: np.array(known, dtype=np.int64) for key, known in tokens.items()}
+    return Trace(
+        np.asarray(times) / 1000.0,
+        models if "model" in columns else None,
+        columns_of.get("prompt_tokens"),
+        columns_of.get("output_tokens"),
+    )
+
+
+def _rows(model: str, arrival: Arrival) -> Trace:
+    """Return the lines of a trace that are of a model."""
+    trace = read_trace(str(arrival.path))
+    if trace.models is None:
+        return trace
+    mine = np.asarray(trace.models) == model
+    if not mine.any():
+        raise refused(
+            f"models.{model}.arrival.path",
+            arrival.path,
+            f"the trace has no arrival for '{model}'",
+            "Correct the model column, or use another trace.",
+        )
+    columns = (trace.prompt_tokens, trace.output_tokens)
+    return Trace(trace.times_s[mine], None, *(None if column is None else column[mine] for column in columns))
+
+
+def trace_tokens(model: str, arrival: Arrival) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+    """Return the tokens of prompts and outputs in a model's lines of a trace; None for a column it does not have.
+
+    Raises:
+        InvalidInputError: as `arrival_times`.
+    """
+    trace = _rows(model, arrival)
+    return trace.prompt_tokens, trace.output_tokens
 
 
 def _trace_times(
@@ -264,16 +315,7 @@ def _trace_times(
     options: TraceOptions,
     _generator: np.random.Generator,
 ) -> Times:
-    times, models = read_trace(str(arrival.path))
-    if models is not None:
-        times = times[np.asarray(models) == model]
-        if times.size == 0:
-            raise refused(
-                f"models.{model}.arrival.path",
-                arrival.path,
-                f"the trace has no arrival for '{model}'",
-                "Correct the model column, or use another trace.",
-            )
+    times = _rows(model, arrival).times_s
     if options.rescale:
         span = float(times[-1]) or 1.0
         times = times * (times.size / span / rate_rps)

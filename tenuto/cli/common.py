@@ -25,6 +25,9 @@ from tenuto.profiles import Profile, Profiles
 Verb = Callable[..., Any]
 T = TypeVar("T")
 
+# Limit: memory of a GPU of a type that is known by a profile alone which does not say it. Nothing that is counted in
+# MiB fits; what generates is counted in the tokens of its profile.
+_NO_MIB = 1.0
 _AS_JSON = "tenuto.cli.as_json"  # key in the context of the verb that runs
 
 
@@ -228,9 +231,14 @@ class ClusterArguments:
                 "--gpus", self.gpus, "give exactly one of --gpus and --cluster", "Write for example --gpus v100:4."
             )
         if self.gpus is not None:
-            return Cluster.parse(self.gpus, elastic=self.elastic)
+            return Cluster.parse(self.gpus, elastic=self.elastic, memory_mib=self._memory_mib())
         cluster = Cluster.load(str(self.cluster_file))
         return cluster.model_copy(update={"elastic": True}) if self.elastic else cluster
+
+    def _memory_mib(self) -> dict[str, float]:
+        """Return the memory of the GPU types that profile files name, for types that are not known by name."""
+        files = [Profile.load(name) for name in self.profile_names if Path(name).exists()]
+        return {file.gpu_type: file.memory_mib or _NO_MIB for file in reversed(files)}
 
     def ground(self, plan: Plan) -> tuple[Profiles, tuple[Gpu, ...]]:
         """Return the profiles and GPUs that a controller may plan with: those of the cluster, else those of the

@@ -22,6 +22,7 @@ from tenuto.cli.common import (
     progress_console,
     say,
 )
+from tenuto.cli.from_requests import FromRequests, from_requests_arguments
 from tenuto.cli.tables import number, print_table
 from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, refused
@@ -32,7 +33,7 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 
 @click.command("profile", short_help="Measure what models cost on this machine: latency and memory by batch and share.")
-@click.argument("models", nargs=-1, required=True, metavar="MODEL…")
+@click.argument("models", nargs=-1, metavar="[MODEL…]")
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
@@ -82,16 +83,31 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     help="Measure the smallest and largest points first, then those where predictions disagree most. Leave out points "
     "on which predictions agree within PCT percent. Default: measure everything.",
 )
+@from_requests_arguments
 @output_option("Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.")
 @json_option
-def command(models: tuple[str, ...], time_limit_s: float | None, resume: bool, output: str | None, **asked: Any) -> int:
+def command(
+    models: tuple[str, ...],
+    time_limit_s: float | None,
+    resume: bool,
+    output: str | None,
+    served: FromRequests,
+    **asked: Any,
+) -> int:
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
 
     MODEL is a name of the catalogue (resnet50), a source (transformers/bert), your own package.module:factory, or a
     local transformers directory. The file is written after every measurement. Ctrl-C keeps it; --resume continues.
 
+    With --from-requests nothing is measured: what steps of a model that generates cost follows from a log of requests
+    that an engine served.
+
     Example: tenuto profile resnet50 mobilenet_v2 bert --batch-sizes 1,2,4,8 -o cpu.yaml
     """
+    if served.is_asked:
+        return served.run(models, asked["names"], output)
+    if not models:
+        raise refused("MODEL", None, "name at least one model", "Write for example `tenuto profile resnet50`.")
     requests = _requests(models, asked.pop("names"), asked)
     if time_limit_s is not None and not time_limit_s > 0:
         raise refused("--time-limit-s", time_limit_s, "must be above 0", "Give seconds.")

@@ -32,7 +32,7 @@ def problems(*models: dict[str, object], **more: object) -> list[str]:
         ({"rate_rps": "fast"}, "models.0.rate_rps", "Give a number without a unit"),
         ({"rate_rps": float("inf")}, "models.0.rate_rps", "finite"),
         ({"name": "../etc"}, "models.0.name", "letters, digits"),
-        ({"slo": 100}, "models.0.slo", "Did you mean 'slo_ms'?"),
+        ({"slo": 100}, "models.0.slo", "mapping of keys"),
         ({"latency": {"alpha_ms": 1}}, "models.0.latency.beta_ms", "Add this key"),
         ({"latency": {"alpha_ms": 1, "beta_ms": -1}}, "models.0.latency.beta_ms", "greater than or equal to 0"),
         ({"latency": {"points": {1: -2}}}, "models.0.latency.points.1", "greater than 0"),

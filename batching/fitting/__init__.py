@@ -1,0 +1,1 @@
+"""What a program that generates costs, fitted to logs of requests that were served."""

@@ -1,0 +1,87 @@
+"""What models that generate did in a simulated run: tokens, and the times of each request's first and last one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.batching.virtual.virtual_steps import RequestTokens, VirtualSteps
+from tenuto.placement.generates import TokenSlo
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Writing:
+    """By request, NaN or -1 where none was generated: tokens, times in ms, and the place of the replica. `replicas` are
+    in the order of the system."""
+
+    tokens: RequestTokens
+    first_ms: Array
+    last_ms: Array
+    replica: NDArray[np.int32]
+    slos: Mapping[int, TokenSlo]
+    replicas: tuple[VirtualSteps, ...]
+
+    @classmethod
+    def of(
+        cls, replicas: Sequence[VirtualSteps], tokens: RequestTokens, slos: Mapping[int, TokenSlo], requests: int
+    ) -> Writing:
+        """Collect what the replicas recorded of so many requests."""
+        first, last = np.full(requests, np.nan), np.full(requests, np.nan)
+        place = np.full(requests, -1, dtype=np.int32)
+        for index, replica in enumerate(replicas):
+            ended = list(replica.last_ms)
+            last[ended] = list(replica.last_ms.values())
+            first[ended] = [replica.first_ms[request] for request in ended]
+            place[ended] = index
+        kept = RequestTokens(tokens.prompt[:requests], tokens.output[:requests])
+        return cls(kept, first, last, place, slos, tuple(replicas))
+
+    @property
+    def requests(self) -> NDArray[np.int64]:
+        """The requests that were generated to their end."""
+        return np.flatnonzero(self.replica >= 0)
+
+    def in_time(self, requests: NDArray[np.int64], model: NDArray[np.int32], arrival_ms: Array) -> NDArray[np.bool_]:
+        """Return which of these requests kept both bounds."""
+        ttft, tpot = self.times(requests, arrival_ms)
+        found = np.ones(len(requests), dtype=np.bool_)
+        for index, slo in self.slos.items():
+            mine = model[requests] == index
+            kept = (ttft <= slo.ttft_ms + 1e-6) & ((tpot <= slo.tpot_ms + 1e-6) | np.isnan(tpot))
+            found[mine] = kept[mine]
+        return found
+
+    def times(self, requests: NDArray[np.int64], arrival_ms: Array) -> tuple[Array, Array]:
+        """Return TTFT and TPOT in ms; TPOT is NaN for an answer of one token."""
+        further = self.tokens.output[requests] - 1.0
+        with np.errstate(invalid="ignore", divide="ignore"):
+            tpot = np.where(further > 0, (self.last_ms[requests] - self.first_ms[requests]) / further, np.nan)
+        return self.first_ms[requests] - arrival_ms[requests], tpot
+
+    def figures(
+        self, requests: NDArray[np.int64], arrival_ms: Array, answered_ms: Array, window_s: float, p99_samples: int
+    ) -> dict[str, Any]:
+        """Return the figures of `simulate --json` of a model that generates, of its measured and answered requests."""
+        ttft, tpot = self.times(requests, arrival_ms)
+        tpot = tpot[~np.isnan(tpot)]
+
+        def mean(values: Array) -> float | None:
+            return float(values.mean()) if len(values) else None
+
+        def p99(values: Array) -> float | None:
+            return float(np.percentile(values, 99)) if len(values) >= p99_samples else None
+
+        return {
+            "mean_ttft_ms": mean(ttft),
+            "p99_ttft_ms": p99(ttft),
+            "mean_tpot_ms": mean(tpot),
+            "p99_tpot_ms": p99(tpot),
+            "mean_ms": mean(answered_ms[requests] - arrival_ms[requests]),
+            "tokens_per_s": float(self.tokens.output[requests].sum()) / window_s,
+        }

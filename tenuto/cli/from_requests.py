@@ -1,0 +1,123 @@
+"""`tenuto profile --from-requests`: what steps of a served model cost, from a log of its requests."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from tenuto.cli.common import command_line, gathered, notice, printed_as_json, say
+from tenuto.documents import write_whole
+from tenuto.errors import Problem, raise_if_any
+from tenuto.profiles import Measured, ModelProfile, Profile
+from tenuto.profiles.gpu_types import memory_mib_of
+
+
+@dataclass(frozen=True)
+class FromRequests:
+    """The arguments for a profile from a log of requests."""
+
+    log: str | None
+    gpu: str | None
+    max_sequences: int | None
+    max_batch_tokens: int | None
+    kv_tokens: int | None
+    memory_mib: float | None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether any of the arguments was given."""
+        return any(getattr(self, key) is not None for key in _OPTIONS)
+
+    def run(self, models: tuple[str, ...], names: tuple[str, ...], output: str | None) -> int:
+        """Fit the log, write the profile, and say how well the log comes out of it.
+
+        Raises:
+            InvalidInputError: arguments or lines of the log that cannot be used.
+        """
+        from tenuto.batching.fitting.from_requests import fit_requests
+        from tenuto.batching.fitting.request_file import read_requests
+
+        problems = []
+        if self.log is None:
+            cure = "Give the log, or leave these options away."
+            problems.append(Problem("--from-requests", None, "is missing beside options that belong to it", cure))
+        if models:
+            cure = "Name the model with --name."
+            problems.append(Problem("MODEL", " ".join(models), "is measured, which --from-requests does not do", cure))
+        if self.log is not None and self.gpu is None:
+            problems.append(Problem("--gpu", None, "is missing", "Give the type that served, such as --gpu a100."))
+        if self.log is not None and len(names) != 1:
+            problems.append(Problem("--name", " ".join(names) or None, "must name one model", "Give --name MODEL."))
+        for key in ("max_sequences", "max_batch_tokens", "kv_tokens", "memory_mib"):
+            value = getattr(self, key)
+            if value is not None and not value >= 1:
+                problems.append(Problem(_OPTIONS[key], value, "must be at least 1", "Give the engine's own limit."))
+        batch = self.max_batch_tokens or 2048
+        if self.max_sequences is not None and batch < self.max_sequences:
+            rule = f"is above --max-batch-tokens ({batch}), so that a step cannot decode all sequences"
+            problems.append(Problem("--max-sequences", self.max_sequences, rule, "Lower it, or raise the other."))
+        raise_if_any(problems)
+        log, kind, name = read_requests(str(self.log)), str(self.gpu), names[0]
+        notice(f"fitting {len(log)} requests; this takes up to a minute or two")
+        fitted = fit_requests(log, max_sequences=self.max_sequences, max_batch_tokens=batch, kv_tokens=self.kv_tokens)
+        doubts = tuple(fitted.warnings)
+        profile = Profile(
+            name=f"{name}-{kind}",
+            gpu_type=kind,
+            source=f"fitted to {len(log)} requests of {Path(str(self.log)).name}",
+            measured=Measured(
+                hardware=kind, date=datetime.now(UTC).date().isoformat(), command=shlex.join(command_line())
+            ),
+            memory_mib=self.memory_mib or memory_mib_of(kind),
+            models={name: ModelProfile(generation=fitted.generation, doubts=doubts)},
+        )
+        path = Path(output or f"profile-{kind}.yaml")
+        write_whole(path, profile.dump())
+        if not printed_as_json(profile.model_dump(mode="json", by_alias=True, exclude_none=True)):
+            cost = fitted.generation.cost()
+            kv = fitted.generation.kv_tokens
+            say(
+                f"{name} on {kind}: a step takes {cost.ms(0, 1):.2f} ms with one sequence, {cost.ms(0, 32):.2f} with "
+                f"32, {cost.ms(512):.2f} with 512 prompt tokens; memory for "
+                + (f"{kv:,} tokens" if kv is not None else "tokens was never short")
+            )
+            say(f"at most {fitted.max_sequences} sequences and {batch} tokens a step")
+            errors = ", ".join(f"{key} {value:+.2f} %" for key, value in fitted.errors_pct.items())
+            say(f"the log's means come out with these errors: {errors}")
+        for warning in fitted.warnings:
+            notice(f"warning: {warning}")
+        notice(f"wrote {path}")
+        return 0
+
+
+_OPTIONS = {
+    "log": "--from-requests",
+    "gpu": "--gpu",
+    "max_sequences": "--max-sequences",
+    "max_batch_tokens": "--max-batch-tokens",
+    "kv_tokens": "--kv-tokens",
+    "memory_mib": "--memory-mib",
+}
+
+from_requests_arguments = gathered(
+    FromRequests,
+    "served",
+    click.option(
+        "--from-requests",
+        "log",
+        metavar="FILE",
+        help="Log of served requests instead of a measurement: a CSV with queued_s, input_tokens, output_tokens, "
+        "first_token_s and last_token_s.",
+    ),
+    click.option("--gpu", metavar="TYPE", help="GPU type that served the log."),
+    click.option(
+        "--max-sequences", type=int, metavar="N", help="The engine's limit. Default: 256, or less if the log shows it."
+    ),
+    click.option("--max-batch-tokens", type=int, metavar="N", help="The engine's limit. Default: 2048."),
+    click.option("--kv-tokens", type=int, metavar="N", help="Tokens its KV cache holds. Default: as the log shows."),
+    click.option("--memory-mib", type=float, metavar="MIB", help="Memory of the GPU, for types not known by name."),
+)

@@ -1,0 +1,76 @@
+"""Costs fitted to a log predict requests that the log does not have, and a log that tells too little says so."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tenuto.batching.core.step_scheduler import UNLIMITED, StepLimits
+from tenuto.batching.fitting.from_requests import ServedLog, fit_requests
+from tenuto.batching.fitting.request_file import COLUMNS, read_requests
+from tenuto.batching.virtual.virtual_steps import VirtualSteps, run_log
+from tenuto.errors import InvalidInputError
+from tenuto.profiles import StepCost
+
+COST = StepCost.line(9.0, 0.06, 0.05, 6e-5, 1e-6)
+
+
+def served(count: int, gap_ms: float, kv_tokens: int = UNLIMITED, *, cost: StepCost = COST) -> ServedLog:
+    generator = np.random.default_rng(3)
+    at = np.cumsum(generator.exponential(gap_ms, count))
+    prompts, outputs = generator.integers(20, 900, count), generator.integers(2, 160, count)
+    replica = VirtualSteps(StepLimits(256, 2048, kv_tokens), cost, decided_ahead=True)
+    first, last = run_log(at.tolist(), prompts.tolist(), outputs.tolist(), replica)
+    return ServedLog(at, prompts, outputs, first, last)
+
+
+@pytest.mark.parametrize("kv_tokens", [UNLIMITED, 8000])
+def test_the_first_part_of_a_log_predicts_the_second(kv_tokens: int) -> None:
+    log = served(120, 60.0, kv_tokens)
+    fitted = fit_requests(ServedLog(*(column[:60] for column in log.columns)))
+    generation = fitted.generation
+    limits = StepLimits(fitted.max_sequences, 2048, generation.kv_tokens or UNLIMITED)
+    replica = VirtualSteps(limits, generation.cost(), decided_ahead=generation.decided_ahead)
+    found = run_log(log.queued_ms.tolist(), log.prompt_tokens.tolist(), log.output_tokens.tolist(), replica)
+    for mine, real in zip(log.figures(*found), log.figures(log.first_ms, log.last_ms), strict=True):
+        assert mine[60:].mean() == pytest.approx(real[60:].mean(), rel=0.05)
+    assert (generation.kv_tokens is None) == (kv_tokens == UNLIMITED)
+
+
+def test_a_log_that_tells_too_little_says_so() -> None:
+    said = " ".join(fit_requests(served(4, 1e5)).warnings)
+    for part in ("4 requests", "no two requests ran at once", "never ran out"):
+        assert part in said
+
+
+GOOD = ["0,10,5,0.1,0.5", "0.2,20,9,0.4,0.9"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["1,2"], "line 1.*has no column queued_s"),
+        ([",".join(COLUMNS)], "has 0 requests"),
+        ([",".join(COLUMNS), GOOD[0], "0.2,x,9,0.4,0.9"], "line 3.*input_tokens is not a whole number"),
+        ([",".join(COLUMNS), GOOD[0], "0.2,5,0,0.4,0.9"], "line 3.*output_tokens is not a whole number"),
+        ([",".join(COLUMNS), GOOD[0], "0.2,5,2,0.1,0.9"], "line 3.*follow each other"),
+        ([",".join(COLUMNS), GOOD[0], "0.2,5,2,0.4,"], "line 3.*last_token_s is not a number"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_log_that_cannot_be_is_refused_with_its_line(lines: list[str] | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    if lines is not None:
+        file.write_text("\n".join(lines))
+    with pytest.raises(InvalidInputError, match=said):
+        read_requests(file)
+
+
+def test_columns_may_come_in_any_order_and_lines_too(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    swapped = [",".join(reversed(line.split(","))) + ",more" for line in (",".join(COLUMNS), *reversed(GOOD))]
+    file.write_text("\n".join(swapped))
+    log = read_requests(file)
+    assert log.queued_ms.tolist() == [0.0, 200.0]
+    assert log.prompt_tokens.tolist() == [10, 20]
+    assert log.last_ms.tolist() == [500.0, 900.0]
