@@ -12,8 +12,6 @@ import os
 import re
 import sys
 import tempfile
-import types
-import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,38 +77,10 @@ def _option(option: click.Option, context: click.Context) -> tuple[str, str, str
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-def keys_page() -> str:
-    """Return every key of every file, with its type and default."""
-    from tenuto.deployments.control.settings import ControlSettings
-    from tenuto.placement import Cluster, Plan, Workload
-    from tenuto.profiles import Profile
-
+def result_page() -> str:
+    """Return every key of a result, with its type."""
     lines = [
-        "# Keys of the files",
-        "",
-        "Made of the schemas that read the files. Meanings are those of [file formats](files.md) and of",
-        "[the controller](control.md).",
-        "",
-    ]
-    files = re.split(r"^## ", (REFERENCE / "files.md").read_text(encoding="utf-8"), flags=re.M)
-    explained = {section.partition("\n")[0]: _explained(section) for section in files}
-    explained["Control"] = _explained((REFERENCE / "control.md").read_text(encoding="utf-8"))
-    shown: set[type[BaseModel]] = set()
-    for title, schema in (
-        ("Workload", Workload),
-        ("Cluster", Cluster),
-        ("Profile", Profile),
-        ("Plan", Plan),
-        ("Control", ControlSettings),
-    ):
-        lines += [f"## {title}", ""]
-        for model in (each for each in _below(schema) if each not in shown):
-            shown.add(model)
-            lines += [f"### {title}: {model.__name__}", ""] if model is not schema else []
-            lines += [_plain(inspect.getdoc(model) or ""), ""]
-            lines += _table(("key", "type", "default", "meaning"), _keys(model, explained[title]))
-    lines += [
-        "## Result",
+        "# Keys of a result",
         "",
         "`result.json` of `tenuto simulate -o`, made of a short run. `tenuto bench -o` writes the same, and what only",
         "a real run has. [What is measured](metrics.md) defines the figures.",
@@ -141,79 +111,6 @@ def _flat(document: dict[str, Any], before: str = "") -> Iterator[tuple[str, str
             yield before + key, kinds.get(type(value), "null where not known")
 
 
-def _below(schema: type[BaseModel]) -> list[type[BaseModel]]:
-    """Return a schema and all that its fields hold, each once, in the order in which a reader meets them."""
-    found = [schema]
-    for each in found:
-        for field in each.model_fields.values():
-            found += [model for model in _models(field.annotation) if model not in found]
-    return found
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in typing.get_args(annotation):
-        yield from _models(inner)
-
-
-def _explained(page: str) -> list[dict[str, str]]:
-    """Return what the tables of a written page say of keys: the last cell of each row, by the keys in its first."""
-    tables = []
-    for table in re.findall(r"(?:^\|.*\n)+", page, re.M):
-        rows = [re.split(r" (?<!\\)\| ", row.strip("| ")) for row in table.splitlines()]
-        rows = [[*row[:-1], row[-1].replace("](#", "](files.md#")] for row in rows]
-        tables.append({key: row[-1] for row in rows for key in re.findall(r"`([\w.]+)`", row[0])})
-    return tables
-
-
-def _keys(model: type[BaseModel], tables: list[dict[str, str]]) -> Iterator[tuple[str, str, str, str]]:
-    short = [{key.rpartition(".")[2]: meaning for key, meaning in table.items()} for table in tables]
-    said = max(short, key=lambda table: len(table.keys() & model.model_fields.keys()), default={})
-    for name, field in model.model_fields.items():
-        bounds = [str(rule) for rule in field.metadata if re.match(r"(Gt|Ge|Lt|Le|MaxLen|MinLen)\(", str(rule))]
-        kind = _type(field.annotation) + "".join(f", {_bound(rule)}" for rule in bounds)
-        if field.is_required():
-            default = "*required*"
-        else:
-            value = field.get_default(call_default_factory=True)
-            default = "" if isinstance(value, BaseModel) or value in ((), {}, None) else f"`{value}`"
-        yield f"`{field.alias or name}`", kind, default, said.get(field.alias or name, "")
-
-
-_SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-
-
-def _bound(rule: str) -> str:
-    what, value = re.findall(r"(\w+)=([^,)]+)", rule)[0]
-    return f"{_SIGNS[what]} {value}" if what in _SIGNS else f"{what.replace('_', ' ')} {value}"
-
-
-def _type(annotation: Any) -> str:
-    """Say a type as a reader of YAML would."""
-    named = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null", Any: "any"}
-    if annotation in named:
-        return named[annotation]
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        bounds = [str(rule) for rule in inner[1:]]
-        found = [f"{sign} {value}" for rule in bounds for sign, value in _in_field(rule)]
-        return " ".join((_type(inner[0]), *found))
-    if origin is typing.Literal:
-        return " or ".join(f"`{value}`" for value in inner)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_type(each) for each in inner))
-    if origin in (tuple, list, frozenset, set):
-        return f"list of {_type(inner[0])}"
-    if (isinstance(origin, type) and issubclass(origin, dict)) or "Mapping" in str(origin):
-        return f"mapping of {_type(inner[0])} to {_type(inner[1])}"
-    return getattr(annotation, "__name__", str(annotation))
-
-
-def _in_field(rule: str) -> Iterable[tuple[str, str]]:
-    return ((_SIGNS[what], value) for what, value in re.findall(r"\b(gt|ge|lt|le)=([\d.]+)", rule))
-
-
 # -- Python ----------------------------------------------------------------------------------------------------------
 
 
@@ -233,7 +130,7 @@ def names_page() -> str:
         if not inspect.isclass(thing):
             continue
         if issubclass(thing, BaseModel):
-            lines += [f"Its keys: [{name}](keys.md#{name.lower()}).", ""]
+            lines += [f"Its keys: [{name}](files.md#{name.lower()}).", ""]
         for part, made in vars(thing).items():
             given = getattr(made, "__func__", getattr(made, "fget", made))
             if part.startswith("_") or not inspect.isfunction(given) or not given.__doc__:
@@ -357,7 +254,7 @@ def _logged(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 MADE = {
     "reference/commands.md": commands_page,
-    "reference/keys.md": keys_page,
+    "reference/result-keys.md": result_page,
     "reference/python-names.md": names_page,
     "reference/policies.md": policies_page,
     "reference/metric-names.md": metrics_page,

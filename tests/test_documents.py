@@ -10,11 +10,15 @@ import io
 import itertools
 import re
 import shlex
+import subprocess
+import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
+from pydantic import BaseModel
 
 from tenuto.cli import load_verb, main, verb_names
 from tenuto.deployments.control.settings import ControlSettings
@@ -200,6 +204,39 @@ def test_inputs_that_are_sent_are_those_of_the_catalogue(page: str) -> None:
         assert given in [tensor.name for tensor in CATALOGUE[model].signature.inputs]
 
 
+@pytest.mark.parametrize(
+    ("page", "section", "schema"),
+    [
+        ("files", "Workload", Workload),
+        ("files", "Cluster", Cluster),
+        ("files", "Profile", Profile),
+        ("files", "Plan", Plan),
+        ("control", "", ControlSettings),
+    ],
+)
+def test_every_key_of_a_file_is_explained(page: str, section: str, schema: type[StrictModel]) -> None:
+    """A plan holds entries of the workload, which its section does not explain again."""
+    text = PAGES[f"docs/reference/{page}.md"].read_text(encoding="utf-8")
+    explained = re.findall(r"\w+", text.partition(f"\n## {section}\n")[2].partition("\n## ")[0] if section else text)
+    elsewhere = set() if schema is Workload else schemas_below(Workload)
+    keys = {
+        field.alias or name for model in schemas_below(schema) - elsewhere for name, field in model.model_fields.items()
+    }
+    assert keys - set(explained) == set()
+
+
+def schemas_below(schema: type[BaseModel]) -> set[type[BaseModel]]:
+    """A schema, and those of all that its fields hold."""
+    found, waiting = {schema}, [field.annotation for field in schema.model_fields.values()]
+    while waiting:
+        annotation = waiting.pop()
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            waiting += [field.annotation for field in annotation.model_fields.values() if annotation not in found]
+            found.add(annotation)
+        waiting += typing.get_args(annotation)
+    return found
+
+
 def quick_pages() -> list[str]:
     """Pages with a command that is tried."""
     return [page for page, path in PAGES.items() if quick_commands(path.read_text(encoding="utf-8"))]
@@ -233,8 +270,30 @@ def write_files_of(text: str, fallback: str) -> None:
     """Write the files that a page shows by name; the workload of another page where it has none."""
     shown = [*blocks(fallback, "yaml", "python"), *blocks(text, "yaml", "python")]
     for block in shown:
-        if named := re.match(r"# (workload\.yaml|my_policies\.py)\n", block):
+        if named := re.match(r"# (workload\.yaml|my_\w+\.py)\n", block):
             Path(named[1]).write_text(block, encoding="utf-8")
+
+
+def test_the_hooks_of_the_guide_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the guide's own model behind them, in a process of its own, which imports both."""
+    text = PAGES["docs/guide/your-model.md"].read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    write_files_of(text, "")
+    program = (
+        "import torch, my_model, my_hooks\n"
+        "from tenuto.profiles.networks.hooks import answer_json, load_hooks, made_inputs, try_hooks\n"
+        "model = my_model.scorer(width=64)\n"
+        "def run(inputs):\n"
+        "    with torch.inference_mode():\n"
+        "        return {'scores': model.module(torch.from_numpy(inputs['features'])).numpy()}\n"
+        "try_hooks('my_hooks:Row', model.signature, run)\n"
+        "hooks = load_hooks('my_hooks:Row', model.signature)\n"
+        "made_inputs(model.signature, hooks.preprocess(b','.join([b'0.5'] * 64) + b'\\n'))\n"
+        "print(answer_json(hooks.postprocess({'scores': [0.3, 0.1]})).decode())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f'"prediction":{done.stdout.strip()}' in text
 
 
 def run(*words: str) -> str:

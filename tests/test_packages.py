@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from tenuto.cli import BRINGS
 from tenuto.deployments.serve.launcher import unused_port
 from tests.instruments.empty_environment import EmptyEnvironment, asked_for
 from tests.instruments.live import PATIENCE_S, infer
@@ -43,7 +44,7 @@ WORKLOAD = "models: [{name: m, rate_rps: 20, slo_ms: 500, latency: {alpha_ms: 1,
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Both wheels, built from a copy: the checkout stays as it is, and the environment is taken as it is."""
     copy = tmp_path_factory.mktemp("sources")
-    for name in (*FOLDERS, "lab", "scripts", "pyproject.toml", "setup.py", "README.md"):
+    for name in (*FOLDERS, "lab", "scripts", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
@@ -62,6 +63,7 @@ def test_the_wheels_hold_every_file_of_the_packages(wheels: list[Path]) -> None:
     """Templates, profiles and rules for Prometheus too, and nothing that is not below a package of ours."""
     laboratory, tenuto = ({Path(name) for name in zipfile.ZipFile(wheel).namelist()} for wheel in reversed(wheels))
     assert {name for name in tenuto if not name.parts[0].startswith("tenuto-")} == set(_files_of(ROOT, FOLDERS))
+    assert all(any(name.match("*.dist-info/licenses/LICENSE") for name in wheel) for wheel in (tenuto, laboratory))
     packages = {name for name in laboratory if not name.parts[0].startswith("tenuto_lab-")}
     assert packages == set(_files_of(ROOT / "lab", ("tenuto_lab",)))
 
@@ -90,6 +92,23 @@ def test_every_library_that_is_imported_is_asked_for() -> None:
         files = [file for folder in folders for file in (root / folder).rglob("*.py")]
         imported = {(module, str(file.relative_to(root))) for file in files for module in _imported(file)}
         assert {each for each in imported if not asked & _distributions_of(each[0])} == set()
+
+
+def test_a_command_names_what_brings_a_module_that_it_misses() -> None:
+    """Of every module that some file imports and that planning does without."""
+    always = {canonicalize_name(name) for name in asked_for(PROJECT["dependencies"], [], known={})}
+    trees = ((ROOT, FOLDERS), (ROOT / "lab", ("tenuto_lab",)))
+    files = [file for root, folders in trees for folder in folders for file in (root / folder).rglob("*.py")]
+    imported = {module for file in files for module in _imported(file) if not _distributions_of(module) & always}
+    named = {module: wanted for wanted, modules in BRINGS.items() for module in modules.split()}
+    assert imported - named.keys() == set()
+    for module, wanted in named.items():
+        extra = wanted.partition("[")[2].rstrip("]")
+        direct = _requirements(PROJECT, extra) if extra else _requirements(LABORATORY)
+        brought = {
+            canonicalize_name(name) for name in (*asked_for([wanted], [], known={}), *(each.name for each in direct))
+        }
+        assert _distributions_of(module) & (brought | {wanted}), f"{wanted} does not bring {module}"
 
 
 def _distributions_of(module: str) -> set[str]:

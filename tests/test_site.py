@@ -81,7 +81,7 @@ def test_every_metric_is_on_the_site(site: Path) -> None:
     assert [name for name in named if name not in text] == []
 
 
-@pytest.mark.parametrize("page", ["commands", "keys", "python-names", "policies", "metric-names", "log-lines"])
+@pytest.mark.parametrize("page", ["commands", "result-keys", "python-names", "policies", "metric-names", "log-lines"])
 def test_what_is_made_of_the_code_reads_like_text(site: Path, page: str) -> None:
     """No Python where words should be."""
     text = text_of(site, page)

@@ -275,7 +275,7 @@ class InferCall(msgspec.Struct, eq=False):
         shown: Shown = executed.shown or Shown.of(executed)
         lines, parameters = shown.told(request, executed)
         if parsed is not None and parsed.header is PLAIN:
-            text = b'{%b,"outputs":[%b],"parameters":%b}' % (model.named, shown.rows.text(row), parameters)
+            text = b'{%b,"outputs":[%b],"parameters":%b}' % (model.named, shown.text(executed, row), parameters)
             self._reply(200, lines + JSON, [text])
             return
         interface = model.interface
@@ -302,7 +302,7 @@ class Shown:
     """What the answers to one batch say alike, made once."""
 
     def __init__(self, executed: Executed) -> None:
-        self.rows = JsonRows(executed)
+        self._rows: JsonRows | None = None  # made for the first answer in JSON
         gpulet, ran = executed.gpulet, (executed.execution_ms, executed.batch_size)
         self._lines = _BATCH_LINES % (*ran, gpulet.encode())
         self._parameters = _BATCH_PARAMETERS % (*ran, orjson.dumps(gpulet), b"true" if executed.emulated else b"false")
@@ -312,6 +312,12 @@ class Shown:
         """Return it, and keep it there for the rest of the batch."""
         executed.shown = made = cls(executed)
         return made
+
+    def text(self, executed: Executed, row: int) -> bytes:
+        """Return the outputs of a sample as JSON."""
+        if self._rows is None:
+            self._rows = JsonRows(executed)
+        return self._rows.text(row)
 
     def told(self, request: Request, executed: Executed) -> tuple[bytes, bytes]:
         """Return what a response says of its execution: raw header lines, and the parameters of its JSON."""

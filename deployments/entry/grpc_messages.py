@@ -207,12 +207,17 @@ def _packed(given: Message) -> bytes:
 
 def to_answer(asked: Message, lines: bytes, payload: bytes) -> Message:
     """Return the `ModelInferResponse` of a request that was answered."""
-    headers = dict(line.split(b": ", 1) for line in lines.splitlines())
-    text_bytes = int(headers.get(b"inference-header-content-length", len(payload)))
+    _, has_binary, length = lines.partition(b"inference-header-content-length: ")
+    text_bytes = int(length.partition(b"\r")[0]) if has_binary else len(payload)
     document, rest = orjson.loads(payload[:text_bytes]), memoryview(payload)[text_bytes:]
-    answer = InferResponse(model_name=document["model_name"], model_version=document["model_version"], id=asked.id)
-    for key, value in document["parameters"].items():
-        setattr(answer.parameters[key], _PARAMETERS.get(type(value), "string_param"), value)
+    answer = InferResponse(
+        model_name=document["model_name"],
+        model_version=document["model_version"],
+        id=asked.id,
+        parameters={
+            key: {_PARAMETERS.get(type(value), "string_param"): value} for key, value in document["parameters"].items()
+        },
+    )
     if "predictions" in document:
         found = document["predictions"]
         labels = bytes_tensor(each["label"] for each in found)

@@ -1,5 +1,6 @@
 """Requests per second over gRPC beside HTTP, in one run: a model of no latency behind one gateway, asked by closed
-loops of another process; and beside both the plainest `grpc.aio` server, which answers with a constant.
+loops of another process; and beside both the plainest `grpc.aio` server, which answers with a constant. With `--triton`
+NVIDIA Triton over gRPC too, with the same model in its Python backend.
 
 The processor time is that of the process that serves. Python's gRPC takes most of it, with or without what is behind.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 import grpc
 import uvloop
 from serving import closed_loop, heading, synthetic_plan
+from triton_rival import WHEEL, installed, triton
 
 from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.entry.grpc_messages import InferRequest, InferResponse
@@ -102,6 +104,7 @@ def main() -> None:
     parser.add_argument("--loops", type=int, default=64)
     parser.add_argument("--ask", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--triton", nargs="?", const=WHEEL, metavar="WHEEL", help="what pip installs it from")
     given = parser.parse_args()
     if given.ask:
         print(uvloop.run(ask(given.ask, given.loops, given.seconds)))
@@ -143,6 +146,14 @@ def main() -> None:
                 measured("plainest grpc.aio server", plain.pid, lambda: grpc_rate(plain_port), given.seconds)
         finally:
             plain.kill()
+    rival = installed(given.triton) if given.triton else None
+    if rival is not None:
+        port, grpc_port = unused_port(), unused_port()
+        model = {"instances": 2, "alpha_ms": 0.001, "beta_ms": 0.0, "slo_ms": 2000.0}
+        with triton(rival, port, grpc_port=grpc_port, **model) as pid:
+            grpc_rate(grpc_port)
+            for _ in range(2):
+                measured("Triton, gRPC", pid, lambda: grpc_rate(grpc_port), given.seconds)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Installed on demand into an environment of its own that is thrown away by hand; never a dependency of the project. Its
 settings are those that served most here: batches of at most 7, a queue policy that rejects after 12 of 25 ms, four HTTP
-threads, no gRPC, no metrics. Each model instance is a process of its own, as gpu-lets are.
+threads, no metrics. Each model instance is a process of its own, as gpu-lets are.
 """
 
 from __future__ import annotations
@@ -93,8 +93,10 @@ def triton(
     slo_ms: float,
     datatype: str = "FP32",
     shape: Sequence[int] = (1,),
-) -> Iterator[None]:
-    """Serve the model `synthetic` of alpha * n + beta ms on so many instances until the context ends.
+    grpc_port: int | None = None,
+) -> Iterator[int]:
+    """Serve the model `synthetic` of alpha * n + beta ms on so many instances until the context ends; yields the
+    process. `grpc_port`: no gRPC without one.
 
     Raises:
         RuntimeError: it ended, or was not ready in a minute.
@@ -123,8 +125,7 @@ def triton(
                 str(port),
                 "--http-thread-count",
                 "4",
-                "--allow-grpc",
-                "false",
+                *(["--allow-grpc", "false"] if grpc_port is None else ["--grpc-port", str(grpc_port)]),
                 "--allow-metrics",
                 "false",
             ],
@@ -134,7 +135,7 @@ def triton(
         )
         try:
             _wait_until_ready(process, port, log)
-            yield
+            yield process.pid
         finally:
             process.terminate()
             try:

@@ -41,6 +41,15 @@ GROUPS = {
 }
 VERBS = tuple(name for names in GROUPS.values() for name in names)
 MOVED = {"top": "tenuto status --watch", "capacity": "tenuto goodput"}
+# What brings modules of others that a command may miss.
+BRINGS = {
+    "tenuto[serve]": "PIL aiohttp cryptography fastapi httptools httpx orjson pynvml ray safetensors starlette sympy "
+    "tokenizers torch torchvision transformers uvloop",
+    "tenuto[tracing]": "opentelemetry",
+    "tenuto[grpc]": "google grpc grpc_reflection",
+    "tenuto[onnx]": "onnx onnxruntime onnxscript",
+    "tenuto-lab": "sklearn tenuto_lab xgboost",
+}
 
 
 def verb_names() -> list[str]:
@@ -119,16 +128,21 @@ def exit_code(run: Callable[[], Any]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 0
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("tenuto"):
+        if error.name is None or error.name.partition(".")[0] == "tenuto":
             raise
-        return _failed(
-            f"error: this command needs the package '{error.name}'. Run: pip install 'tenuto[serve]'", 3, error
-        )
+        return _failed(f"error: this command needs the package '{error.name}'. Run: {installs(error.name)}", 3, error)
     except Exception as error:
         return _failed(
             f"internal error: {type(error).__name__}: {error}. Set TENUTO_DEBUG=1 for the traceback.", 3, error
         )
     return code if isinstance(code, int) else 0
+
+
+def installs(module: str) -> str:
+    """Return the command that installs a module of somebody else's: with the part of Tenuto that needs it, or alone."""
+    name = module.partition(".")[0]
+    wanted = next((wanted for wanted, modules in BRINGS.items() if name in modules.split()), name)
+    return f"pip install '{wanted}'"
 
 
 def _failed(message: str, code: int, error: BaseException | None = None) -> int:
