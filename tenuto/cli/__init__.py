@@ -48,7 +48,7 @@ BRINGS = {
     "tenuto[tracing]": "opentelemetry",
     "tenuto[grpc]": "google grpc grpc_reflection",
     "tenuto[onnx]": "onnx onnxruntime onnxscript",
-    "tenuto-lab": "sklearn tenuto_lab xgboost",
+    "tenuto-lab": "sklearn xgboost",
 }
 
 
