@@ -70,8 +70,13 @@ class ResidentPrograms:
             await on_worker(functools.partial(self._executor.unload, name))
             del self._entries[name]
         for entry in wanted:
-            if self._entries.get(entry.name) == entry:
+            known = self._entries.get(entry.name)
+            if known == entry:
                 continue
+            if known is not None and known.generates is not None and known.loads_as(entry):
+                self._entries[entry.name] = entry
+                await on_worker(functools.partial(self._executor.retime, entry))
+                continue  # its open sequences go on
             started = time.monotonic()
             await self._stop_merging(entry.name)
             merges = len(entry.members) > 1 and not self.is_emulated

@@ -152,6 +152,8 @@ class WorkerThread:
                 idle_s = sequences.step() if runs else 0.0
                 del self._begun[begun]
                 waits_s = idle_s if waits_s is None else min(waits_s, idle_s)
+            else:
+                del self._sequences[name]  # the next one finds what is expected by then
         return waits_s
 
     def _do(self, item: _Item) -> None:

@@ -132,6 +132,15 @@ class ProgramEntry(StrictModel):
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None
     generates: GeneratesEntry | None = None
 
+    def loads_as(self, other: ProgramEntry) -> bool:
+        """Whether a program that generates is loaded the same, whatever is expected of it."""
+
+        def loaded(entry: ProgramEntry) -> ProgramEntry:
+            generates = None if entry.generates is None else entry.generates.model_copy(update={"steps": None})
+            return entry.model_copy(update={"slowdown": 1.0, "weights_mib": None, "generates": generates})
+
+        return loaded(self) == loaded(other)
+
 
 # Chosen, not measured: neighbours and busy processors never delay a batch that much, and a client who retries still
 # meets the new process.

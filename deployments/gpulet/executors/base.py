@@ -35,6 +35,9 @@ class Executor(Protocol):
     def generator(self, program: str) -> Generator:
         """Return what runs a loaded program that generates; KeyError if there is none."""
 
+    def retime(self, program: ProgramEntry) -> None:
+        """Take new expectations of a loaded program that generates, which change nothing about what is loaded."""
+
     def run(
         self, program: str, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
     ) -> tuple[dict[str, Arrays], float]:

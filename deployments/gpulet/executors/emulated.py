@@ -22,6 +22,7 @@ from tenuto.deployments.gpulet.executors.busy_wait import wait_until
 from tenuto.deployments.gpulet.executors.emulated_steps import EmulatedGenerator
 from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, ProgramEntry
 from tenuto.errors import InvalidInputError, refused
+from tenuto.profiles.generation import StepCost
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, lookup, with_pixels
 from tenuto.profiles.networks.generating import Generator
 from tenuto.profiles.networks.inputs import Arrays, Blocks
@@ -45,6 +46,7 @@ class EmulatedExecutor:
         self._slower = os.environ.get("TENUTO_EMULATED_SLOWER")
         self._loaded: dict[str, _Emulated] = {}
         self._generators: dict[str, EmulatedGenerator] = {}
+        self._costs: dict[str, tuple[StepCost, float]] = {}  # of steps, and the slowdown by neighbours
 
     def load(self, program: ProgramEntry, batch_sizes: Sequence[int], merged_file: str | None = None) -> None:
         """Take the latency from the plan, and signatures from the options or the catalogue. Nothing is built.
@@ -65,20 +67,29 @@ class EmulatedExecutor:
         self._loaded[program.name] = _Emulated(table, _copy_times_ms(program, table), signatures)
 
     def _load_generating(self, program: ProgramEntry, generates: GeneratesEntry) -> None:
-        cost = generates.steps
-        if cost is None:
-            raise InvalidInputError(
-                f"'{program.name}' has no times of its steps in the plan. Make the plan again with `tenuto plan`."
-            )
+        self.retime(program)
 
         def step_ms(prompt_tokens: int, sequences: int, context_tokens: int, pairs: int) -> float:
-            told_ms = cost.ms(prompt_tokens, sequences, context_tokens, pairs)
-            return self._factor(program.name) * program.slowdown * told_ms
+            cost, slowdown = self._costs[program.name]
+            return self._factor(program.name) * slowdown * cost.ms(prompt_tokens, sequences, context_tokens, pairs)
 
         self._generators[program.name] = EmulatedGenerator(generates.blocks, generates.block_tokens, step_ms)
         limits = generates.limits(None, _ANY_TOKEN)
         signature = ModelSignature("tensor", (), (), platform="emulated", generates=limits)
         self._loaded[program.name] = _Emulated([], (0.0, 0.0), {program.name: signature})
+
+    def retime(self, program: ProgramEntry) -> None:
+        """Take new step costs of a program that generates, from its next step on.
+
+        Raises:
+            InvalidInputError: the plan has none.
+        """
+        cost = None if program.generates is None else program.generates.steps
+        if cost is None:
+            raise InvalidInputError(
+                f"'{program.name}' has no times of its steps in the plan. Make the plan again with `tenuto plan`."
+            )
+        self._costs[program.name] = cost, program.slowdown
 
     def generator(self, program: str) -> Generator:
         """Return what runs a loaded program that generates; KeyError if there is none."""

@@ -115,6 +115,9 @@ class TorchExecutor:
         self.use_threads()
         return self._generators[program][0]
 
+    def retime(self, program: ProgramEntry) -> None:
+        """Do nothing: a real device takes its own time."""
+
     def unload(self, program: str) -> None:
         """Release a program and its device memory; a program that is not loaded is ignored."""
         generating = self._generators.pop(program, None)

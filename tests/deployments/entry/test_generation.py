@@ -428,6 +428,30 @@ async def test_networks_of_fixed_cost_are_served_beside(bench: Bench) -> None:
     assert answers[0].headers["x-tenuto-gpulet"] == "c"
 
 
+async def test_streams_go_on_when_only_expectations_change_and_end_when_the_model_is_loaded_anew(bench: Bench) -> None:
+    def config(kv_tokens: int, slowdown: float) -> dict[str, Any]:
+        data = plan().to_data()
+        replica = next(each for each in data["gpulets"] if each["id"] == "b")["models"][0]
+        replica |= {"kv_tokens": kv_tokens, "slowdown": slowdown}
+        changed = Deployment(plan=Plan.from_data(data)).config().gpulets
+        return next(each.user_config for each in changed if each.spec is not None and each.spec.gpulet == "b").to_data()
+
+    request = {"model": "slow", "prompt": "x", "max_tokens": 40, "stream": True}
+    async with bench.client.stream("POST", "/v1/completions", json=request) as answer:
+        lines = answer.aiter_lines()
+        assert "choices" in await anext(lines)
+        await bench.replicas["b"].reconfigure(config(BLOCKS * 16, 1.5))
+        rest = [line async for line in lines if line]
+    assert (len(rest), rest[-1]) == (41, "data: [DONE]")
+    async with bench.client.stream("POST", "/v1/completions", json=request) as answer:
+        lines = answer.aiter_lines()
+        assert "choices" in await anext(lines)
+        await bench.replicas["b"].reconfigure(config(BLOCKS * 8, 1.5))
+        rest = [line async for line in lines if line]
+    assert "the plan has changed" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+    assert bench.generator("b", "slow").free_blocks == BLOCKS // 2
+
+
 async def test_a_key_has_its_models_and_its_rate_of_tokens() -> None:
     key, digest = new_key()
     made = Bench()
