@@ -391,7 +391,9 @@ def _generates(spec: ModelSpec, replica: Replica) -> GeneratesEntry | None:
         raise refused(f"{spec.name}.kv_tokens", None, "is not in the plan of a model that generates", cure)
     return GeneratesEntry(
         kv_tokens=replica.kv_tokens,
-        max_sequences=replica.batch_size,
+        block_tokens=replica.block_tokens,
+        longest_context=replica.longest_context,
+        max_sequences=spec.generates.max_sequences,
         max_batch_tokens=spec.generates.max_batch_tokens,
         steps=replica.steps,
     )

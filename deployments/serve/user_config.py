@@ -83,13 +83,15 @@ class MemberEntry(StrictModel):
 
 class GeneratesEntry(StrictModel):
     """How a generative model runs. Its sequences have memory for `kv_tokens` tokens, in blocks of `block_tokens`; at
-    most `max_sequences` make tokens at a time, and a step runs at most `max_batch_tokens`. `steps`: what they cost on
+    most `max_sequences` make tokens at a time, and a step runs at most `max_batch_tokens`. A prompt with its answer has
+    at most `longest_context` tokens (None: as many as the model's positions reach). `steps`: what they cost on
     this share without neighbours; an emulated GPU takes its times from this."""
 
     kv_tokens: Annotated[int, Field(ge=1)]
     block_tokens: Annotated[int, Field(ge=4)] = BLOCK_TOKENS
     max_sequences: Annotated[int, Field(ge=1)] = 256
     max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
+    longest_context: Annotated[int, Field(ge=1)] | None = None
     steps: StepCost | None = None
 
     @property
@@ -109,7 +111,8 @@ class GeneratesEntry(StrictModel):
     def limits(self, longest: int | None, vocabulary: int) -> GenerationLimits:
         """Return what a sequence may be, of a model with so many positions (None: without end) and tokens."""
         room = self.blocks * self.block_tokens
-        if longest is not None and longest <= room:
+        longest = min((most for most in (longest, self.longest_context) if most is not None), default=room)
+        if longest < room:
             return GenerationLimits(longest, vocabulary, "the model's positions")
         return GenerationLimits(room, vocabulary, "the memory for its keys and values")
 
