@@ -47,14 +47,11 @@ class Holding:
         gpulets, hold, head, until = self._gpulets, self.hold, queue.deadlines[0], queue.oldest + costs.held_ms
         sent_ms = gpulets.ctrl_ms + gpulets.data_ms * next_size + queue.batch.factor * run[next_size]
         due = (head if head < until else until) - (1.0 - hold) * costs.budget_ms - hold * sent_ms
+        run_ms = queue.batch.factor * costs.run[min(size, len(costs.run) - 1)]
         if bounds.is_bounded:
-            longest_ms = (
-                INF
-                if now < self.in_full_until
-                else bounds.patience * queue.batch.factor * costs.run[min(size, len(costs.run) - 1)]
-            )
+            longest_ms = INF if now < self.in_full_until else bounds.patience * run_ms
             due = min(due, queue.oldest + min(bounds.most_ms, longest_ms))
-        return min(due, queue.newest + bounds.lull * queue.batch.factor * costs.run[size])
+        return min(due, queue.newest + bounds.lull * run_ms)
 
     def _is_light(self, queue: WaitingQueue, now: float) -> bool:
         """Whether as many gpu-lets are ready as under light load. (The load may have risen since it was measured.)"""
