@@ -10,9 +10,10 @@ from tenuto.placement.cluster import Cluster, whole_of
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
 from tenuto.placement.expectation.outlook import expected_of
 from tenuto.placement.expectation.sharing import Sharing
+from tenuto.placement.carrying import generating_problems, place_generating
 from tenuto.placement.ledger import unknown_memory, with_caps
 from tenuto.placement.merging import apply_merging
-from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.policy import Policy
 from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import measured_otherwise, option_problems
@@ -45,6 +46,9 @@ def solve(
     Raises:
         InvalidInputError: the inputs contradict each other, or the plan breaks a rule; it lists all problems.
     """
+    generating = tuple(spec for spec in workload.models if spec.generates is not None)
+    if generating:
+        return _with_generating(generating, policy, workload, cluster, profiles, trial)
     impossible = _impossible(check_inputs(workload, cluster, profiles), profiles)
     possible = tuple(spec for spec in workload.models if spec.name not in impossible)
     plan = _nothing(cluster)
@@ -62,6 +66,67 @@ def solve(
         }
     )
     return complete(plan, policy, workload, cluster, profiles, trial=trial)
+
+
+def _with_generating(
+    generating: tuple[ModelSpec, ...],
+    policy: Policy,
+    workload: Workload,
+    cluster: Cluster,
+    profiles: Profiles,
+    trial: Trial | None,
+) -> Plan:
+    """Return the plan of models that generate on GPUs of their own, and of the policy for all others on the rest."""
+    check_inputs(workload, cluster, profiles)
+    problems = generating_problems(generating, cluster, profiles)
+    policy_carries = getattr(policy, "carries", None)
+    if policy_carries is None:
+        rule, cure = "this policy does not plan models that generate", "Use --policy tenuto."
+        problems = [Problem(f"models.{spec.name}.generates", spec.name, rule, cure) for spec in generating]
+    raise_if_any(problems)
+    others = tuple(spec for spec in workload.models if spec.generates is None)
+    at_most = max(1, len(cluster.gpus) - bool(others))
+    own = place_generating(generating, cluster, profiles, most_gpus=at_most, fewest=bool(others), carries=policy_carries)
+    taken = set(own.gpus)
+    if len(taken) < len(cluster.gpus):
+        rest = cluster.model_copy(update={"left_out": (*(cluster.left_out or ()), *taken)})
+        plan = solve(policy, workload.model_copy(update={"models": others}), rest, profiles, trial=trial)
+    else:
+        plan = _nothing(cluster)
+        why = dict.fromkeys((spec.name for spec in others), "the models that generate take all GPUs")
+        plan = plan.model_copy(update={"unserved": tuple(why), "unserved_reasons": why})
+    by_id = {gpu.id: gpu for gpu in plan.gpus}
+    gpus = tuple(by_id.get(gpu.id, PlannedGpu.of(gpu)) for gpu in cluster.gpus)
+    gpus += tuple(gpu for gpu in plan.gpus if gpu.id not in {known.id for known in gpus})
+    goodput = dict(own.goodput_rps or {})
+    models = plan.expected.models | {name: ExpectedModel(goodput_rps=rate) for name, rate in goodput.items()}
+    prices = {gpu.type: whole_of(gpu).price_per_hour for gpu in cluster.gpus}
+    own_costs = [prices.get(gpu.type) for gpu in cluster.gpus if gpu.id in taken]
+    costs = [plan.expected.cost_per_hour, *own_costs] if plan.gpulets else own_costs
+    expected = plan.expected.model_copy(
+        update={
+            "goodput_rps": round(plan.expected.goodput_rps + sum(goodput.values()), 6),
+            "gpus_used": plan.expected.gpus_used + len(taken),
+            "cost_per_hour": None if None in costs else round(sum(cost for cost in costs if cost is not None), 6),
+            "models": {spec.name: models[spec.name] for spec in workload.models if spec.name in models},
+        }
+    )
+    unserved = {*plan.unserved, *(spec.name for spec in generating if not goodput.get(spec.name))}
+    whole = plan.model_copy(
+        update={
+            "policy": PolicyUsed(name=getattr(policy, "name", type(policy).__name__), options=_plain_options(policy)),
+            "gpus": gpus,
+            "gpulets": (*plan.gpulets, *own.gpulets),
+            "models": workload.models,
+            "mps": workload.mps,
+            "expected": expected,
+            "unserved": tuple(spec.name for spec in workload.models if spec.name in unserved),
+            "unserved_reasons": {**plan.unserved_reasons, **(own.reasons or {})},
+            "notes": (*plan.notes, *own.notes),
+        }
+    )
+    check_plan(whole, cluster)
+    return whole
 
 
 def enough_for_all(
@@ -127,11 +192,6 @@ def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> Ma
     """
     on_cpu = {spec.name for spec in workload.models} if set(cluster.gpu_types) == {"cpu"} else set[str]()
     problems = option_problems(workload.models, workload.merge if isinstance(workload.merge, tuple) else (), on_cpu)
-    for index, spec in enumerate(workload.models):
-        if spec.generates is not None:
-            rule, cure = "this policy does not plan models that generate", "Simulate the workload, or leave it out."
-            problems.append(Problem(f"models.{index}.generates", spec.name, rule, cure))
-    raise_if_any(problems)
     least_gpus: list[tuple[float, int, float]] = []
     most_rps: dict[int, float] = {}
     costs = costs_of(workload, cluster, profiles)
@@ -140,6 +200,9 @@ def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> Ma
         if not by_type:
             missing = [problem for kind in cluster.gpu_types for problem in _missing(spec, kind, profiles)]
             problems += [Problem(f"models.{index}.profile", p.value, p.rule, p.cure) for p in missing]
+        if spec.generates is None and any(not on.profile.points and on.profile.line is None for on in by_type.values()):
+            rule = "its profile has only steps of a model that generates"
+            problems.append(Problem(f"models.{index}.profile", spec.profile_row, rule, "Give `generates` and `slo`."))
         rates = []
         for on in by_type.values():
             if id(on.profile) not in most_rps:

@@ -10,13 +10,15 @@ import numpy as np
 
 from tenuto.batching.planning.buying import cheapest
 from tenuto.batching.planning.choosing import Candidate, Chooser, ChoosingOptions
+from tenuto.batching.planning.token_trials import carried_in_trial
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem
 from tenuto.placement import Cluster, Plan, Policy, Workload
 from tenuto.placement.costs import costs_of
 from tenuto.placement.plan import Expected, ExpectedModel, PolicyUsed
 from tenuto.placement.policies.shared.hosting import planned_gpus
-from tenuto.profiles import Profiles
+from tenuto.placement.workload import ModelSpec
+from tenuto.profiles import Profiles, StepCost
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,6 +68,10 @@ class TenutoPolicy(ChoosingOptions, Policy):
             yield Problem("--option network_ms", self.network_ms, rule, "Write 0.1,0.05,2.")
         if self.name in self.starts:
             yield Problem("--option starts", self.starts, "a policy cannot start from itself", "Leave it away.")
+
+    def carries(self, spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
+        """Return what a share carries of a model that generates, by trials in virtual time."""
+        return carried_in_trial(spec, cost, kv_tokens, attainment=self.attainment, seed=self.seed)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the best plan found."""
