@@ -164,18 +164,15 @@ def _on_type(
     if not able:
         return 0.0, GeneratingPlan(reasons=reasons)
     low, high = 1e-3, 1.0 if fewest else 1e3
-    units = _units(able, options, high)
-    if len(units) <= len(gpus):
+    units = _units(able, options, high, len(gpus))
+    if units:
         low = high
-    else:
-        units = []
-        while high / low > _CLOSE:
-            times = math.sqrt(low * high)
-            found = _units(able, options, times)
-            if len(found) <= len(gpus):
-                low, units = times, found
-            else:
-                high = times
+    while high / low > _CLOSE:
+        times = math.sqrt(low * high)
+        if found := _units(able, options, times, len(gpus)):
+            low, units = times, found
+        else:
+            high = times
     if not units:
         return 0.0, GeneratingPlan(reasons=reasons | {s.name: "no GPU has room for it" for s in able})
     goodput = {spec.name: round(min(1.0, low) * spec.rate_rps, 6) for spec in able}
@@ -227,13 +224,18 @@ def _room_mib(gpu: Gpu, part: float, profiles: Profiles) -> float:
     return _MEMORY_PART * part * (gpu.memory_mib or 0.0) - context_mib_of(gpu.type, profiles)
 
 
-def _units(specs: Sequence[ModelSpec], options: Mapping[str, Sequence[Carrying]], times: float) -> list[list[Carrying]]:
-    """Return GPUs with what lies on them, so that so many times each rate is carried: as many whole GPUs as a model
-    fills, and a share for the rest of its rate, the largest shares first onto the first GPU that has them left."""
+def _units(
+    specs: Sequence[ModelSpec], options: Mapping[str, Sequence[Carrying]], times: float, most: int
+) -> list[list[Carrying]]:
+    """Return GPUs with what lies on them, so that so many times each rate is carried; none where it takes more than
+    `most`. A model has as many whole GPUs as it fills and a share for the rest of its rate; the largest shares come
+    first, each onto the first GPU that has it left."""
     wanted: list[Carrying] = []
     for spec in specs:
         largest = max(options[spec.name], key=lambda option: option.rate_rps)
         full = int(times * spec.rate_rps / largest.rate_rps)
+        if full > most:
+            return []
         rest = times * spec.rate_rps - full * largest.rate_rps
         enough = (option for option in options[spec.name] if option.rate_rps >= rest)
         wanted += [largest] * full + [min(enough, key=lambda option: option.share_pct)] * (rest > 1e-9)
@@ -247,7 +249,7 @@ def _units(specs: Sequence[ModelSpec], options: Mapping[str, Sequence[Carrying]]
                 break
         else:
             units.append([option])
-    return units
+    return units if len(units) <= most else []
 
 
 def _gpulets(unit: Sequence[Carrying], gpu: Gpu, profiles: Profiles, part: float, numbers: count[int]) -> list[Gpulet]:
@@ -286,8 +288,8 @@ def _why_none(gpu: Gpu) -> str:
 def _notes(units: Sequence[Sequence[Carrying]], options: Mapping[str, Sequence[Carrying]], times: float) -> list[str]:
     """Say what the models that generate take, and why some share no GPU."""
     notes = [
-        f"models that generate take {len(units)} of the GPUs, which carry {times:.3g} times their load; no interference "
-        "between gpu-lets is counted for them"
+        f"models that generate take {len(units)} of the GPUs, which carry {times:.3g} times their load; no interference"
+        " between gpu-lets is counted for them"
     ]
     alone: dict[str, str] = {}
     for unit in units:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from tenuto.errors import InvalidInputError, Problem, one_of, raise_if_any
+from tenuto.placement.carrying import generating_problems, place_generating
 from tenuto.placement.cluster import Cluster, whole_of
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
 from tenuto.placement.expectation.outlook import expected_of
 from tenuto.placement.expectation.sharing import Sharing
-from tenuto.placement.carrying import generating_problems, place_generating
 from tenuto.placement.ledger import unknown_memory, with_caps
 from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu, PolicyUsed
@@ -86,7 +86,9 @@ def _with_generating(
     raise_if_any(problems)
     others = tuple(spec for spec in workload.models if spec.generates is None)
     at_most = max(1, len(cluster.gpus) - bool(others))
-    own = place_generating(generating, cluster, profiles, most_gpus=at_most, fewest=bool(others), carries=policy_carries)
+    own = place_generating(
+        generating, cluster, profiles, most_gpus=at_most, fewest=bool(others), carries=policy_carries
+    )
     taken = set(own.gpus)
     if len(taken) < len(cluster.gpus):
         rest = cluster.model_copy(update={"left_out": (*(cluster.left_out or ()), *taken)})
