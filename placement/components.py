@@ -1,4 +1,4 @@
-"""What gpu-lets hold together, directly or through others. Load can be shifted inside such a component, not beyond."""
+"""Components: gpu-lets that share models, directly or through others. Load can shift inside a component only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ T = TypeVar("T", bound=Hashable)
 
 
 def connected_components(groups: Iterable[Iterable[T]]) -> list[set[T]]:
-    """Return the members of all groups in as many sets as have none in common; groups with a common member are one."""
-    above: dict[T, T] = {}  # of each member another one of its set; of one in each set itself
+    """Return the components of some groups, each as the set of its members. Groups with a common member are in one
+    component."""
+    above: dict[T, T] = {}  # leads from each member to another of its set; one member of each set leads to itself
 
     def top(member: T) -> T:
         while above[member] != member:

@@ -1,7 +1,7 @@
 """The memory ledger of a plan: what every process needs of its GPU, and the cap it gets.
 
-A process needs what its programs hold and the CUDA context it opens. Its cap is an upper limit that CUDA MPS and the
-allocator enforce, so that one process that grows fails by itself instead of making its neighbours fail.
+A process needs the memory of its programs and of the CUDA context that it opens. Its cap is a limit that CUDA MPS and
+the allocator enforce. So when a process grows, that process fails, and not its neighbours.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.program import Gpulet
 
-HEADROOM = 1.1  # limit: of a process, times what was measured; allocators round up and libraries take workspaces
+HEADROOM = 1.1  # limit: cap over measured memory; allocators round up and libraries take workspaces
 PARTS = 16  # format: caps are whole sixteenths of a GPU where there is room, so that small changes do not move them
 
 
 def with_caps(plan: Plan, cluster: Cluster, contexts_mib: Mapping[str, float]) -> Plan:
     """Return the plan with a memory cap on every gpu-let whose memory is known and that has none yet.
 
-    A gpu-let that has its GPU to itself gets all of it. Otherwise a cap is the need with some headroom in whole
-    sixteenths of the GPU; where these do not fit beside each other and the caps that are there, the need and a fair
-    part of what is left; where not even the needs fit, the need, which `check_plan` then refuses.
+    When a gpu-let has its GPU to itself, it gets all of it. Otherwise its cap is its need with some headroom, rounded
+    up to whole sixteenths of the GPU. When these caps do not fit beside each other and beside caps that are given, each
+    gpu-let gets its need and a fair part of the memory that is left. When not even the needs fit, each cap is the need,
+    and `check_plan` refuses the plan.
 
     Args:
         plan: with programs that know their memory.
-        cluster: for the memory of its GPU types.
-        contexts_mib: of a process's CUDA context, by GPU type.
+        cluster: gives the memory of its GPU types.
+        contexts_mib: the memory of a process's CUDA context, by GPU type.
     """
     sizes = {kind: gpu.memory_mib for kind, gpu in cluster.one_of_each.items()}
     types = {gpu.id: gpu.type for gpu in plan.gpus}
@@ -62,6 +63,6 @@ def _caps(gpulets: Sequence[Gpulet], memory_mib: float, context_mib: float) -> d
 
 
 def unknown_memory(plan: Plan) -> tuple[str, ...]:
-    """Return the models whose memory is not known on a GPU, so that no ledger can tell whether they fit."""
+    """Return the models whose memory is not known on some GPU. No ledger can tell whether they fit."""
     names = {r.name for g in plan.gpulets for r in g.models if r.memory_mib is None}
     return tuple(spec.name for spec in plan.models if spec.name in names)

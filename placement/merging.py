@@ -1,8 +1,8 @@
 """Group the models of a finished plan that shall run as one merged program (USHER §3.4), as the workload asks.
 
-Policies know nothing of merging: they place models by themselves, and this adds groups where all members came to lie
-on one GPU. Members with gpu-lets of their own there are joined into one context with the sum of their shares (USHER,
-section 4), whichever policy put them beside each other. What was not merged, and why, stands in the plan's notes.
+Policies know nothing of merging. They place models one by one, and this module adds a group when all its members lie
+on one GPU. When members have gpu-lets of their own there, these are joined into one context with the sum of their
+shares (USHER, section 4). The plan's notes say which groups were not merged, and why.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ def apply_merging(
 ) -> Plan:
     """Return the plan with the groups the workload asks for, and notes on each group that was left out and why.
 
-    Explicit groups are merged wherever they may be; `all` merges models of one network wherever they lie on the same
-    GPUs, in groups of up to four, whether it pays or not, as USHER does; `auto` merges models whose merged program was
-    measured (`tenuto merge … -o`) and carries more requests per second there than its members by themselves: full
-    batches in turn in one gpu-let, side by side on their shares in several. A group is left out when some GPU holds
-    only a part of it, or when not even one request would be in time.
+    - Groups that the workload names are merged wherever they can be.
+    - `all` merges models of one network that lie on the same GPUs, in groups of up to four. As in USHER, it does not
+      ask whether that pays.
+    - `auto` merges models whose merged program was measured (`tenuto merge … -o`) and carries more requests per second
+      than its members by themselves. Members in one gpu-let run full batches in turn; members in several gpu-lets run
+      them side by side on their shares.
+
+    A group is left out when some GPU holds only a part of it, or when not even one request would be in time.
 
     Args:
         plan: completed.
@@ -117,8 +120,8 @@ class _Maker:
         self.taken |= set(models)
 
     def _joined(self, models: tuple[str, ...]) -> list[Gpulet] | None:
-        """Return the gpu-lets with those of members joined on every GPU that holds all; None where one holds a part, or
-        a member twice."""
+        """Return all gpu-lets, with those of the members joined on every GPU that holds all members. None: some GPU
+        holds only a part of them, or a member twice."""
         gpulets = []
         for mine in self.plan.model_copy(update={"gpulets": tuple(self.gpulets)}).by_gpu().values():
             lets = [gpulet for gpulet in mine if any(replica.name in models for replica in gpulet.models)]
@@ -129,8 +132,8 @@ class _Maker:
         return list(self.completed(self.plan.model_copy(update={"gpulets": tuple(gpulets)})).gpulets)
 
     def _apart_rps(self, models: Sequence[str], merged: Gpulet, *, side_by_side: bool) -> float:
-        """Return what the members carry by themselves with full batches: in turn in the one gpu-let that holds them, or
-        side by side in those of its GPU."""
+        """Return the requests per second that the members carry by themselves with full batches: in turn in the one
+        gpu-let that holds them, or side by side in several gpu-lets of its GPU."""
         before = [g for g in self.gpulets if g.gpu == merged.gpu] if side_by_side else [merged]
         total_rps = 0.0
         for gpulet in before:
@@ -144,8 +147,8 @@ class _Maker:
         return total_rps
 
     def _program(self, gpulet: Gpulet, models: tuple[str, ...]) -> Program:
-        """Return the program with what was measured of it, on this share or by what its profile says of shares; else
-        with the sum of its members."""
+        """Return the merged program with its measured latency on this share, or one modelled from its profile. When it
+        was not measured, its latency is the sum of its members'."""
         members = [replica for replica in gpulet.models if replica.name in models]
         budget_ms = min(self.workload[name].slo_ms for name in models) / max(member.slowdown for member in members)
         known = self.profiles.for_type(self.types[gpulet.gpu])
@@ -158,7 +161,7 @@ class _Maker:
         return _within(Program.merged(MergedGroup(models=models), members), budget_ms)
 
     def _by_rows(self, models: Sequence[str]) -> str:
-        """Return the group's name by its members' profile rows: stages and renamed models use those of others."""
+        """Return the group's name by its members' profile rows, as stages and renamed models use rows of others."""
         return program_name([self.workload[name].profile_row for name in models])
 
     def _too_slow(self, made: dict[int, Program], models: Sequence[str]) -> str | None:
@@ -212,7 +215,8 @@ class _Maker:
     def groups_of_one_network(self) -> list[tuple[str, ...]]:
         """Return the models of one network that lie on the same GPUs, up to four; note those that share some only.
 
-        What they have in common is known once they are loaded; models without are then served by themselves.
+        Which weights they have in common is known only when they are loaded. Models that have none in common are then
+        served by themselves.
         """
         hosts: dict[str, list[str]] = {}
         for gpu, gpulets in self.plan.by_gpu().items():

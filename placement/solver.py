@@ -1,5 +1,5 @@
-"""Linear and integer programs, solved by HiGHS: on one thread and within bounded work, so that the same program has
-the same answer every time. Its own words reach neither stdout nor stderr."""
+"""Linear and integer programs, solved by HiGHS on one thread and within bounded work, so that the same program has the
+same answer every time. What HiGHS prints reaches neither stdout nor stderr."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 Numbers: TypeAlias = Sequence[float] | NDArray[np.float64]
 
-# limit: of an integer program, how often HiGHS may ask whether to go on, times the nonzeros of the program. It asks
-# about as often as it has solved the linear program anew. At the root it asks after cuts and searches of its own,
-# which take some twenty times as long. Programs of 1,500 to 30,000 nonzeros took 2 to 20 CPU seconds for all of it.
+# limit: the work of an integer program: how often HiGHS may ask whether to go on, times the nonzeros of the program.
+# HiGHS asks about once for each time that it solves the linear program anew. At the root it asks after its own cuts and
+# searches, which take some twenty times as long. Programs of 1,500 to 30,000 nonzeros used this up in 2 to 20 CPU
+# seconds.
 WORK, AT_ROOT = 10_000_000, 20
 
 _one_at_a_time = threading.Lock()  # file descriptor 1 is the whole process's
@@ -32,9 +33,12 @@ _one_at_a_time = threading.Lock()  # file descriptor 1 is the whole process's
 
 @dataclass(frozen=True)
 class Optimum:
-    """What a program came to. `x`: the best found, None where nothing was; `bound`: no x costs less; `is_proven`: the
-    solver finished, so that nothing is better than `x`, or none is allowed; `duals`, of a linear program: what one more
-    of each row's limit adds to the least cost."""
+    """The result of a program.
+
+    `x`: the best that was found; None: none was found. `bound`: no x costs less. `is_proven`: the solver finished, so
+    that no x is better, or none is allowed. `duals`, of a linear program: how much the least cost grows when the limit
+    of a row grows by 1.
+    """
 
     x: NDArray[np.float64] | None
     bound: float

@@ -1,9 +1,10 @@
-"""Where replicas lie, whatever policy chose them: on the GPUs they may use, apart from each other, and so many that
+"""Places of replicas, whatever policy made the plan: on GPUs that they may use, apart from each other, and so many that
 the loss of a GPU, a node or a rack leaves each model what its `survive` asks for.
 
-Three steps on a finished plan. What GPUs of one type hold changes places. Replicas that still lie where they must not
-are taken away. Replicas are added, one at a time, each where it gives most back of what a loss would take: by the
-formulas of every expectation, then in trials of the losses where there is something that tries them.
+A finished plan is changed in three steps. First, GPUs of one type exchange what they hold. Second, replicas that still
+lie where they must not are removed. Third, replicas are added one at a time, each where it makes up for most of a loss.
+How much that is follows first from the formulas of every expectation, and then from trials, when the caller has given a
+function that tries plans.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles.share_latency import EVERY_RULE
 
-TRIED = 8  # limit: places for one more replica that are judged, those with the least busy gpu-lets
+TRIED = 8  # limit: places for one more replica that are judged: those with the least busy gpu-lets
 UNTRIED = "what losses leave follows from the formulas, and was not tried"
-STAYS = 1e-6  # limit: what it is worth that a GPU keeps what it holds, where preferences do not care
+STAYS = 1e-6  # limit: the worth of a GPU keeping what it holds; decides only where preferences are equal
 SLIGHT = 1e-4  # limit: a part of a rate this small is below what the expectation can tell
 
 Trial = Callable[[Plan], Mapping[str, float] | None]
-"""Tries a plan: returns which part of each model's requests it serves in time, 1 of those that keep `IN_FULL`; None
-where the plan is too large to be tried."""
+"""Tries a plan: returns the part of each model's requests that is served in time, or 1 if that is at least `IN_FULL`.
+None: the plan is too large to be tried."""
 
 
 def domain_of(gpu: PlannedGpu | Gpu, kind: str) -> str:
@@ -76,7 +77,7 @@ def without(cluster: Cluster, places: Sequence[str]) -> Cluster:
 
 
 def drained(plan: Plan, cluster: Cluster, places: Sequence[str]) -> Plan:
-    """Return a plan made without some places of a cluster, which says so and lists their GPUs."""
+    """Return a plan that was made without some places of a cluster, with their names and their GPUs added."""
     known = {gpu.id for gpu in plan.gpus}
     aside = tuple(PlannedGpu.of(gpu) for gpu in cluster.gpus if is_at(gpu, places) and gpu.id not in known)
     return plan.model_copy(update={"gpus": (*plan.gpus, *aside), "drained": tuple(places)})
@@ -147,8 +148,11 @@ def asks(spec: ModelSpec) -> bool:
 
 
 def bearable(workload: Workload, gpus: Sequence[Gpu]) -> Workload:
-    """Return what of a workload the GPUs that are left can obey: without places that are gone, losses that nothing
-    could survive any more, and models that may lie on none of them."""
+    """Return the part of a workload that the GPUs that are left can obey.
+
+    Left out are places that are gone, `survive` of models that nothing could survive any more, and models that may lie
+    on none of these GPUs.
+    """
     known = _places(gpus)
     models = []
     for spec in workload.models:
@@ -163,7 +167,8 @@ def bearable(workload: Workload, gpus: Sequence[Gpu]) -> Workload:
 
 
 def with_the_rest(plan: Plan, workload: Workload) -> Plan:
-    """Return a plan that was made for what is `bearable` of a workload, for all of it: other models are not served."""
+    """Return a plan that was made for the `bearable` part of a workload as one for all of it. The other models are
+    unserved."""
     made_for = {spec.name for spec in plan.models}
     rest = tuple(spec.name for spec in workload.models if spec.name not in made_for)
     reasons = plan.unserved_reasons | dict.fromkeys(rest, "no GPU that it may be on is left")
@@ -172,7 +177,7 @@ def with_the_rest(plan: Plan, workload: Workload) -> Plan:
 
 
 def unmet(plan: Plan) -> dict[str, str]:
-    """Return what models ask of where they lie and do not have, by model; `expected` must be of this plan."""
+    """Return by model which wish for its places the plan does not meet. `expected` must be that of this plan."""
     specs, gpus = {spec.name: spec for spec in plan.models}, {gpu.id: gpu for gpu in plan.gpus}
     held = [(replica.name, gpulet.gpu) for gpulet in plan.gpulets for replica in gpulet.models if replica.name in specs]
     wrong = {name: f"it lies on {gpu}" for name, gpu in held if not may_lie(specs[name], gpus[gpu])}
@@ -180,8 +185,11 @@ def unmet(plan: Plan) -> dict[str, str]:
 
 
 def with_losses(plan: Plan, trial: Trial | None = None) -> Plan:
-    """Return a plan with what it promises after the loss of each domain that holds a model which is to be spread or to
-    survive, and no more than is served in a trial of the loss; where there is none, its last assumption says so."""
+    """Return a plan with its promises after each loss of a domain that holds a model with `spread` or `survive`.
+
+    When a trial of the loss serves less than the formulas give, the plan promises that. When there is no trial, the
+    last assumption of the plan says so.
+    """
     asked = [spec for spec in plan.models if spec.spread is not None or spec.survive is not None]
     outlooks, found, is_tried = Outlooks(), [], True
     for domain in _domains(plan, asked):
@@ -197,15 +205,15 @@ def with_losses(plan: Plan, trial: Trial | None = None) -> Plan:
 
 
 def _whoever_loses(plan: Plan, parts: Mapping[str, float]) -> dict[str, float]:
-    """Return of each model the least part that is left to any model with which it shares gpu-lets, directly or through
-    others: which of them an overload falls on is the scheduler's affair, and no promise."""
+    """Return for each model the least part that is left to any model with which it shares gpu-lets, directly or through
+    others. The scheduler decides which of these models an overload falls on, so that no more can be promised."""
     together = connected_components([replica.name for replica in gpulet.models] for gpulet in plan.gpulets)
     return {name: min(parts.get(other, 0.0) for other in names) for names in together for name in names}
 
 
 def _at_most(served: Mapping[str, float] | None, left: Plan, parts: Mapping[str, float]) -> Mapping[str, float]:
-    """Return of each model the part that is expected of what is left of a plan, or the smaller one that it served in a
-    trial, where there was one."""
+    """Return for each model the part of its requests that the rest of a plan is expected to serve. When a trial served
+    less, that counts."""
     if served is None:
         return parts
     least = _whoever_loses(left, served)
@@ -213,7 +221,7 @@ def _at_most(served: Mapping[str, float] | None, left: Plan, parts: Mapping[str,
 
 
 def not_surviving(plan: Plan) -> dict[str, str]:
-    """Return why models do not survive what they are asked to, by model: the loss that leaves least."""
+    """Return by model why it keeps less than its `survive` asks for: the loss that leaves it least."""
     found: dict[str, tuple[float, str]] = {}
     for loss, spec in product(plan.expected.losses, plan.models):
         promised = plan.expected.models.get(spec.name)
@@ -229,7 +237,7 @@ def not_surviving(plan: Plan) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Domain:
-    """What is lost at once, and the models that this matters to."""
+    """A domain: GPUs that are lost at once, and the models that care for this loss."""
 
     name: str
     gpus: frozenset[str]
@@ -275,9 +283,9 @@ class Scene:
 
 
 def arranged(plan: Plan, scene: Scene, *, parts: Mapping[str, float] | None = None, at_most: int | None = None) -> Plan:
-    """Return a plan of any policy whose replicas lie as the models ask; the plan itself where none asks.
+    """Return a plan of any policy with its replicas where the models ask; the plan itself when no model asks.
 
-    What cannot be had on a fixed cluster is left as it is: `not_surviving` tells.
+    On a fixed cluster some wishes cannot be met. They are left unmet, and `not_surviving` names them.
 
     Args:
         plan: with latencies.
@@ -315,9 +323,11 @@ def _allowed(gpulets: Iterable[Gpulet], gpus: Sequence[PlannedGpu], asked: Seque
 
 
 def _apart(plan: Plan, asked: Sequence[ModelSpec]) -> Plan:
-    """Return the plan with what GPUs of a type hold exchanged, as long as that brings models to where they may be or
-    further apart, or, where it changes nothing of this, to where they prefer to be; what still lies where it must not
-    is taken away."""
+    """Return the plan after GPUs of one type have exchanged what they hold.
+
+    An exchange is made when it brings models to places that they may use, or further apart. When it changes neither, it
+    is made if it brings models to places that they prefer. Replicas that still lie where they must not are removed.
+    """
     gpus = {gpu.id: gpu for gpu in plan.gpus}
     specs = {spec.name: spec for spec in asked}
     held: dict[str, dict[str, float]] = {}  # by GPU: what it carries of each of these models
@@ -372,8 +382,8 @@ def _apart(plan: Plan, asked: Sequence[ModelSpec]) -> Plan:
 
 
 def _best_places(gpus: Sequence[PlannedGpu], worth: Callable[[str, str], float]) -> dict[str, str]:
-    """Return where to lay what each GPU holds, on a GPU of its type, so that it is worth most; it stays where that is
-    worth as much."""
+    """Return for each GPU the GPU of its type that gets what it holds, so that the worth is highest. When staying is
+    worth as much, it stays."""
     from scipy.optimize import linear_sum_assignment
 
     found: dict[str, str] = {}
@@ -388,7 +398,8 @@ def _best_places(gpus: Sequence[PlannedGpu], worth: Callable[[str, str], float])
 
 
 class _Adding:
-    """Adds replicas until no loss, and no place that is not allowed, takes what models are to keep."""
+    """Adds replicas until each model keeps what it asks for after every loss, and after the removal of replicas from
+    places that are not allowed."""
 
     def __init__(
         self,
@@ -443,7 +454,7 @@ class _Adding:
                 self._left -= 1
 
     def _losses(self) -> Iterator[_Domain]:
-        """Yield what must be borne: that nothing is lost, and each loss."""
+        """Yield the cases in which models must keep their part: no loss (None), then each loss."""
         yield self._nothing
         yield from _domains(self._plan, [spec for spec in self._specs.values() if spec.survive])
 
@@ -466,8 +477,10 @@ class _Adding:
         return found
 
     def _with_one_more(self, domain: _Domain, name: str, before: float) -> Plan | None:
-        """Return the plan with one more replica of a model outside a domain, where that gives most back after its loss:
-        the cheapest that makes up for it, else the one that does most; None where none does anything.
+        """Return the plan with one more replica of a model outside a domain, to make up for the domain's loss.
+
+        The cheapest replica that makes up for all of the loss is taken; if there is none, the one that makes up for
+        most. None: no replica helps.
 
         Args:
             domain: that is lost.
@@ -498,7 +511,8 @@ class _Adding:
         return plan
 
     def _to_add(self, domain: _Domain, name: str) -> Iterator[str]:
-        """Yield the models whose replicas may help one: itself, and whichever loses most of those it shares with."""
+        """Yield the models whose replicas may help a model: itself, and of the models with which it shares gpu-lets the
+        one that loses most."""
         yield name
         left = domain.without(self._plan)
         parts = self._outlooks.of(left, is_cautious=bool(domain.gpus)).parts
@@ -544,8 +558,7 @@ class _Adding:
         opens: float = 0.0,
         price: float = 0.0,
     ) -> Iterator[_Place]:
-        """Yield a gpu-let with one more replica, where a request of it would be in time there and memory is left beside
-        what is there."""
+        """Yield a gpu-let with one more replica, if a request would be in time there and the memory suffices."""
         on = self._scene.sharing.costs[name].get(gpu.type)
         if on is None or not on.knows(gpulet.effective_share_pct, EVERY_RULE):
             return
@@ -583,8 +596,8 @@ class _Adding:
 
 @dataclass(frozen=True)
 class _Place:
-    """A gpu-let with one more replica on it, and the price per hour of its GPU where that is bought for it. `cost` is
-    the price, then whether the GPU was idle, then whether the gpu-let is new."""
+    """A gpu-let with one more replica on it. `price` is that of its GPU per hour, if the GPU is bought for it. `cost`
+    orders places: by the price, then by whether the GPU was idle, then by whether the gpu-let is new."""
 
     gpu: PlannedGpu
     gpulet: Gpulet

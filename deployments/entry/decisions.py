@@ -1,4 +1,4 @@
-"""What runs beside the gateways, for operators: asked for while somebody looks, and never waited for long."""
+"""What runs beside the gateways, for operators. Serve is asked only while an operator looks, and nobody waits long."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from tenuto.deployments.wire.answers import Answer, Executed, Refused
 from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.tensors import InputPart
 
-# In the gateway's own process, or where several gateways feed other processes. A request is asked for (`admit`) before
-# its tensors are read; `start` or `cancel` must follow. Reports raise `TimeoutError` where no dispatcher answers.
+# Either the dispatcher in the gateway's own process, or the client of dispatchers that several gateways feed. `admit`
+# asks for a place before the tensors of a request are read; `start` or `cancel` must follow. Reports raise
+# `TimeoutError` when no dispatcher answers.
 Dispatching = Dispatcher | DispatcherClient
 
 

@@ -1,12 +1,12 @@
 """Where requests begin and end on a connection, and what their heads say. No I/O.
 
-llhttp decides both, through httptools and with none of its leniencies: it is given the bytes of a connection in order.
-What is here cuts the bytes where llhttp must agree that a head or a body ends, and refuses what llhttp takes although
-servers and proxies read it in different ways.
+llhttp decides both. It is used through httptools, with none of its leniencies, and gets the bytes of a connection in
+order. This module cuts the bytes where a head or a body should end, and llhttp has to agree. It also refuses heads that
+llhttp takes although servers and proxies read them in different ways.
 
-Where llhttp goes on behind a request, it is in the same state as at the beginning, and what is in a body of a given
-length means nothing to it. So a whole request is not given to it again where it has gone on behind one with the same
-head, byte by byte. Sections are those of RFC 9112.
+When llhttp goes on after a request, it is in the same state as at the beginning, and it does not look into a body whose
+length is given. So when llhttp has once gone on after a request, later requests with the same bytes as head are not
+given to llhttp again. Sections are those of RFC 9112.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The process that runs a model's own hooks (`tenuto.profiles.networks.hooks`), one call at a time.
 
-`tenuto.deployments.entry.own_hooks` starts it beside the gateway. It is spoken to over a socket, its standard input, in
-frames: two lengths, a message, raw bytes. Whatever the hooks print goes to the gateway's log.
+`tenuto.deployments.entry.own_hooks` starts the process beside the gateway. Both speak over a socket, which is the
+process's standard input. A frame is two lengths, a message and raw bytes. What hooks print goes to the gateway's log.
 """
 
 from __future__ import annotations

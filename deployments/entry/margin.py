@@ -1,12 +1,12 @@
-"""What is kept of every deadline for the way back, and for delays that nobody planned.
+"""The time that is kept of every deadline: for the way back to the client, and for delays that nobody planned.
 
-Two parts. The *allowance* is for what happens beyond our socket, which the server cannot see: 8 % of the SLO, at most
-2 ms, or what the operator says. The *margin* is for everything on this side of it: late timers, processes that wait for
-a core, executions longer than planned. It is not measured as a delay but controlled by what it is for, the requests
-that are lost: those that leave too late because it is small, and those that are refused because it is large.
+It has two parts. The *allowance* is for delays beyond our socket, which the server cannot see. It is 8 % of the SLO and
+at most 2 ms, or what the operator gives. The *margin* is for delays on this side: late timers, processes that wait for
+a core, executions that take longer than planned. The margin is controlled by the requests that are lost. When answers
+leave late, it grows, as it was too small. When requests are refused because of it, more late answers are accepted.
 
-One of the three loops of docs/reference/scheduling.md. Signal: answers that leave late. Figure: `margin_ms` in
-the status.
+This is one of the three loops of docs/reference/scheduling.md. Its signal is answers that leave late. Its figure in
+the status is `margin_ms`.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ import functools
 
 from tenuto.deployments.wire.status import MarginStatus
 
-# Options: an operator who knows the way to the clients gives `allowance_ms` instead.
+# An operator who knows how long answers take to the clients gives `allowance_ms` instead.
 _ALLOWANCE_PART = 0.08  # derived: of an SLO of 25 ms the 2 ms below; part of the SLO
-_MOST_ALLOWANCE_MS = 2.0  # limit: more is a slow network, of which the operator has to tell
-# Derived: a quantile that is followed in steps scatters by the root of step times scale, here 0.3 ms where delays are
-# of some 2 ms; and the first answers of a gateway are late by what its processes need to start.
+_MOST_ALLOWANCE_MS = 2.0  # limit: only a slow network takes more, and the operator has to say so
+# Derived: a quantile that is followed in steps scatters by the root of step times scale. That is 0.3 ms when delays are
+# about 2 ms. The first answers of a gateway are late, because its processes still start.
 _STEP_MS = 0.05
 _START_MS = 2.0  # derived: that scatter and that start
-# Derived: what waits longer than some slices of the processor's time is no tail, and no margin helps it.
+# Derived: a delay of more than a few time slices of the processor is a standstill, and no margin makes up for it.
 _MOST_MS = 50.0
-# Derived: batches grow in proportion to the time they have, half of which they wait: beyond capacity one ms less of
-# margin serves this part of 1 / SLO more requests.
+# Derived: batches grow in proportion to the time they have, and they wait for half of that time. So beyond capacity a
+# margin that is one ms smaller serves this part of 1 / SLO more requests.
 _MS_WORTH = 0.5
-_MEMORY = 1e-3  # derived: of one request in shares that are known to a thousandth
+_MEMORY = 1e-3  # derived: the weight of one request in shares that are known to a thousandth
 _KEPT = 1.0 - _MEMORY  # derived: what is left of a share after each request
 
 
 class Margin:
-    """One gateway's margin. Invariant: at most half of what a lone request has to spare is ever kept, so that no margin
-    can make the system refuse what it could serve alone.
+    """One gateway's margin. Invariant: at most half of the time that a lone request has to spare is kept, so the margin
+    never makes the system refuse a request that it could serve alone.
 
-    It follows a quantile of the delays: up by a step with every late answer that a margin could have brought home, down
-    with every answer in time by as much as balances the steps where the accepted share is late. One that is late by
-    more than is ever kept of such a deadline does not move it: after a standstill of the machine it would stand at its
-    ceiling for nothing.
+    The margin follows a quantile of the delays. When an answer is late and a larger margin would have helped, the
+    margin grows by a step. With every answer in time it shrinks a little, so that growth and shrinking balance when the
+    accepted share of the answers is late. When an answer is later than any margin could make up for, the margin stays:
+    otherwise a standstill of the machine would drive it to its ceiling for nothing.
 
-    The accepted share is a third of what the attainment leaves and, as a request refused is as lost as one late, the
-    share that is refused for the margin, but at most 0.5 ms / SLO: beyond capacity every refusal looks as if it were
-    for the margin, but a margin of one ms less serves no more than about that part more.
+    The accepted share is the sum of two parts. One is a third of the share that the attainment allows to be lost. The
+    other is the share of requests that are refused because of the margin, as a refused request is lost like a late
+    one. Refusals count at most 0.5 ms / SLO: beyond capacity every refusal looks as if the margin caused it, but a
+    margin that is one ms smaller would serve no more than that.
     """
 
     def __init__(self, attainment: float = 0.99) -> None:
@@ -79,7 +80,7 @@ class Margin:
             left_ms: time to its deadline; negative where it has passed.
             slo_ms: time it was allowed.
             alone_ms: what a batch of this one request takes.
-            reserve_ms: what was to be kept of its deadline; one of which nothing was says nothing.
+            reserve_ms: what was to be kept of its deadline; 0 or less: nothing, and the answer is not counted.
         """
         if reserve_ms <= 0.0:
             return
@@ -101,13 +102,15 @@ class Margin:
         self._refused_share = _KEPT * self._refused_share + _MEMORY
 
     def status(self) -> MarginStatus:
-        """Return what it is, and what it costs."""
+        """Return the margin, and the share of requests that it costs."""
         return MarginStatus(self.margin_ms, self.late_share, self.refused)
 
 
 @functools.lru_cache
 def _bounds(slo_ms: float, alone_ms: float, given_ms: float | None) -> tuple[float, float]:
-    """Return the allowance of such a deadline, and the most that both may be of it; most deadlines are of few kinds.
+    """Return the allowance of such a deadline, and the most that allowance and margin together may take of it.
+
+    The results are remembered, as most deadlines are of few kinds.
 
     Args:
         slo_ms: time allowed from arrival to answer.

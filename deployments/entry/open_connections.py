@@ -1,4 +1,4 @@
-"""What clients may use, and which of them may have a connection: those that are not used give way to others."""
+"""What clients may use, and which clients may have a connection. Connections that are not used give way to others."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-_LOOKED_AT = 32  # limit: places that are looked at for one that is not in use
+_LOOKED_AT = 32  # limit: connections that are looked at to find one that is not in use
 
 
 @dataclass(slots=True)
 class Limits:
-    """What clients may use. `unfinished_bytes` is the size of the arena, and of bodies outside of it again."""
+    """What clients may use. `unfinished_bytes` limits the bodies in the arena, and once more those outside of it."""
 
     body_bytes: int = 64 << 20
     unfinished_bytes: int = 512 << 20
@@ -36,15 +36,15 @@ HolderT = TypeVar("HolderT", bound=Holder)
 
 
 class OpenConnections(Generic[HolderT]):
-    """The connections that are open. Where clients have keys, those that have shown none have a quarter of the places,
-    and take none of the others."""
+    """The connections that are open. When clients have keys, connections that have shown no key share a quarter of the
+    places and never take another place."""
 
     def __init__(self, limits: Limits, turned_away: Counter[str]) -> None:
-        """Take how many there may be, and what counts those that found no place, or lost theirs."""
+        """Take the limits, and the counter of connections that found no place or lost theirs."""
         self.has_keys = False  # clients show keys
         self._limits = limits
         self._turned_away = turned_away
-        # The one that has not been used for longest first.
+        # Each in the order of last use: the first has been unused for longest.
         self._strangers: OrderedDict[HolderT, None] = OrderedDict()
         self._clients: OrderedDict[HolderT, None] = OrderedDict()
 
@@ -53,7 +53,7 @@ class OpenConnections(Generic[HolderT]):
         return [*self._strangers, *self._clients]
 
     def admit(self, connection: HolderT) -> bool:
-        """Take note of a new connection; False when there are too many and all are in use."""
+        """Give a new connection a place; return False when there are too many and all are in use."""
         part = self._strangers_part if self.has_keys else self._limits.connections
         if not self._find_place(self._strangers, part):
             self._turned_away["full"] += 1
@@ -62,7 +62,8 @@ class OpenConnections(Generic[HolderT]):
         return True
 
     def has_shown_key(self, connection: HolderT) -> bool:
-        """Take note that a connection is of a client with a key; False when those are too many and all are in use."""
+        """Give a connection whose client has shown a key a place among such connections; return False when there are
+        too many of them and all are in use."""
         if not self._find_place(self._clients, self._limits.connections - self._strangers_part):
             return False
         connection.has_key = True
@@ -71,13 +72,13 @@ class OpenConnections(Generic[HolderT]):
         return True
 
     def has_asked(self, connection: HolderT) -> None:
-        """A connection was used: others are older."""
+        """Note that a connection was used just now."""
         places = self._clients if connection.has_key else self._strangers
         if connection in places:
             places.move_to_end(connection)
 
     def forget(self, connection: HolderT) -> None:
-        """A connection is gone."""
+        """Free the place of a connection that is gone."""
         self._strangers.pop(connection, None)
         self._clients.pop(connection, None)
 
@@ -86,7 +87,7 @@ class OpenConnections(Generic[HolderT]):
         return max(1, self._limits.connections // 4)
 
     def _find_place(self, places: OrderedDict[HolderT, None], most: int) -> bool:
-        """Return whether there is a place; the oldest one that is not in use is taken where there is none else."""
+        """Return whether there is a place. When all are taken, the oldest connection that is not in use is closed."""
         if len(places) < most:
             return True
         for oldest in list(itertools.islice(places, _LOOKED_AT)):

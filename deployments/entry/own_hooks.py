@@ -1,13 +1,13 @@
 """A model's own hooks as a gateway calls them: in processes beside it.
 
-They are anybody's code. In a thread, one that computes in Python would hold the lock that the event loop needs, and one
-that hangs could not be ended. Every wait has an end:
+Hooks are anybody's code. In a thread, a hook that computes in Python would hold the lock that the event loop needs, and
+a hook that hangs could not be ended. Every wait has an end:
 
-- at most `_MOST_WAITING` calls of a model wait; what comes then is turned away;
-- a call that is not begun in time to be of use is dropped, and the request expires;
-- a client is answered at its deadline, whatever its call does;
-- a call that takes longer than 2 s, and longer than the model's SLO, hangs: its process is killed, and replaced after a
-  second.
+- At most `_MOST_WAITING` calls of a model wait. Further calls are turned away.
+- When a call can no longer be begun in time, it is dropped, and the request expires.
+- A client is answered at its deadline, whatever its call does.
+- When a call takes longer than 2 s and longer than the model's SLO, it hangs. Its process is killed, and replaced a
+  second later.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from tenuto.profiles.networks.model_options import HookOptions
 
 logger = logging.getLogger("ray.serve")
 
-HANGS_S = 2.0  # limit: of a call; a longer SLO allows more
-_START_S = 60.0  # limit: for the imports of the hooks on a busy machine
-_LAST_S = 1.0  # limit: between its last word and its end
-AGAIN_S = 1.0  # limit: between the end of a process and the start of another: a start takes a core for as long
-_MOST_WAITING = 64  # limit: calls of a model, as for bodies that wait to be decoded
-_MOST_SAID_BYTES = 1 << 16  # limit: of a message, whose text is shorter
-_MOST_ANSWER_BYTES = 16 << 20  # limit: of the JSON of one answer
-_FADES = 0.99  # derived: the longest of the last hundred calls or so; a shorter memory forgets what it keeps time for
+HANGS_S = 2.0  # limit: the time of a call; a longer SLO allows more
+_START_S = 60.0  # limit: the time to import the hooks on a busy machine
+_LAST_S = 1.0  # limit: the time between the last message of a process and its end
+AGAIN_S = 1.0  # limit: the wait before a process is replaced, as a start takes a core for about as long
+_MOST_WAITING = 64  # limit: waiting calls of a model, as for bodies that wait to be decoded
+_MOST_SAID_BYTES = 1 << 16  # limit: the size of a message, whose text is shorter
+_MOST_ANSWER_BYTES = 16 << 20  # limit: the size of the JSON of one answer
+_FADES = 0.99  # derived: remembers the longest of about the last hundred calls; with less it forgets rare long calls
 _MODULE = "tenuto.deployments.entry.hook_process"
 
 ResultT = TypeVar("ResultT")
@@ -62,15 +62,15 @@ _SAID: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
 
 
 class HookFaultError(Exception):
-    """Hooks failed, by a fault of their own: what the log is told."""
+    """Hooks failed, by a fault of their own. The text is for the log."""
 
 
 class _LostError(Exception):
-    """A process of hooks has ended, or has to: why."""
+    """A process of hooks has ended, or has to be ended. The text says why."""
 
 
 class _Call:
-    """One call of a hook. `latest_ms`: until when it may begin."""
+    """One call of a hook. `latest_ms`: the latest moment at which it may begin."""
 
     def __init__(
         self,
@@ -150,7 +150,8 @@ class OwnHooks:
         return done
 
     def _inputs(self, said: Said, body: memoryview) -> list[InputPart]:
-        """Cut the bytes behind an answer into tensors; a process that was taken over must not harm a gpu-let."""
+        """Cut the bytes behind an answer into tensors. Sizes and types are checked, as an attacker may have taken over
+        the process, and must not harm a gpu-let."""
         dtypes = getattr(said, "dtypes", [])
         parts = []
         for tensor, dtype in zip(self._signature.inputs, dtypes, strict=False):
@@ -197,7 +198,7 @@ class OwnHooks:
         process.is_set_up = True
 
     async def _perform(self, process: _Process, call: _Call) -> None:
-        """Answer one call; raises `_LostError` where the process cannot go on."""
+        """Answer one call; raises `_LostError` when the process cannot go on."""
         if call.done.done():
             return  # its client was answered, or has left
         began_s = self._clock()
@@ -225,7 +226,7 @@ class OwnHooks:
                 call.done.set_exception(error)
 
     def _refuse_all(self, reason: str) -> None:
-        """Refuse what waits and what comes until a process could be started."""
+        """Refuse the calls that wait, and all that come until a process has been started."""
         self._broken = reason
         while not self._waiting.empty():
             call = self._waiting.get_nowait()[2]
@@ -240,7 +241,7 @@ class OwnHooks:
         return max(inputs, _MOST_ANSWER_BYTES)
 
     def close(self) -> None:
-        """End the processes; what waits is refused."""
+        """End the processes, and refuse the calls that wait."""
         for task in self._tasks:
             task.cancel()
         self._refuse_all(f"the hooks of '{self._model}' have changed. Retry.")
@@ -268,10 +269,10 @@ class _Process:
         self._line.setblocking(False)
 
     async def ask(self, asked: Asked, parts: Sequence[Buffer], longest_s: float) -> tuple[Said, memoryview]:
-        """Return what it says, and what is behind that.
+        """Return the process's message, and the bytes behind that message.
 
         Raises:
-            _LostError: it has ended, or said nothing in time.
+            _LostError: the process has ended, or has not answered in time.
         """
         loop = asyncio.get_running_loop()
         message = pack(asked)
@@ -294,7 +295,7 @@ class _Process:
             raise _LostError(f"{await self._end()} ({type(error).__name__})") from None
 
     async def _end(self) -> str:
-        """Return how it ended, soon after it stopped talking."""
+        """Return in words how the process ended, after it has closed its socket."""
         try:
             code = await asyncio.get_running_loop().run_in_executor(None, self._process.wait, _LAST_S)
         except subprocess.TimeoutExpired:
@@ -311,8 +312,8 @@ class _Process:
         return room
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process, whatever it does."""
         self._line.close()
         self._process.kill()
-        # A large process takes a while to end, and nobody has to wait for it.
+        # A large process takes a while to end. A thread waits for it, so that the loop need not.
         threading.Thread(target=self._process.wait, name="hooks end", daemon=True).start()

@@ -1,5 +1,5 @@
-"""The turns of the gateway's event loop: how much of what clients ask is done in one, however many of them ask at once,
-and when the bytes arrived that are read in it."""
+"""The turns of the gateway's event loop: how much work is done in one turn, however many clients ask at once, and when
+the bytes arrived that are read in it."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-MOST_WORK = 16  # limit: of a turn, in requests of 0.1 to 0.3 ms each
-_WORK_BYTES = 1 << 12  # derived: so many bytes of JSON or of chunks take as long as one request
+MOST_WORK = 16  # limit: requests in a turn, which take 0.1 to 0.3 ms each
+_WORK_BYTES = 1 << 12  # derived: reading this many bytes of JSON or of chunks takes as long as one request
 
 
 class Asking(Protocol):
-    """A connection that has received what it has not looked at."""
+    """A connection that has received bytes and has not looked at them yet."""
 
     def go_on(self) -> None:
-        """Look at it: at one request of a client that has asked now, at more of one that sent ahead."""
+        """Look at these bytes: at one request of a client that asks now, at several of a client that sent ahead."""
 
 
 class Turns:
-    """The turns of a loop, and who waits for the next ones.
+    """The turns of a loop, and the connections that wait for the next turns.
 
-    In a turn so much work is done for those who ask once, in the order in which they came. One connection goes on with
-    what it has sent ahead, and one TLS handshake goes on by a step. What carries no load has a turn of its own for each
-    request. A connection finds out that the work of a turn is done when it has been read already: what came is kept,
-    and no more is read.
+    In each turn, at most `MOST_WORK` requests of clients that ask once are answered, in the order in which they came.
+    Then one connection goes on with requests that it has sent ahead, one TLS handshake goes on by a step, and one
+    request that carries no load is answered. When the work of a turn is used up, a connection keeps the bytes that it
+    has read, and reads no more.
 
-    A loop gets to bytes later: what comes while it works off a turn is found by its next poll. Of such bytes only
-    bounds are known, and the earlier one is taken, the end of the poll before, so that no client waits longer than the
-    server thinks. Bytes that ended a sleep of the loop came now.
+    The loop reads bytes later than they come: its next poll finds what came while it worked. When a poll has slept, its
+    bytes came just now. When it has not, the bytes came between the poll before and this one. The earlier moment is
+    taken then, so that no client waits longer than the server thinks.
 
-    `left`: work that may be done in this turn; none where it is 0 or less.
+    `left`: the work that may still be done in this turn; 0 or less: none.
     """
 
-    _SLEPT_S = 2e-4  # a poll that returns sooner found something waiting
+    _SLEPT_S = 2e-4  # a poll that returns sooner has not slept: bytes were there already
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic) -> None:
         """Take the loop and its clock, in monotonic seconds."""
@@ -53,7 +53,7 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """How many wait for a turn."""
+        """How many connections and requests wait for a turn."""
         return len(self._first) + len(self._ahead) + len(self._handshakes) + len(self._cold)
 
     def arrived_ms(self) -> float:
@@ -68,18 +68,18 @@ class Turns:
         return self._arrived_s * 1000.0
 
     def spend(self, requests: int, size: int = 0) -> None:
-        """Take note of work: of so many requests, and of so many bytes that are looked at one by one."""
+        """Count work that is done in this turn: requests, and `size` bytes that are looked at one by one."""
         self.left -= requests + size // _WORK_BYTES
         if self._handle is None:
             self._schedule()
 
     def wait(self, asking: Asking) -> None:
-        """Let a connection go on when those before it have."""
+        """Let a connection go on after those that wait already."""
         self._first.append(asking)
         self._schedule()
 
     def wait_behind(self, asking: Asking) -> None:
-        """Let a connection go on with what it has sent ahead, after the others that have done so."""
+        """Let a connection go on with requests that it has sent ahead, after the others that wait to do so."""
         self._ahead.append(asking)
         self._schedule()
 
@@ -100,7 +100,7 @@ class Turns:
             self._handle = self._loop.call_soon(self._next)
 
     def _next(self) -> None:
-        """The turn is over: let those go on that waited for it, then the loop polls."""
+        """Begin the next turn: let the connections go on that waited for it. The loop polls afterwards."""
         self._handle = None
         self.left = MOST_WORK
         while self._first and self.left > 0:

@@ -1,7 +1,7 @@
-"""The gateways of one system, to each other and to operators: what each has counted, so that operators see all of them
-whichever one answers, and so that a key's rate holds for the system and not for each of them.
+"""What the gateways of one system tell each other and operators: what each has counted.
 
-They meet at a dispatcher that all of them know; a gateway that schedules by itself is alone.
+So operators see all gateways whichever one answers, and a key's rate holds for the system and not for each gateway.
+Gateways exchange their figures at a dispatcher that all of them know. A gateway that schedules by itself is alone.
 """
 
 from __future__ import annotations

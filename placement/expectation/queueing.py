@@ -1,14 +1,17 @@
 """What random arrivals cost: requests that wait too long although the GPUs would have time for them on average.
 
-Three causes, each with a formula of queueing theory. *Fluctuation*: the work that waits in front of `n` gpu-lets is a
-random walk, and requests that find more of it than they may wait for are lost. For exponential services that is exact
-(M/M/n with impatient customers: Barrer, Operations Research 5, 1957; Gnedenko and Kovalenko, 1968); here the exponent
-is scaled to the variance of the batches, as in heavy traffic, which agrees with M/D/1 within 0.05. *A batch of one's
-own*: what arrives early in a batch that takes longer than it may wait is lost unless another gpu-let is free.
-*Blocking*: the same behind a batch of others.
+There are three causes, each with a formula of queueing theory.
 
-Whom a loss of the first two kinds falls on is the scheduler's choice: it gives up what serves least per ms of GPU time,
-and of that what can wait least comes too late first.
+- *Fluctuation*. The work that waits in front of `n` gpu-lets is a random walk. When a request finds more work than it
+  may wait for, it is lost. For exponential services the formula is exact (M/M/n with impatient customers: Barrer,
+  Operations Research 5, 1957; Gnedenko and Kovalenko, 1968). Here its exponent is scaled to the variance of the
+  batches, as in heavy traffic. That agrees with M/D/1 within 0.05.
+- *A batch of the same program*. When a request arrives early in a batch that takes longer than the request may wait, it
+  is lost unless another gpu-let is free.
+- *Blocking*. The same happens behind a batch of another program.
+
+The scheduler chooses which requests are lost to the first two causes. It gives up those that serve least per ms of GPU
+time. Among these, the ones that can wait least come too late first.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ NO_WAIT_S = 1e-4  # limit: the least that requests are taken to wait for: a tent
 
 @dataclass(frozen=True)
 class MeanBatch:
-    """The batch in which a program's requests run on a gpu-let: mean size, and what it takes beside the neighbours.
+    """The batch in which a program's requests run on a gpu-let: its mean size, and its time beside the neighbours.
 
-    `stated_ms` is what a scheduler expects it to take, where that is more: requests are given up by it.
+    `stated_ms` is the time that a scheduler expects, if that is longer: the scheduler gives requests up by it.
     """
 
     size: float
