@@ -40,6 +40,7 @@ ROOMY = 0.5
 # borne nor that it is not. Of rare models the trial sees a few hundred, whose misses come in clumps: of 193 models four
 # had stood it and lose 1.2 to 2.6 % for good (lab/journal/benchmarks-placement.md).
 CONFIRMING = 12
+ROUNDS = 4  # limit: trials as long where it is not clear yet whether a plan keeps every model's attainment
 CUT_TRIAL = 3  # limit: times as many requests where GPUs are cut into MIG instances: some seconds; then `CONFIRMING`
 
 
@@ -86,7 +87,7 @@ class Candidate:
 
 
 class Chooser:
-    """The choice for one workload. `refused` says why policies cannot plan."""
+    """The choice for one workload. `refused` says why policies cannot plan, `count` how many plans were tried."""
 
     def __init__(
         self,
@@ -110,13 +111,16 @@ class Chooser:
             network=NetworkDelay(*options.network_ms),
         )
         self.trials = self._trials(requests=options.requests, seed=options.seed)
+        self._longer: list[Trials] = []
+        self.count = 0
         self.refused: dict[str, str] = {}
 
     def best(self) -> Candidate | None:
         """Return the plan that serves most on a fixed cluster; None where no model can be served.
 
         Candidates that are expected to serve nearly as much as the best are tried, and the first that serves
-        everything is taken. Of more than `LARGE` models or GPUs what is expected decides.
+        everything, in longer trials too, is taken. Where none does, the one that serves most promises what it serves
+        in a longer trial. Of more than `LARGE` models or GPUs what is expected decides.
         """
         found = self.candidates(self._cluster, is_one_enough=self.is_large)
         if not found or self.is_large:
@@ -124,14 +128,14 @@ class Chooser:
         most, best = max(each.foreseen.value for each in found), found[0]
         for each in found:
             if self.watch.is_stopped():
-                break
+                return best
             if each.foreseen.value >= (1.0 - NEAR) * most:
                 tried = self.tried(each, floor=0.0 if best.trial is None else best.trial.value)
                 if tried is not None and (best.trial is None or tried.judged.value > best.trial.value):
                     best = tried
-                if tried is not None and tried.judged.keeps(self.aim):
-                    return tried
-        return best
+                if tried is not None and tried.judged.keeps(self.aim) and (safe := self.safe(tried)) is not None:
+                    return safe
+        return self.confirmed(best)
 
     def sliced(self) -> Candidate | None:
         """Return the plan on GPUs cut into MIG instances that is expected to keep every model's attainment, on an
@@ -222,33 +226,45 @@ class Chooser:
         """Return the plans of these GPUs as `candidates`; of many models the first that is enough."""
         return self.candidates(_as_cluster(gpus), is_one_enough=self.is_large)
 
-    def tried(self, each: Candidate, *, floor: float = 0.0, attainment: float = 0.0) -> Candidate | None:
-        """Return it with its trial; None where that ended early, because it cannot reach the value `floor` any more or
-        this attainment of every model."""
-        self.watch.say(f"trial {self.trials.count + 1} in virtual time: the plan of {each.start}")
-        trial = self.trials.run(each.plan, floor=floor, attainment=attainment)
+    def tried(self, each: Candidate, *, floor: float = 0.0) -> Candidate | None:
+        """Return it with its trial; None where that ended early, because it cannot reach the value `floor` any more."""
+        self._says(each)
+        trial = self.trials.run(each.plan, floor=floor)
         return None if trial.value < 0.0 else replace(each, trial=trial)
 
     def safe(self, each: Candidate) -> Candidate | None:
-        """Return it with its confirming trial if it may be bought: no model misses more than half as much again as it
-        may in its trial, and in a longer one of other arrivals every model surely keeps its attainment. Of many models
-        what is expected is believed."""
+        """Return it with its confirming trials if it may be promised, as every model surely keeps its attainment, or
+        else None. As long as that is not clear, other arrivals follow. Of many models what is expected is believed."""
         least = self._options.attainment
         if self.is_large:
             return each if each.foreseen.keeps(least) else None
-        if self.tried(each, attainment=2.0 * least - self.aim) is None:
-            return None
-        longer = self.confirmed(each, attainment=least)
-        return longer if longer.judged.surely_keeps(least) else None
+        if each.trial is None:
+            self._says(each)
+        found: Judged | None = None
+        for index in range(ROUNDS):
+            # Who misses half as much again as it may need not go on.
+            longer = self._confirming(index).run(each.plan, attainment=2.0 * least - self.aim)
+            found = longer if found is None else found.and_then(longer)
+            if found.surely_keeps(least):
+                return replace(each, trial=found)
+            if found.surely_misses(least):
+                break
+        return None
 
-    @cached_property
-    def _confirming(self) -> Trials:
-        return self._trials(requests=CONFIRMING * self._options.requests, seed=self._options.seed + 1)
+    def confirmed(self, each: Candidate) -> Candidate:
+        """Return it with a confirming trial, whatever it serves there; of many models without one."""
+        return each if self.is_large else replace(each, trial=self._confirming(0).run(each.plan))
 
-    def confirmed(self, each: Candidate, *, attainment: float = 0.0) -> Candidate:
-        """Return it with a longer trial of other arrivals, which ends early where a model cannot keep `attainment`; of
-        many models without one."""
-        return each if self.is_large else replace(each, trial=self._confirming.run(each.plan, attainment=attainment))
+    def _confirming(self, index: int) -> Trials:
+        """Return the longer trials of other arrivals, those of one round."""
+        if index == len(self._longer):
+            seed = self._options.seed + 1 + index
+            self._longer.append(self._trials(requests=CONFIRMING * self._options.requests, seed=seed))
+        return self._longer[index]
+
+    def _says(self, each: Candidate) -> None:
+        self.count += 1
+        self.watch.say(f"trial {self.count} in virtual time: the plan of {each.start}")
 
 
 def _as_cluster(gpus: Sequence[Gpu]) -> Cluster:

@@ -21,8 +21,8 @@ class Judged:
     """What a plan serves. Arrays are by model, in the order of the workload; `busy` is by gpu-let.
 
     `value` is what plans are compared by: requests per second in time as the workload's objective counts them.
-    `ok_rps` and `offered_rps` are requests per second. `window_s` is how long a trial was; what is expected has no
-    length: it is infinite.
+    `ok_rps` and `offered_rps` are requests per second, `deviation_rps` the standard deviation of what misses, as parts
+    of the run differ. `window_s` is how long a trial was; what is expected has no length: it is infinite.
     """
 
     window_s: float
@@ -30,6 +30,7 @@ class Judged:
     ok_rps: NDArray[np.float64]
     busy: NDArray[np.float64]
     value: float
+    deviation_rps: NDArray[np.float64] | float = 0.0
 
     @cached_property
     def attainment(self) -> NDArray[np.float64]:
@@ -42,15 +43,34 @@ class Judged:
         return bool(self.kept(attainment).all())
 
     def surely_keeps(self, attainment: float) -> bool:
-        """Say the same with a standard deviation of so many misses to spare, so that other arrivals say it too. What
-        was ended early keeps nothing."""
+        """Say the same with a standard deviation of the misses to spare, so that other arrivals say it too. What was
+        ended early keeps nothing."""
         return self.value >= 0.0 and bool(self.kept(attainment, deviations=1.0).all())
 
+    def surely_misses(self, attainment: float) -> bool:
+        """Say whether some model misses a standard deviation more than it may, so that other arrivals say it too."""
+        return self.value < 0.0 or not self.kept(attainment, deviations=-1.0).all()
+
     def kept(self, attainment: float, *, deviations: float = 0.0) -> NDArray[np.bool_]:
-        """Return of each model whether it has."""
+        """Return of each model whether it has, with so many standard deviations to spare: those of the run, as misses
+        come in clumps, or of as many single misses as there may be."""
         may_lose_rps, one = (1.0 - attainment) * self.offered_rps, 1.0 / self.window_s
-        most_rps = may_lose_rps - deviations * np.sqrt(may_lose_rps * one)  # of n a second in w: sqrt(n w) / w
+        deviation_rps = np.maximum(self.deviation_rps, np.sqrt(may_lose_rps * one))  # of n a second in w: sqrt(n w) / w
+        most_rps = may_lose_rps - deviations * deviation_rps
         return self.offered_rps - self.ok_rps <= np.maximum(one, most_rps) + 1e-9
+
+    def and_then(self, other: Judged) -> Judged:
+        """Return both trials of one plan as one."""
+        window_s = self.window_s + other.window_s
+        mine, its = self.window_s / window_s, other.window_s / window_s
+        return Judged(
+            window_s=window_s,
+            offered_rps=mine * self.offered_rps + its * other.offered_rps,
+            ok_rps=mine * self.ok_rps + its * other.ok_rps,
+            busy=mine * self.busy + its * other.busy,
+            value=-1.0 if min(self.value, other.value) < 0.0 else mine * self.value + its * other.value,
+            deviation_rps=np.hypot(mine * self.deviation_rps, its * other.deviation_rps),
+        )
 
 
 class Worth:

@@ -141,7 +141,7 @@ def _expected(found: Candidate, workload: Workload, hosted: set[str], attainment
 def _notes(choice: Chooser, found: Candidate, scheduler: str) -> Iterator[str]:
     judged, worst = found.judged, int(found.judged.attainment.argmin())
     by = "in its trial" if found.trial is not None else "by the model of queueing and batches"
-    yield f"the plan of {found.start}; {choice.trials.count} plans were tried in virtual time under '{scheduler}'"
+    yield f"the plan of {found.start}; {choice.count} plans were tried in virtual time under '{scheduler}'"
     yield (
         f"{by} {100 * judged.ok_rps.sum() / judged.offered_rps.sum():.4g} % of the requests are in time, the least of "
         f"{choice.worth.models[worst].name}: {100 * judged.attainment[worst]:.4g} %"

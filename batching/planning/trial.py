@@ -16,6 +16,7 @@ from tenuto.placement.workload import Objective
 
 RARE = 400  # derived: to see 1 % of them late; requests a rare model should have
 SLOWEST_SLOS = 10.0  # limit: how many of the longest SLO a trial lasts at least
+SPANS = 20  # limit: of a trial, which tell how clumped its misses are: each far longer than a burst
 _STEADY = 1_000.0  # limit: shape of gaps that are all but equal
 
 
@@ -54,12 +55,10 @@ class Trials:
         begin_ms = 50.0 * self._duration_s  # the warm-up is the first 5 %
         self._offered = np.bincount(self.index[self.times_ms >= begin_ms], minlength=len(models))
         self.offered_value = self._value(self._offered, self._offered) / (0.95 * self._duration_s)
-        self.count = 0
 
     def run(self, plan: Plan, *, floor: float = 0.0, attainment: float = 0.0) -> Judged:
         """Run a plan; one that cannot reach the value `floor` any more, or `attainment` of every model, is ended early,
         with the value -1."""
-        self.count += 1
         system = from_plan(plan, self._network, check_slos=False)
         # A trial is too short for rehearsals to pay, and a plan took 2.5 times as long with them.
         options = {"rehearse": False} if self._scheduler == "deferred" else {}
@@ -79,12 +78,17 @@ class Trials:
         result = simulate(scheduler, self.times_ms, self.index, duration_s=self._duration_s, stop=is_hopeless)
         counts = result.counts()
         offered, ok = counts.sum(axis=1) / result.window_s, counts[:, Outcome.OK] / result.window_s
+        missed = result.measured & (result.outcome != Outcome.OK)
+        edges = np.linspace(50.0 * self._duration_s, 1000.0 * self._duration_s, SPANS + 1)
+        span = np.digitize(result.arrival_ms[missed], edges[1:-1])
+        by_span = np.bincount(result.model[missed] * SPANS + span, minlength=SPANS * len(counts)).reshape(-1, SPANS)
         return Judged(
             window_s=result.window_s,
             offered_rps=offered,
             ok_rps=ok,
             busy=result.busy_ms() / (1000.0 * result.window_s),
             value=-1.0 if stopped else self._value(ok, offered),
+            deviation_rps=SPANS**0.5 * by_span.std(axis=1, ddof=1) / result.window_s,
         )
 
     def _schedule(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:

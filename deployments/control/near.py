@@ -15,7 +15,9 @@ from tenuto.deployments.control.worth import Durations
 from tenuto.errors import InvalidInputError, refused
 from tenuto.placement import Cluster, Gpulet, Plan, Policy, Workload
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic, expected_of
+from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.plan import Expected, ExpectedModel, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policy import load_policy
@@ -122,13 +124,21 @@ def planned_near(
             yield whole(plan, most, losses)
 
     def spared(plan: Plan) -> Iterator[Plan]:
-        """Yield a plan without the changes that are not needed for what is asked of it; nothing where all are."""
+        """Yield a plan without the changes that are not needed for what is asked of it, with the latencies that batches
+        then have beside their neighbours; nothing where all are needed."""
         less, outlooks = plan, Outlooks()
+        streaming = cluster.streams if asked.streaming is None else asked.streaming
+        sharing = Sharing(costs_of(asked, cluster, profiles), profiles, streaming)
         then = {gpulet.id: gpulet for gpulet in kept.gpulets}
         least = {name: min(part, parts.get(name, 0.0)) - SLIGHT for name, part in outlooks.promised(plan)[0].items()}
         for name in sorted(not_ready(old, plan)):
             gpulets = (then.get(name) if gpulet.id == name else gpulet for gpulet in less.gpulets)
-            one = less.model_copy(update={"gpulets": tuple(gpulet for gpulet in gpulets if gpulet is not None)})
+            others = {gpulet.id: gpulet for gpulet in gpulets if gpulet is not None}
+            [gpu] = (gpulet.gpu for gpulet in plan.gpulets if gpulet.id == name)
+            here = tuple(gpulet for gpulet in others.values() if gpulet.gpu == gpu)
+            beside = sharing.completed(less.model_copy(update={"gpulets": here})).gpulets
+            others |= {gpulet.id: gpulet for gpulet in beside}
+            one = less.model_copy(update={"gpulets": tuple(others.values())})
             promised = outlooks.promised(one)[0]
             if all(promised.get(model, 0.0) >= part for model, part in least.items()):
                 less = one

@@ -8,7 +8,8 @@ judged on Poisson arrivals of a seed that no planner uses, under `deferred`:
   requests of all models, 300,000 others decide;
 * plans dearer than the elastic plan of one of the policy's own starts that stands the planner's trial and keeps every
   model; one that failed that trial may never be bought, and is counted apart where the judge's arrivals are kinder;
-* plans dearer than a cluster of up to `--most` GPUs on which some candidate of the policy keeps every model.
+* plans dearer than a cluster of up to `--most` GPUs on which some candidate of the policy keeps every model, among the
+  20,000 and the 300,000: of many candidates that miss 99 % by little, some have luck with few arrivals.
 
 Run: python lab/benchmarks/bench_elastic.py [--seeds 40] [--first-seed 1] [--most 5]
 """
@@ -19,6 +20,7 @@ import argparse
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 
 from bench_promises import Scene
@@ -99,8 +101,9 @@ def small_clusters(cluster: Cluster, most: int) -> list[tuple[float, Cluster]]:
     return sorted(found, key=lambda each: (-len(each[1].gpus), each[0]))
 
 
-def cheapest_kept(scene: Scene, judged: Trials, price: float, most: int) -> tuple[float, Cluster] | None:
-    """Return the cheapest small cluster below a price on which some candidate keeps every model; None: none does.
+def cheapest_kept(scene: Scene, judges: Sequence[Trials], price: float, most: int) -> tuple[float, Cluster] | None:
+    """Return the cheapest small cluster below a price on which some candidate keeps every model before every judge;
+    None: none does.
 
     Clusters within one on which nothing is expected to serve nine tenths need not be tried.
     """
@@ -113,7 +116,7 @@ def cheapest_kept(scene: Scene, judged: Trials, price: float, most: int) -> tupl
         if max((each.foreseen.value for each in found), default=0.0) < 0.9 * choice.worth.most:
             hopeless.append(cluster)
         likely = (each for each in found if each.foreseen.value >= 0.97 * choice.worth.most)
-        if any(judged.run(each.plan, attainment=KEPT).keeps(KEPT) for each in likely):
+        if any(all(judged.run(each.plan, attainment=KEPT).keeps(KEPT) for judged in judges) for each in likely):
             best, price = (cost, cluster), cost
     return best
 
@@ -131,19 +134,19 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=5)
     given = parser.parse_args()
     print(machine("numpy", "scipy", "tenuto"))
-    print("| seed | models | bought | $/h | planned in | unsaid | said | cheapest start | failed its trial | found |")
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
-    unsaid = below_a_start = below_failed = dearer = 0
+    print("| seed | models | bought | $/h | planned in | unsaid | said | cheapest start | failed its trial | by 20,000 alone | found |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    unsaid = below_a_start = below_failed = dearer = by_luck = 0
     for seed in range(given.first_seed, given.first_seed + given.seeds):
         drawn = scene(seed)
         started = time.process_time()
         plan = solve(load_policy("tenuto"), drawn.workload, drawn.cluster, drawn.profiles)
         took_s = time.process_time() - started
-        trials, price = judge(drawn.workload), price_of(plan)
+        trials, deciding, price = judge(drawn.workload), judge(drawn.workload, DECIDING), price_of(plan)
         below = below_unsaid(drawn, plan, trials.run(plan))
         if below:
             print(f"seed {seed}: {', '.join(sorted(below))} among {REQUESTS:,} requests; others decide", flush=True)
-            below = below_unsaid(drawn, plan, judge(drawn.workload, DECIDING).run(plan))
+            below = below_unsaid(drawn, plan, deciding.run(plan))
         choice, starts, failed = Chooser(ChoosingOptions(), drawn.workload, drawn.cluster, drawn.profiles), [], []
         for own in choice.candidates(drawn.cluster):
             if trials.run(own.plan, attainment=KEPT).keeps(KEPT):
@@ -151,11 +154,14 @@ def main() -> None:
                 (starts if stood else failed).append((price_of(own.plan), own.start))
         start_price, start_name = min(starts, default=(price, ""))
         failed_price, failed_name = min(failed, default=(price, ""))
-        found = cheapest_kept(drawn, trials, price, given.most)
+        lucky = found = cheapest_kept(drawn, (trials,), price, given.most)
+        if lucky is not None:
+            found = cheapest_kept(drawn, (trials, deciding), price, given.most)
         unsaid += len(below)
         below_a_start += start_price < price - 1e-6
         below_failed += failed_price < price - 1e-6
         dearer += found is not None
+        by_luck += lucky is not None
         counts = Counter(gpu.type for gpu in plan.gpus)
         cells = (
             str(seed),
@@ -167,13 +173,13 @@ def main() -> None:
             str(len(plan.unserved_reasons)),
             f"{start_price:.2f} {start_name}" if start_name else "none keeps all",
             f"{failed_price:.2f} {failed_name}" if failed_name else "–",
-            "–" if found is None else f"{found[0]:.2f} " + ", ".join(f"{k}:{n}" for k, n in found[1].counts.items()),
+            *("–" if each is None else f"{each[0]:.2f} {dict(each[1].counts)}" for each in (lucky, found)),
         )
         print("| " + " | ".join(cells) + " |", flush=True)
     print(
         f"{unsaid} models below {KEPT:.0%} unsaid; {below_a_start} plans dearer than a start that stood its "
         f"trial, {below_failed} than one that failed it; {dearer} of "
-        f"{given.seeds} dearer than a cluster of up to {given.most} GPUs"
+        f"{given.seeds} dearer than a cluster of up to {given.most} GPUs, {by_luck} by {REQUESTS:,} requests alone"
     )
 
 

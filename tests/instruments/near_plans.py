@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tenuto.batching.planning.losses import LossTrials
@@ -14,8 +15,8 @@ from tenuto.deployments.control.near import changes_of, planned_near
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import IN_FULL, expected_of
-from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.solve import check_plan
+from tenuto.placement.plan import Expected, PolicyUsed
+from tenuto.placement.solve import check_plan, complete
 from tenuto.placement.surviving import SLIGHT
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
@@ -68,7 +69,10 @@ def judged(seed: int, policy: str) -> Judged:
         changes = changes_of(old, plan)
         found.changes.append(changes)
         check_plan(plan, left)
-        wrong = [*_told_wrongly(plan, changes), *_needless(old, plan, least)]
+        completed = partial(
+            complete, policy=loaded, workload=after, cluster=left, profiles=profiles, parts={}, at_most=0
+        )
+        wrong = [*_told_wrongly(plan, changes), *_needless(old, plan, least, completed)]
         if Plan.from_data(plan.to_data()) != plan:
             wrong.append("another plan after a round trip")
         if at_most is not None and changes > at_most:
@@ -130,8 +134,9 @@ def _told_wrongly(plan: Plan, changes: int) -> Iterator[str]:
         yield f"{promised} rps: {said[0]}"
 
 
-def _needless(old: Plan, plan: Plan, least: Mapping[str, float]) -> Iterator[str]:
-    """Yield the changes without which every model is promised as much, or what it is to get."""
+def _needless(old: Plan, plan: Plan, least: Mapping[str, float], completed: Callable[[Plan], Plan]) -> Iterator[str]:
+    """Yield the changes without which every model is promised as much, or what it is to get, with the latencies that
+    batches then have beside their neighbours."""
     then = {gpulet.id: {replica.name for replica in gpulet.models} for gpulet in old.gpulets}
     got = {name: model.goodput_rps for name, model in plan.expected.models.items()}
     wanted = {name: min(rate, least.get(name, rate)) for name, rate in got.items()}
@@ -140,6 +145,6 @@ def _needless(old: Plan, plan: Plan, least: Mapping[str, float]) -> Iterator[str
             kept = tuple(replica for replica in gpulet.models if replica.name in then.get(gpulet.id, ()))
             reverted: tuple[Gpulet, ...] = (gpulet.model_copy(update={"models": kept, "merge": ()}),) if kept else ()
             gpulets = (*(other for other in plan.gpulets if other.id != gpulet.id), *reverted)
-            without = plan.model_copy(update={"gpulets": gpulets})
+            without = completed(plan.model_copy(update={"gpulets": gpulets, "notes": (), "expected": Expected()}))
             if not _lacking(without.model_copy(update={"expected": expected_of(without)}), wanted):
                 yield f"the change of {gpulet.id} is for nothing"
