@@ -125,17 +125,20 @@ class Chooser:
         found = self.candidates(self._cluster, is_one_enough=self.is_large)
         if not found or self.is_large:
             return found[0] if found else None
-        most, best = max(each.foreseen.value for each in found), found[0]
+        most, best, longer = max(each.foreseen.value for each in found), found[0], None
         for each in found:
             if self.watch.is_stopped():
-                return best
+                return longer or best
             if each.foreseen.value >= (1.0 - NEAR) * most:
                 tried = self.tried(each, floor=0.0 if best.trial is None else best.trial.value)
-                if tried is not None and (best.trial is None or tried.judged.value > best.trial.value):
-                    best = tried
-                if tried is not None and tried.judged.keeps(self.aim) and (safe := self.safe(tried)) is not None:
-                    return safe
-        return self.confirmed(best)
+                if tried is None:
+                    continue
+                confirmed = self.confirmed(tried) if tried.judged.keeps(self.aim) else None
+                if confirmed is not None and confirmed.judged.surely_keeps(self._options.attainment):
+                    return confirmed
+                if best.trial is None or tried.judged.value > best.trial.value:
+                    best, longer = tried, confirmed
+        return longer or self.confirmed(best)
 
     def sliced(self) -> Candidate | None:
         """Return the plan on GPUs cut into MIG instances that is expected to keep every model's attainment, on an
@@ -233,27 +236,27 @@ class Chooser:
         return None if trial.value < 0.0 else replace(each, trial=trial)
 
     def safe(self, each: Candidate) -> Candidate | None:
-        """Return it with its confirming trials if it may be promised, as every model surely keeps its attainment, or
-        else None. As long as that is not clear, other arrivals follow. Of many models what is expected is believed."""
+        """Return it with its confirming trials if it may be bought, as every model surely keeps its attainment, or else
+        None. Of many models what is expected is believed."""
         least = self._options.attainment
         if self.is_large:
             return each if each.foreseen.keeps(least) else None
-        if each.trial is None:
-            self._says(each)
-        found: Judged | None = None
-        for index in range(ROUNDS):
-            # Who misses half as much again as it may need not go on.
-            longer = self._confirming(index).run(each.plan, attainment=2.0 * least - self.aim)
-            found = longer if found is None else found.and_then(longer)
-            if found.surely_keeps(least):
-                return replace(each, trial=found)
-            if found.surely_misses(least):
-                break
-        return None
+        self._says(each)
+        # Who misses half as much again as it may need not go on.
+        longer = self.confirmed(each, attainment=2.0 * least - self.aim)
+        return longer if longer.judged.surely_keeps(least) else None
 
-    def confirmed(self, each: Candidate) -> Candidate:
-        """Return it with a confirming trial, whatever it serves there; of many models without one."""
-        return each if self.is_large else replace(each, trial=self._confirming(0).run(each.plan))
+    def confirmed(self, each: Candidate, *, attainment: float = 0.0) -> Candidate:
+        """Return it with longer trials of other arrivals, one after the other until it is clear whether every model
+        keeps its attainment; of many models without one. One ends early where a model cannot keep `attainment`."""
+        if self.is_large:
+            return each
+        least, found = self._options.attainment, self._confirming(0).run(each.plan, attainment=attainment)
+        for more in map(self._confirming, range(1, ROUNDS)):
+            if found.surely_keeps(least) or found.surely_misses(least):
+                break
+            found = found.and_then(more.run(each.plan, attainment=attainment))
+        return replace(each, trial=found)
 
     def _confirming(self, index: int) -> Trials:
         """Return the longer trials of other arrivals, those of one round."""

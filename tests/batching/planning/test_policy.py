@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.planning.judging import Worth, foreseen
+from tenuto.batching.planning.judging import Judged, Worth, foreseen
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.batching.planning.trial import Trials
 from tenuto.errors import InvalidInputError
@@ -46,6 +46,56 @@ def test_serves_on_four_gpus_what_usher_needs_six_for() -> None:
     assert plan.unserved == ()
     assert plan.expected.goodput_rps == pytest.approx(2500, rel=0.01)
     assert trials(load, 20_000, seed=7).run(plan).keeps(0.99)
+
+
+def test_what_rare_models_had_the_luck_to_keep_in_a_short_trial_is_not_promised() -> None:
+    rates = {"inception_v3": (633.9, 50), "vgg19": (12.79, 40), "resnet50": (8.79, 60), "alexnet": (12.43, 80)}
+    models = [{"name": name, "rate_rps": rate, "slo_ms": slo} for name, (rate, slo) in rates.items()]
+    load = Workload.model_validate({"models": models})
+    plan = planned(load, v100s(1), starts=("symphony",), requests=2_000)
+    assert trials(load, 2_000).run(plan).keeps(1.0)
+    others = trials(load, 60_000, seed=7).run(plan).attainment
+    assert (others < 0.99).sum() == 2
+    for spec, part in zip(load.models, others, strict=True):
+        assert (part >= 0.99) == (plan.expected.models[spec.name].goodput_rps >= 0.99 * spec.rate_rps), spec.name
+
+
+def missed(*times_s: float, window_s: float = 100.0, requests: int = 1_000) -> Judged:
+    """Return a trial of one model that misses requests at these times."""
+    spans = np.histogram(times_s, 20, (0.0, window_s))[0]
+    deviation = np.array([20**0.5 * spans.std(ddof=1) / window_s])
+    offered, ok = np.array([requests / window_s]), np.array([(requests - len(times_s)) / window_s])
+    return Judged(window_s, offered, ok, np.zeros(1), float(ok[0]), deviation)
+
+
+def test_misses_in_a_clump_say_less_than_as_many_here_and_there() -> None:
+    apart, together = missed(*range(0, 100, 17)), missed(*[50.0] * 6)  # 6 of the 10 that it may miss
+    assert apart.surely_keeps(0.99)
+    assert together.keeps(0.99)
+    assert not together.surely_keeps(0.99)
+    assert not missed(*[50.0] * 14).surely_misses(0.99)
+    assert missed(*np.linspace(0, 99, 14)).surely_misses(0.99)
+
+
+def test_more_trials_make_clear_what_one_leaves_open() -> None:
+    for apart in (7, 13):
+        found = one = missed(*np.linspace(0, 99, apart + 1)[:-1])
+        assert not one.surely_keeps(0.99)
+        assert not one.surely_misses(0.99)
+        for _ in range(3):
+            found = found.and_then(one)
+        assert found.window_s == 400.0
+        assert found.attainment == pytest.approx(one.attainment)
+        assert (found.surely_keeps(0.99), found.surely_misses(0.99)) == (apart < 10, apart > 10)
+
+
+def test_a_trial_counts_its_misses_by_when_they_come() -> None:
+    load = workload("resnet50", rate=900.0, slo=60.0)
+    run = trials(load, 20_000).run(solve(load_policy("symphony"), load, v100s(1), THESIS))
+    lost = (run.offered_rps - run.ok_rps) * run.window_s
+    alone = np.sqrt(lost) / run.window_s  # what it would be of misses one by one
+    assert lost[0] > 50
+    assert (run.deviation_rps > 1.5 * alone).all()
 
 
 def test_no_worse_than_its_starts_on_the_trials_arrivals() -> None:

@@ -24,3 +24,7 @@ def test_of_a_policy_that_tries_its_plans_near_ones_promise_what_trials_serve_to
 
 def test_what_was_added_for_a_model_and_is_not_needed_in_the_end_is_left_away() -> None:
     assert judged(9109, "igniter").faults == []
+
+
+def test_what_its_neighbours_are_the_quicker_without_is_left_away() -> None:
+    assert judged(500163, "wao-usher").faults == []
