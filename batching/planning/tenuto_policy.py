@@ -32,6 +32,7 @@ class TenutoPolicy(ChoosingOptions, Policy):
        same arrivals in virtual time; their value is the weighted requests per second in time. Of candidates that are
        expected to serve everything the one with most headroom is tried first, and taken if it does.
     3. On an elastic cluster the cheapest plan that keeps every model's `attainment` in its trial is sought (`buying`).
+    4. What is promised is what longer trials of other arrivals served.
 
     Of more than 40 models or GPUs what is expected decides, without trials. On GPUs that may be cut into MIG
     instances (`mig: managed`): layouts, instances, processes and models that take turns are chosen together
