@@ -47,11 +47,12 @@ class Holding:
         gpulets, hold, head, until = self._gpulets, self.hold, queue.deadlines[0], queue.oldest + costs.held_ms
         sent_ms = gpulets.ctrl_ms + gpulets.data_ms * next_size + queue.batch.factor * run[next_size]
         due = (head if head < until else until) - (1.0 - hold) * costs.budget_ms - hold * sent_ms
-        run_ms = queue.batch.factor * costs.run[min(size, len(costs.run) - 1)]
         if bounds.is_bounded:
+            run_ms = queue.batch.factor * costs.run[min(size, len(costs.run) - 1)]
             longest_ms = INF if now < self.in_full_until else bounds.patience * run_ms
             due = min(due, queue.oldest + min(bounds.most_ms, longest_ms))
-        return min(due, queue.newest + bounds.lull * run_ms)
+        lull = queue.newest + bounds.lull_ms
+        return lull if lull < due else due
 
     def _is_light(self, queue: WaitingQueue, now: float) -> bool:
         """Whether as many gpu-lets are ready as under light load. (The load may have risen since it was measured.)"""
@@ -65,16 +66,16 @@ class Holding:
 
         When m programs share a gpu-let and hold batches for k times their latency, each program keeps the gpu-let busy
         for at most 1/k of the time, and all of them for at most m/k. The bound is the k with m/k = `save_above`. When a
-        batch reaches its staggered size within that time, at the rate of the last seconds, the bound does not count
-        from the oldest request. It always counts from the newest one: batches sent so far apart save no time that
-        anybody needs, whatever the rate was before.
+        batch reaches its staggered size within that time, at the rate of the last seconds, there is no bound. But no
+        batch waits for another request for k times the latency of a staggered batch: batches sent so far apart keep
+        the gpu-let busy for less than that part of the time, whatever the rate was before.
         """
         if not queue.pools:
             return
         rps, hold, costs = queue.rate.rps, queue.hold, queue.costs
         hold.is_light = max([pool.alone for pool in queue.pools]) < self.save_above
-        hold.lull = max([pool.crowd for pool in queue.pools]) / self.save_above if self.save_above else INF
-        hold.patience = hold.lull
+        hold.patience = max([pool.crowd for pool in queue.pools]) / self.save_above if self.save_above else INF
+        hold.lull_ms = hold.patience * queue.batch.factor * costs.run[costs.staggered]
         if rps is not None and rps / 1000.0 * hold.patience * costs.run[costs.staggered] >= costs.staggered:
             hold.patience = INF
         hold.is_bounded = hold.is_light or hold.patience < INF or hold.most_ms < INF

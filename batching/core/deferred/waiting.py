@@ -72,8 +72,8 @@ class Hold:
     """The bounds on how long batches of a program are held."""
 
     most_ms: float = INF  # the model's `longest_hold_ms`
-    patience: float = INF  # from the oldest request: a multiple of the batch's own latency
-    lull: float = INF  # the same from the newest request
+    patience: float = INF  # a multiple of the batch's own latency
+    lull_ms: float = INF  # from the newest request, not from the oldest
     is_light: bool = False  # under light load: no program needs the GPU time that holding saves
     is_bounded: bool = False  # one of these bounds applies
 
