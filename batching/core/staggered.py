@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 from tenuto.batching.core.gathering import longest_within
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
@@ -60,10 +61,10 @@ class ArrivalRate:
 
     __slots__ = ("_marks", "count", "next_at", "recent_rps", "rps")
 
-    STEP_MS = 250.0
-    WINDOW_STEPS = 20  # 5 s
-    RECENT_MS = 1000.0
-    LEAST = 10  # requests
+    STEP_MS: Final = 250.0
+    WINDOW_STEPS: Final = 20  # 5 s
+    RECENT_MS: Final = 1000.0
+    LEAST: Final = 10  # requests
 
     def __init__(self, first_guess_rps: float | None = None) -> None:
         self.rps = first_guess_rps
