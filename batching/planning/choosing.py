@@ -169,6 +169,7 @@ class Chooser:
             self._trials(requests=times * options.requests, seed=options.seed + 1 + place, slowest_slos=0.0)
             for place, times in enumerate((CUT_TRIAL, CONFIRMING))
         )
+        self.count += 1
         return short.run(each.plan).keeps(least) and longer.run(each.plan, attainment=least).surely_keeps(least)
 
     def _of_parvagpu(self) -> Candidate | None:

@@ -3,10 +3,11 @@ attainment in virtual time, planning time, and what a change of rates moves.
 
 `published`: policy `parvagpu` under the schedulers `eager` and `deferred`, and policy `tenuto` under `deferred`, for
 the four workloads that ParvaGPU's authors published (`tests/data/parvagpu.yaml`); S6 at ten times its rates is planned
-only. `short`: two thirds of the GPUs that `parvagpu` takes, objective `each`. `random`: elastic plans of both policies.
-`moved`: rates changed by up to 10 % each, on GPUs that are cut as before.
+only. `short`: two thirds of the GPUs that `parvagpu` takes, objective `each`, for the published workloads, or from
+`--first-seed` on for random ones. `random`: elastic plans of both policies. `moved`: rates changed by up to 10 % each,
+on GPUs that are cut as before: instances that are cut anew, and those in which a process starts or loads a model.
 
-Run: python lab/benchmarks/bench_mig.py published|short|random|moved [--seeds 40] [--first-seed 1] [--seconds 20]
+Run: python lab/benchmarks/bench_mig.py published|short|random|moved [--seeds 40] [--first-seed N] [--seconds 20]
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from placement_scenes import machine
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
+from tenuto.deployments.control.fit import fitted, gpus_of, renamed
+from tenuto.deployments.control.steps import not_ready
 from tenuto.documents import load_document
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
@@ -120,13 +123,16 @@ def print_published(seconds: float, seed: int) -> None:
     print(f"| ten times S6 | tenuto | {plan.expected.gpus_used} | | {took:.1f} s |")
 
 
-def print_short(seconds: float, seed: int) -> None:
+def print_short(first: int, count: int, seconds: float) -> None:
     print("| workload | GPUs | mean attainment | least | most |\n|---|---|---|---|---|")
-    for name in PUBLISHED:
-        gpus = max(1, math.floor(2 * PUBLISHED[name]["gpus"] / 3))
-        workload = published(name, objective="each")
+    asked = {name: (published(name, objective="each"), PUBLISHED[name]["gpus"]) for name in PUBLISHED}
+    if first > 1:
+        drawn_ones = {str(n): drawn(n).model_copy(update={"objective": "each"}) for n in range(first, first + count)}
+        asked = {n: (each, planned("parvagpu", each)[0].expected.gpus_used) for n, each in drawn_ones.items()}
+    for name, (workload, most) in asked.items():
+        gpus = max(1, math.floor(2 * most / 3))
         plan, _ = planned("tenuto", workload, Cluster.parse(f"a100-80gb:{gpus}:mig"))
-        found = attainment(workload, plan, "deferred", seconds, seed)
+        found = attainment(workload, plan, "deferred", seconds, first)
         mean = sum(found.values()) / len(found)
         parts = " | ".join(f"{100 * part:.1f} %" for part in (mean, min(found.values()), max(found.values())))
         print(f"| {name.upper()} | {gpus} | {parts} |", flush=True)
@@ -148,7 +154,7 @@ def print_random(first: int, count: int, seconds: float) -> None:
 
 
 def print_moved(first: int, count: int) -> None:
-    moved = held = 0
+    moved = held = other = 0
     for seed in range(first, first + count):
         workload, rng = drawn(seed), random.Random(seed)
         before, _ = planned("tenuto", workload)
@@ -158,11 +164,14 @@ def print_moved(first: int, count: int) -> None:
         left = {gpu.device for gpu in after.gpus}
         new = Counter(gpu.device for gpu in after.gpus if (gpu.id, gpu.type) not in old and gpu.device in old.values())
         held, moved = held + len(old), moved + sum(new.values())
+        laid = renamed(fitted(after, before, gpus_of(after), keep_idle=False), before)
+        starts = not_ready(before, laid)
+        filled = {gpulet.gpu for gpulet in laid.gpulets if gpulet.id in starts and gpulet.gpu in {g for g, _ in old}}
+        other += len(filled)
         gpus = f"{before.expected.gpus_used} → {after.expected.gpus_used} GPUs"
-        print(
-            f"{seed}: {gpus}, {sum(new.values())} of {len(old)} instances cut anew, {len(left)} GPUs in use", flush=True
-        )
-    print(f"{100 * moved / held:.1f} % of {held} instances")
+        changes = f"{sum(new.values())} of {len(old)} instances cut anew, {len(filled)} with other models"
+        print(f"{seed}: {gpus}, {changes}, {len(left)} GPUs in use", flush=True)
+    print(f"{100 * moved / held:.1f} % of {held} instances cut anew, {100 * other / held:.1f} % with other models")
 
 
 def main() -> None:
@@ -176,7 +185,7 @@ def main() -> None:
     if given.what == "published":
         print_published(given.seconds, given.first_seed)
     elif given.what == "short":
-        print_short(given.seconds, given.first_seed)
+        print_short(given.first_seed, given.seeds, given.seconds)
     elif given.what == "random":
         print_random(given.first_seed, given.seeds, given.seconds)
     else:

@@ -117,6 +117,22 @@ def check_what_an_elastic_cluster_buys(policy: Policy) -> None:
     assert {gpu.type for gpu in decided(policy, three(), dear, both).gpus} == {"v100"}
 
 
+def test_models_in_different_mig_instances_of_a_gpu_do_not_slow_each_other() -> None:
+    instances = [{"profile": "3g.40gb", "start": start} for start in (4, 0)]
+    group = {"type": "a100-80gb", "count": 2, "mig": "fixed", "instances": instances}
+    cluster = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": [group]}]})
+    plan = solve(Igniter(), three(), cluster, Profiles([slower("a100-80gb-3g.40gb", 1.0)]))
+    assert not plan.unserved
+    assert {gpu.type for gpu in plan.gpus} == {"a100-80gb-3g.40gb"}
+    assert plan.expected.gpus_used == len({gpu.device for gpu in plan.gpus if plan.on_gpu(gpu.id)})
+    for gpu in plan.gpus:
+        assert sum(gpulet.effective_share_pct for gpulet in plan.on_gpu(gpu.id)) <= 100.0
+    apart = {gpulet.gpu for gpulet in plan.gpulets if len(plan.on_gpu(gpulet.gpu)) == 1}
+    assert all(replica.slowdown == 1.0 for g in plan.gpulets if g.gpu in apart for replica in g.models)
+    assert len(apart) < len(plan.gpulets)  # others do share an instance
+    assert max(replica.slowdown for gpulet in plan.gpulets for replica in gpulet.models) > 1.0
+
+
 def test_what_the_cheap_type_cannot_serve_goes_to_the_other() -> None:
     both = Profiles([*profiles(), slower("t4", 3.0)])
     plan = decided(Igniter(), twelve(), Cluster.parse("v100:1,t4:1", elastic=True), both)
