@@ -20,11 +20,12 @@ from itertools import count
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.costs import context_mib_of
+from tenuto.placement.costs import ModelOnGpu, context_mib_of
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Generation, ModelProfile, Profiles, StepCost
 from tenuto.profiles.generation import pairs_of
+from tenuto.profiles.share_latency import EVERY_RULE
 
 SPREADS = 4.0
 """fitted on 39 random models on shares, with the next: how many times the square root of b there may be more sequences.
@@ -35,6 +36,8 @@ SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
 """derived: tens of percent, from the smallest share with measured step times."""
 _MEMORY_PART = 0.9
 """limit: the part of its memory that a gpu-let uses, as the ledger leaves a tenth for workspaces."""
+_LEAST_LEFT = 10.0
+"""limit: the smallest share that is left to other models; below it one of the measured GPUs has a handful of SMs."""
 _CLOSE = 1.01
 """limit: how near the highest load that fits is found."""
 
@@ -53,6 +56,8 @@ class Carrying:
     kv_mib: float
 
 
+Costs = Mapping[str, Mapping[str, ModelOnGpu]]
+"""What each model costs, by name and GPU type."""
 Carries = Callable[[ModelSpec, StepCost, int], tuple[float, int]]
 """How many requests per second steps of a cost carry with memory for so many tokens, and with how many sequences."""
 
@@ -142,20 +147,31 @@ def place_generating(
     most_gpus: int,
     fewest: bool,
     carries: Carries | None = None,
+    leaves_memory: bool = False,
 ) -> GeneratingPlan:
     """Return gpu-lets for models that generate, on at most so many GPUs of the type that carries most of their load.
 
     With `fewest`, they take no more GPUs than their load asks for; otherwise what is left is headroom. `carries` judges
-    a share in place of the closed form (`carried`).
+    a share in place of the closed form (`carried`). With `leaves_memory`, shares that are left have memory.
     """
     by_type = [[gpu for gpu in cluster.gpus if gpu.type == kind and gpu.instance is None] for kind in cluster.gpu_types]
-    found = [_on_type(specs, gpus[:most_gpus], profiles, carries or carried, fewest=fewest) for gpus in by_type if gpus]
+    found = [
+        _on_type(specs, gpus[:most_gpus], profiles, carries or carried, fewest=fewest, leaves_memory=leaves_memory)
+        for gpus in by_type
+        if gpus
+    ]
     nothing = GeneratingPlan(reasons={spec.name: "no whole GPU is left for it" for spec in specs})
     return max(found, key=lambda each: each[0], default=(0.0, nothing))[1]
 
 
 def _on_type(
-    specs: Sequence[ModelSpec], gpus: Sequence[Gpu], profiles: Profiles, carries: Carries, *, fewest: bool
+    specs: Sequence[ModelSpec],
+    gpus: Sequence[Gpu],
+    profiles: Profiles,
+    carries: Carries,
+    *,
+    fewest: bool,
+    leaves_memory: bool,
 ) -> tuple[float, GeneratingPlan]:
     """Return how many times the load is carried, and the plan."""
     options = {spec.name: _options(spec, gpus[0], profiles, carries) for spec in specs}
@@ -184,7 +200,7 @@ def _on_type(
     gpulets = tuple(
         gpulet
         for gpu, unit in zip(gpus, units, strict=False)
-        for gpulet in _gpulets(unit, gpu, profiles, min(1.0, 1.0 / low), numbers)
+        for gpulet in _gpulets(unit, gpu, profiles, min(1.0, 1.0 / low), numbers, leaves_memory=leaves_memory)
     )
     return low, GeneratingPlan(gpulets, goodput, reasons, tuple(_notes(units, options, low)))
 
@@ -252,10 +268,12 @@ def _units(
     return units if len(units) <= most else []
 
 
-def _gpulets(unit: Sequence[Carrying], gpu: Gpu, profiles: Profiles, part: float, numbers: count[int]) -> list[Gpulet]:
+def _gpulets(
+    unit: Sequence[Carrying], gpu: Gpu, profiles: Profiles, part: float, numbers: count[int], *, leaves_memory: bool
+) -> list[Gpulet]:
     """Return a GPU's gpu-lets. What shares leave of its memory they get too, in proportion; alone, a model gets all of
     the GPU's compute as well."""
-    taken = sum(option.share_pct for option in unit)
+    taken = 100.0 if leaves_memory else sum(option.share_pct for option in unit)
     found = []
     for option in unit:
         memory = option.share_pct / taken
@@ -276,6 +294,43 @@ def _gpulets(unit: Sequence[Carrying], gpu: Gpu, profiles: Profiles, part: float
         name = f"generating-{next(numbers)}"
         found.append(Gpulet(id=name, gpu=gpu.id, share_pct=share, memory_mib=cap, models=(replica,)))
     return found
+
+
+def beside(
+    missing: Mapping[str, float], own: GeneratingPlan, cluster: Cluster, costs: Costs, profiles: Profiles
+) -> tuple[Gpulet, ...]:
+    """Return gpu-lets for models of fixed cost on the shares that models that generate leave: one on each such GPU, in
+    which they take turns.
+
+    A batch may take its part of the SLO when each of the models runs one and the request waits for one more.
+
+    Args:
+        missing: the requests per second that each model lacks.
+        own: with memory left beside its gpu-lets.
+        costs: of the models, by name and GPU type.
+    """
+    found: list[Gpulet] = []
+    by_id = {gpu.id: gpu for gpu in cluster.gpus}
+    for gpu_id in own.gpus:
+        gpu = by_id[gpu_id]
+        left = 100.0 - sum(gpulet.effective_share_pct for gpulet in own.gpulets if gpulet.gpu == gpu_id)
+        if left < _LEAST_LEFT:
+            continue
+        room_mib = _room_mib(gpu, left / 100.0, profiles)
+        replicas = []
+        for name, rate in missing.items():
+            on = costs[name].get(gpu.type)
+            if on is None or not on.knows(left, EVERY_RULE):
+                continue
+            batch = on.batches_in_memory(room_mib, on.largest_batch(on.slo_ms / (1 + len(missing)), left))
+            if batch > 0:
+                room_mib -= on.memory_mib(batch) or 0.0
+                replicas.append(Replica(name=name, batch_size=batch, rate_rps=rate))
+        if replicas:
+            cap = round(left / 100.0 * (gpu.memory_mib or 0.0), 3)
+            name = f"beside-{len(found)}"
+            found.append(Gpulet(id=name, gpu=gpu_id, share_pct=left, memory_mib=cap, models=tuple(replicas)))
+    return tuple(found)
 
 
 def _why_none(gpu: Gpu) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 
 from tenuto.errors import InvalidInputError, Problem, one_of, raise_if_any
-from tenuto.placement.carrying import generating_problems, place_generating
+from tenuto.placement.carrying import GeneratingPlan, beside, generating_problems, place_generating
 from tenuto.placement.cluster import Cluster, whole_of
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
 from tenuto.placement.expectation.outlook import expected_of
@@ -97,6 +97,9 @@ def _with_generating(
         plan = _nothing(cluster)
         why = dict.fromkeys((spec.name for spec in others), "the models that generate take all GPUs")
         plan = plan.model_copy(update={"unserved": tuple(why), "unserved_reasons": why})
+    more = _beside_generating(plan, generating, policy, workload, cluster, profiles, taken)
+    if more is not None:
+        own, plan = more
     by_id = {gpu.id: gpu for gpu in plan.gpus}
     gpus = tuple(by_id.get(gpu.id, PlannedGpu.of(gpu)) for gpu in cluster.gpus)
     gpus += tuple(gpu for gpu in plan.gpus if gpu.id not in {known.id for known in gpus})
@@ -104,7 +107,7 @@ def _with_generating(
     models = plan.expected.models | {name: ExpectedModel(goodput_rps=rate) for name, rate in goodput.items()}
     prices = {gpu.type: whole_of(gpu).price_per_hour for gpu in cluster.gpus}
     own_costs = [prices.get(gpu.type) for gpu in cluster.gpus if gpu.id in taken]
-    costs = [plan.expected.cost_per_hour, *own_costs] if plan.gpulets else own_costs
+    costs = [plan.expected.cost_per_hour, *own_costs] if plan.expected.gpus_used else own_costs
     expected = plan.expected.model_copy(
         update={
             "goodput_rps": round(plan.expected.goodput_rps + sum(goodput.values()), 6),
@@ -129,6 +132,83 @@ def _with_generating(
     )
     check_plan(whole, cluster)
     return whole
+
+
+def _beside_generating(
+    plan: Plan,
+    generating: tuple[ModelSpec, ...],
+    policy: Policy,
+    workload: Workload,
+    cluster: Cluster,
+    profiles: Profiles,
+    taken: Collection[str],
+) -> tuple[GeneratingPlan, Plan] | None:
+    """Return both plans with the models that the plan serves below `ATTAINED` also on shares that models that generate
+    leave on their GPUs; None where that serves no more.
+
+    Raises:
+        InvalidInputError: as `complete`.
+    """
+    held = {name: model.goodput_rps for name, model in plan.expected.models.items()}
+    missing = {
+        spec.name: spec.rate_rps - held.get(spec.name, 0.0)
+        for spec in workload.models
+        if spec.generates is None and held.get(spec.name, 0.0) < ATTAINED * spec.rate_rps
+    }
+    if not missing or workload.mps == "off":
+        return None
+    own = place_generating(
+        generating,
+        cluster,
+        profiles,
+        most_gpus=len(taken),
+        fewest=True,
+        carries=getattr(policy, "carries", None),
+        leaves_memory=True,
+    )
+    gpulets = beside(missing, own, cluster, costs_of(workload, cluster, profiles), profiles)
+    if not gpulets or set(own.gpus) != set(taken):
+        return None
+    lacking = tuple(
+        spec.model_copy(update={"rate_rps": missing[spec.name]}) for spec in workload.models if spec.name in missing
+    )
+    on = {gpulet.gpu for gpulet in gpulets}
+    hosted = {replica.name for gpulet in gpulets for replica in gpulet.models}
+    bare = Plan(
+        policy=PolicyUsed(name=""),
+        gpus=tuple(PlannedGpu.of(gpu) for gpu in cluster.gpus if gpu.id in on),
+        gpulets=gpulets,
+        unserved=tuple(spec.name for spec in lacking if spec.name not in hosted),
+    )
+    asked = workload.model_copy(update={"models": lacking, "applications": (), "merge": "off"})
+    added = complete(bare, policy, asked, cluster, profiles)
+    gains = {name: model.goodput_rps for name, model in added.expected.models.items() if model.goodput_rps > 0}
+    if not gains:
+        return None
+    models = dict(plan.expected.models)
+    reasons = {name: why for name, why in plan.unserved_reasons.items() if name not in gains}
+    for spec in lacking:
+        if spec.name in gains:
+            whole = round(held.get(spec.name, 0.0) + gains[spec.name], 6)
+            models[spec.name] = ExpectedModel(goodput_rps=whole)
+            rate = workload[spec.name].rate_rps
+            if whole < ATTAINED * rate:
+                reasons[spec.name] = f"{whole:.4g} of {rate:g} rps expected in time; no GPU time left on its gpu-lets"
+    note = (
+        f"{', '.join(gains)}: also on shares that models that generate leave on {', '.join(sorted(on))}; how they slow"
+        " each other down beyond their shares is not known"
+    )
+    expected = plan.expected.model_copy(
+        update={"models": models, "goodput_rps": round(plan.expected.goodput_rps + sum(gains.values()), 6)}
+    )
+    update = {
+        "gpulets": (*plan.gpulets, *added.gpulets),
+        "expected": expected,
+        "unserved": tuple(name for name in plan.unserved if name not in gains),
+        "unserved_reasons": reasons,
+        "notes": (*plan.notes, note),
+    }
+    return own, plan.model_copy(update=update)
 
 
 def enough_for_all(

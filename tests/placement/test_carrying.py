@@ -114,8 +114,23 @@ def test_too_much_load_is_carried_in_part_and_the_plan_says_how_much() -> None:
     carried_rps = plan.expected.models["llm"].goodput_rps
     assert 5 < carried_rps < 100
     assert "of 500 rps expected in time" in plan.unserved_reasons["llm"]
-    crowded = planned((writes(), fixed()), 1)
+    crowded = planned((writes(rate_rps=500.0), fixed()), 1)
     assert crowded.unserved_reasons["fixed"] == "the models that generate take all GPUs"
+
+
+def test_others_take_the_share_that_a_model_that_generates_leaves() -> None:
+    plan = planned((writes(rate_rps=1.0), fixed(10.0)), 1)
+    (own,), (other,) = plan.hosts_of("llm"), plan.hosts_of("fixed")
+    assert own.gpu == other.gpu == "n0/0"
+    assert own.effective_share_pct + other.effective_share_pct <= 100
+    assert (own.memory_mib or 0) + (other.memory_mib or 0) <= 81_920
+    assert plan.expected.models["fixed"].goodput_rps == pytest.approx(10.0)
+    assert plan.expected.gpus_used == 1
+    assert not plan.unserved_reasons
+    assert any("fixed: also on shares that models that generate leave on n0/0" in note for note in plan.notes)
+    crowded = planned((writes(rate_rps=1.0), fixed(5000.0)), 1)
+    assert 0 < crowded.expected.models["fixed"].goodput_rps < 1000
+    assert "of 5000 rps expected in time" in crowded.unserved_reasons["fixed"]
 
 
 def test_a_model_too_large_for_a_gpu_is_unserved_with_the_reason() -> None:
