@@ -1,7 +1,9 @@
-"""Largest batches as caps, not as aims: room for more requests than a plan was made for, without any new process.
+"""Raises the largest batches of a plan, so that it has room for more requests than it was made for, without a new
+process.
 
-Policies fix the batch that a rate needs. Which batch runs is the scheduler's choice at every moment, so a larger cap
-costs nothing until more requests come, and then carries more of them than a change of plan could in time.
+Policies choose the batch that a rate needs. The scheduler chooses at every moment which batch runs, and the batch of the
+plan is its upper limit. So a higher limit costs nothing until more requests come. Then it helps at once, whereas a
+change of plan takes time.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ STEPS = 24  # derived: 1.25^24 = 212, from a batch of one beyond the largest pro
 def raised(plan: Plan, workload: Workload, profiles: Profiles, gpus: Sequence[Gpu]) -> Plan:
     """Return the plan with the largest batches its gpu-lets can run in turns.
 
-    On each gpu-let all batches grow by one factor, as long as a round of all of them and one more batch end within
+    On each gpu-let all batches grow by one factor, as long as a round of all batches and one more batch ends within
     every model's SLO (gpulet, section 4: duty cycle + l(b) <= SLO), they were profiled, and memory allows; then those
     of single models, the shortest SLO first, where that leaves room. Merged programs, and gpu-lets whose batches do not
     take turns so as they are, are left alone.

@@ -1,15 +1,18 @@
 """Which canaries are worse than the version that takes the rest, by what both lost in the same looks.
 
-The rule is a bet that is fair where a canary is as good: in each look in which both versions ended requests, the part
-that the canary lost less the part that the other one lost is as likely to be above zero as below. Whoever stakes a part
-s of his stock on the difference has after each look 1 + s (difference) times what he had, and on average never more
-than he began with. Over all stakes from 0 to 1 alike, the stock ever exceeds 1 / (1 - confidence) with a probability of
-at most 1 - confidence, however long is looked (Ville's inequality; Waudby-Smith and Ramdas, "Estimating means of
-bounded random variables by betting", 2023). After look n a part 1 / (n + 1)^2 of the stock is spread evenly over all
-stakes again, which changes nothing of that: so a canary that was better for long and then fails is found soon too.
+The rule is a bet that is fair when the canary is as good as the other version. Take the looks in which both versions
+ended requests. The difference is the part that the canary lost, less the part that the other version lost. When both
+are equally good, the difference is as likely to be above zero as below.
 
-Nothing is assumed of how requests within a look hang together: those of a batch are lost together. Overload that both
-versions suffer alike speaks for neither.
+A player stakes a part s of the stock on the difference. After each look the stock is 1 + s (difference) times as large,
+and on average it never grows. The stock is spread evenly over all stakes from 0 to 1. Then the probability that it ever
+exceeds 1 / (1 - confidence) is at most 1 - confidence, however many looks there are (Ville's inequality; Waudby-Smith
+and Ramdas, "Estimating means of bounded random variables by betting", 2023). After look n a part 1 / (n + 1)^2 of the
+stock is spread evenly over all stakes again. The bound still holds, and a canary that was better for long and then
+fails is found soon too.
+
+The rule assumes nothing about how requests within a look depend on each other, as those of a batch are lost together.
+When both versions suffer alike from overload, that counts against neither.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class Canaries:
         self._bets: dict[tuple[str, str], _Bet] = {}
 
     def observe(self, models: Sequence[ModelSpec], seen: Mapping[str, ModelSeen]) -> list[WorseCanary]:
-        """Take one look at the models of the plan; return the canaries that are worse."""
+        """Take one look at the models of the plan, and return canaries that are worse than the version beside them."""
         before, self._bets = self._bets, {}
         found = []
         for versions in by_model(models).values():

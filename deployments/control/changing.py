@@ -1,5 +1,5 @@
-"""The way to another plan as it is carried out: stage by stage, each asked for when the gpu-lets of the last are ready,
-then proved, or taken back."""
+"""Carries out a change to another plan, stage by stage: the next stage is applied when the gpu-lets of the last one are
+ready. Then the new plan is proved, or taken back."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Changing:
         self.apply(target, why)
 
     def leave(self) -> None:
-        """Leave a change under way where it is."""
+        """Stop a change under way where it is."""
         self.change = self.proving = None
 
     def lose(self, now_s: float, lost: Sequence[str]) -> None:

@@ -2,8 +2,8 @@
 
 Read it from `observe` down. Every look goes the same way: learn (`learned`), move a change that is under way one step
 on (`changing`), or find reasons to plan again and ask (`questions`). A plan comes back through `planned`, and becomes a
-change if it pays. Whatever happens in between, what serves goes on serving: a plan that does not come, breaks a rule,
-carries less or does not become ready changes nothing, or is taken back.
+change if it pays. Whatever happens in between, the running gpu-lets go on serving. When a plan does not come, breaks a
+rule or carries less, nothing changes. When a plan does not become ready, it is taken back.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ class Controller:
         """Renew the reasons that rates give, and forget those that they give no more; return whether what runs would
         have too few requests in time. `adds`: reasons to save GPUs, or because rates moved, may come."""
         when, self._compared_s = self._settings.when, self._now_s
-        # What comes before a change that the next check would begin could be done.
+        # Rates are predicted until the next check's change could be finished.
         traffic = self._traffic(self._settings.interval_s)
         outlook, short = self._learned.outlook(self._changing.here(self.plan), traffic)
         self._set(Reason.OVERLOAD, when.overload and short, f"too few would be in time: {listed(short, '{:.1%}')}")

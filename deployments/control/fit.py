@@ -1,8 +1,8 @@
-"""Names for a new plan: which of its GPUs and gpu-lets are those that run already, so that as much as can be stays.
+"""Names for a new plan: says which of its GPUs and gpu-lets run already, so that as many as possible keep running.
 
-A policy numbers GPUs and gpu-lets as it likes. Here its GPUs are laid on real ones of their types so that most of what
-runs is kept, a gpu-let that is one process with a running one takes its id, and every other gets an id that nothing
-running has: so the new can start beside the old.
+A policy numbers GPUs and gpu-lets as it likes. This module assigns the plan's GPUs to real ones of their types, so that
+most of the running gpu-lets are kept. When a gpu-let can go on in the process of a running one, it takes that one's id.
+Every other gpu-let gets an id that no running one has, so that it can start beside the old ones.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
 
 
 def fresh_id(gpu_id: str, taken: Collection[str]) -> str:
-    """Return the first id of a gpu-let on a GPU that is not taken."""
+    """Return the first id for a gpu-let on a GPU that is not taken yet."""
     index = 0
     while gpulet_id(gpu_id, index) in taken:
         index += 1

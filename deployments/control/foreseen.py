@@ -1,4 +1,4 @@
-"""What going over to another plan would be like, before anything is changed: the plan of a change."""
+"""The plan of a change: what going over to another plan would do, worked out before anything is changed."""
 
 from __future__ import annotations
 
