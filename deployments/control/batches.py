@@ -1,8 +1,8 @@
 """Raises the largest batches of a plan, so that it has room for more requests than it was made for, without a new
 process.
 
-Policies choose the batch that a rate needs. The scheduler chooses at every moment which batch runs, and the batch of the
-plan is its upper limit. So a higher limit costs nothing until more requests come. Then it helps at once, whereas a
+Policies choose the batch that a rate needs. The scheduler chooses at every moment which batch runs, and the plan's
+batch is only its limit. So a higher limit costs nothing until more requests come. Then it helps at once, whereas a
 change of plan takes time.
 """
 

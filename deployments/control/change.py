@@ -1,5 +1,8 @@
-"""One change of a deployment by a command, until it is over. The change goes the controller's own way: new gpu-lets
-start before old ones end, and when that fails, the plan before runs again. Bringing up is a change from the empty plan."""
+"""One change of a deployment by a command, until it is over.
+
+The change goes the controller's own way: new gpu-lets start before old ones end, and when that fails, the plan before
+runs again. Bringing up is a change from the empty plan.
+"""
 
 from __future__ import annotations
 
