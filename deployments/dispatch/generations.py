@@ -126,6 +126,7 @@ class Generations:
         if generated.execution_ms:
             gpulet.busy_ms += generated.execution_ms
             gpulet.batches += 1
+            self._accounts.advice.executed(gpulet.id, generated.execution_ms)
         for number, token in generated.tokens:
             generation = self._open.get(number)
             if generation is not None:

@@ -187,6 +187,7 @@ async def test_streamed_and_whole_answers_are_those_of_generate(bench: Bench) ->
     model, gpulet = status["models"]["real"], next(each for each in status["gpulets"] if each["id"] == "a")
     assert (model["ok"], model["generated_tokens"], model["prompt_tokens"]) == (6, 144, 6 * len(PROMPT))
     assert (gpulet["generating"], gpulet["free_blocks"]) == (0, BLOCKS)
+    assert gpulet["busy_s"] > 0.0
     ended = (await bench.client.get("/requests", params={"id": "mine"})).json()[0]
     assert (ended["outcome"], ended["tokens"]["generated"]) == ("ok", 24)
     metrics = (await bench.client.get("/metrics")).text
