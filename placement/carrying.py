@@ -50,6 +50,7 @@ class Carrying:
     share_pct: float
     rate_rps: float
     sequences: int
+    generation: Generation
     steps: StepCost
     kv_tokens: int
     weights_mib: float
@@ -225,7 +226,7 @@ def _options(spec: ModelSpec, gpu: Gpu, profiles: Profiles, carries: Carries) ->
             cost = generation.cost(share)
             rate, sequences = carries(spec, cost, kv_tokens) if kv_tokens > 0 else (0.0, 0)
             if rate > 0:
-                found.append(Carrying(spec, share, rate, sequences, cost, kv_tokens, weights_mib, room_mib))
+                found.append(Carrying(spec, share, rate, sequences, generation, cost, kv_tokens, weights_mib, room_mib))
     return found
 
 
@@ -288,6 +289,9 @@ def _gpulets(
             weights_mib=option.weights_mib,
             steps=option.steps,
             kv_tokens=kv_tokens,
+            block_tokens=option.generation.block_tokens,
+            longest_context=option.generation.longest_context,
+            decided_ahead=option.generation.decided_ahead,
         )
         share = None if option.share_pct == 100 else float(option.share_pct)
         cap = round(memory * (gpu.memory_mib or 0.0), 3)

@@ -22,6 +22,7 @@ WRITES = ModelProfile(
     weights_mib=13_000.0,
     generation=Generation(
         kv_bytes_per_token=524_288.0,
+        longest_context=2048,
         steps=(
             StepsAt.model_validate({**FAST, "context_token_ms": 0.0004}),
             StepsAt.model_validate({**SLOW, "context_token_ms": 0.0006, "share_pct": 30}),
@@ -92,6 +93,7 @@ def test_small_loads_share_a_gpu_and_large_ones_get_replicas() -> None:
         (replica,) = gpulet.models
         assert replica.steps is not None
         assert replica.kv_tokens is not None
+        assert replica.longest_context == 2048
         assert replica.memory_mib is not None
         assert gpulet.memory_mib is not None
         assert replica.memory_mib >= 13_000 + replica.kv_tokens / 2 - 1
