@@ -1,8 +1,8 @@
 """Runs an experiment's points on Ray Serve with emulated GPUs, over HTTP, with the clients of `tenuto bench`.
 
-A time stretch K makes one machine do: every latency and SLO and the router's wait are K times as long and every rate a
-K-th, which changes nothing in virtual time and leaves the real overheads, which are not stretched, K times smaller.
-Neighbours cost their mean slowdown here, and inputs are one number each, since the thesis' network is not emulated.
+With a time stretch K one machine suffices. Every latency, every SLO and the router's wait are K times as long, and
+every rate is a K-th. In virtual time that changes nothing. Real overheads are not stretched, so they count a K-th.
+Neighbours cost their mean slowdown here. Inputs are one number each, as the thesis' network is not emulated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model served end to end without Ray: a gpu-let in its own process, a dispatcher in this one, requests kept waiting.
 
-What comes through is held against what the gpu-let's batches alone would allow: the difference is the way there and
-back, and pauses between batches. A step of `scripts/gpu_check`; works on a CPU too.
+The measured throughput is compared with what the gpu-let's batches alone would allow. The difference is the way there
+and back, and the pauses between batches. A step of `scripts/gpu_check`; it works on a CPU too.
 """
 
 from __future__ import annotations

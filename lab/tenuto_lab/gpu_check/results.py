@@ -24,7 +24,7 @@ def step_parser(step: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def in_words(error: BaseException) -> str:
-    """Return any error in one line. Steps take whatever this machine raises: that is what they found."""
+    """Return any error in one line. Steps catch every error, as an error of this machine is a result too."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, TenutoError):
         return first or type(error).__name__

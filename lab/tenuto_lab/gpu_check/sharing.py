@@ -1,8 +1,8 @@
 """What CUDA MPS really does on a GPU: attachment, share against SM count, memory cap, killed clients, fault, recovery.
 
-Experiments on a private daemon with probe processes; each result is handed over as soon as there is one, those that may
-destroy something are a part of their own. Nothing is judged here but by what processes and daemon report. Steps of
-`scripts/gpu_check`: `--part first` finds out whether a server takes anybody at all, `shares` and `faults` do the rest.
+The experiments run probe processes on a private daemon. Each result is handed over as soon as it is there. Experiments
+that may destroy something are a part of their own. Results are what the processes and the daemon report. Steps of
+`scripts/gpu_check`: `--part first` finds out whether a server takes a client at all, `shares` and `faults` do the rest.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def read_rows(text: str, first_columns: Sequence[str], *, origin: str, export: s
 
 
 def unit_factor(unit: str, factors: Mapping[str, float], *, path: str) -> float:
-    """Return the factor of a unit; raises `InvalidInputError` for one that is not known, never assumes."""
+    """Return the factor of a unit; raises `InvalidInputError` for a unit that is not known."""
     found = factors.get(unit.strip().lower())
     if found is None:
         known = ", ".join(factors)
