@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize
 from scipy.stats import qmc
 
 from tenuto.batching.core.step_scheduler import UNLIMITED, StepLimits
 from tenuto.batching.virtual.virtual_steps import VirtualSteps, run_log
 from tenuto.profiles import Generation, StepCost, StepsAt
+from tenuto.profiles.generation import pairs_of
 
 Array = NDArray[np.float64]
 
@@ -29,13 +29,17 @@ Array = NDArray[np.float64]
 # of 16 GB (Llama 3.1 8B): 8e-6. A pair computes 4 * layers * width of 2P operations: 3e-5 of a prompt token.
 _PROPORTIONS = (5e-3, 3e-3, 8e-6, 3e-5)
 _SPREAD = (0.7, 1.0, 0.7, 0.7)  # derived: of their logarithms; GPUs, models and engines differ by a factor of two
-# Fitted on logs simulated with known costs: how much being a spread away from the proportions weighs beside a residual.
-_PRIOR = 0.003
-_OF_EACH = 0.5  # fitted, likewise: the weight of each request's residual beside that of the mean
-_OF_MEAN = 2.0  # fitted, likewise
-_SAMPLES = 512  # limit: costs that are tried before the best are improved
-_IMPROVED = 4  # limit: of these
-_SIMULATED = 600_000  # limit: requests simulated for one fit
+# Limit: residuals that count as one. Four figures are of one request, and requests that run at once are late together.
+_ALIKE = 15.0
+_ANOTHER = 2.0  # derived: Akaike's price of another parameter; vLLM decides ahead unless it is told not to
+_LEAST = 1e-6  # limit: residuals of a thousandth are rounding
+_OF_EACH, _OF_MEAN = 0.5, 2.0  # limit: weights of a request's residual and of the mean, which is what is judged
+_SAMPLES = 256  # limit: costs that are tried before the best are improved
+_IMPROVED = 2  # limit: of these
+_FIRST_ROUNDS, _MORE_ROUNDS = 25, 60  # limit: of a search of every setting, and of the best
+_LEAST_STEP = 1e-3  # limit: of logarithms; a search that has become so narrow is over
+_FAR = 10.0  # limit: of one residual
+_SIMULATED = 900_000  # limit: requests simulated for one fit
 _WAITS_FROM = 30.0  # limit: times TPOT; a prompt of 30,000 tokens is read in as many steps of 2,048
 _ENOUGH = 60  # limit: a log of fewer requests gets a warning
 
@@ -98,32 +102,49 @@ class _Fit:
         log, count = self.log, len(self.log)
         kv_tokens = int(math.exp(point[5])) if setting.has_memory_limit else UNLIMITED
         limits = StepLimits(setting.max_sequences, self.max_batch_tokens, kv_tokens, self.block_tokens)
-        replica = VirtualSteps(limits, StepCost.line(*np.exp(point[:5])), decided_ahead=setting.decided_ahead)
-        at, prompts, outputs = log.queued_ms, log.prompt_tokens, log.output_tokens
+        cost = StepCost.line(*np.exp(point[:5]))
+        replica = VirtualSteps(limits, cost, decided_ahead=setting.decided_ahead)
+        prompts, outputs = log.prompt_tokens, log.output_tokens
+        # The first request meets an engine that is idle; what it waits beyond its steps is the engine's first use.
+        alone_ms = _alone_ms(cost, int(prompts[0]), self.max_batch_tokens)
+        cold_ms = max(0.0, float(log.first_ms[0] - log.queued_ms[0]) - alone_ms)
+        at = np.maximum(log.queued_ms, log.queued_ms[0] + cold_ms)
         if setting.goes_on and count > 1:
-            span = float(at[-1] - at[0])
+            span = float(log.queued_ms[-1] - log.queued_ms[0])
             at = np.concatenate([at, at + span + span / (count - 1)])
             prompts, outputs = np.concatenate([prompts, prompts]), np.concatenate([outputs, outputs])
         first, last = run_log(at.tolist(), prompts.tolist(), outputs.tolist(), replica, until=count)
         return first[:count], last[:count]
 
     def loss(self, setting: _Setting, point: Array) -> float:
-        """Return how far a cost is off: residuals relative to what is judged, and distance from the proportions."""
+        """Return how unlikely a cost is, as twice the negative logarithm of its probability but for a constant.
+
+        Residuals are relative to what is judged, and normal with a spread that is not known; so are the proportions,
+        with the spreads that GPUs have. So a log that the steps explain well decides alone, and one that is a matter of
+        chance, as when memory runs out, does not.
+        """
         self.left -= len(self.log)
         first, last = self.simulated(setting, point)
-        if not np.isfinite(last).all():
-            return 1e6
-        total = 0.0
+        unlikely = 0.0
         measured = self.log.figures(self.log.first_ms, self.log.last_ms)
         for mine, real in zip(self.log.figures(first, last), measured, strict=True):
             if len(real):
-                off = (mine - real) / real.mean()
-                total += (_OF_EACH**2) * float(np.mean(off * off)) + (_OF_MEAN * float(off.mean())) ** 2
+                off = np.nan_to_num(np.clip((mine - real) / real.mean(), -_FAR, _FAR), nan=_FAR)
+                square = (_OF_EACH * _OF_EACH) * float(np.mean(off * off)) + (_OF_MEAN * float(off.mean())) ** 2
+                unlikely += len(self.log) / _ALIKE * math.log(_LEAST + square)
+        # First tokens that came soon say what a prompt costs, and count little in the mean where others waited.
+        ttft = np.log(np.maximum(first - self.log.queued_ms, 1e-3) / measured[0])
+        ttft = np.nan_to_num(np.clip(ttft, -_FAR, _FAR), nan=_FAR)
+        unlikely += len(self.log) / _ALIKE * math.log(_LEAST + _OF_EACH**2 * float(np.mean(ttft * ttft)))
         away = (_shape(point) - np.log(_PROPORTIONS)) / _SPREAD
-        total += _PRIOR**2 * float(away @ away)
-        if setting.has_memory_limit:
-            total += _PRIOR**2 * (float(point[5]) - math.log(self.use_tokens)) ** 2
-        return total
+        unlikely += float(away @ away)
+        return unlikely if setting.decided_ahead else unlikely + _ANOTHER
+
+
+def _alone_ms(cost: StepCost, prompt_tokens: int, max_batch_tokens: int) -> float:
+    """Return how long a prompt takes that is read with nothing beside it."""
+    chunks = [(done, min(max_batch_tokens, prompt_tokens - done)) for done in range(0, prompt_tokens, max_batch_tokens)]
+    return sum(cost.ms(tokens, attention_pairs=pairs_of(tokens, done)) for done, tokens in chunks)
 
 
 def _shape(point: Array) -> Array:
@@ -157,12 +178,7 @@ def fit_requests(
         max_sequences = most if is_full else max(256, most)
     # Sequences that wait while there are places for them wait for memory, or for prompts before them.
     limited = [True] if kv_tokens is not None else ([False, True] if waits.any() and not is_full else [False])
-    settings = [
-        _Setting(max_sequences, ahead, goes_on, limit)
-        for ahead in (True, False)
-        for goes_on in (True, False)
-        for limit in limited
-    ]
+    settings = [_Setting(max_sequences, True, goes_on, limit) for goes_on in (True, False) for limit in limited]
     shapes = np.log(_PROPORTIONS) + np.array(_SPREAD) * 2.0 * (2.0 * qmc.Sobol(5, seed=0).random(_SAMPLES)[:, :4] - 1.0)
     memory = qmc.Sobol(1, seed=1).random(_SAMPLES)[:, 0]
     best: dict[_Setting, tuple[float, Array]] = {}
@@ -173,34 +189,75 @@ def fit_requests(
         loss = fit.loss(setting, point)
         if setting not in best or loss < best[setting][0]:
             best[setting] = (loss, point)
-        if fit.left < _SIMULATED * 0.6:
+        if fit.left < _SIMULATED * 0.7:
             break
-    found = []
-    for setting, (_, point) in sorted(best.items(), key=lambda item: item[1][0])[:_IMPROVED]:
-        found.append((*_improved(fit, setting, point, kv_tokens is None, 120, 0.25), setting))
-    found.sort(key=lambda one: one[0])
-    loss, point, setting = found[0]
-    for size in (0.15, 0.05):
-        if fit.left > 0:
-            loss, point = _improved(fit, setting, point, kv_tokens is None, 250, size)
+    moves_memory = kv_tokens is None
+    ranked = sorted(best.items(), key=lambda item: item[1][0])[:_IMPROVED]
+    searches = [_Search(fit, setting, point, moves_memory) for setting, (_, point) in ranked]
+    for search in searches:
+        search.run(_FIRST_ROUNDS)
+    search = min(searches, key=lambda search: search.best[0])
+    at_once = _Search(fit, replace(search.setting, decided_ahead=False), search.best[1], moves_memory, 0.1)
+    at_once.run(_FIRST_ROUNDS)
+    search.run(_FIRST_ROUNDS)
+    search = min(search, at_once, key=lambda search: search.best[0])
+    search.run(_MORE_ROUNDS)
+    setting, point = search.setting, search.best[1]
     return _told(fit, setting, point, kv_tokens)
 
 
-def _improved(
-    fit: _Fit, setting: _Setting, point: Array, moves_memory: bool, tries: int, size: float
-) -> tuple[float, Array]:
-    moved = 6 if setting.has_memory_limit and moves_memory else 5
-    simplex = np.vstack([point[:moved], point[:moved] + size * np.eye(moved)])
-    if moved == 6:
-        simplex[-1][5] = point[5] - 0.15 * size
-    tries = max(moved + 2, min(tries, fit.left // len(fit.log)))
-    result = minimize(
-        lambda some: fit.loss(setting, np.append(some, point[moved:])),
-        point[:moved],
-        method="Nelder-Mead",
-        options={"maxfev": tries, "initial_simplex": simplex, "xatol": 1e-4, "fatol": 1e-9},
-    )
-    return float(result.fun), np.append(result.x, point[moved:])
+class _Search:
+    """CMA-ES (Hansen, The CMA evolution strategy: a tutorial, 2016, with its default constants): points are drawn
+    around a mean, and mean and covariance follow those with the least loss. It needs no slopes, which the times do not
+    have, as steps are whole. `best` is the least loss so far, and its point."""
+
+    def __init__(self, fit: _Fit, setting: _Setting, point: Array, moves_memory: bool, step: float = 0.4) -> None:
+        self.setting, self._fit, self._rest = setting, fit, point
+        self._moved = count = 6 if setting.has_memory_limit and moves_memory else 5
+        self.best = (fit.loss(setting, point), point)
+        self._mean, self._step = point[:count].copy(), step
+        scale = np.array([0.3, 1.0, 1.0, 1.0, 1.0, 0.1])[:count]
+        self._covariance = np.diag(scale * scale)
+        self._path, self._long_path = np.zeros(count), np.zeros(count)
+        self._random = np.random.default_rng(0)
+
+    def run(self, rounds: int) -> None:
+        """Do so many rounds, as far as the limit of simulated requests allows."""
+        count = self._moved
+        drawn = 4 + int(3 * math.log(count)) + 3
+        kept = drawn // 2
+        weights = math.log(kept + 0.5) - np.log(np.arange(1, kept + 1))
+        weights /= weights.sum()
+        mass = 1.0 / float(weights @ weights)
+        path_rate, long_rate = (mass + 2) / (count + mass + 5), (4 + mass / count) / (count + 4 + 2 * mass / count)
+        one, many = 2 / ((count + 1.3) ** 2 + mass), 2 * (mass - 2 + 1 / mass) / ((count + 2) ** 2 + mass)
+        damping = 1 + path_rate + 2 * max(0.0, math.sqrt((mass - 1) / (count + 1)) - 1)
+        usual = math.sqrt(count) * (1 - 1 / (4 * count) + 1 / (21 * count * count))
+        for _ in range(rounds):
+            if self._fit.left <= 0 or self._step < _LEAST_STEP:
+                return
+            values, axes = np.linalg.eigh(self._covariance)
+            root = axes * np.sqrt(np.maximum(values, 1e-20))
+            normal = self._random.standard_normal((drawn, count))
+            moves = normal @ root.T
+            points = self._mean + self._step * moves
+            losses = [self._fit.loss(self.setting, np.append(some, self._rest[count:])) for some in points]
+            order = np.argsort(losses)
+            if losses[order[0]] < self.best[0]:
+                self.best = (losses[order[0]], np.append(points[order[0]], self._rest[count:]))
+            chosen = moves[order[:kept]]
+            move = weights @ chosen
+            self._mean = self._mean + self._step * move
+            whitened = axes @ ((axes.T @ move) / np.sqrt(np.maximum(values, 1e-20)))
+            self._path = (1 - path_rate) * self._path + math.sqrt(path_rate * (2 - path_rate) * mass) * whitened
+            self._long_path = (1 - long_rate) * self._long_path + math.sqrt(long_rate * (2 - long_rate) * mass) * move
+            self._covariance = (
+                (1 - one - many) * self._covariance
+                + one * np.outer(self._long_path, self._long_path)
+                + many * (chosen.T * weights) @ chosen
+            )
+            length = float(np.linalg.norm(self._path))
+            self._step *= math.exp(min(1.0, path_rate / damping * (length / usual - 1)))
 
 
 def _scaled(log: ServedLog, shape: Array, used: Array, running: Array) -> Array:
