@@ -178,20 +178,22 @@ def _on_type(
     options = {spec.name: _options(spec, gpus[0], profiles, carries) for spec in specs}
     reasons = {name: _why_none(gpus[0]) for name, of in options.items() if not of}
     able = [spec for spec in specs if options[spec.name]]
+    low, high = 1e-3, 1.0 if fewest else 1e3
+    while able and not _units(able, options, low, len(gpus)):
+        least = max(able, key=lambda spec: (-spec.priority, min(o.share_pct for o in options[spec.name])))
+        able.remove(least)
+        reasons[least.name] = "the GPUs have no room for it beside the other models that generate"
     if not able:
         return 0.0, GeneratingPlan(reasons=reasons)
-    low, high = 1e-3, 1.0 if fewest else 1e3
-    units = _units(able, options, high, len(gpus))
-    if units:
-        low = high
+    units = _units(able, options, low, len(gpus))
+    if found := _units(able, options, high, len(gpus)):
+        low, units = high, found
     while high / low > _CLOSE:
         times = math.sqrt(low * high)
         if found := _units(able, options, times, len(gpus)):
             low, units = times, found
         else:
             high = times
-    if not units:
-        return 0.0, GeneratingPlan(reasons=reasons | {s.name: "no GPU has room for it" for s in able})
     goodput = {spec.name: round(min(1.0, low) * spec.rate_rps, 6) for spec in able}
     for spec in able if low < 1.0 else ():
         reasons[spec.name] = (

@@ -135,6 +135,14 @@ def test_others_take_the_share_that_a_model_that_generates_leaves() -> None:
     assert "of 5000 rps expected in time" in crowded.unserved_reasons["fixed"]
 
 
+def test_where_not_all_have_room_those_of_least_priority_are_left_out() -> None:
+    many = tuple(writes(f"m{i}", 0.1, priority=i) for i in range(5))
+    plan = planned(many, 1)
+    assert plan.hosts_of("m4")
+    assert not plan.hosts_of("m0")
+    assert plan.unserved_reasons["m0"] == "the GPUs have no room for it beside the other models that generate"
+
+
 def test_a_model_too_large_for_a_gpu_is_unserved_with_the_reason() -> None:
     plan = planned((writes(slo={"ttft_ms": 1000, "tpot_ms": 5}), fixed()), 2)
     assert plan.unserved == ("llm",)
