@@ -238,7 +238,7 @@ def _gpus(old: Plan, anew: Plan, cluster: Cluster) -> tuple[Gpu, ...]:
     if not cluster.elastic:
         return cluster.gpus
     pool, sizes = GpuPool(cluster), cluster.one_of_each
-    here = [sizes[g.type].model_copy(update=g.model_dump()) for g in old.gpus if g.type in sizes and old.on_gpu(g.id)]
+    here = [sizes[g.type].model_copy(update=dict(g)) for g in old.gpus if g.type in sizes and old.on_gpu(g.id)]
     for gpu in here:
         pool.take_named(gpu.id, gpu.type)
     more = (pool.take(gpu.type) for gpu in anew.gpus if anew.on_gpu(gpu.id))

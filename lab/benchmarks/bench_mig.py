@@ -26,10 +26,11 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.deployments.control.fit import fitted, gpus_of, renamed
+from tenuto.deployments.control.near import changes_of, planned_near
 from tenuto.deployments.control.steps import not_ready
 from tenuto.documents import load_document
 from tenuto.outcome import Outcome
-from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
+from tenuto.placement import Cluster, ModelSpec, Plan, PolicyUsed, Workload, load_policy, solve
 from tenuto.profiles import Profiles
 from tenuto.profiles.mig_instances import instance_type_of
 from tenuto.profiles.shipped import load_shipped
@@ -154,7 +155,7 @@ def print_random(first: int, count: int, seconds: float) -> None:
 
 
 def print_moved(first: int, count: int) -> None:
-    moved = held = other = 0
+    moved = held = other = gpulets = near = 0
     for seed in range(first, first + count):
         workload, rng = drawn(seed), random.Random(seed)
         before, _ = planned("tenuto", workload)
@@ -170,8 +171,14 @@ def print_moved(first: int, count: int) -> None:
         other += len(filled)
         gpus = f"{before.expected.gpus_used} → {after.expected.gpus_used} GPUs"
         changes = f"{sum(new.values())} of {len(old)} instances cut anew, {len(filled)} with other models"
+        used = PolicyUsed(name="tenuto")
+        asked, cluster = Workload(models=models), cut_as(before, elastic=True)
+        stays = planned_near(before, after, load_policy("tenuto"), used, asked, cluster, PROFILES)
+        gpulets, near = gpulets + len(before.gpulets), near + changes_of(before, stays)
+        changes += f"; near: {changes_of(before, stays)} of {len(before.gpulets)} gpu-lets change"
         print(f"{seed}: {gpus}, {changes}, {len(left)} GPUs in use", flush=True)
     print(f"{100 * moved / held:.1f} % of {held} instances cut anew, {100 * other / held:.1f} % with other models")
+    print(f"near what runs: {100 * near / gpulets:.1f} % of {gpulets} gpu-lets start or load a model")
 
 
 def main() -> None:

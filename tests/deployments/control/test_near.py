@@ -129,3 +129,13 @@ def test_a_place_that_is_not_there_or_the_last_is_no_place_to_be_without() -> No
     for places, words in ((["n9"], "no such place"), (["n0", "n1", "n2"], "no GPU would be left")):
         with pytest.raises(InvalidInputError, match=words):
             without(cluster(), places)
+
+
+def test_instances_of_an_elastic_cluster_stay_what_they_are() -> None:
+    instances = [{"profile": "3g.40gb", "start": 4}, {"profile": "4g.40gb", "start": 0}]
+    given = [{"name": "n0", "gpus": [{"type": "a100-80gb", "mig": "managed", "instances": instances}]}]
+    on = Cluster.model_validate({"nodes": given, "elastic": True})
+    old = planned("gpulet", workload({"a": (200.0, 80.0)}), on)
+    _, plan = near("gpulet", old, workload({"a": (220.0, 80.0)}), on)
+    assert plan.gpus == Plan.model_validate(plan.model_dump()).gpus
+    assert changes_of(old, plan) == 0
