@@ -36,7 +36,7 @@ _LEAST = 1e-6  # limit: residuals of a thousandth are rounding
 _OF_EACH, _OF_MEAN = 0.5, 2.0  # limit: weights of a request's residual and of the mean, which is what is judged
 _SAMPLES = 256  # limit: costs that are tried before the best are improved
 _IMPROVED = 2  # limit: of these
-_FIRST_ROUNDS, _MORE_ROUNDS = 25, 60  # limit: of a search of every setting, and of the best
+_FIRST_ROUNDS, _MORE_ROUNDS = 60, 60  # limit: of a search of every setting, and of the best
 _LEAST_STEP = 1e-3  # limit: of logarithms; a search that has become so narrow is over
 _FAR = 10.0  # limit: of one residual
 _SIMULATED = 900_000  # limit: requests simulated for one fit
@@ -198,8 +198,7 @@ def fit_requests(
         search.run(_FIRST_ROUNDS)
     search = min(searches, key=lambda search: search.best[0])
     at_once = _Search(fit, replace(search.setting, decided_ahead=False), search.best[1], moves_memory, 0.1)
-    at_once.run(_FIRST_ROUNDS)
-    search.run(_FIRST_ROUNDS)
+    at_once.run(_FIRST_ROUNDS // 2)
     search = min(search, at_once, key=lambda search: search.best[0])
     search.run(_MORE_ROUNDS)
     setting, point = search.setting, search.best[1]
