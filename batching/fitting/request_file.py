@@ -58,7 +58,7 @@ def read_requests(path: str | Path) -> ServedLog:
     if len(rows) < _LEAST:
         rule = f"has {len(rows)} requests, and a fit takes {_LEAST} at least"
         raise refused(str(file), len(rows), rule, "Log some hundred requests under a load that varies.")
-    queued, prompts, outputs, first, last = np.array(sorted(rows), dtype=np.float64).T
+    queued, prompts, outputs, first, last = np.array(sorted(rows, key=lambda row: row[0]), dtype=np.float64).T
     begin = queued[0]
     return ServedLog(
         1000.0 * (queued - begin),

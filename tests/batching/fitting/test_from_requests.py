@@ -74,3 +74,9 @@ def test_columns_may_come_in_any_order_and_lines_too(tmp_path: Path) -> None:
     assert log.queued_ms.tolist() == [0.0, 200.0]
     assert log.prompt_tokens.tolist() == [10, 20]
     assert log.last_ms.tolist() == [500.0, 900.0]
+
+
+def test_requests_of_one_moment_stay_in_the_order_of_the_log(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text("\n".join([",".join(COLUMNS), "0,30,5,0.1,0.5", "0,20,9,0.4,0.9", "0,25,9,0.4,0.9"]))
+    assert read_requests(file).prompt_tokens.tolist() == [30, 20, 25]
