@@ -18,13 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+import numpy as np
+
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement.arrivals.arrival_processes import trace_tokens
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import ModelOnGpu, context_mib_of
+from tenuto.placement.generates import Lengths
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.workload import ModelSpec, profile_of
-from tenuto.profiles import Generation, ModelProfile, Profiles, StepCost
-from tenuto.profiles.generation import pairs_of
+from tenuto.profiles import Generation, Profiles, StepCost
+from tenuto.profiles.generation import BLOCK_TOKENS, pairs_of
 from tenuto.profiles.share_latency import EVERY_RULE
 
 SPREADS = 4.0
@@ -38,13 +42,19 @@ _MEMORY_PART = 0.9
 """limit: the part of its memory that a gpu-let uses, as the ledger leaves a tenth for workspaces."""
 _LEAST_LEFT = 10.0
 """limit: the smallest share that is left to other models; below it one of the measured GPUs has a handful of SMs."""
+_QUANTILE = 5
+"""limit: percent between two quantiles of the lengths in a trace."""
 _CLOSE = 1.01
 """limit: how near the highest load that fits is found."""
 
 
 @dataclass(frozen=True)
 class Carrying:
-    """A share of a GPU for a model: the requests per second that it carries with so many sequences, and its memory."""
+    """A share of a GPU for a model: the requests per second that it carries with so many sequences, and its memory.
+
+    A profile fitted to a log knows of memory only how many tokens a whole GPU held, or that they were never too many.
+    Then there are no weights in MiB, and the share is a whole GPU.
+    """
 
     spec: ModelSpec
     share_pct: float
@@ -53,7 +63,7 @@ class Carrying:
     generation: Generation
     steps: StepCost
     kv_tokens: int
-    weights_mib: float
+    weights_mib: float | None
     kv_mib: float
 
 
@@ -92,7 +102,7 @@ def generating_problems(specs: Sequence[ModelSpec], cluster: Cluster, profiles: 
                 rule = f"`{key}` is not planned for models that generate"
                 problems.append(Problem(f"{where}.{key}", getattr(spec, key), rule, f"Leave `{key}` out."))
         if spec.generates is not None and None in (spec.generates.prompt_tokens, spec.generates.output_tokens):
-            rule = "lengths come from a trace, and a plan needs them"
+            rule = "has no lengths, and its arrivals come from no trace that has them"
             problems.append(Problem(f"{where}.generates", spec.name, rule, "Give `prompt_tokens` and `output_tokens`."))
         for kind in cluster.gpu_types:
             try:
@@ -101,12 +111,31 @@ def generating_problems(specs: Sequence[ModelSpec], cluster: Cluster, profiles: 
                 continue  # no profile on a type: `check_inputs` says so where there is none at all
             if profile.generation is None:
                 rule, cure = "its profile has no `generation`", "Name another row as `profile`, or measure its steps."
-            elif profile.weights_mib is None or profile.generation.kv_bytes_per_token is None:
-                rule, cure = "its profile does not tell its memory", "Give `weights_mib` and `kv_bytes_per_token`."
+            elif profile.weights_mib is None and not (profile.generation.kv_tokens or _most_tokens(spec)):
+                rule, cure = "its profile does not tell its memory", "Give its `generation` the key `kv_tokens`."
             else:
                 continue
             problems.append(Problem(f"{where}.profile", f"{spec.profile_row} on {kind}", rule, cure))
     return problems
+
+
+def with_lengths(spec: ModelSpec) -> ModelSpec:
+    """Return the spec with lengths in place of those that it leaves to the trace of its arrivals.
+
+    Raises:
+        InvalidInputError: the trace cannot be read.
+    """
+    generates = spec.generates
+    if generates is None or spec.arrival.process != "trace":
+        return spec
+    names = ("prompt_tokens", "output_tokens")
+    traced = dict(zip(names, trace_tokens(spec.name, spec.arrival), strict=True))
+    found = {
+        name: Lengths(quantiles={p: float(np.percentile(tokens, p)) for p in range(0, 101, _QUANTILE)})
+        for name, tokens in traced.items()
+        if tokens is not None and getattr(generates, name) is None
+    }
+    return spec.model_copy(update={"generates": generates.model_copy(update=found)})
 
 
 def carried(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
@@ -215,11 +244,18 @@ def _options(spec: ModelSpec, gpu: Gpu, profiles: Profiles, carries: Carries) ->
         profile = profile_of(spec, gpu.type, profiles)
     except InvalidInputError:
         return []
-    known = _known(profile)
-    if known is None or all(at.tensor_parallel != 1 for at in known[0].steps):
+    generation = profile.generation
+    if generation is None or all(at.tensor_parallel != 1 for at in generation.steps):
         return []  # a gpu-let lies on one GPU
-    generation, weights_mib, kv_bytes = known
+    weights_mib, kv_bytes = profile.weights_mib, generation.kv_bytes_per_token
     shares = [at.share_pct for at in generation.steps if at.tensor_parallel == 1]
+    if weights_mib is None or kv_bytes is None:
+        if 100 not in shares:
+            return []
+        cost, kv_tokens = generation.cost(100.0), generation.kv_tokens or _most_tokens(spec)
+        rate, sequences = carries(spec, cost, kv_tokens) if kv_tokens else (0.0, 0)
+        whole = Carrying(spec, 100.0, rate, sequences, generation, cost, kv_tokens, None, 0.0)
+        return [whole] if rate > 0 else []
     found = []
     for share in SHARES:
         if min(shares) <= share <= max(shares):
@@ -232,11 +268,13 @@ def _options(spec: ModelSpec, gpu: Gpu, profiles: Profiles, carries: Carries) ->
     return found
 
 
-def _known(profile: ModelProfile) -> tuple[Generation, float, float] | None:
-    generation, weights_mib = profile.generation, profile.weights_mib
-    if generation is None or weights_mib is None or generation.kv_bytes_per_token is None:
-        return None
-    return generation, weights_mib, generation.kv_bytes_per_token
+def _most_tokens(spec: ModelSpec) -> int:
+    """Return the tokens of as many of the longest requests as run at once; 0 where no length is the longest."""
+    generates = spec.generates
+    if generates is None or generates.prompt_tokens is None or generates.output_tokens is None:
+        return 0
+    each = generates.prompt_tokens.most + generates.output_tokens.most
+    return 0 if math.isinf(each) else math.ceil(each / BLOCK_TOKENS) * BLOCK_TOKENS * generates.max_sequences
 
 
 def _room_mib(gpu: Gpu, part: float, profiles: Profiles) -> float:
@@ -280,14 +318,15 @@ def _gpulets(
     found = []
     for option in unit:
         memory = option.share_pct / taken
-        kv_mib = _room_mib(gpu, memory, profiles) - option.weights_mib
-        kv_tokens = int(option.kv_tokens * kv_mib / option.kv_mib)
-        spec = option.spec
+        spec, kv_tokens, used_mib = option.spec, option.kv_tokens, None
+        if option.weights_mib is not None:
+            used_mib = round(_room_mib(gpu, memory, profiles), 3)
+            kv_tokens = int(kv_tokens * (used_mib - option.weights_mib) / option.kv_mib)
         replica = Replica(
             name=spec.name,
             batch_size=1 if spec.generates is None else spec.generates.max_sequences,
             rate_rps=round(option.rate_rps * part, 6),
-            memory_mib=round(option.weights_mib + kv_mib, 3),
+            memory_mib=used_mib,
             weights_mib=option.weights_mib,
             steps=option.steps,
             kv_tokens=kv_tokens,
@@ -296,7 +335,7 @@ def _gpulets(
             decided_ahead=option.generation.decided_ahead,
         )
         share = None if option.share_pct == 100 else float(option.share_pct)
-        cap = round(memory * (gpu.memory_mib or 0.0), 3)
+        cap = None if used_mib is None else round(memory * (gpu.memory_mib or 0.0), 3)
         name = f"generating-{next(numbers)}"
         found.append(Gpulet(id=name, gpu=gpu.id, share_pct=share, memory_mib=cap, models=(replica,)))
     return found

@@ -79,6 +79,13 @@ class Lengths(StrictModel):
             return sum((q - p) * (a + b) / 200.0 for (p, a), (q, b) in pairwise(rows))
         return float(self.tokens or 1)
 
+    @property
+    def most(self) -> float:
+        """The most tokens there are; infinite for a normal logarithm that is not cut."""
+        if self.lognormal is not None:
+            return self.lognormal.most or math.inf
+        return float(max((self.quantiles or {0: self.tokens or 1}).values()))
+
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
         """Return so many lengths, at least 1 token each."""
         if self.lognormal is not None:

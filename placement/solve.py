@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 
 from tenuto.errors import InvalidInputError, Problem, one_of, raise_if_any
-from tenuto.placement.carrying import GeneratingPlan, beside, generating_problems, place_generating
+from tenuto.placement.carrying import GeneratingPlan, beside, generating_problems, place_generating, with_lengths
 from tenuto.placement.cluster import Cluster, whole_of
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
 from tenuto.placement.expectation.outlook import expected_of
@@ -78,6 +78,7 @@ def _with_generating(
 ) -> Plan:
     """Return the plan of models that generate on GPUs of their own, and of the policy for all others on the rest."""
     check_inputs(workload, cluster, profiles)
+    generating = tuple(map(with_lengths, generating))
     problems = generating_problems(generating, cluster, profiles)
     policy_carries = getattr(policy, "carries", None)
     if policy_carries is None:

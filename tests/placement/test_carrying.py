@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,3 +179,24 @@ def test_the_type_that_carries_most_is_taken() -> None:
     plan = place_generating((writes(),), Cluster.parse("v100:2,a100-80gb:1"), PROFILES, most_gpus=3, fewest=True)
     assert plan.gpus == ("n0/2",)
     assert (plan.goodput_rps or {})["llm"] == 2.0
+
+
+@pytest.mark.parametrize("kv_tokens", [None, 6400])
+def test_a_profile_from_a_log_gives_whole_gpus_and_a_trace_gives_lengths(tmp_path: Path, kv_tokens: int | None) -> None:
+    (tmp_path / "trace.csv").write_text("time_ms,prompt_tokens,output_tokens\n0,90,110\n500,110,90\n")
+    generation = Generation(kv_tokens=kv_tokens, steps=(StepsAt.model_validate(FAST),))
+    told = Profile(name="log", gpu_type="l4", source="a log", models={"writes": ModelProfile(generation=generation)})
+    trace = {"process": "trace", "path": str(tmp_path / "trace.csv")}
+    spec = writes(arrival=trace, generates={"max_sequences": 64})
+    plan = solve(TenutoPolicy(), Workload(models=(spec,)), Cluster.parse("l4:1"), Profiles([told]))
+    (gpulet,) = plan.gpulets
+    assert (gpulet.share_pct, gpulet.memory_mib, plan.expected.goodput_rps) == (None, None, 2.0)
+    assert gpulet.models[0].kv_tokens == (kv_tokens or 64 * 224)  # the longest of both, in whole blocks of 16
+
+
+def test_what_tells_neither_memory_nor_the_longest_request_is_refused() -> None:
+    generation = Generation(steps=(StepsAt.model_validate(FAST),))
+    told = Profile(name="log", gpu_type="l4", source="a log", models={"writes": ModelProfile(generation=generation)})
+    endless = writes(generates={"prompt_tokens": {"lognormal": {"median": 100, "sigma": 1}}, "output_tokens": 100})
+    with pytest.raises(InvalidInputError, match=r"does not tell its memory.*kv_tokens"):
+        solve(TenutoPolicy(), Workload(models=(endless,)), Cluster.parse("l4:1"), Profiles([told]))
