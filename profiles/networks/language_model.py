@@ -162,6 +162,17 @@ class LanguageModel:
         self._open: dict[int, _Sequence] = {}
 
     @property
+    def kv_bytes_per_token(self) -> float:
+        """The memory of one token's keys and values."""
+        cache = self._batches.cache
+        return float(cache.bytes_per_sector / cache.tokens_per_sector)
+
+    @property
+    def weights_mib(self) -> float:
+        """The memory of the weights."""
+        return float(sum(each.numel() * each.element_size() for each in self.network.parameters()) / 2**20)
+
+    @property
     def free_blocks(self) -> int:
         """The blocks that no sequence holds."""
         self._batches.cache.pool.try_to_free_sectors()

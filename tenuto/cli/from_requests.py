@@ -1,19 +1,23 @@
-"""`tenuto profile --from-requests`: what steps of a served model cost, from a log of its requests."""
+"""`tenuto profile` of models that generate: what steps cost, timed here or from a log of served requests."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
 from tenuto.cli.common import command_line, gathered, notice, printed_as_json, say
-from tenuto.documents import write_whole
+from tenuto.documents import parse_pairs, write_whole
 from tenuto.errors import Problem, raise_if_any
-from tenuto.profiles import Measured, ModelProfile, Profile
+from tenuto.profiles import Generation, Measured, ModelProfile, Profile, StepsAt
+from tenuto.profiles.generation import BLOCK_TOKENS
 from tenuto.profiles.gpu_types import memory_mib_of
+from tenuto.profiles.networks.model_options import ModelOptions
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,81 @@ class FromRequests:
         notice(f"wrote {path}")
         return 0
 
+    def measure(self, models: tuple[str, ...], output: str | None, asked: Mapping[str, Any]) -> int:
+        """Time the steps of one model on this machine, write the profile, and say what they took.
 
+        Raises:
+            InvalidInputError: arguments that cannot be used, or a model that is not there or makes no tokens.
+            EnvironmentFaultError: the model does not fit this machine's libraries or memory.
+        """
+        problems = [
+            Problem(_OPTIONS[key], getattr(self, key), "belongs to --from-requests", "Leave it out.")
+            for key in ("log", "gpu", "kv_tokens", "memory_mib")
+            if getattr(self, key) is not None
+        ]
+        if len(models) != 1:
+            problems.append(Problem("MODEL", " ".join(models) or None, "must be one model", "Name one model."))
+        if tuple(asked["shares"]) != (100.0,):
+            rule = "steps are timed on the whole device only"
+            problems.append(Problem("--shares", list(asked["shares"]), rule, "Leave --shares out."))
+        sequences, batch = self.max_sequences or 16, self.max_batch_tokens or 512
+        if not 1 <= sequences <= batch:
+            rule = f"must be from 1 to --max-batch-tokens ({batch})"
+            problems.append(Problem("--max-sequences", sequences, rule, "Lower it, or raise the other."))
+        raise_if_any(problems)
+        from tenuto.profiles.measuring.profile_worker import describe_machine
+        from tenuto.profiles.measuring.steps import StepTimer, blocks_needed, measure_steps
+        from tenuto.profiles.networks.device import pick_device
+        from tenuto.profiles.networks.language_model import LanguageModel, load_language_model, longest_sequence
+
+        (source,) = models
+        origin = f"options of {source}"
+        options = ModelOptions.parse(parse_pairs(asked["options"]), origin).checked_build(origin)
+        network = load_language_model(
+            source, weights_path=asked["weights_path"], seed=asked["seed"], config=options.config
+        )
+        device = pick_device(asked["device"])
+        positions = longest_sequence(network.config)
+        longest = min(positions or _LONGEST, _LONGEST)
+        limits = {"max_sequences": sequences, "max_batch_tokens": batch, "longest": longest}
+        blocks = blocks_needed(**limits, block_tokens=BLOCK_TOKENS)
+        model = LanguageModel(network, device=device, blocks=blocks, block_tokens=BLOCK_TOKENS, max_batch_tokens=batch)
+        timer = StepTimer(
+            model, budget_s=asked["budget_s"] / 32, on_step=lambda what, ms: notice(f"{what}: {ms:.2f} ms")
+        )
+        cost = measure_steps(timer, **limits)
+        machine = describe_machine(device)
+        doubts = (f"other work disturbed: {', '.join(timer.disturbed)}",) if timer.disturbed else ()
+        generation = Generation(
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            longest_context=positions,
+            steps=(StepsAt.model_validate(cost.model_dump()),),
+        )
+        name = (asked["names"] or (Path(source).name,))[0]
+        profile = Profile(
+            name=f"{name}-{machine.gpu_type}",
+            gpu_type=machine.gpu_type,
+            source="measured by tenuto profile",
+            measured=Measured(
+                hardware=machine.hardware,
+                date=datetime.now(UTC).date().isoformat(),
+                command=shlex.join(command_line()),
+                versions=dict(machine.versions),
+            ),
+            memory_mib=machine.memory_mib,
+            models={name: ModelProfile(weights_mib=round(model.weights_mib, 3), generation=generation, doubts=doubts)},
+        )
+        path = Path(output or f"profile-{machine.gpu_type}.yaml")
+        write_whole(path, profile.dump())
+        printed_as_json(profile.model_dump(mode="json", by_alias=True, exclude_none=True))
+        for doubt in doubts:
+            notice(doubt)
+        notice(f"wrote {path}")
+        return 0
+
+
+_LONGEST = 2048
+"""limit: tokens of the longest sequence that is timed; a context costs the same for each further token."""
 _OPTIONS = {
     "log": "--from-requests",
     "gpu": "--gpu",

@@ -83,6 +83,11 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     help="Measure the smallest and largest points first, then those where predictions disagree most. Leave out points "
     "on which predictions agree within PCT percent. Default: measure everything.",
 )
+@click.option(
+    "--generates",
+    is_flag=True,
+    help="MODEL writes text: time its steps, up to --max-sequences (16) and --max-batch-tokens (512).",
+)
 @from_requests_arguments
 @output_option("Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.")
 @json_option
@@ -92,6 +97,7 @@ def command(
     resume: bool,
     output: str | None,
     served: FromRequests,
+    generates: bool,
     **asked: Any,
 ) -> int:
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
@@ -99,11 +105,16 @@ def command(
     MODEL is a name of the catalogue (resnet50), a source (transformers/bert), your own package.module:factory, or a
     local transformers directory. The file is written after every measurement. Ctrl-C keeps it; --resume continues.
 
+    With --generates, what is measured is a step of a language model: a folder that save_pretrained wrote, or
+    transformers/TYPE with random weights.
+
     With --from-requests nothing is measured: what steps of a model that generates cost follows from a log of requests
     that an engine served.
 
     Example: tenuto profile resnet50 mobilenet_v2 bert --batch-sizes 1,2,4,8 -o cpu.yaml
     """
+    if generates:
+        return served.measure(models, output, asked)
     if served.is_asked:
         return served.run(models, asked["names"], output)
     if not models:

@@ -97,7 +97,7 @@ def test_every_wrong_argument_is_named_at_once(run: Any) -> None:
         (("resnet50", "-o", "nowhere/p.yaml"), "directory does not exist"),
         (("resnet50", "bert", "--weights", "w.pt"), "fits one model only"),
         (("resnet50", "--option", "image_size"), "key=value"),
-        ((), "Missing argument"),
+        ((), "name at least one model"),
     ],
 )
 def test_wrong_arguments(run: Any, arguments: tuple[str, ...], message: str) -> None:
