@@ -120,7 +120,7 @@ class FromRequests:
             problems.append(Problem("--max-sequences", sequences, rule, "Lower it, or raise the other."))
         raise_if_any(problems)
         from tenuto.profiles.measuring.profile_worker import describe_machine
-        from tenuto.profiles.measuring.steps import StepTimer, blocks_needed, measure_steps
+        from tenuto.profiles.measuring.step_timer import StepTimer, blocks_needed, measure_steps
         from tenuto.profiles.networks.device import pick_device
         from tenuto.profiles.networks.language_model import LanguageModel, load_language_model, longest_sequence
 

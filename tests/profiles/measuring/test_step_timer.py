@@ -10,7 +10,7 @@ import pytest
 from tenuto.cli import main
 from tenuto.profiles import Profile
 from tenuto.profiles.generation import StepCost
-from tenuto.profiles.measuring.steps import StepTimer, blocks_needed, measure_steps
+from tenuto.profiles.measuring.step_timer import StepTimer, blocks_needed, measure_steps
 from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, blocks_of
 
 COST = StepCost.line(2.0, 0.05, 0.5, 0.001, 0.0)
