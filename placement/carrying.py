@@ -320,8 +320,14 @@ def _gpulets(
         memory = option.share_pct / taken
         spec, kv_tokens, used_mib = option.spec, option.kv_tokens, None
         if option.weights_mib is not None:
-            used_mib = round(_room_mib(gpu, memory, profiles), 3)
-            kv_tokens = int(kv_tokens * (used_mib - option.weights_mib) / option.kv_mib)
+            kv_mib = _room_mib(gpu, memory, profiles) - option.weights_mib
+            mib_per_token = option.kv_mib / kv_tokens
+            kv_tokens = int(kv_mib / mib_per_token)
+            if spec.generates is not None and (longest := option.generation.longest_context) is not None:
+                # More than as many of the longest sequences as run at once would lie idle.
+                blocks = math.ceil(longest / BLOCK_TOKENS) * spec.generates.max_sequences
+                kv_tokens = min(kv_tokens, blocks * BLOCK_TOKENS)
+            used_mib = round(option.weights_mib + kv_tokens * mib_per_token, 3)
         replica = Replica(
             name=spec.name,
             batch_size=1 if spec.generates is None else spec.generates.max_sequences,

@@ -200,3 +200,11 @@ def test_what_tells_neither_memory_nor_the_longest_request_is_refused() -> None:
     endless = writes(generates={"prompt_tokens": {"lognormal": {"median": 100, "sigma": 1}}, "output_tokens": 100})
     with pytest.raises(InvalidInputError, match=r"does not tell its memory.*kv_tokens"):
         solve(TenutoPolicy(), Workload(models=(endless,)), Cluster.parse("l4:1"), Profiles([told]))
+
+
+def test_no_memory_is_planned_that_no_sequence_could_use() -> None:
+    spec = writes(rate_rps=0.1, generates={"prompt_tokens": 100, "output_tokens": 100, "max_sequences": 8})
+    (gpulet,) = planned((spec,), 1).gpulets
+    (replica,) = gpulet.models
+    assert replica.kv_tokens == 8 * 2048
+    assert replica.memory_mib == pytest.approx(13_000 + 8 * 2048 * 0.5)
