@@ -1,5 +1,6 @@
 """Settings that have to be in the environment before Ray starts anywhere in the test session."""
 
+import logging
 import os
 import secrets
 import signal
@@ -58,9 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as `unit` whatever needs neither Ray nor a GPU, and say which tests stay in one process.
 
-    Those are: all that need Ray, since they share one; all about networks, so that what builds them is imported once;
-    of the others those of one file. Tests that start a Ray of their own come last, so that the shared one is started
-    once.
+    Those are: all that use this run's Ray; all about networks, so that what builds them is imported once; of the others
+    those of one file. So what starts a Ray of its own runs beside those that share one. In a single process it comes
+    last, so that the shared one is started once.
     """
     for item in items:
         if item.get_closest_marker("image") and not config.getoption("--image"):
@@ -72,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: "own_ray" in getattr(item, "fixturenames", ()))
     if hasattr(config, "workerinput"):
         # What takes longest as a whole begins first.
-        items.sort(key=lambda item: {"ray": 0, "networks": 1}.get(item.get_closest_marker("xdist_group").args[0], 2))
+        items.sort(key=_turn)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -91,10 +92,19 @@ def pytest_collection_finish() -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    if item.get_closest_marker("ray"):
+    fixtures = getattr(item, "fixturenames", ())
+    if "local_ray" in fixtures and "own_ray" not in fixtures:
         return "ray"
     file = item.nodeid.split("::")[0]
     return "networks" if file.startswith(WITH_NETWORKS) else file
+
+
+def _turn(item: pytest.Item) -> int:
+    group = item.get_closest_marker("xdist_group")
+    assert group is not None
+    if group.args[0] == "ray":
+        return 0
+    return 1 if group.args[0] == "networks" or item.get_closest_marker("ray") else 2
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +112,15 @@ def nothing_stays_deaf() -> Iterator[None]:
     """What a test starts inherits which signals are ignored: a daemon that is asked to end would not."""
     yield
     assert signal.SIG_IGN not in (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+
+
+@pytest.fixture(autouse=True)
+def what_is_logged_is_heard() -> None:
+    """Serve's logger, which our processes use, is as before anybody imported Serve or quieted it: `caplog` hears it."""
+    for logger in (logging.getLogger("ray.serve"), logging.getLogger("ray")):
+        logger.propagate, logger.disabled = True, False
+        logger.setLevel(logging.NOTSET)
+    logging.getLogger("ray.serve").handlers = []
 
 
 @pytest.fixture(scope="session")
@@ -117,6 +136,7 @@ def worker_server() -> Iterator[Callable[[str], list[str]]]:
 def quick_workers(worker_server: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the profiler and the laboratory's co-runs start their processes from the server."""
     monkeypatch.setattr(f"{MEASURING}.measure.WORKER", worker_server("tenuto.profiles.measuring.profile_worker"))
+    monkeypatch.setattr(f"{MEASURING}.step_worker.WORKER", worker_server(f"{MEASURING}.step_worker"))
     monkeypatch.setattr(f"{CO_RUN}.WORKER", worker_server(f"{CO_RUN}_worker"))
 
 

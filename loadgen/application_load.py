@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.outcome import Outcome
@@ -36,6 +37,7 @@ class ApplicationLoad:
     calls: dict[int, tuple[int, float]]
     applications: tuple[Application, ...]
     schedule: Schedule
+    tokens: RequestTokens | None = None  # of each request, when a model generates
 
     @property
     def planned(self) -> int:
@@ -66,6 +68,7 @@ class ApplicationLoad:
             owner=self.owner[rows],
             stage=self.stage[rows],
             calls={call: which for call, which in self.calls.items() if call % count == place},
+            tokens=None if self.tokens is None else self.tokens.of(rows),
         )
 
 
@@ -196,6 +199,7 @@ def make_application_load(
         ),
         applications=tuple(applications),
         schedule=schedule,
+        tokens=None if schedule.tokens is None else schedule.tokens.of(entry[order]),
     )
 
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
+from tenuto.batching.virtual.virtual_steps import RequestTokens
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any, refused
 from tenuto.loadgen.application_figures import stage_owners
 from tenuto.loadgen.application_load import ApplicationLoad, make_application_load, scaled_slos
 from tenuto.loadgen.clients.actors import RayClients
@@ -23,7 +24,7 @@ from tenuto.loadgen.clients.priority import Priority, preferred
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.loadgen.senders.http_sender import HttpSender
-from tenuto.loadgen.senders.payloads import make_bodies, read_bodies
+from tenuto.loadgen.senders.payloads import Prompts, make_bodies, read_bodies
 from tenuto.loadgen.verdict import Verdict, judge, summarise
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.application import Application
@@ -124,15 +125,23 @@ def run_bench(
     schedule = load.schedule if load is not None else make_schedule(models, *arrivals)
     staged = stage_owners(applications)
     groups = by_model(models)
+    tokens = schedule.tokens if load is None else load.tokens
     targets = tuple(
-        _target(options, spec, is_stage=spec.name in staged, has_versions=spec.model in groups) for spec in models
+        _generating(options, spec, tokens, has_versions=spec.model in groups)
+        if spec.slo is not None and tokens is not None
+        else _target(options, spec, is_stage=spec.name in staged, has_versions=spec.model in groups)
+        for spec in models
     )
+    most_tokens = 0.0 if tokens is None else float(tokens.output.max(initial=1))
+    answers_s = max((target.slo.answer_ms(most_tokens) / 1000.0 for target in targets if target.slo), default=0.0)
     group = clients if clients is not None else (RayClients(options.clients) if options.clients else LocalClient())
     interrupted = False
     queued: dict[int, int] = {}
     began_at = time.monotonic()
     try:
         group.prepare(_jobs(schedule, load, targets, options))
+        worked = _worked(options.url) if schedule.tokens is not None else {}
+        worked_at = time.monotonic()
         # The start is late enough for every client to have received the message.
         start_at = time.time() + (0.5 if options.clients else 0.05)
         group.start(start_at)
@@ -142,12 +151,14 @@ def run_bench(
         here = options.client_priority if isinstance(group, LocalClient) else "normal"
         try:
             with preferred(here):
-                _watch(group, start_at, load.planned if load is not None else len(schedule), options, progress, queued)
+                total = load.planned if load is not None else len(schedule)
+                _watch(group, start_at, total, options, progress, queued, answers_s)
         except KeyboardInterrupt:
             interrupted = True
             progress("interrupted: waiting for the requests under way")
             group.stop()
         reports, lost = group.results()
+        passed_s = time.monotonic() - worked_at
     finally:
         group.close()
     errors: Counter[str] = Counter()
@@ -155,10 +166,43 @@ def run_bench(
         errors.update(report.errors)
     records = merge([report.records for report in reports])
     result = _result(records, schedule, load, options, targets, errors, lost, interrupted=interrupted)
+    if worked:
+        result.summary["gpulets"] |= _stepped(records, worked, _worked(options.url), passed_s)
     result.wall_s = time.monotonic() - began_at
     result.queued, result.is_interrupted = queued, interrupted
     result.verdict.conditions["client_priority"] = " and ".join(sorted({report.priority for report in reports}))
     return result
+
+
+def _worked(url: str) -> dict[str, tuple[float, int]]:
+    """Return how long each gpu-let has executed, in s, and its batches or steps; nothing if the endpoint does not
+    say."""
+    from tenuto.deployments.serve.endpoint import get_told
+    from tenuto.deployments.wire.status import SystemStatus
+
+    try:
+        status = get_told(f"{url.rstrip('/')}/status", SystemStatus)
+    except EnvironmentFaultError:
+        return {}
+    return {gpulet.id: (gpulet.busy_s, gpulet.batches) for gpulet in status.gpulets}
+
+
+def _stepped(
+    records: Records, before: Mapping[str, tuple[float, int]], after: Mapping[str, tuple[float, int]], passed_s: float
+) -> dict[str, Any]:
+    """Return the figures of gpu-lets that generate, over the whole run: streams do not say how long a step took."""
+    found = {}
+    for gpulet in sorted(
+        {str(name) for name in records.gpulet[records.output_tokens > 0]} & before.keys() & after.keys()
+    ):
+        (busy_s, steps), (busy_then_s, steps_then) = after[gpulet], before[gpulet]
+        tokens = int(records.output_tokens[records.gpulet == gpulet].sum())
+        found[gpulet] = {
+            "utilisation": min(1.0, max(0.0, busy_s - busy_then_s) / passed_s),
+            "batches": steps - steps_then,
+            "mean_batch": tokens / (steps - steps_then) if steps > steps_then else None,
+        }
+    return found
 
 
 def _end_as_by_ctrl_c() -> None:
@@ -215,8 +259,10 @@ def _result(
         records = merge([records, rest])
     applications = load.applications if load is not None else ()
     names = [target.name for target in targets]
-    summary = summarise(records, names, warmup_ms=begin_ms, duration_ms=end_ms, applications=applications)
-    slos_ms = [target.slo_ms for target in targets]
+    generating = [target.name for target in targets if target.slo is not None]
+    window = {"warmup_ms": begin_ms, "duration_ms": end_ms}
+    summary = summarise(records, names, **window, applications=applications, generating=generating)
+    slos_ms = [target.slo_ms if target.slo is None else target.slo.ttft_ms for target in targets]
     verdict = judge(records, summary, slos_ms, interrupted=interrupted, lost_clients=lost)
     shown = [f"{count} × {text}" for text, count in errors.most_common(_SHOWN_ERRORS)]
     return BenchResult(records, schedule, summary, verdict, errors=shown, applications=applications)
@@ -248,9 +294,10 @@ def _jobs(
                 schedule.times_ms[place::count],
                 schedule.model_index[place::count],
             )
+            tokens = None if schedule.tokens is None else schedule.tokens.of(slice(place, None, count))
         else:
             part = load.part(place, count)
-            rows = (part.number, part.times_ms, part.model_index)
+            rows, tokens = (part.number, part.times_ms, part.model_index), part.tokens
         jobs.append(
             ClientJob(
                 options.url,
@@ -262,6 +309,7 @@ def _jobs(
                 via=options.via,
                 run=schedule.hash[:8],
                 load=part,
+                tokens=tokens,
                 priority=options.client_priority,
                 key=client_key(),
                 measured_from_ms=options.measured_from_ms,
@@ -276,7 +324,7 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versi
     asked = f"{spec.model}:{spec.version}" if has_versions else spec.name
     metadata = model_metadata(options.url, asked)
     if "inputs" not in metadata:
-        raise EnvironmentFaultError(f"{options.url}: '{spec.name}' cannot be asked: {metadata.get('error', metadata)}")
+        raise _cannot_be_asked(options, spec, metadata)
     if spec.name in options.bodies:
         hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks.hooks
         bodies = read_bodies(options.bodies[spec.name], hooks)
@@ -286,11 +334,42 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versi
     return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies), is_stage, asked)
 
 
+def _generating(options: BenchOptions, spec: ModelSpec, tokens: RequestTokens, *, has_versions: bool) -> ModelTarget:
+    from tenuto.deployments.serve.endpoint import generating_model
+
+    problem = "has several versions, and OpenAI's interface names none" if has_versions else None
+    problem = "generates: its prompts are drawn" if spec.name in options.bodies else problem
+    if problem is not None:
+        raise refused(f"models.{spec.name}", None, problem, "Leave --body out, or plan with one version.")
+    told = generating_model(options.url, spec.name)
+    if "vocabulary" not in told:
+        raise _cannot_be_asked(options, spec, told)
+    generator = seed_for(options.seed, "payloads", spec.name)
+    prompts = Prompts(spec.name, int(tokens.prompt.max(initial=1)), told["vocabulary"], generator)
+    slo = None if spec.slo is None else spec.slo.scaled(options.slo_scale)
+    return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, (), prompts=prompts, slo=slo)
+
+
+def _cannot_be_asked(options: BenchOptions, spec: ModelSpec, told: Mapping[str, Any]) -> EnvironmentFaultError:
+    error = told.get("error", told)
+    why = error.get("message", error) if isinstance(error, dict) else error  # the former is OpenAI's form
+    return EnvironmentFaultError(f"{options.url}: '{spec.name}' cannot be asked: {why}")
+
+
 def _watch(
-    clients: ClientGroup, start_at: float, total: int, options: BenchOptions, progress: Progress, queued: dict[int, int]
+    clients: ClientGroup,
+    start_at: float,
+    total: int,
+    options: BenchOptions,
+    progress: Progress,
+    queued: dict[int, int],
+    answers_s: float,
 ) -> None:
-    """Until all clients have ended, print one line and ask for the queue length once a second."""
-    limit = start_at + options.duration_s + options.grace_s + 30.0
+    """Until all clients have ended, print one line and ask for the queue length once a second.
+
+    `answers_s`: the longest that a stream may take.
+    """
+    limit = start_at + options.duration_s + options.grace_s + answers_s + 30.0
     next_line = start_at + 1.0
     while not clients.is_done():
         time.sleep(0.05)

@@ -92,7 +92,8 @@ class ControlledSimulation:
         models = beside(self.workload.models, self.folder)
         if not self.workload.applications:
             schedule = make_schedule(models, *how)
-            return ControlledLoad(schedule.names, schedule.times_ms, schedule.model_index, self.duration_s), None
+            arrived = schedule.names, schedule.times_ms, schedule.model_index
+            return ControlledLoad(*arrived, self.duration_s, tokens=schedule.tokens), None
         load = make_application_load(models, beside(self.workload.applications, self.folder), *how)
         calls = _Calls(load, self.network.response_ms)
         names = tuple(spec.name for spec in models)

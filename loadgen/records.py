@@ -22,8 +22,12 @@ _DTYPES: dict[str, type[np.generic]] = {
     "outcome": np.int8,
     "batch_size": np.int32,
     "gpulet": np.object_,
+    "prompt_tokens": np.int64,
+    "output_tokens": np.int64,
     "call": np.int64,
 }
+# Columns that need not be given, and what they then have.
+ABSENT = {"first_token_ms": NAN, "prompt_tokens": 0, "output_tokens": 0, "call": -1, "call_at_ms": NAN}
 
 
 @dataclass
@@ -31,9 +35,10 @@ class Records:
     """Columns of equal length. Times are ms from the start of the run on the client's clock; NaN: unknown.
 
     `scheduled_ms`, `sent_ms` and `answered_ms` are absolute; `batching_ms`, `gpulet_queue_ms` and `execution_ms` are
-    durations the server reported. `gpulet` is the gpu-let's id. `call` is the number of the application's request that
-    a row belongs to, -1 for none, and `call_at_ms` when that was scheduled; a row of a later stage counts as scheduled
-    when the last answer before it was there, and has no row if it never was.
+    durations the server reported. `gpulet` is the gpu-let's id. Of a generation, `first_token_ms` is absolute, and
+    `output_tokens` are those that came; without one, tokens are 0. `call` is the number of the application's request
+    that a row belongs to, -1 for none, and `call_at_ms` when that was scheduled; a row of a later stage counts as
+    scheduled when the last answer before it was there, and has no row if it never was.
     """
 
     request: NDArray[np.int64]
@@ -48,15 +53,17 @@ class Records:
     execution_ms: NDArray[np.float64]
     batch_size: NDArray[np.int32]
     gpulet: NDArray[np.object_]
+    first_token_ms: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))  # empty: no model generates
+    prompt_tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    output_tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     call: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # empty: no applications
     call_at_ms: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
     def __post_init__(self) -> None:
-        """Without `call`, let no row belong to an application."""
-        if len(self.call) != len(self.request):
-            self.call = np.full(len(self.request), -1, np.int64)
-        if len(self.call_at_ms) != len(self.request):
-            self.call_at_ms = np.full(len(self.request), NAN)
+        """Fill columns that are not given: no row is a generation, or belongs to an application."""
+        for name, value in ABSENT.items():
+            if len(getattr(self, name)) != len(self.request):
+                setattr(self, name, np.full(len(self.request), value, _DTYPES.get(name, np.float64)))
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -80,6 +87,17 @@ class Records:
     def lateness_ms(self) -> NDArray[np.float64]:
         """How much later than scheduled the client sent; NaN if it did not send."""
         return self.sent_ms - self.scheduled_ms
+
+    @property
+    def ttft_ms(self) -> NDArray[np.float64]:
+        """Scheduled time to first token; NaN if none came."""
+        return self.first_token_ms - self.scheduled_ms
+
+    @property
+    def tpot_ms(self) -> NDArray[np.float64]:
+        """Mean time of the tokens after the first; NaN if there are none."""
+        further = self.output_tokens - 1.0
+        return (self.answered_ms - self.first_token_ms) / np.where(further > 0, further, NAN)
 
     def within(self, begin_ms: float, end_ms: float) -> Records:
         """Return the requests scheduled in a window. Later stages of an application's request may be due after its

@@ -14,9 +14,10 @@ import numpy as np
 from tenuto.documents import SCHEMA
 from tenuto.errors import refused
 from tenuto.loadgen.application_figures import Calls, calls_by_name
-from tenuto.loadgen.records import Records
+from tenuto.loadgen.records import ABSENT, Records
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tenuto.placement.generates import TokenSlo
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ class Run:
             return None
 
     @property
+    def token_slos(self) -> dict[str, TokenSlo]:
+        """The two bounds by which each model that generates was judged."""
+        stated: Mapping[str, Any] = self.document.get("token_slos") or {}
+        return {name: TokenSlo(**slo) for name, slo in stated.items() if name in self.document["models"]}
+
+    @property
     def label(self) -> str:
         """Where the numbers come from: simulated, measured on emulated GPUs, or measured."""
         if self.document.get("kind") == "simulation":
@@ -140,7 +147,8 @@ def _read_records(path: Path, names: list[str]) -> Records:
         columns = {
             name: np.asarray(table[name].to_numpy(), dtype=dtype)
             for name, dtype in Records.columns().items()
-            if name not in ("model", "outcome", "gpulet", "call", "call_at_ms")
+            if (name in table.column_names or name not in ABSENT)
+            and name not in ("model", "outcome", "gpulet", "call", "call_at_ms")
         }
         if "application_request" in table.column_names:
             columns["call"] = table["application_request"].fill_null(-1).to_numpy().astype(np.int64)

@@ -46,6 +46,9 @@ def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command:
         "slos_ms": {
             spec.name: spec.slo_ms * options.slo_scale for spec in plan.models if spec.name in result.summary["models"]
         },
+        "token_slos": {
+            spec.name: spec.slo.scaled(options.slo_scale).model_dump() for spec in plan.models if spec.slo is not None
+        },
         "schedule_hash": result.schedule.hash,
         "schedule_notes": [*result.schedule.notes, *result.notes],
         "options": asdict(options),

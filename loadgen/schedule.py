@@ -17,7 +17,7 @@ from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
-from tenuto.placement.arrivals.arrival_processes import arrival_times, process_of, trace_tokens
+from tenuto.placement.arrivals.arrival_processes import arrival_times, arrival_tokens, process_of, read_trace
 
 MOST_REQUESTS = 100_000_000  # limit: 1.2 GB of schedule; a mistyped duration gives an error instead of using all memory
 
@@ -150,18 +150,38 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
     order = np.argsort(merged, kind="stable")
     tokens = None
     if any(spec.generates is not None for spec in models):
-        drawn = [_lengths(spec, part, seed) for spec, part in zip(models, times, strict=True)]
+        drawn = [
+            _lengths(spec, part, (spec.rate_rps * rate_scale, duration_s), seed)
+            for spec, part in zip(models, times, strict=True)
+        ]
         tokens = RequestTokens(*(np.concatenate([pair[kind] for pair in drawn])[order] for kind in (0, 1)))
     names = tuple(spec.name for spec in models)
-    return Schedule(merged[order], index[order], names, duration_s, _notes(models), tokens=tokens)
+    notes = (*_notes(models), *_cut(models, duration_s))
+    return Schedule(merged[order], index[order], names, duration_s, notes, tokens=tokens)
 
 
-def _lengths(spec: ModelSpec, times_s: NDArray[np.float64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _cut(models: Sequence[ModelSpec], duration_s: float) -> tuple[str, ...]:
+    """Return a line for each trace that goes on behind the run."""
+    traces = {spec.arrival.path: spec for spec in models if spec.arrival.process == "trace"}
+    found = []
+    for path, spec in traces.items():
+        last_s = float(read_trace(str(path)).times_s[-1])
+        if not spec.arrival.options.get("rescale") and last_s >= duration_s:
+            found.append(
+                f"of {path} only the first {duration_s:g} of {last_s:g} s are sent: --duration-s says how much"
+            )
+    return tuple(found)
+
+
+def _lengths(
+    spec: ModelSpec, times_s: NDArray[np.float64], asked: tuple[float, float], seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the tokens of prompts and outputs of a model's arrivals; 0 if it does not generate."""
     generates, count = spec.generates, len(times_s)
     if generates is None:
         return np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    recorded = trace_tokens(spec.name, spec.arrival) if spec.arrival.process == "trace" else (None, None)
+    again, of_lengths = (seed_for(seed, purpose, spec.name) for purpose in ("arrivals", "lengths"))
+    recorded = arrival_tokens(spec.name, *asked, spec.arrival, again, of_lengths)
     found = []
     for key, lengths, column in zip(
         ("prompt_tokens", "output_tokens"), (generates.prompt_tokens, generates.output_tokens), recorded, strict=True
@@ -171,8 +191,9 @@ def _lengths(spec: ModelSpec, times_s: NDArray[np.float64], seed: int) -> tuple[
         elif column is not None:
             found.append(column[:count])
         else:
-            cure = f"Add the column, or give `{key}` in `generates`."
-            raise refused(f"models.{spec.name}.arrival.path", spec.arrival.path, f"has no column '{key}'", cure)
+            cure = f"Add the column to the trace, or give `{key}` in `generates`."
+            source = spec.arrival.path or spec.arrival.process
+            raise refused(f"models.{spec.name}.arrival", source, f"has no column '{key}'", cure)
     return found[0], found[1]
 
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 @dataclass(frozen=True, slots=True)
 class Body:
     """One request in a form of the Open Inference Protocol: JSON of `json_length` bytes with raw tensors behind it, or
-    JSON alone (None). With `is_raw` it is what the model's hooks read.
+    JSON alone (None). With `is_raw` it is what the model's hooks read. With `is_streamed` it is JSON for OpenAI's
+    /v1/completions, which asks for a stream.
 
     `hooks`: the model's own, for senders without a server that runs them.
     """
@@ -20,6 +21,7 @@ class Body:
     data: bytes
     json_length: int | None = None
     is_raw: bool = False
+    is_streamed: bool = False
     hooks: str | None = None
 
 
@@ -38,6 +40,8 @@ class Reply:
     batch_size: int = 0
     gpulet: str = ""
     error: str = ""
+    writing_ms: float = float("nan")  # of a stream: from the first token to the end, on the client's clock
+    tokens: int = 0  # of a stream
 
 
 # Called exactly once per request, with the token of `send`.

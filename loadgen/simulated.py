@@ -16,7 +16,7 @@ from tenuto.batching.core.build import everywhere, from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.virtual.goodput import Goal, HostedModels, Stop, Trial, never, try_arrivals, try_load
+from tenuto.batching.virtual.goodput import Goal, HostedModels, Stop, Trial, never, try_load
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import SCHEMA
@@ -30,7 +30,6 @@ from tenuto.loadgen.verdict import judge, summarise
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.application import Application
-from tenuto.placement.generates import TokenSlo
 from tenuto.profiles import Profiles
 
 _Arriving = TypeVar("_Arriving", ModelSpec, Application)
@@ -63,7 +62,7 @@ class Simulation:
         Raises:
             InvalidInputError: the plan cannot be scheduled.
         """
-        _refuse_beside_generating(plan.models, plan.applications, how)
+        _refuse_beside_generating(plan.models, plan.applications)
         for gpulet in plan.gpulets:
             if len(gpulet.models) > 1 and any(replica.steps is not None for replica in gpulet.models):
                 rule = "a model that generates cannot be simulated beside others on its gpu-let"
@@ -98,7 +97,7 @@ class Simulation:
         Raises:
             InvalidInputError: no GPU can serve a model, for example because no batch can meet its SLO.
         """
-        _refuse_beside_generating(workload.models, workload.applications, how)
+        _refuse_beside_generating(workload.models, workload.applications)
         workload = workload.model_copy(update={"models": _with_slos(workload.models, slo_scale)})
         system = everywhere(workload, cluster, profiles, network)
         applications = scaled_slos(beside(workload.applications, folder), slo_scale)
@@ -115,33 +114,16 @@ class Simulation:
     def run(self, rate_scale: float = 1.0) -> SimulatedRun:
         """Run all requests at a rate scale."""
         schedule, load = self._arrivals(rate_scale)
-        if load is not None:
-            return SimulatedRun(self._simulate(load, Joins(load)), schedule, load)
-        result = simulate(
-            self.scheduler(),
-            schedule.times_ms,
-            schedule.model_index,
-            duration_s=self.duration_s,
-            warmup_s=self.warmup_s,
-            losses=self._lost_gpulets(),
-            tokens=schedule.tokens,
-            slos=self._slos,
-        )
-        return SimulatedRun(result, schedule, None)
+        found = self._simulate(schedule) if load is None else self._simulate(load, Joins(load))
+        return SimulatedRun(found, schedule, load)
 
     def try_rate(self, rate_scale: float, goal: Goal) -> Trial:
         """Run a rate scale until it is over or hopeless, and judge it."""
         schedule, load = self._arrivals(rate_scale)
-        if load is None:
-            return try_arrivals(
-                self.scheduler(),
-                schedule.times_ms,
-                schedule.model_index,
-                goal,
-                duration_s=self.duration_s,
-                warmup_s=self.warmup_s,
-            )
         begin_ms = 1000.0 * (0.05 * self.duration_s if self.warmup_s is None else self.warmup_s)
+        if load is None:
+            alone = HostedModels(self.system, schedule.times_ms, schedule.model_index, begin_ms)
+            return try_load(lambda stop: self._simulate(schedule, stop=stop), alone, goal)
         joins = Joins(load, begin_ms)
         judged = _WithApplications(load, self.system, joins, begin_ms)
         return try_load(lambda stop: self._simulate(load, joins, stop), judged, goal)
@@ -157,30 +139,25 @@ class Simulation:
         load = make_application_load(self.models, self.applications, *how)
         return load.schedule, load
 
-    def _simulate(self, load: ApplicationLoad, joins: Joins, stop: Stop = never) -> SimulationResult:
+    def _simulate(
+        self, arrivals: Schedule | ApplicationLoad, joins: Joins | None = None, stop: Stop = never
+    ) -> SimulationResult:
         return simulate(
             self.scheduler(),
-            load.times_ms,
-            load.model_index,
+            arrivals.times_ms,
+            arrivals.model_index,
             duration_s=self.duration_s,
             warmup_s=self.warmup_s,
             stop=stop,
-            deadlines_ms=load.deadlines_ms,
+            deadlines_ms=arrivals.deadlines_ms if isinstance(arrivals, ApplicationLoad) else None,
             follows=joins,
-            losses=self._lost_gpulets(),
-            tokens=load.schedule.tokens,
-            slos=self._slos,
+            losses=[
+                (1000.0 * at_s, [n for n, gpulet in enumerate(self.system.gpulets) if not gpus.isdisjoint(gpulet.gpus)])
+                for at_s, gpus in self.losses
+            ],
+            tokens=arrivals.tokens,
+            slos={index: spec.slo for index, spec in enumerate(self.models) if spec.slo is not None},
         )
-
-    @property
-    def _slos(self) -> dict[int, TokenSlo]:
-        return {index: spec.slo for index, spec in enumerate(self.models) if spec.slo is not None}
-
-    def _lost_gpulets(self) -> list[tuple[float, list[int]]]:
-        return [
-            (1000.0 * at_s, [place for place, gpulet in enumerate(self.system.gpulets) if gpulet.gpu in gpus])
-            for at_s, gpus in self.losses
-        ]
 
 
 class _WithApplications:
@@ -254,6 +231,7 @@ class SimulatedRun:
             warmup_ms=1000.0 * result.warmup_s,
             duration_ms=1000.0 * result.duration_s,
             applications=self.load.applications if self.load is not None else (),
+            generating=[names[gpulet.model] for gpulet in result.system.generating],
         )
         verdict = judge(records, summary, list(slos.values()))
         # Where both have a figure, the simulator's is kept: it saw every batch, not only the answered requests.
@@ -267,6 +245,7 @@ class SimulatedRun:
             "verdict": {"result": verdict.result, "reasons": list(verdict.reasons), "conditions": verdict.conditions},
             "errors": [],
             "slos_ms": slos,
+            "token_slos": {names[index]: slo.model_dump() for index, slo in result.token_slos.items()},
             "schedule_hash": self.schedule.hash,
             "schedule_notes": list(self.schedule.notes),
             "options": {**options, "duration_s": result.duration_s, "warmup_s": result.warmup_s},
@@ -299,9 +278,17 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
         batching_ms=result.dispatched_ms - result.arrival_ms,
         gpulet_queue_ms=result.start_ms - result.dispatched_ms,
         execution_ms=result.finish_ms - result.start_ms,
-        batch_size=result.batch_size,
+        batch_size=result.batch_size.copy(),
         gpulet=ids[result.gpulet],
     )
+    if result.writing is not None:
+        written, tokens = result.writing.requests, result.writing.tokens
+        records.first_token_ms[written] = result.writing.first_ms[written] + result.system.network.response_ms
+        records.output_tokens[written] = tokens.output[written]
+        records.prompt_tokens = tokens.prompt
+        records.batch_size[written] = 0  # as in a live run: a stream has no batch of its own
+        for column in (records.batching_ms, records.gpulet_queue_ms, records.execution_ms):
+            column[written] = np.nan
     if load is None:
         return records
     records.call, records.call_at_ms = load.owner, load.call_at_ms
@@ -319,13 +306,11 @@ def _applications(result: SimulationResult, load: ApplicationLoad) -> dict[str, 
     )
 
 
-def _refuse_beside_generating(
-    models: Sequence[ModelSpec], applications: Sequence[Application], how: Mapping[str, Any]
-) -> None:
+def _refuse_beside_generating(models: Sequence[ModelSpec], applications: Sequence[Application]) -> None:
     names = ", ".join(spec.name for spec in models if spec.generates is not None)
-    if names and (applications or how.get("losses")):
-        what = "applications" if applications else "--lose"
-        raise refused("models", names, f"generates; {what} cannot be simulated beside that", f"Leave {what} out.")
+    if names and applications:
+        rule = "generates; applications cannot be simulated beside that"
+        raise refused("models", names, rule, "Leave applications out.")
 
 
 def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, ...]:

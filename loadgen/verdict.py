@@ -7,13 +7,14 @@ sample lies above the 99th percentile.)"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto.batching.virtual.writing import token_figures
 from tenuto.loadgen.application_figures import MIN_SAMPLES_P99, application_figures, label_stages
 from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
@@ -40,6 +41,7 @@ def summarise(
     warmup_ms: float,
     duration_ms: float,
     applications: Sequence[Application] = (),
+    generating: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the summary with the keys of `tenuto simulate --json`, plus the latency split.
 
@@ -49,11 +51,15 @@ def summarise(
         warmup_ms: requests scheduled before this are left out.
         duration_ms: end of the measured window.
         applications: applications whose stages are among the models; they get figures of their own, by their SLOs.
+        generating: models that generate, which have figures of tokens too.
     """
     measured = records.within(warmup_ms, duration_ms)
     length_s = (duration_ms - warmup_ms) / 1000.0
     ok = int((measured.outcome == Outcome.OK).sum())
     models = {name: _model(measured.where(measured.model == index)) for index, name in enumerate(names)}
+    for index, name in enumerate(names):
+        if name in generating:
+            models[name] |= _tokens(measured.where((measured.model == index) & (measured.status == 200)), length_s)
     summary: dict[str, Any] = {
         "offered_rps": len(measured) / length_s,
         "goodput_rps": ok / length_s,
@@ -93,6 +99,11 @@ def _model(records: Records) -> dict[str, Any]:
         },
         "execution_p50_ms": _percentile(answered.execution_ms, 50, 1),
     }
+
+
+def _tokens(answered: Records, length_s: float) -> dict[str, Any]:
+    rate = float(answered.output_tokens.sum()) / length_s
+    return token_figures(answered.ttft_ms, answered.tpot_ms, answered.latency_ms, rate, MIN_SAMPLES_P99)
 
 
 def _gpulets(records: Records, length_s: float) -> dict[str, Any]:

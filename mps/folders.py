@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from tenuto.mps.processes import Processes
 
@@ -35,14 +36,13 @@ class Leftover:
     is_running: bool
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """The record of a daemon, written when it was started."""
 
     pid: int
     started_at: int
     gpu_uuid: str
-    pid_namespace: int | None
+    pid_namespace: int | None = None
 
     def is_of(self, processes: Processes) -> bool:
         """Return whether the daemon's pid belongs to this process's PID namespace."""
@@ -52,15 +52,8 @@ class Record:
 def read_record(folder: Path) -> Record | None:
     """Return the record in a GPU's folder; None if there is none, or if it cannot be read."""
     try:
-        data = json.loads((folder / OWNER).read_text(encoding="utf-8"))
-        namespace = data.get("pid_namespace")
-        return Record(
-            int(data["pid"]),
-            int(data["started_at"]),
-            str(data["gpu_uuid"]),
-            None if namespace is None else int(namespace),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return msgspec.json.decode((folder / OWNER).read_bytes(), type=Record)
+    except (OSError, msgspec.MsgspecError):
         return None
 
 

@@ -86,17 +86,6 @@ class MigLayout:
         return cut if self.is_on else "whole"
 
 
-def read_layout(gpu_uuid: str, nvml: MigNvml | None = None) -> MigLayout:
-    """Return how a GPU is cut.
-
-    Raises:
-        EnvironmentFaultError: no driver, no such GPU, or this user may not ask.
-    """
-    nvml = nvml or _load()
-    with answering(nvml), _told(nvml, gpu_uuid):
-        return _Gpu(nvml, gpu_uuid).layout()
-
-
 class MigDevice(NamedTuple):
     """A MIG device as everybody may see it: its type, such as a100-3g.20gb, and UUID, and where its instance begins;
     None where this user is not told."""
@@ -116,18 +105,6 @@ def read_mig_devices(nvml: Nvml | None = None) -> dict[str, tuple[MigDevice, ...
             told = MigDevice(device.type, device.start, device.uuid)
             found[device.parent_uuid] = (*found.get(device.parent_uuid, ()), told)
     return found
-
-
-def possible_places(gpu_uuid: str, nvml: MigNvml | None = None) -> dict[str, tuple[int, ...]]:
-    """Return at which memory slices the instances of every profile may begin, as the driver tells it of the empty GPU.
-
-    Raises:
-        EnvironmentFaultError: see `read_layout`.
-    """
-    nvml = nvml or _load()
-    with answering(nvml), _told(nvml, gpu_uuid):
-        gpu = _Gpu(nvml, gpu_uuid)
-        return {profile.name: tuple(sorted(gpu.places(profile))) for profile in gpu.profiles()}
 
 
 def apply_layout(

@@ -25,19 +25,18 @@ class VisibleDevice:
     sm_count: int
 
 
-def visible_devices(library: ctypes.CDLL | None = None) -> tuple[VisibleDevice, ...]:
+def visible_devices() -> tuple[VisibleDevice, ...]:
     """Return the devices CUDA shows to this process, in its own order.
 
     Raises:
         EnvironmentFaultError: no driver library, or a driver call failed; the message has CUDA's error number.
     """
-    if library is None:
-        try:
-            library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise EnvironmentFaultError(
-                "the CUDA driver library libcuda.so.1 cannot be loaded. Install the NVIDIA driver."
-            ) from error
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise EnvironmentFaultError(
+            "the CUDA driver library libcuda.so.1 cannot be loaded. Install the NVIDIA driver."
+        ) from error
     _call(library, "cuInit", ctypes.c_uint(0))
     count = ctypes.c_int()
     _call(library, "cuDeviceGetCount", ctypes.byref(count))

@@ -1,4 +1,4 @@
-"""Where models that generate lie: gpu-lets of their own, each with a share, on GPUs apart from all other models.
+"""What gpu-lets of models that generate carry: each is a share of one GPU, or of several of a node together.
 
 A closed form says how many requests per second a gpu-let carries. While b sequences decode, a prompt is read every
 (mean output / b) steps, so that a step takes in the mean
@@ -14,46 +14,49 @@ known: no interference between them is counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.placement.arrivals.arrival_processes import trace_tokens
+from tenuto.placement.arrivals.arrival_processes import HAVE_LENGTHS, usual_lengths
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import ModelOnGpu, context_mib_of
 from tenuto.placement.generates import Lengths
 from tenuto.placement.program import Gpulet, Replica
-from tenuto.placement.workload import ModelSpec, profile_of
+from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import Generation, Profiles, StepCost
 from tenuto.profiles.generation import BLOCK_TOKENS, pairs_of
-from tenuto.profiles.share_latency import EVERY_RULE
 
 SPREADS = 4.0
 """fitted on 39 random models on shares, with the next: how many times the square root of b there may be more sequences.
 Simulated at the rate that the closed form gives, 97 % of the requests are in time in the mean; with 3.3, 96 %."""
 BUSY_PART = 0.75
 """fitted with the one before: the part of the highest rate that is planned; at 0.8, 95 % are in time in the mean."""
+WHOLE = (100,)
+"""limit: the only share where CUDA MPS is off."""
 SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
 """derived: tens of percent, from the smallest share with measured step times."""
+WORTH_TOGETHER = 1.5
+"""limit: GPUs run a model together where each carries so many times as much as alone: for models whose weights hardly
+leave memory. The others lie beside each other, and no loss takes several GPUs from them."""
 _MEMORY_PART = 0.9
 """limit: the part of its memory that a gpu-let uses, as the ledger leaves a tenth for workspaces."""
-_LEAST_LEFT = 10.0
-"""limit: the smallest share that is left to other models; below it one of the measured GPUs has a handful of SMs."""
 _QUANTILE = 5
 """limit: percent between two quantiles of the lengths in a trace."""
-_CLOSE = 1.01
-"""limit: how near the highest load that fits is found."""
+_DRAWN = 10_000
+"""limit: requests of which is told how many are too long."""
 
 
 @dataclass(frozen=True)
 class Carrying:
     """A share of a GPU for a model: the requests per second that it carries with so many sequences, and its memory.
 
-    A profile fitted to a log knows of memory only how many tokens a whole GPU held, or that they were never too many.
-    Then there are no weights in MiB, and the share is a whole GPU.
+    With `together` above 1, the model lies on that share of each of so many GPUs of one node, by tensor parallelism.
+    `weights_mib` is then the part of the weights on one of them. A profile fitted to a log knows of memory only how
+    many tokens a whole GPU held, or that they were never too many. Then there are no weights in MiB, and the share is
+    a whole GPU.
     """
 
     spec: ModelSpec
@@ -64,13 +67,49 @@ class Carrying:
     steps: StepCost
     kv_tokens: int
     weights_mib: float | None
-    kv_mib: float
+    together: int = 1
+
+    def tokens_in(self, room_mib: float) -> int:
+        """Return how many tokens so much memory of each GPU holds beside the weights."""
+        if self.weights_mib is None:
+            return self.kv_tokens
+        return int((room_mib - self.weights_mib) / self.mib_per_token)
+
+    @property
+    def mib_per_token(self) -> float:
+        """The memory of one token's keys and values on each GPU; 0 where it is not known."""
+        return (self.generation.kv_bytes_per_token or 0.0) / 2**20 / self.together
+
+    @property
+    def takes_pct(self) -> float:
+        """The shares of all its GPUs together."""
+        return self.share_pct * self.together
 
 
 Costs = Mapping[str, Mapping[str, ModelOnGpu]]
 """What each model costs, by name and GPU type."""
 Carries = Callable[[ModelSpec, StepCost, int], tuple[float, int]]
 """How many requests per second steps of a cost carry with memory for so many tokens, and with how many sequences."""
+
+Host = tuple[StepCost, int]
+"""What steps cost on a gpu-let, and the tokens it has memory for."""
+IsCarried = Callable[[ModelSpec, Sequence[Host]], bool]
+"""Whether such gpu-lets carry a model's rate together."""
+
+
+def known_once(carries: Carries) -> Carries:
+    """Return the same, which judges each share with the same memory once, for all models with the same lengths and
+    SLO."""
+    known: dict[object, tuple[float, int]] = {}
+
+    def carried_once(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
+        lengths = None if spec.generates is None else spec.generates.model_dump_json()
+        key = lengths, spec.slo, cost, kv_tokens
+        if key not in known:
+            known[key] = carries(spec, cost, kv_tokens)
+        return known[key]
+
+    return carried_once
 
 
 @dataclass(frozen=True)
@@ -82,11 +121,25 @@ class GeneratingPlan:
     goodput_rps: Mapping[str, float] | None = None
     reasons: Mapping[str, str] | None = None
     notes: tuple[str, ...] = ()
+    bought: tuple[Gpu, ...] = ()
+    overcommits: bool = False  # shares of a GPU add up to more than 100 % on purpose
+
+    def and_then(self, other: GeneratingPlan) -> GeneratingPlan:
+        """Return both as one; what the other says of a model counts."""
+        return GeneratingPlan(
+            (*self.gpulets, *other.gpulets),
+            {**(self.goodput_rps or {}), **(other.goodput_rps or {})},
+            {name: why for name, why in (self.reasons or {}).items() if name not in (other.goodput_rps or {})}
+            | dict(other.reasons or {}),
+            (*self.notes, *other.notes),
+            (*self.bought, *other.bought),
+            self.overcommits or other.overcommits,
+        )
 
     @property
     def gpus(self) -> tuple[str, ...]:
         """The GPUs that they take."""
-        return tuple(dict.fromkeys(gpulet.gpu for gpulet in self.gpulets))
+        return tuple(dict.fromkeys(gpu for gpulet in self.gpulets for gpu in gpulet.gpus))
 
 
 def generating_problems(specs: Sequence[ModelSpec], cluster: Cluster, profiles: Profiles) -> list[Problem]:
@@ -94,13 +147,6 @@ def generating_problems(specs: Sequence[ModelSpec], cluster: Cluster, profiles: 
     problems = []
     for spec in specs:
         where = f"models.{spec.name}"
-        if cluster.elastic:
-            rule = "generates, and such models are not planned on an elastic cluster"
-            problems.append(Problem(where, spec.name, rule, "Give the number of GPUs, such as --gpus a100-80gb:4."))
-        for key in ("spread", "survive", "only_on", "keep_off", "prefer"):
-            if getattr(spec, key):
-                rule = f"`{key}` is not planned for models that generate"
-                problems.append(Problem(f"{where}.{key}", getattr(spec, key), rule, f"Leave `{key}` out."))
         if spec.generates is not None and None in (spec.generates.prompt_tokens, spec.generates.output_tokens):
             rule = "has no lengths, and its arrivals come from no trace that has them"
             problems.append(Problem(f"{where}.generates", spec.name, rule, "Give `prompt_tokens` and `output_tokens`."))
@@ -119,17 +165,22 @@ def generating_problems(specs: Sequence[ModelSpec], cluster: Cluster, profiles: 
     return problems
 
 
+def shares_of(workload: Workload) -> Sequence[int]:
+    """Return the shares that gpu-lets may have."""
+    return WHOLE if workload.mps == "off" else SHARES
+
+
 def with_lengths(spec: ModelSpec) -> ModelSpec:
-    """Return the spec with lengths in place of those that it leaves to the trace of its arrivals.
+    """Return the spec with lengths in place of those that it leaves to its arrivals.
 
     Raises:
         InvalidInputError: the trace cannot be read.
     """
     generates = spec.generates
-    if generates is None or spec.arrival.process != "trace":
+    if generates is None or spec.arrival.process not in HAVE_LENGTHS:
         return spec
     names = ("prompt_tokens", "output_tokens")
-    traced = dict(zip(names, trace_tokens(spec.name, spec.arrival), strict=True))
+    traced = dict(zip(names, usual_lengths(spec.name, spec.arrival), strict=True))
     found = {
         name: Lengths(quantiles={p: float(np.percentile(tokens, p)) for p in range(0, 101, _QUANTILE)})
         for name, tokens in traced.items()
@@ -169,102 +220,120 @@ def _step_ms(cost: StepCost, sequences: int, prompt: int, output: float, tokens:
     return decoding + sequences / output * chunks * (longest - decoding), longest, chunks
 
 
-def place_generating(
+def too_long(specs: Iterable[ModelSpec], gpulets: Iterable[Gpulet]) -> list[str]:
+    """Return a line for each model some of whose requests have more tokens than any of its gpu-lets takes."""
+    most: dict[str, int] = {}
+    for replica in (replica for gpulet in gpulets for replica in gpulet.models):
+        if replica.kv_tokens is not None:
+            takes = min(replica.kv_tokens, replica.longest_context or replica.kv_tokens)
+            most[replica.name] = max(most.get(replica.name, 0), takes)
+    lines = []
+    for spec in (with_lengths(spec) for spec in specs if spec.name in most):
+        if spec.generates is not None and spec.generates.prompt_tokens and spec.generates.output_tokens:
+            draws, takes = np.random.default_rng(0), most[spec.name]
+            prompts, outputs = (
+                lengths.draw(_DRAWN, draws) for lengths in (spec.generates.prompt_tokens, spec.generates.output_tokens)
+            )
+            part = float((prompts + outputs > takes).mean())
+            if part:
+                lines.append(f"{spec.name}: {100 * part:.2g} % of its requests have more than {takes} tokens: refused")
+    return lines
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A share for a model, and the GPUs of one node that it is a share of."""
+
+    option: Carrying
+    gpus: tuple[Gpu, ...]
+
+
+def plan_of(
     specs: Sequence[ModelSpec],
-    cluster: Cluster,
+    laid: Sequence[Laid],
     profiles: Profiles,
-    *,
-    most_gpus: int,
-    fewest: bool,
-    carries: Carries | None = None,
-    leaves_memory: bool = False,
+    is_carried: IsCarried | None = None,
+    memory: Mapping[str, float] | None = None,
 ) -> GeneratingPlan:
-    """Return gpu-lets for models that generate, on at most so many GPUs of the type that carries most of their load.
+    """Return gpu-lets as they are laid on GPUs. `memory` is by GPU the part of its memory that they get, if not all of
+    it. `is_carried` may find that several carry more together than each alone."""
+    together = {spec.name: 0.0 for spec in specs}
+    hosts: dict[str, list[Host]] = {spec.name: [] for spec in specs}
+    for option in (each.option for each in laid):
+        together[option.spec.name] += option.rate_rps
+        hosts[option.spec.name].append((option.steps, option.kv_tokens))
+    for spec in specs:
+        several = len(hosts[spec.name]) > 1 and together[spec.name] < spec.rate_rps
+        if is_carried is not None and several and is_carried(spec, hosts[spec.name]):
+            together[spec.name] = spec.rate_rps
+    goodput = {spec.name: round(min(spec.rate_rps, together[spec.name]), 6) for spec in specs}
+    reasons = {
+        spec.name: f"{goodput[spec.name]:.4g} of {spec.rate_rps:g} rps expected in time; no GPU time is left for more"
+        for spec in specs
+        if together[spec.name] < spec.rate_rps * (1.0 - 1e-6)
+    }
+    parts = {spec.name: min(1.0, spec.rate_rps / max(1e-9, together[spec.name])) for spec in specs}
+    rates = [each.option.rate_rps * parts[each.option.spec.name] for each in laid]
+    return GeneratingPlan(tuple(gpulets_of(laid, profiles, rates, memory or {})), goodput, reasons)
 
-    With `fewest`, they take no more GPUs than their load asks for; otherwise what is left is headroom. `carries` judges
-    a share in place of the closed form (`carried`). With `leaves_memory`, shares that are left have memory.
-    """
-    by_type = [[gpu for gpu in cluster.gpus if gpu.type == kind and gpu.instance is None] for kind in cluster.gpu_types]
-    found = [
-        _on_type(specs, gpus[:most_gpus], profiles, carries or carried, fewest=fewest, leaves_memory=leaves_memory)
-        for gpus in by_type
-        if gpus
-    ]
-    nothing = GeneratingPlan(reasons={spec.name: "no whole GPU is left for it" for spec in specs})
-    return max(found, key=lambda each: each[0], default=(0.0, nothing))[1]
 
-
-def _on_type(
-    specs: Sequence[ModelSpec],
-    gpus: Sequence[Gpu],
+def options_of(
+    spec: ModelSpec,
+    gpu: Gpu,
     profiles: Profiles,
     carries: Carries,
-    *,
-    fewest: bool,
-    leaves_memory: bool,
-) -> tuple[float, GeneratingPlan]:
-    """Return how many times the load is carried, and the plan."""
-    options = {spec.name: _options(spec, gpus[0], profiles, carries) for spec in specs}
-    reasons = {name: _why_none(gpus[0]) for name, of in options.items() if not of}
-    able = [spec for spec in specs if options[spec.name]]
-    low, high = 1e-3, 1.0 if fewest else 1e3
-    while able and not _units(able, options, low, len(gpus)):
-        least = max(able, key=lambda spec: (-spec.priority, min(o.share_pct for o in options[spec.name])))
-        able.remove(least)
-        reasons[least.name] = "the GPUs have no room for it beside the other models that generate"
-    if not able:
-        return 0.0, GeneratingPlan(reasons=reasons)
-    units = _units(able, options, low, len(gpus))
-    if found := _units(able, options, high, len(gpus)):
-        low, units = high, found
-    while high / low > _CLOSE:
-        times = math.sqrt(low * high)
-        if found := _units(able, options, times, len(gpus)):
-            low, units = times, found
-        else:
-            high = times
-    goodput = {spec.name: round(min(1.0, low) * spec.rate_rps, 6) for spec in able}
-    for spec in able if low < 1.0 else ():
-        reasons[spec.name] = (
-            f"{goodput[spec.name]:.4g} of {spec.rate_rps:g} rps expected in time; no GPU time is left for more"
-        )
-    numbers = count()
-    gpulets = tuple(
-        gpulet
-        for gpu, unit in zip(gpus, units, strict=False)
-        for gpulet in _gpulets(unit, gpu, profiles, min(1.0, 1.0 / low), numbers, leaves_memory=leaves_memory)
-    )
-    return low, GeneratingPlan(gpulets, goodput, reasons, tuple(_notes(units, options, low)))
-
-
-def _options(spec: ModelSpec, gpu: Gpu, profiles: Profiles, carries: Carries) -> list[Carrying]:
+    most_together: int = 1,
+    shares: Sequence[int] = SHARES,
+) -> list[Carrying]:
     """Return what the model carries on each share of a GPU, with the memory in proportion; without those that carry
-    nothing."""
+    nothing. So also of several GPUs of a node, up to `most_together`, where they carry `WORTH_TOGETHER` times as much
+    for each GPU as fewer do, or these nothing."""
     try:
         profile = profile_of(spec, gpu.type, profiles)
     except InvalidInputError:
         return []
     generation = profile.generation
-    if generation is None or all(at.tensor_parallel != 1 for at in generation.steps):
-        return []  # a gpu-let lies on one GPU
+    if generation is None:
+        return []
+    found: list[Carrying] = []
+    best = 0.0
+    for together in sorted({at.tensor_parallel for at in generation.steps}):
+        if together > most_together:
+            break
+        more = _options_on(spec, gpu, profiles, carries, together, shares)
+        each = max((option.rate_rps / option.takes_pct for option in more), default=0.0)
+        if each < WORTH_TOGETHER * best:
+            break
+        found, best = found + more, each
+    return found
+
+
+def _options_on(
+    spec: ModelSpec, gpu: Gpu, profiles: Profiles, carries: Carries, together: int, shares: Sequence[int]
+) -> list[Carrying]:
+    """Return the same of so many GPUs together."""
+    profile = profile_of(spec, gpu.type, profiles)
+    generation = profile.generation
+    if generation is None:
+        return []
     weights_mib, kv_bytes = profile.weights_mib, generation.kv_bytes_per_token
-    shares = [at.share_pct for at in generation.steps if at.tensor_parallel == 1]
+    known = [at.share_pct for at in generation.steps if at.tensor_parallel == together]
     if weights_mib is None or kv_bytes is None:
-        if 100 not in shares:
+        if 100 not in known or together > 1:
             return []
         cost, kv_tokens = generation.cost(100.0), generation.kv_tokens or _most_tokens(spec)
         rate, sequences = carries(spec, cost, kv_tokens) if kv_tokens else (0.0, 0)
-        whole = Carrying(spec, 100.0, rate, sequences, generation, cost, kv_tokens, None, 0.0)
+        whole = Carrying(spec, 100.0, rate, sequences, generation, cost, kv_tokens, None)
         return [whole] if rate > 0 else []
     found = []
-    for share in SHARES:
-        if min(shares) <= share <= max(shares):
-            room_mib = _room_mib(gpu, share / 100.0, profiles) - weights_mib
-            kv_tokens = int(room_mib * 2**20 / kv_bytes)
-            cost = generation.cost(share)
+    for share in shares:
+        if min(known) <= share <= max(known):
+            on_each = weights_mib / together
+            kv_tokens = int((room_mib(gpu, share / 100.0, profiles) - on_each) * together * 2**20 / kv_bytes)
+            cost = generation.cost(share, together)
             rate, sequences = carries(spec, cost, kv_tokens) if kv_tokens > 0 else (0.0, 0)
             if rate > 0:
-                found.append(Carrying(spec, share, rate, sequences, generation, cost, kv_tokens, weights_mib, room_mib))
+                found.append(Carrying(spec, share, rate, sequences, generation, cost, kv_tokens, on_each, together))
     return found
 
 
@@ -277,136 +346,52 @@ def _most_tokens(spec: ModelSpec) -> int:
     return 0 if math.isinf(each) else math.ceil(each / BLOCK_TOKENS) * BLOCK_TOKENS * generates.max_sequences
 
 
-def _room_mib(gpu: Gpu, part: float, profiles: Profiles) -> float:
+def room_mib(gpu: Gpu, part: float, profiles: Profiles) -> float:
+    """Return the memory in MiB that a process may use that has such a part of a GPU's."""
     return _MEMORY_PART * part * (gpu.memory_mib or 0.0) - context_mib_of(gpu.type, profiles)
 
 
-def _units(
-    specs: Sequence[ModelSpec], options: Mapping[str, Sequence[Carrying]], times: float, most: int
-) -> list[list[Carrying]]:
-    """Return GPUs with what lies on them, so that so many times each rate is carried; none where it takes more than
-    `most`. A model has as many whole GPUs as it fills and a share for the rest of its rate; the largest shares come
-    first, each onto the first GPU that has it left."""
-    wanted: list[Carrying] = []
-    for spec in specs:
-        largest = max(options[spec.name], key=lambda option: option.rate_rps)
-        full = int(times * spec.rate_rps / largest.rate_rps)
-        if full > most:
-            return []
-        rest = times * spec.rate_rps - full * largest.rate_rps
-        enough = (option for option in options[spec.name] if option.rate_rps >= rest)
-        wanted += [largest] * full + [min(enough, key=lambda option: option.share_pct)] * (rest > 1e-9)
-    units: list[list[Carrying]] = []
-    for option in sorted(wanted, key=lambda option: (-option.share_pct, option.spec.name)):
-        for unit in units:
-            if sum(other.share_pct for other in unit) + option.share_pct <= 100 and all(
-                other.spec.name != option.spec.name for other in unit
-            ):
-                unit.append(option)
-                break
-        else:
-            units.append([option])
-    return units if len(units) <= most else []
-
-
-def _gpulets(
-    unit: Sequence[Carrying], gpu: Gpu, profiles: Profiles, part: float, numbers: count[int], *, leaves_memory: bool
+def gpulets_of(
+    laid: Sequence[Laid], profiles: Profiles, rates_rps: Sequence[float], memory: Mapping[str, float]
 ) -> list[Gpulet]:
-    """Return a GPU's gpu-lets. What shares leave of its memory they get too, in proportion; alone, a model gets all of
-    the GPU's compute as well."""
-    taken = 100.0 if leaves_memory else sum(option.share_pct for option in unit)
-    found = []
-    for option in unit:
-        memory = option.share_pct / taken
+    """Return the gpu-lets. Those on a GPU get its memory, or such a part of it, in proportion to their shares.
+    `rates_rps` is what is planned for each. Their ids are numbered."""
+    taken: dict[str, float] = {}
+    for each in laid:
+        for gpu in each.gpus:
+            taken[gpu.id] = taken.get(gpu.id, 0.0) + each.option.share_pct
+    found: list[Gpulet] = []
+    for number, (each, rate_rps) in enumerate(zip(laid, rates_rps, strict=True)):
+        option, (first, *others) = each.option, each.gpus
+        part = min(memory.get(gpu.id, 1.0) * option.share_pct / taken[gpu.id] for gpu in each.gpus)
         spec, kv_tokens, used_mib = option.spec, option.kv_tokens, None
         if option.weights_mib is not None:
-            kv_mib = _room_mib(gpu, memory, profiles) - option.weights_mib
-            mib_per_token = option.kv_mib / kv_tokens
-            kv_tokens = int(kv_mib / mib_per_token)
+            kv_tokens = option.tokens_in(room_mib(first, part, profiles))
             if spec.generates is not None and (longest := option.generation.longest_context) is not None:
                 # More than as many of the longest sequences as run at once would lie idle.
                 blocks = math.ceil(longest / BLOCK_TOKENS) * spec.generates.max_sequences
                 kv_tokens = min(kv_tokens, blocks * BLOCK_TOKENS)
-            used_mib = round(option.weights_mib + kv_tokens * mib_per_token, 3)
+            used_mib = round(option.weights_mib + kv_tokens * option.mib_per_token, 3)
         replica = Replica(
             name=spec.name,
             batch_size=1 if spec.generates is None else spec.generates.max_sequences,
-            rate_rps=round(option.rate_rps * part, 6),
+            rate_rps=round(rate_rps, 6),
             memory_mib=used_mib,
             weights_mib=option.weights_mib,
             steps=option.steps,
-            kv_tokens=kv_tokens,
+            kv_tokens=max(1, kv_tokens),
             block_tokens=option.generation.block_tokens,
             longest_context=option.generation.longest_context,
             decided_ahead=option.generation.decided_ahead,
         )
-        share = None if option.share_pct == 100 else float(option.share_pct)
-        cap = None if used_mib is None else round(memory * (gpu.memory_mib or 0.0), 3)
-        name = f"generating-{next(numbers)}"
-        found.append(Gpulet(id=name, gpu=gpu.id, share_pct=share, memory_mib=cap, models=(replica,)))
+        found.append(
+            Gpulet(
+                id=f"generating-{number}",
+                gpu=first.id,
+                also_on=tuple(other.id for other in others),
+                share_pct=None if option.share_pct == 100 else float(option.share_pct),
+                memory_mib=None if used_mib is None else round(part * (first.memory_mib or 0.0), 3),
+                models=(replica,),
+            )
+        )
     return found
-
-
-def beside(
-    missing: Mapping[str, float], own: GeneratingPlan, cluster: Cluster, costs: Costs, profiles: Profiles
-) -> tuple[Gpulet, ...]:
-    """Return gpu-lets for models of fixed cost on the shares that models that generate leave: one on each such GPU, in
-    which they take turns.
-
-    A batch may take its part of the SLO when each of the models runs one and the request waits for one more.
-
-    Args:
-        missing: the requests per second that each model lacks.
-        own: with memory left beside its gpu-lets.
-        costs: of the models, by name and GPU type.
-    """
-    found: list[Gpulet] = []
-    by_id = {gpu.id: gpu for gpu in cluster.gpus}
-    for gpu_id in own.gpus:
-        gpu = by_id[gpu_id]
-        left = 100.0 - sum(gpulet.effective_share_pct for gpulet in own.gpulets if gpulet.gpu == gpu_id)
-        if left < _LEAST_LEFT:
-            continue
-        room_mib = _room_mib(gpu, left / 100.0, profiles)
-        replicas = []
-        for name, rate in missing.items():
-            on = costs[name].get(gpu.type)
-            if on is None or not on.knows(left, EVERY_RULE):
-                continue
-            batch = on.batches_in_memory(room_mib, on.largest_batch(on.slo_ms / (1 + len(missing)), left))
-            if batch > 0:
-                room_mib -= on.memory_mib(batch) or 0.0
-                replicas.append(Replica(name=name, batch_size=batch, rate_rps=rate))
-        if replicas:
-            cap = round(left / 100.0 * (gpu.memory_mib or 0.0), 3)
-            name = f"beside-{len(found)}"
-            found.append(Gpulet(id=name, gpu=gpu_id, share_pct=left, memory_mib=cap, models=tuple(replicas)))
-    return tuple(found)
-
-
-def _why_none(gpu: Gpu) -> str:
-    return (
-        f"no share of a {gpu.type} carries it: on one GPU its weights leave no memory for a request, or a step alone "
-        f"takes longer than its SLO, or its profile has step times only for several GPUs together"
-    )
-
-
-def _notes(units: Sequence[Sequence[Carrying]], options: Mapping[str, Sequence[Carrying]], times: float) -> list[str]:
-    """Say what the models that generate take, and why some share no GPU."""
-    notes = [
-        f"models that generate take {len(units)} of the GPUs, which carry {times:.3g} times their load; no interference"
-        " between gpu-lets is counted for them"
-    ]
-    alone: dict[str, str] = {}
-    for unit in units:
-        if len(unit) == 1:
-            name = unit[0].spec.name
-            if unit[0].share_pct == 100:
-                shares = [option.share_pct for option in options[name]]
-                alone[name] = (
-                    "its load fills a GPU" if min(shares) < 100 else "only a whole GPU keeps its SLO and memory"
-                )
-            else:
-                left = 100 - unit[0].share_pct
-                alone.setdefault(name, f"no other model that generates takes the {left:g} % that it leaves")
-    return notes + [f"{name} shares no GPU: {why}" for name, why in sorted(alone.items())]

@@ -6,14 +6,21 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from tenuto.documents import SCHEMA, Fault, SchemaVersion, StrictModel, dump_yaml, parse_document
 from tenuto.errors import one_of, refused
 from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
-from tenuto.profiles.mig_instances import ALL_GPCS, instance_profiles, instance_type_of, mig_types, type_of_instance
+from tenuto.profiles.mig_instances import (
+    ALL_GPCS,
+    InstanceType,
+    instance_profiles,
+    instance_type_of,
+    mig_types,
+    type_of_instance,
+)
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # format: the name of a node or a rack
 
@@ -44,14 +51,14 @@ class InstancePlace(StrictModel):
         return self.gpu == other.gpu and not apart
 
 
-class Gpu(StrictModel):
-    """One GPU of the cluster, or one MIG instance. Programs see an instance as a GPU: it has a type (such as
+class Placed(StrictModel):
+    """A GPU or a MIG instance, of a cluster or of a plan. Programs see an instance as a GPU: it has a type (such as
     a100-3g.20gb), memory, compute and a UUID of its own, and no neighbours from other instances.
 
-    `uuid` is None for a logical GPU, which is not bound to hardware. `address` is the IP of the node in the Ray
-    cluster, and `label` a label that only this node has; at most one of the two is given. `rack` is where the node
-    stands. `instance` is the place of a MIG instance; it is None for a whole GPU, or when the place is not known. `mig`
-    is None for a GPU that must not be cut.
+    `uuid` is None for a logical GPU, which is not bound to hardware, and for an instance that does not exist yet.
+    `address` is the IP of the node in the Ray cluster, and `label` a label that only this node has; at most one of the
+    two is given. `rack` is where the node stands. `instance` is the place of a MIG instance; it is None for a whole
+    GPU, or when the place is not known. `mig` is None for a GPU that must not be cut.
     """
 
     id: str
@@ -62,13 +69,38 @@ class Gpu(StrictModel):
     rack: str | None = None
     mig: MigUse | None = None
     instance: InstancePlace | None = None
-    memory_mib: float
-    price_per_hour: float | None = None  # an instance has its GPCs' part of the GPU's price
 
     @property
     def device(self) -> str:
         """The id of the physical GPU: this GPU, or the one that this instance is a part of."""
         return self.id if self.instance is None else self.instance.gpu
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it is bound to hardware."""
+        return self.uuid is not None or (self.instance is not None and self.instance.gpu_uuid is not None)
+
+    @property
+    def cut_as(self) -> InstanceType | None:
+        """What its type says of the instance; None for a whole GPU, or when the place is not known."""
+        return None if self.instance is None else instance_type_of(self.type)
+
+    @property
+    def whole_type(self) -> str:
+        """The type of the physical GPU."""
+        return self.type if (mig := self.cut_as) is None else mig.base
+
+    @property
+    def part(self) -> float:
+        """The part of the physical GPU's compute: 1 for a whole one."""
+        return 1.0 if (mig := self.cut_as) is None else mig.gpcs / ALL_GPCS
+
+
+class Gpu(Placed):
+    """A GPU or MIG instance of the cluster."""
+
+    memory_mib: float
+    price_per_hour: float | None = None  # an instance has its part of the GPU's price
 
     def cut(self, profile: str, start: int) -> Gpu:
         """Return an instance of this GPU; raises KeyError if the GPU type has no such profile."""
@@ -79,19 +111,6 @@ class Gpu(StrictModel):
         memory_mib = memory_mib_of(kind) or 0.0
         update = {"id": instance_id(self.id, start), "type": kind, "uuid": None, "instance": place}
         return self.model_copy(update=update | {"memory_mib": memory_mib, "price_per_hour": price})
-
-
-class Placed(Protocol):
-    """A GPU or a MIG instance, in a cluster or in a plan."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def type(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def instance(self) -> InstancePlace | None: ...
 
 
 def excludes(one: Placed, other: Placed) -> bool:
@@ -400,10 +419,16 @@ def _gpus_of(nodes: tuple[Node, ...], left_out: tuple[str, ...] | None) -> tuple
 
 def whole_of(gpu: Gpu) -> Gpu:
     """Return the GPU that a MIG instance is a part of, or the GPU itself if it is whole."""
-    mig = instance_type_of(gpu.type)
-    if gpu.instance is None or mig is None:
+    if gpu.instance is None or gpu.cut_as is None:
         return gpu
-    kind = GPU_TYPES[mig.base]
-    price = None if gpu.price_per_hour is None else round(gpu.price_per_hour * ALL_GPCS / mig.gpcs, 9)
-    update = {"id": gpu.instance.gpu, "type": mig.base, "uuid": gpu.instance.gpu_uuid, "instance": None}
-    return gpu.model_copy(update=update | {"memory_mib": float(kind.memory_mib), "price_per_hour": price})
+    price = None if gpu.price_per_hour is None else round(gpu.price_per_hour / gpu.part, 9)
+    update = {"id": gpu.device, "type": gpu.whole_type, "uuid": gpu.instance.gpu_uuid, "instance": None}
+    return gpu.model_copy(update=update | {"memory_mib": memory_mib_of(gpu.whole_type), "price_per_hour": price})
+
+
+def cost_of(used: Iterable[Gpu]) -> float | None:
+    """Return the price of GPUs per hour; None when one has no price. Each counts once, and whole when only an instance
+    of it is used."""
+    prices = {gpu.device: whole_of(gpu).price_per_hour for gpu in used}
+    known = [price for price in prices.values() if price is not None]
+    return round(sum(known), 6) if len(known) == len(prices) else None

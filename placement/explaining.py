@@ -11,20 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import TenutoError, first_line
+from tenuto.placement.carrying import carried, known_once, with_lengths
 from tenuto.placement.cluster import Cluster, Gpu, whole_of
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic
 from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.plan import Plan
 from tenuto.placement.policy import load_policy
-from tenuto.placement.program import Gpulet
+from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.solve import enough_for_all, solve
-from tenuto.placement.surviving import is_at
+from tenuto.placement.whereabouts import is_at
+from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profiles
-from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of
 
 NARROW = 1.01  # limit: a search ends when its highest value is at most this many times its lowest
 MOST = 1000.0  # limit: a search goes up to this many times the rate or the SLO of the plan
+UNLIMITED_TOKENS = 1 << 40  # unit: tokens of memory that never run out
 LESS_PCT = 10.0  # limit: how much of a share is taken away, in points, to find out what it is for
 
 
@@ -139,6 +141,7 @@ class _Trying:
         self._plan, self._gpus, self._profiles = plan, gpus, profiles
         self._outlooks = Outlooks()
         self._outlook = self._outlooks.of(plan)
+        self._carries = known_once(getattr(load_policy(plan.policy.name, plan.policy.options), "carries", carried))
         self._promised = self._parts(plan)
         self._in_full = {name for name, part in self._promised.items() if part >= IN_FULL - 1e-3}
         self._cluster = Cluster.of(gpus)
@@ -149,7 +152,24 @@ class _Trying:
 
     def _parts(self, plan: Plan, rates_rps: Mapping[str, float] | None = None) -> dict[str, float]:
         traffic = None if rates_rps is None else Traffic(rates_rps)
-        return self._outlooks.promised(plan, traffic)[0]
+        parts = self._outlooks.promised(plan, traffic)[0]
+        for spec in plan.models:
+            if spec.generates is not None:
+                rate = spec.rate_rps if rates_rps is None else rates_rps[spec.name]
+                parts[spec.name] = min(1.0, self._carried(plan, spec) / rate)
+        return parts
+
+    def _carried(self, plan: Plan, spec: ModelSpec) -> float:
+        """Return the requests per second that the gpu-lets of a model that generates carry; at least what the plan
+        promises, as it was tried for all of them together."""
+        spec, most = with_lengths(spec), 0.0
+        hosts = [(r.steps, r.kv_tokens) for g in plan.hosts_of(spec.name) for r in g.models if r.steps is not None]
+        for steps, kv_tokens in hosts:
+            whole = UNLIMITED_TOKENS if kv_tokens is None else kv_tokens
+            most += self._carries(spec, steps, whole)[0]
+        is_plan = plan.gpulets == self._plan.gpulets and spec.slo == self._plan.model(spec.name).slo
+        promised = self._plan.expected.models.get(spec.name)
+        return max(most, promised.goodput_rps) if is_plan and promised is not None else most
 
     def _broken(self, plan: Plan, rates_rps: Mapping[str, float] | None = None) -> set[str]:
         """Return the models that the present plan promises in full, and that this plan at these rates would not."""
@@ -181,7 +201,7 @@ class _Trying:
             return holds(self._plan, rates | {name: factor * spec.rate_rps})
 
         def at_slo(factor: float) -> bool:
-            changed = spec.model_copy(update={"slo_ms": factor * spec.slo_ms})
+            changed = spec.with_slo_scaled(factor)
             models = tuple(changed if other.name == name else other for other in self._plan.models)
             return holds(self._plan.model_copy(update={"models": models}))
 
@@ -209,28 +229,44 @@ class _Trying:
         batch = self._outlook.batches[place].get(program.name, program.batch_size)
         takes_ms = None if program.latency is None else program.latency.at(batch) * program.slowdown
         carried = self._outlook.carried[place].get(program.name, 0.0)
-        kept = tuple(replica for replica in gpulet.models if replica.name != name)
-        merge = tuple(group for group in gpulet.merge if name not in group.models)
-        without = self._changed(place, gpulet.model_copy(update={"models": kept, "merge": merge}) if kept else None)
+        busy = self._outlook.busy[place] * sum(self._work(place)[member] for member in program.models)
+        replica = gpulet.models[0]
+        if replica.steps is not None:
+            batch, takes_ms, carried, busy = self._writing(replica)
+        without = self._changed(place, gpulet.only([other.name for other in gpulet.models if other.name != name]))
         less = None
-        if gpulet.share_pct is not None and gpulet.share_pct > LESS_PCT:
+        if replica.steps is None and gpulet.share_pct is not None and gpulet.share_pct > LESS_PCT:
             smaller = gpulet.model_copy(update={"share_pct": gpulet.share_pct - LESS_PCT})
             less = self._parts(self._sharing.completed(self._changed(place, smaller)))[name] * spec.rate_rps
         return ReplicaExplained(
             gpulet.id,
-            gpulet.gpu,
+            " + ".join(gpulet.gpus),
             next(gpu.type for gpu in self._plan.gpus if gpu.id == gpulet.gpu),
             gpulet.share_pct,
             program.batch_size,
             batch,
             takes_ms,
-            None if takes_ms is None else spec.slo_ms - takes_ms,
+            None if takes_ms is None or replica.steps is not None else spec.slo_ms - takes_ms,
             carried,
-            self._outlook.busy[place] * sum(self._work(place)[member] for member in program.models),
+            busy,
             program.slowdown,
             self._parts(without).get(name, 0.0) * spec.rate_rps,
             less,
         )
+
+    def _writing(self, replica: Replica) -> tuple[int, float, float, float]:
+        """Return of a gpu-let that generates, at its planned rate, the sequences that decode at once (by Little's law,
+        of as many as it carries), how long a step of so many takes in ms, its rate, and the part of its most."""
+        spec = with_lengths(self._plan.model(replica.name))
+        steps, kv_tokens = replica.steps, UNLIMITED_TOKENS if replica.kv_tokens is None else replica.kv_tokens
+        if steps is None or spec.generates is None or spec.generates.prompt_tokens is None:
+            raise ValueError(f"{replica.name} does not generate, or its lengths are not known.")
+        most, sequences = self._carries(spec, steps, kv_tokens)
+        busy = min(1.0, (replica.rate_rps or 0.0) / most) if most else 1.0
+        batch = max(1, round(busy * sequences))
+        output = 0.0 if spec.generates.output_tokens is None else spec.generates.output_tokens.mean
+        context = batch * (spec.generates.prompt_tokens.mean + output / 2.0)
+        return batch, steps.ms(sequences=batch, context_tokens=context), replica.rate_rps or 0.0, busy
 
     def _changed(self, place: int, gpulet: Gpulet | None) -> Plan:
         """Return the plan with another gpu-let at a place, or with none."""
@@ -244,9 +280,7 @@ class _Trying:
         places = {gpulet.id: place for place, gpulet in enumerate(self._plan.gpulets)}
         by_gpu, together = self._plan.by_gpu(), dict[str, list[tuple[Gpulet, float]]]()
         for gpu in self._plan.gpus:
-            mig = instance_type_of(gpu.type) if gpu.instance is not None else None
-            part = 1.0 if mig is None else mig.gpcs / ALL_GPCS
-            together.setdefault(gpu.device, []).extend((g, part * g.effective_share_pct) for g in by_gpu[gpu.id])
+            together.setdefault(gpu.device, []).extend((g, gpu.part * g.effective_share_pct) for g in by_gpu[gpu.id])
         for device, gpulets in together.items():
             price = self._prices.get(device)
             if gpulets and price is None:

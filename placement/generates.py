@@ -86,6 +86,20 @@ class Lengths(StrictModel):
             return self.lognormal.most or math.inf
         return float(max((self.quantiles or {0: self.tokens or 1}).values()))
 
+    def scaled(self, factor: float) -> Lengths:
+        """Return lengths so many times as long, at least 1 token each."""
+
+        def longer(tokens: float) -> float:
+            return max(1.0, tokens * factor)
+
+        if self.lognormal is not None:
+            form = self.lognormal
+            most = None if form.most is None else longer(form.most)
+            return Lengths(lognormal=LogNormal(median=longer(form.median), sigma=form.sigma, most=most))
+        if self.quantiles is not None:
+            return Lengths(quantiles={percent: longer(tokens) for percent, tokens in self.quantiles.items()})
+        return Lengths(tokens=round(longer(float(self.tokens or 1))))
+
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
         """Return so many lengths, at least 1 token each."""
         if self.lognormal is not None:

@@ -134,7 +134,7 @@ class _Maker:
     def _apart_rps(self, models: Sequence[str], merged: Gpulet, *, side_by_side: bool) -> float:
         """Return the requests per second that the members carry by themselves with full batches: in turn in the one
         gpu-let that holds them, or side by side in several gpu-lets of its GPU."""
-        before = [g for g in self.gpulets if g.gpu == merged.gpu] if side_by_side else [merged]
+        before = [g for g in self.gpulets if merged.gpu in g.gpus] if side_by_side else [merged]
         total_rps = 0.0
         for gpulet in before:
             timed = [

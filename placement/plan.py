@@ -7,7 +7,7 @@ simulating need (sources, SLOs, latencies), so that neither reads the workload o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,13 +16,12 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import raise_if_any, refused
 from tenuto.placement.application import Application
-from tenuto.placement.cluster import Gpu, InstancePlace, MigUse
+from tenuto.placement.cluster import Gpu, InstancePlace, Placed
 from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import layout_problems, plan_problems
 from tenuto.placement.versions import split_problems
 from tenuto.placement.workload import ModelSpec, MpsUse, Objective, Workload
 from tenuto.profiles.generation import BLOCK_TOKENS
-from tenuto.profiles.mig_instances import instance_type_of
 
 
 class PolicyUsed(StrictModel):
@@ -32,33 +31,9 @@ class PolicyUsed(StrictModel):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class PlannedGpu(StrictModel):
-    """A GPU or MIG instance of the plan; see `tenuto.placement.cluster.Gpu`.
-
-    `uuid` is None for a logical GPU, which is emulated on a machine without NVIDIA hardware, and for an instance that
-    does not exist yet. The gpu-lets run on the node with the IP `address` or the label `label`; when both are None,
-    they run on any node. `rack` is where the node stands, if the cluster file says it.
-    """
-
-    id: str
-    type: str
-    uuid: str | None = None
-    address: str | None = None
-    label: str | None = None
-    rack: str | None = None
-    mig: MigUse | None = None
-    instance: InstancePlace | None = None
-
-    @property
-    def device(self) -> str:
-        """The id of the physical GPU: this GPU, or the one that this instance is a part of."""
-        return self.id if self.instance is None else self.instance.gpu
-
-    @property
-    def whole_type(self) -> str:
-        """The type of the physical GPU."""
-        mig = instance_type_of(self.type) if self.instance is not None else None
-        return self.type if mig is None else mig.base
+class PlannedGpu(Placed):
+    """A GPU or MIG instance of the plan. Its gpu-lets run on the node with the IP `address` or the label `label`; when
+    both are None, they run on any node."""
 
     @classmethod
     def of(cls, gpu: Gpu) -> PlannedGpu:
@@ -113,6 +88,7 @@ class GpuletProcess:
     `node` is the label or the address of the node; None means any node. `cuda_mps` says that the process joins the
     CUDA MPS daemon of its GPU. A plan can name this daemon only if the GPU is bound to hardware. A MIG instance of a
     GPU that plans may cut gets another UUID whenever it is made. It is found by its place, and `uuid` is None.
+    `also_on` names the GPUs of the node that it uses beside the first one.
     """
 
     gpu: str
@@ -125,6 +101,7 @@ class GpuletProcess:
     mps: MpsUse
     cuda_mps: bool
     streaming: bool
+    also_on: tuple[str, ...] = ()
 
 
 class Plan(StrictModel):
@@ -161,23 +138,32 @@ class Plan(StrictModel):
         raise KeyError(name)
 
     def on_gpu(self, gpu_id: str) -> tuple[Gpulet, ...]:
-        """Return the gpu-lets of one GPU."""
-        return tuple(gpulet for gpulet in self.gpulets if gpulet.gpu == gpu_id)
+        """Return the gpu-lets of one GPU, with those that lie on it among others."""
+        return tuple(gpulet for gpulet in self.gpulets if gpu_id in gpulet.gpus)
 
     def by_gpu(self) -> dict[str, list[Gpulet]]:
-        """Return the gpu-lets of each GPU by its id; an idle GPU has none.
+        """Return the gpu-lets of each GPU by its id; an idle GPU has none. One that lies on several GPUs is there on
+        each.
 
         It goes over the plan only once, as plans may have thousands of GPUs.
         """
         found: dict[str, list[Gpulet]] = {gpu.id: [] for gpu in self.gpus}
         for gpulet in self.gpulets:
-            found.setdefault(gpulet.gpu, []).append(gpulet)
+            for gpu in gpulet.gpus:
+                found.setdefault(gpu, []).append(gpulet)
         return found
+
+    @property
+    def used_gpus(self) -> tuple[str, ...]:
+        """The GPUs and instances that hold gpu-lets, each once, in the order of the gpu-lets."""
+        return tuple(dict.fromkeys(gpu for gpulet in self.gpulets for gpu in gpulet.gpus))
 
     def processes(self) -> dict[str, GpuletProcess]:
         """Return the process of each gpu-let, by the id of the gpu-let."""
         gpus, held = {gpu.id: gpu for gpu in self.gpus}, self.by_gpu().items()
-        return {g.id: process for name, gpulets in held for g, process in self.processes_on(gpus[name], gpulets)}
+        found = [(name, g, process) for name, there in held for g, process in self.processes_on(gpus[name], there)]
+        joins = {g.id for _, g, process in found if process.cuda_mps}
+        return {g.id: replace(process, cuda_mps=g.id in joins) for name, g, process in found if name == g.gpu}
 
     def processes_on(self, gpu: PlannedGpu, gpulets: Sequence[Gpulet]) -> list[tuple[Gpulet, GpuletProcess]]:
         """Return what the processes of gpu-lets would be if they shared a GPU, which may be outside the plan.
@@ -192,7 +178,7 @@ class Plan(StrictModel):
         joins = needs_mps and (gpu.uuid is not None or by_place) and gpu.type != "cpu"
         uuid, node = None if by_place else gpu.uuid, gpu.label or gpu.address
         place, how = (gpu.id, gpu.type, uuid, gpu.instance, node), (self.mps, joins, self.streaming)
-        return [(g, GpuletProcess(*place, g.share_pct, g.memory_mib, *how)) for g in gpulets]
+        return [(g, GpuletProcess(*place, g.share_pct, g.memory_mib, *how, g.also_on)) for g in gpulets]
 
     def devices(self, gpu_ids: Iterable[str]) -> tuple[str, ...]:
         """Return the physical GPUs of some GPUs and MIG instances of the plan, each once, in the order of the plan."""
@@ -211,7 +197,7 @@ class Plan(StrictModel):
             if "instance" in gpu:
                 _drop(gpu["instance"], gpu_uuid=None)
         for gpulet in data["gpulets"]:
-            _drop(gpulet, memory_mib=None, duty_cycle_ms=None, merge=[])
+            _drop(gpulet, also_on=[], memory_mib=None, duty_cycle_ms=None, merge=[])
             for group in gpulet.get("merge", ()):
                 _drop(group, batch_size=None, latency=None, memory_mib=None, basis=None)
             for replica in gpulet["models"]:

@@ -7,7 +7,7 @@ sends or shows batches uses `Gpulet.programs`, and so treats both kinds alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -155,14 +155,17 @@ class Program:
 
 
 class Gpulet(StrictModel):
-    """A share of one GPU, which one process serves.
+    """A share of one GPU, which one process serves; of a model that generates also the same share of several GPUs of
+    one node, over which its weights, keys and values are divided (tensor parallelism).
 
-    When `share_pct` is None, the share is not restricted. When `duty_cycle_ms` is given, the models take turns in
-    rounds of this length (temporal sharing); otherwise the scheduler decides which batch runs next.
+    `also_on` names the GPUs beside `gpu`. Shares and memory are then those on each of them. When `share_pct` is None,
+    the share is not restricted. When `duty_cycle_ms` is given, the models take turns in rounds of this length (temporal
+    sharing); otherwise the scheduler decides which batch runs next.
     """
 
     id: str
     gpu: str
+    also_on: tuple[str, ...] = ()
     share_pct: Annotated[float, Field(gt=0, le=100)] | None = None
     memory_mib: Annotated[float, Field(gt=0)] | None = None  # cap of the process; None: no cap
     duty_cycle_ms: Annotated[float, Field(gt=0)] | None = None
@@ -177,6 +180,11 @@ class Gpulet(StrictModel):
         return [{"models": group} if isinstance(group, list | tuple) else group for group in value]
 
     @property
+    def gpus(self) -> tuple[str, ...]:
+        """All GPUs that it lies on."""
+        return (self.gpu, *self.also_on)
+
+    @property
     def programs(self) -> tuple[Program, ...]:
         """The programs in the order of the models. A merged program stands in the place of its first member."""
         replicas = {replica.name: replica for replica in self.models}
@@ -189,6 +197,13 @@ class Gpulet(StrictModel):
             elif group.name not in found:
                 found[group.name] = Program.merged(group, [replicas[name] for name in group.models])
         return tuple(found.values())
+
+    def only(self, names: Container[str]) -> Gpulet | None:
+        """Return the gpu-let with those of its models that are among some names, merged where all of a group are; None
+        when none is."""
+        models = tuple(replica for replica in self.models if replica.name in names)
+        merge = tuple(group for group in self.merge if all(name in names for name in group.models))
+        return self.model_copy(update={"models": models, "merge": merge}) if models else None
 
     @property
     def held_mib(self) -> float | None:

@@ -1,7 +1,7 @@
-"""The rules that hold for every plan, whoever wrote it: ids and names that exist, models that may run as one program,
-options that models can be run with where they are placed.
+"""The rules that hold for every plan: ids and names that exist, models that can run as one program, and options that
+work where models are placed.
 
-They need the plan alone; what also needs the cluster (memory, shares) is checked in `tenuto.placement.solve`.
+They need only the plan. `tenuto.placement.solve` checks what also needs the cluster (memory, shares).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tenuto.errors import InvalidInputError, Problem, one_of
-from tenuto.placement.cluster import InstancePlace, first_overlap
+from tenuto.placement.cluster import InstancePlace, first_overlap, node_of
 from tenuto.placement.program import Gpulet, program_name
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LatencyTable, ModelProfile
@@ -27,25 +27,26 @@ def plan_problems(
 
     Args:
         gpu_types: the plan's GPUs with their types.
-        gpulets: of the plan.
-        models: the workload's entries the plan carries.
+        gpulets: the plan's.
+        models: the workload's entries in the plan.
         origin: what the paths of problems begin with.
     """
-    on_cpu = {r.name for gpulet in gpulets if gpu_types.get(gpulet.gpu) == "cpu" for r in gpulet.models}
+    on_cpu = {r.name for g in gpulets if "cpu" in map(gpu_types.get, g.gpus) for r in g.models}
     groups = dict.fromkeys(group.models for gpulet in gpulets for group in gpulet.merge)
     return [
         *_reference_problems(gpu_types, gpulets, origin),
+        *_together_problems(gpu_types, gpulets, origin),
         *_merge_problems(gpulets, models, origin),
         *option_problems(models, groups, on_cpu, f"{origin}: "),
     ]
 
 
 def layout_problems(places: Sequence[tuple[str, str, InstancePlace | None]], origin: str) -> list[Problem]:
-    """Return what is wrong with the MIG instances of a plan: types that have no such instance, instances that take the
-    same memory slices, and GPUs that are whole and cut at once.
+    """Return what is wrong with a plan's MIG instances: types without such an instance, instances on the same memory
+    slices, and GPUs that are whole and cut at once.
 
     Args:
-        places: id and type of the plan's GPUs, and of those that are instances where they lie.
+        places: id and type of the plan's GPUs, and the place of those that are instances.
         origin: what the paths of problems begin with.
     """
     found: list[Problem] = []
@@ -56,7 +57,7 @@ def layout_problems(places: Sequence[tuple[str, str, InstancePlace | None]], ori
         where, mig = f"{origin}: gpus.{name}", instance_type_of(kind)
         known = {} if mig is None else instance_profiles(mig.base)
         if mig is None:
-            rule, cure = "has a place on a GPU, and its type is no MIG instance's", "Write a type such as a100-3g.20gb."
+            rule, cure = "has a place on a GPU, but its type is no MIG instance", "Write a type such as a100-3g.20gb."
             found.append(Problem(f"{where}.type", kind, rule, cure))
         elif mig.base in GPU_TYPES and not known:
             cure = f"Place its gpu-lets on the whole GPU. Types with MIG: {', '.join(mig_types())}."
@@ -74,7 +75,7 @@ def layout_problems(places: Sequence[tuple[str, str, InstancePlace | None]], ori
     for name, placed in on.items():
         overlap = first_overlap(placed)
         if overlap is not None:
-            cure = "Begin one of them elsewhere, or leave it away."
+            cure = "Begin one of them elsewhere, or remove it."
             found.append(Problem(f"{origin}: gpus.{name}", overlap, "take the same memory slices", cure))
     return found
 
@@ -85,14 +86,13 @@ def _reference_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet],
     seen: set[str] = set()
     for index, gpulet in enumerate(gpulets):
         where = f"{origin}: gpulets.{index}"
-        if gpulet.gpu not in gpu_types:
-            inside = sorted(name for name in gpu_types if name.startswith(f"{gpulet.gpu}."))
-            cure = (
-                f"It is cut into MIG instances: {', '.join(inside)}."
-                if inside
-                else one_of(gpulet.gpu, sorted(gpu_types))
-            )
-            found.append(Problem(f"{where}.gpu", gpulet.gpu, "no such GPU in the plan", cure))
+        for key, gpu in (("gpu", gpulet.gpu), *(("also_on", gpu) for gpu in gpulet.also_on)):
+            if gpu not in gpu_types:
+                inside = sorted(name for name in gpu_types if name.startswith(f"{gpu}."))
+                cure = (
+                    f"It is cut into MIG instances: {', '.join(inside)}." if inside else one_of(gpu, sorted(gpu_types))
+                )
+                found.append(Problem(f"{where}.{key}", gpu, "no such GPU in the plan", cure))
         if gpulet.id in seen:
             found.append(Problem(f"{where}.id", gpulet.id, "id is used twice", "Give each gpu-let its own id."))
         seen.add(gpulet.id)
@@ -103,14 +103,40 @@ def _reference_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet],
     return found
 
 
+def _together_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet], origin: str) -> list[Problem]:
+    """Return what is wrong with gpu-lets on several GPUs: these are whole GPUs of one node and one type, each named
+    once, and hold one model that generates."""
+    found: list[Problem] = []
+    for index, gpulet in enumerate(gpulets):
+        if not gpulet.also_on:
+            continue
+        where, given = f"{origin}: gpulets.{index}.also_on", ", ".join(gpulet.also_on)
+        kinds = {gpu_types[gpu] for gpu in gpulet.gpus if gpu in gpu_types}
+        if len({node_of(gpu) for gpu in gpulet.gpus}) > 1:
+            cure = "Name GPUs of the node of its first GPU."
+            found.append(Problem(where, given, "GPUs of several nodes cannot run one model together", cure))
+        if len(kinds) > 1:
+            cure = f"Name GPUs of the type of its first one, {gpu_types[gpulet.gpu]}."
+            found.append(Problem(where, given, "GPUs of several types cannot run one model together", cure))
+        if any(instance_type_of(kind) is not None or kind == "cpu" for kind in kinds):
+            rule, cure = "only whole GPUs run a model together", "Leave `also_on` out, or name whole GPUs."
+            found.append(Problem(where, given, rule, cure))
+        if len(set(gpulet.gpus)) < len(gpulet.gpus):
+            found.append(Problem(where, given, "names a GPU twice", "Name each GPU once, and not its `gpu` again."))
+        if len(gpulet.models) != 1 or any(replica.steps is None for replica in gpulet.models):
+            rule = "only a model that generates, alone in its gpu-let, runs on several GPUs together"
+            found.append(Problem(where, given, rule, "Leave `also_on` out, or give the model a gpu-let with `steps`."))
+    return found
+
+
 # --- models that run as one program -----------------------------------------------------------------------------
 
 
 def _merge_problems(gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], origin: str) -> list[Problem]:
     """Return what is wrong with merged groups.
 
-    A group's models are resident on its gpu-let (hence on one GPU), have a network to merge, belong to one group, and
-    are held together by every gpu-let that holds one of them, as they share one queue.
+    A group's models are resident on its gpu-let, have a network to merge, and belong to one group. They share one
+    queue, so every gpu-let that holds one of them holds all.
     """
     found: list[Problem] = []
     seen: set[str] = set()
@@ -140,27 +166,27 @@ def _merge_problems(gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], orig
 def _group_problems(
     gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], group: Sequence[str], where: str
 ) -> list[Problem]:
-    """Return what is wrong with a group wherever it is."""
+    """Return what is wrong with a group on any gpu-let."""
     rule, cure = "has no network to merge: no source, and not in the catalogue", "Give its `source`, or remove it."
     found = [Problem(where, spec.name, rule, cure) for spec in models if spec.name in group and not has_network(spec)]
     apart = why_apart(gpulets, group)
     if apart:
         found.append(Problem(where, program_name(group), apart, "Merge them wherever they are, or nowhere."))
     elif not all(_merges(gpulet, group) for gpulet in gpulets):
-        rule = "is merged on one gpu-let and not on another, but has one queue for both"
+        rule = "is merged on one gpu-let and not on another, but both share one queue"
         cure = "Give every gpu-let that holds these models the same `merge`."
         found.append(Problem(where, program_name(group), rule, cure))
     return found
 
 
 def _merges(gpulet: Gpulet, models: Sequence[str]) -> bool:
-    """Return whether a gpu-let that holds these models has them as a group; True where it holds none."""
+    """Return whether a gpu-let with these models has them as a group; True when it has none of them."""
     resident = {replica.name for replica in gpulet.models}
     return not resident & set(models) or any(group.models == tuple(models) for group in gpulet.merge)
 
 
 def why_apart(gpulets: Iterable[Gpulet], models: Sequence[str]) -> str | None:
-    """Return why models cannot share one queue: a gpu-let that holds some of them does not hold all; else None."""
+    """Return why models cannot share one queue: some gpu-let holds some of them but not all. None when they can."""
     wanted, hosts = set(models), []
     for gpulet in gpulets:
         held = wanted & {replica.name for replica in gpulet.models}
@@ -178,7 +204,7 @@ def why_apart(gpulets: Iterable[Gpulet], models: Sequence[str]) -> str | None:
 
 
 def why_unmergeable(models: Iterable[ModelSpec]) -> str | None:
-    """Return why models cannot be merged as they are: no network, or options no merged program knows; else None."""
+    """Return why models cannot be merged: one has no network, or options that a merged program lacks."""
     asked = list(models)
     without = [spec.name for spec in asked if not has_network(spec)]
     if without:
@@ -205,11 +231,11 @@ def option_problems(
     models: Sequence[ModelSpec], groups: Iterable[Sequence[str]], on_cpu: set[str], prefix: str = ""
 ) -> list[Problem]:
     """Return what is wrong with the options of models: wrong values, contradictions, CUDA graphs on a CPU, and options
-    that a merged program refuses. Options of a network or of a user's factory are not judged.
+    that a merged program refuses. Options of a network or a user's factory are not checked.
 
     Args:
-        models: whose options.
-        groups: of models that are to run as one program.
+        models: the models with options.
+        groups: models that run as one program.
         on_cpu: models that run on a CPU.
         prefix: what the paths of problems begin with.
     """
@@ -233,12 +259,12 @@ _OLDER = (7, 0)  # format: NVIDIA's; any capability below `FAST_CAPABILITY`
 def measured_otherwise(
     models: Sequence[ModelSpec], gpu_types: Iterable[str], profile_for: Callable[[ModelSpec, str], ModelProfile | None]
 ) -> list[Problem]:
-    """Return the options with which models would run otherwise than their profiles were measured: what is planned would
-    not be what is served. Profiles that do not say how they were measured are passed.
+    """Return the options under which models would run otherwise than their profiles were measured. Such a plan would
+    not hold. Profiles that do not say how they were measured pass.
 
     Args:
-        models: of the workload, with options that are right.
-        gpu_types: of the cluster.
+        models: with valid options.
+        gpu_types: the cluster's.
         profile_for: a model's profile on a type; None where there is none.
     """
     found: list[Problem] = []
@@ -247,12 +273,12 @@ def measured_otherwise(
             profile, capability = profile_for(spec, kind), capability_of_type(kind)
             if profile is None or profile.run is None:
                 continue
-            # A type that is not known by name is either fast or not: whichever is nearer to what was measured.
+            # Whether an unknown type is fast is not known: assume what is nearer to the measurement.
             either = (capability,) if capability is not None or kind == "cpu" else (FAST_CAPABILITY, _OLDER)
             found_on = [run_differences(profile.run, spec.options, one) for one in either]
             for key, (measured, would) in min(found_on, key=len).items():
                 was, is_now = _yaml(measured), _yaml(would)
-                rule = f"its profile on {kind} was measured with {was}, and it would run with {is_now}"
+                rule = f"its profile on {kind} was measured with {was}, but it would run with {is_now}"
                 cure = f"Give `{key}: {was}` in its options, or measure it with --option {key}={is_now}."
                 found.append(Problem(f"models.{index}.options.{key}", spec.options.get(key), rule, cure))
     return found

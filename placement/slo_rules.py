@@ -19,11 +19,12 @@ _RULE = re.compile(r"(\d+(?:\.\d+)?) x l\(([1-9]\d*)\)")
 
 
 def load_workload(path: str | Path, cluster: Cluster | None, profiles: Profiles | None) -> Workload:
-    """Read a workload file, with `slo_ms` for every `slo` by rule: so many times what the batch takes alone on a whole
-    GPU, of the cluster's type that is fastest for it. What is None has told its own faults: a rule then counts as 1 ms.
+    """Read a workload file, with `slo_ms` for every `slo` by rule: a multiple of what the batch takes alone on a whole
+    GPU, of the cluster's fastest type for it. When cluster or profiles are None, their faults are reported elsewhere,
+    and a rule counts as 1 ms.
 
     Raises:
-        InvalidInputError: as `Workload.load`, or rules that are none, or that ask for a batch that was not measured.
+        InvalidInputError: as `Workload.load`, a malformed rule, or a rule for a batch that was not measured.
     """
     data = load_document(path)
     models = data.get("models") if isinstance(data, dict) else None
@@ -53,7 +54,7 @@ def _slo_ms(where: str, rule: Any, entry: dict[str, Any], cluster: Cluster | Non
         alone = {key: value for key, value in entry.items() if key not in ("share_pct", "shadow")}
         spec = ModelSpec.model_validate({"rate_rps": 1.0, **alone})
     except ValidationError:
-        return 1.0  # told where the workload is parsed
+        return 1.0  # parsing the workload reports this
     if cluster is None or profiles is None:
         return 1.0
     by_type = costs_of(Workload(models=(spec,)), cluster, profiles)[spec.name]
@@ -63,7 +64,7 @@ def _slo_ms(where: str, rule: Any, entry: dict[str, Any], cluster: Cluster | Non
         takes_ms += steps[size : size + 1]
     if not by_type:
         for kind in cluster.gpu_types:
-            profile_of(spec, kind, profiles)  # says what is missing
+            profile_of(spec, kind, profiles)  # raises with what is missing
     if not takes_ms:
         cure = "Name a batch size that was measured."
         raise refused(f"{where}.slo", rule, f"a batch of {size} was not measured", cure)

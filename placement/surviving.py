@@ -10,12 +10,13 @@ function that tries plans.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
 from tenuto.errors import Problem, refused
+from tenuto.placement.carrying import Carries, Carrying, Laid, carried, gpulets_of, options_of, shares_of
 from tenuto.placement.cluster import Cluster, Gpu, node_of
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import context_mib_of
@@ -25,34 +26,19 @@ from tenuto.placement.plan import ExpectedLoss, Plan, PlannedGpu
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.placement.program import Gpulet, Replica
+from tenuto.placement.whereabouts import domain_of, is_at, may_lie, names_of, prefers
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles.share_latency import EVERY_RULE
 
 TRIED = 8  # limit: places for one more replica that are judged: those with the least busy gpu-lets
 UNTRIED = "what losses leave follows from the formulas, and was not tried"
 STAYS = 1e-6  # limit: the worth of a GPU keeping what it holds; decides only where preferences are equal
+LEAST_MEMORY = 0.25  # limit: of the memory of its share, with less of which a gpu-let that generates is not tried
 SLIGHT = 1e-4  # limit: a part of a rate this small is below what the expectation can tell
 
 Trial = Callable[[Plan], Mapping[str, float] | None]
 """Tries a plan: returns the part of each model's requests that is served in time, or 1 if that is at least `IN_FULL`.
 None: the plan is too large to be tried."""
-
-
-def domain_of(gpu: PlannedGpu | Gpu, kind: str) -> str:
-    """Return what is lost together with a GPU: the physical GPU with all its MIG instances, its node, or its rack (a
-    node without a rack is one itself)."""
-    node = node_of(gpu.id)
-    return {"gpu": gpu.device, "node": node, "rack": gpu.rack or node}[kind]
-
-
-def is_at(gpu: PlannedGpu | Gpu, places: Collection[str]) -> bool:
-    """Return whether a GPU or instance, its physical GPU, its node or its rack is among some names."""
-    return not {gpu.id, gpu.device, node_of(gpu.id), gpu.rack}.isdisjoint(places)
-
-
-def _places(gpus: Iterable[PlannedGpu | Gpu]) -> set[str]:
-    """Return the names by which GPUs can be meant: their ids, their nodes and their racks."""
-    return {name for gpu in gpus for name in (gpu.id, gpu.device, node_of(gpu.id), gpu.rack) if name is not None}
 
 
 def without(cluster: Cluster, places: Sequence[str]) -> Cluster:
@@ -61,7 +47,7 @@ def without(cluster: Cluster, places: Sequence[str]) -> Cluster:
     Raises:
         InvalidInputError: it has no such place, or nothing is left.
     """
-    known = sorted(_places(cluster.gpus))
+    known = sorted(names_of(cluster.gpus))
     for name in places:
         if name not in known:
             raise refused("node", name, "no such place in the cluster", f"Name one of {', '.join(known[:12])}.")
@@ -83,21 +69,11 @@ def drained(plan: Plan, cluster: Cluster, places: Sequence[str]) -> Plan:
     return plan.model_copy(update={"gpus": (*plan.gpus, *aside), "drained": tuple(places)})
 
 
-def may_lie(spec: ModelSpec, gpu: PlannedGpu | Gpu) -> bool:
-    """Return whether a model may be on a GPU, by its `only_on` and `keep_off`."""
-    return not is_at(gpu, spec.keep_off) and (not spec.only_on or is_at(gpu, spec.only_on))
-
-
-def prefers(spec: ModelSpec, gpu: PlannedGpu | Gpu) -> bool:
-    """Return whether a GPU is where a model would rather be, by its `prefer`."""
-    return spec.prefer is not None and is_at(gpu, (spec.prefer,))
-
-
 def preferences_missed(plan: Plan) -> dict[str, str]:
     """Return which models lie elsewhere than where they prefer, in whole or in part, and why."""
     gpus, found = {gpu.id: gpu for gpu in plan.gpus}, {}
     for spec in plan.models:
-        held = [gpus[gpulet.gpu] for gpulet in plan.hosts_of(spec.name)]
+        held = [gpus[gpu] for gpulet in plan.hosts_of(spec.name) for gpu in gpulet.gpus]
         away = [gpu for gpu in held if spec.prefer is not None and not prefers(spec, gpu)]
         if away:
             here = {gpu.type for gpu in plan.gpus if prefers(spec, gpu) and not is_at(gpu, plan.drained)}
@@ -112,7 +88,7 @@ def preferences_missed(plan: Plan) -> dict[str, str]:
 
 def place_problems(workload: Workload, cluster: Cluster) -> Iterator[Problem]:
     """Yield what no plan can obey: unknown places, models that may lie nowhere, and losses that nothing can survive."""
-    gpus, known = cluster.gpus, _places(cluster.gpus)
+    gpus, known = cluster.gpus, names_of(cluster.gpus)
     aside = {name for gpu in cluster.left_out or () for name in (gpu, node_of(gpu))}
     cure = f"Name nodes, racks or GPU ids: {', '.join(sorted(known)[:12])}."
     for index, spec in enumerate(workload.models):
@@ -153,7 +129,7 @@ def bearable(workload: Workload, gpus: Sequence[Gpu]) -> Workload:
     Left out are places that are gone, `survive` of models that nothing could survive any more, and models that may lie
     on none of these GPUs.
     """
-    known = _places(gpus)
+    known = names_of(gpus)
     models = []
     for spec in workload.models:
         allowed = [gpu for gpu in gpus if may_lie(spec, gpu)]
@@ -179,7 +155,7 @@ def with_the_rest(plan: Plan, workload: Workload) -> Plan:
 def unmet(plan: Plan) -> dict[str, str]:
     """Return by model which wish for its places the plan does not meet. `expected` must be that of this plan."""
     specs, gpus = {spec.name: spec for spec in plan.models}, {gpu.id: gpu for gpu in plan.gpus}
-    held = [(replica.name, gpulet.gpu) for gpulet in plan.gpulets for replica in gpulet.models if replica.name in specs]
+    held = [(r.name, gpu) for g in plan.gpulets for gpu in g.gpus for r in g.models if r.name in specs]
     wrong = {name: f"it lies on {gpu}" for name, gpu in held if not may_lie(specs[name], gpus[gpu])}
     return not_surviving(plan) | wrong
 
@@ -245,7 +221,7 @@ class _Domain:
 
     def without(self, plan: Plan) -> Plan:
         """Return the plan that runs after the loss."""
-        return plan.model_copy(update={"gpulets": tuple(g for g in plan.gpulets if g.gpu not in self.gpus)})
+        return plan.model_copy(update={"gpulets": tuple(g for g in plan.gpulets if self.gpus.isdisjoint(g.gpus))})
 
 
 def _domains(plan: Plan, asked: Sequence[ModelSpec]) -> list[_Domain]:
@@ -269,12 +245,14 @@ def _domains(plan: Plan, asked: Sequence[ModelSpec]) -> list[_Domain]:
 @dataclass(frozen=True)
 class Scene:
     """What a plan is made for and with. On an elastic cluster further GPUs can be had. `sharing` knows what models cost
-    and fills in the latencies of a plan with other gpu-lets; `trial` tries what a loss leaves."""
+    and fills in the latencies of a plan with other gpu-lets; `trial` tries what a loss leaves; `carries` judges a
+    gpu-let that generates."""
 
     workload: Workload
     cluster: Cluster
     sharing: Sharing
     trial: Trial | None = None
+    carries: Carries = carried
 
     @cached_property
     def contexts_mib(self) -> dict[str, float]:
@@ -299,7 +277,8 @@ def arranged(plan: Plan, scene: Scene, *, parts: Mapping[str, float] | None = No
     if parts is None:
         if not asked or not plan.gpulets:
             return plan
-        wanted = Outlooks().of(plan.model_copy(update={"models": scene.workload.models})).parts
+        outlooks = Outlooks(carries=scene.carries)
+        wanted = outlooks.of(plan.model_copy(update={"models": scene.workload.models})).parts
         return _Adding(_apart(plan, asked) if is_fixed else plan, scene, wanted).done()
     if is_fixed:
         plan = plan.model_copy(update={"gpulets": tuple(_allowed(plan.gpulets, plan.gpus, asked))})
@@ -310,13 +289,13 @@ def _allowed(gpulets: Iterable[Gpulet], gpus: Sequence[PlannedGpu], asked: Seque
     """Yield gpu-lets without the replicas that lie where they must not."""
     there, specs = {gpu.id: gpu for gpu in gpus}, {spec.name: spec for spec in asked}
     for gpulet in gpulets:
-        models = tuple(r for r in gpulet.models if r.name not in specs or may_lie(specs[r.name], there[gpulet.gpu]))
-        if models == gpulet.models:
-            yield gpulet
-        elif models:
-            held = {replica.name for replica in models}
-            merge = tuple(group for group in gpulet.merge if held.issuperset(group.models))
-            yield gpulet.model_copy(update={"models": models, "merge": merge})
+        names = [
+            r.name
+            for r in gpulet.models
+            if r.name not in specs or all(may_lie(specs[r.name], there[gpu]) for gpu in gpulet.gpus)
+        ]
+        if left := gpulet.only(names):
+            yield left
 
 
 # --- what GPUs hold changes places ----------------------------------------------------------------------------------
@@ -337,6 +316,8 @@ def _apart(plan: Plan, asked: Sequence[ModelSpec]) -> Plan:
             carried[replica.name] += replica.rate_rps or 1.0
         held[name] = carried
     lies_on = {name: name for name in gpus}  # what was on the key is now on the value
+    # What lies on several GPUs at once stays there: its place was chosen among the GPUs of its node.
+    fixed = {gpu for gpulet in plan.gpulets if gpulet.also_on for gpu in gpulet.gpus}
 
     def crowded(name: str, at: Mapping[str, str]) -> float:
         """Return how badly a model lies: its part where it must not be, and its part in the fullest domain."""
@@ -359,11 +340,11 @@ def _apart(plan: Plan, asked: Sequence[ModelSpec]) -> Plan:
 
     is_better = any(map(asks, asked))
     if not is_better:  # nothing but preferences: the best exchange is an assignment
-        lies_on = _best_places(plan.gpus, preferred)
+        lies_on |= _best_places([gpu for gpu in plan.gpus if gpu.id not in fixed], preferred)
     while is_better:
         is_better = False
         for first, second in product([name for name in gpus if held[name]], gpus):
-            if gpus[first].type != gpus[second].type or held[first] == held[second]:
+            if gpus[first].type != gpus[second].type or held[first] == held[second] or {first, second} & fixed:
                 continue
             other = lies_on | {first: lies_on[second], second: lies_on[first]}
             moved = [name for name in held[first].keys() | held[second].keys() if asks(specs[name])]
@@ -420,7 +401,8 @@ class _Adding:
         self._nothing = _Domain("", frozenset(), frozenset(wanted))
         self._memory_mib = {kind: gpu.memory_mib for kind, gpu in scene.cluster.one_of_each.items()}
         self._prices = scene.cluster.prices
-        self._outlooks = Outlooks()
+        self._outlooks = Outlooks(carries=scene.carries)
+        self._options: dict[tuple[str, str], list[Carrying]] = {}  # of models that generate, by GPU type
         self._pool = GpuPool(scene.cluster)
         for gpu in plan.gpus:
             self._pool.take_named(gpu.id, gpu.type)
@@ -527,13 +509,19 @@ class _Adding:
 
     def _places(self, domain: _Domain, name: str) -> Iterator[_Place]:
         """Yield where one more replica of a model could be: with others on a gpu-let, on what is left of a GPU's share,
-        on a GPU that holds nothing, on one that is bought."""
+        on a GPU that holds nothing, on one that is bought. A model that generates gets gpu-lets of its own."""
         by_gpu = self._plan.by_gpu()
+        generates = self._specs[name].generates is not None
         for gpu in self._plan.gpus:
             if gpu.id in domain.gpus or not may_lie(self._specs[name], gpu):
                 continue
             gpulets = by_gpu[gpu.id]
+            if generates:
+                yield from self._generating_places(name, gpu, gpulets)
+                continue
             for gpulet in gpulets:
+                if any(replica.steps is not None for replica in gpulet.models):
+                    continue
                 if not gpulet.merge and all(replica.name != name for replica in gpulet.models):
                     yield from self._place(name, gpu, gpulet, gpulets)
             left_pct = int(100.0 - sum(gpulet.effective_share_pct for gpulet in gpulets) + 1e-6)
@@ -546,6 +534,9 @@ class _Adding:
                 yield from self._place(name, gpu, empty, gpulets, opens)
         for kind, bought in self._buyable.items():
             gpu = PlannedGpu.of(bought)
+            if generates:
+                yield from self._generating_places(name, gpu, (), self._prices[kind])
+                continue
             new_one = Gpulet(id=gpulet_id(gpu.id, 0), gpu=gpu.id, models=())
             yield from self._place(name, gpu, new_one, (), 1.0, self._prices[kind])
 
@@ -572,6 +563,53 @@ class _Adding:
             grown = gpulet.model_copy(update={"models": models, "duty_cycle_ms": None, "memory_mib": None})
             yield _Place(gpu, grown, price, (price, opens, 0.0 if gpulet.models else 1.0))
 
+    def _generating_places(
+        self, name: str, gpu: PlannedGpu, there: Sequence[Gpulet], price: float = 0.0
+    ) -> Iterator[_Place]:
+        """Yield a GPU with one more gpu-let of a model that generates, as large as those that it has, or else of any
+        share. It shares the memory that others leave with the gpu-lets that generate there, by their shares."""
+        left_pct = 100.0 - sum(gpulet.effective_share_pct for gpulet in there) + 1e-6
+        if any(replica.name == name for gpulet in there for replica in gpulet.models) or any(g.also_on for g in there):
+            return
+        has = {g.effective_share_pct for g in self._plan.hosts_of(name)}
+        known = self._scene.cluster.one_of_each[gpu.type]
+        beside = [gpulet for gpulet in there if gpulet.models[0].steps is None]
+        fixed_mib = sum(other.memory_mib or other.held_mib or 0.0 for other in beside)
+        writing = [gpulet for gpulet in there if gpulet.models[0].steps is not None]
+        unit = [self._option(g.models[0].name, g.effective_share_pct, known) for g in writing]
+        for option in self._options_of(name, known):
+            if option.share_pct > left_pct or (has and option.share_pct not in has):
+                continue
+            if option.weights_mib is None and there:
+                continue
+            together = [*(each for each in unit if each is not None), option]
+            rates = [*(g.models[0].rate_rps or 0.0 for g in writing), 0.0]
+            if len(together) <= len(unit):
+                continue  # what lies there is not known
+            part = 1.0 - fixed_mib / known.memory_mib
+            laid = [Laid(each, (known,)) for each in together]
+            *grown, new = gpulets_of(laid, self._scene.sharing.profiles, rates, {known.id: part})
+            holds = [g.models[0].kv_tokens or 0 for g in (*grown, new)]
+            if any(held < LEAST_MEMORY * o.kv_tokens for held, o in zip(holds, together, strict=True)):
+                continue
+            names = {gpulet.id for gpulet in there}
+            free = next(free for i in range(len(names) + 1) if (free := gpulet_id(gpu.id, i)) not in names)
+            kept = [g.model_copy(update={"id": was.id, "gpu": gpu.id}) for g, was in zip(grown, writing, strict=True)]
+            one = new.model_copy(update={"id": free, "gpu": gpu.id})
+            opens = 0.0 if there else 1.0
+            yield _Place(gpu, one, price, (price, opens, option.share_pct), (*beside, *kept))
+
+    def _options_of(self, name: str, gpu: Gpu) -> list[Carrying]:
+        key = name, gpu.type
+        if key not in self._options:
+            spec, profiles = self._specs[name], self._scene.sharing.profiles
+            shares = shares_of(self._scene.workload)
+            self._options[key] = options_of(spec, gpu, profiles, self._scene.carries, shares=shares)
+        return self._options[key]
+
+    def _option(self, name: str, share_pct: float, gpu: Gpu) -> Carrying | None:
+        return next((each for each in self._options_of(name, gpu) if each.share_pct == share_pct), None)
+
     def _room_mib(self, gpu: PlannedGpu, gpulet: Gpulet, there: Sequence[Gpulet]) -> float:
         """Return the memory of a GPU that none of its gpu-lets needs, or may take."""
         context_mib = self._scene.contexts_mib[gpu.type]
@@ -583,13 +621,14 @@ class _Adding:
 
     def _with(self, place: _Place) -> Plan:
         """Return the plan with a gpu-let as it is there."""
-        on_gpu = [place.gpulet if g.id == place.gpulet.id else g for g in self._plan.on_gpu(place.gpu.id)]
+        there = self._plan.on_gpu(place.gpu.id) if place.beside is None else place.beside
+        on_gpu = [place.gpulet if g.id == place.gpulet.id else g for g in there]
         on_gpu += [] if place.gpulet in on_gpu else [place.gpulet]
         gpus = self._plan.gpus if place.gpu in self._plan.gpus else (*self._plan.gpus, place.gpu)
         alone = self._plan.model_copy(update={"gpus": (place.gpu,), "gpulets": tuple(on_gpu)})
         done = self._scene.sharing.completed(alone).gpulets
         order = {gpu.id: index for index, gpu in enumerate(gpus)}
-        others = (gpulet for gpulet in self._plan.gpulets if gpulet.gpu != place.gpu.id)
+        others = (gpulet for gpulet in self._plan.gpulets if place.gpu.id not in gpulet.gpus)
         gpulets = sorted((*others, *done), key=lambda gpulet: order[gpulet.gpu])
         return self._plan.model_copy(update={"gpus": gpus, "gpulets": tuple(gpulets)})
 
@@ -597,9 +636,11 @@ class _Adding:
 @dataclass(frozen=True)
 class _Place:
     """A gpu-let with one more replica on it. `price` is that of its GPU per hour, if the GPU is bought for it. `cost`
-    orders places: by the price, then by whether the GPU was idle, then by whether the gpu-let is new."""
+    orders places: by the price, then by whether the GPU was idle, then by whether the gpu-let is new. `beside` are the
+    other gpu-lets of the GPU where they change."""
 
     gpu: PlannedGpu
     gpulet: Gpulet
     price: float
     cost: tuple[float, float, float]
+    beside: tuple[Gpulet, ...] | None = None

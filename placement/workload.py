@@ -149,10 +149,11 @@ class ModelSpec(StrictModel):
         if self.latency is not None:
             raise Fault("generates, and has an inline latency", "Give a profile with `generation` instead.")
         lengths = (self.generates.prompt_tokens, self.generates.output_tokens)
-        if self.arrival.process != "trace" and None in lengths:
+        if self.arrival.process not in ("trace", "servegen") and None in lengths:
             raise Fault(
                 "generates, and does not say how long prompts and outputs are",
-                "Give `prompt_tokens` and `output_tokens` in `generates`, or a trace that has these columns.",
+                "Give `prompt_tokens` and `output_tokens` in `generates`, a trace that has these columns, or process: "
+                "servegen.",
             )
         return self
 

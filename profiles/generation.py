@@ -160,6 +160,12 @@ class Generation(StrictModel):
         weight = (1 / low - 1 / share_pct) / (1 / low - 1 / high)
         return known[low].cost.mixed(known[high].cost, weight)
 
+    def alone_on_one_gpu(self, factor: float) -> Generation | None:
+        """Return what is known of a whole GPU alone, with steps that take `factor` times as long; None where nothing
+        is."""
+        steps = tuple(at for at in self.steps if (at.share_pct, at.tensor_parallel) == (100.0, 1))
+        return self.model_copy(update={"steps": steps, "kv_tokens": None}).scaled(factor) if steps else None
+
     def scaled(self, factor: float) -> Generation:
         """Return the same when each step takes `factor` times as long."""
 

@@ -15,6 +15,7 @@ import msgspec
 from tenuto.documents import parse_yaml
 
 ALL_GPCS = 7  # format: NVIDIA's, compute slices of a GPU in MIG mode; one is called a GPC in the profiles' names
+MEMORY_SLICES = 8  # format: NVIDIA's, of every GPU in MIG mode; each has its part of the memory and of its bandwidth
 _TYPE = re.compile(r"(?P<base>.+)-(?P<profile>(?:\dc\.)?(?P<gpcs>\d)g\.(?P<gb>\d+)gb(?:\+\S+)?)")
 
 
@@ -33,6 +34,13 @@ class InstanceType(msgspec.Struct, frozen=True):
     profile: str
     gpcs: int
     memory_gb: int
+
+    @property
+    def at_most(self) -> float:
+        """How many times as long as on the whole GPU work takes at most: by the part of the compute or of the memory
+        bandwidth that the instance has, whichever is less."""
+        known = instance_profiles(self.base).get(self.profile)
+        return max(ALL_GPCS / self.gpcs, 1.0 if known is None else MEMORY_SLICES / known.slices)
 
 
 @cache

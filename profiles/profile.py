@@ -17,7 +17,7 @@ from tenuto.errors import MissingProfileError, one_of, refused
 from tenuto.profiles.generation import Generation
 from tenuto.profiles.gpu_types import measured_as
 from tenuto.profiles.latency import LatencyTable, LinearLatency
-from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of
+from tenuto.profiles.mig_instances import ALL_GPCS, InstanceType, instance_type_of
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -104,11 +104,20 @@ class ModelProfile(StrictModel):
         update["coefficients"] = self.coefficients | active
         return self.model_copy(update=update)
 
-    def inside(self, gpcs: int) -> ModelProfile | None:
+    def inside(self, gpcs: int, at_most: float) -> ModelProfile | None:
         """Return the profile in a MIG instance of so many GPCs, all of which is its 100 %; None where none was
-        measured."""
+        measured.
+
+        Steps of a model that generates are not measured in instances. They count as `at_most` times as long as on the
+        whole GPU, which has so many times the compute or the memory bandwidth, whichever is more.
+        """
         points = tuple(p.model_copy(update={"share_pct": 100.0}) for p in self.points if p.mig_gpcs == gpcs)
-        return self.model_copy(update={"points": points, "line": None, "fit": None}) if points else None
+        steps = None
+        if self.generation is not None and self.weights_mib is not None:
+            steps = self.generation.alone_on_one_gpu(at_most)
+        if not points and steps is None:
+            return None
+        return self.model_copy(update={"points": points, "line": None, "fit": None, "generation": steps})
 
     def beside_itself(self, batch_size: int, processes: int) -> float | None:
         """Return how many times as long a batch takes each of several equal processes that run it at once without pause
@@ -265,7 +274,9 @@ class Profiles:
 
     def __init__(self, profiles: Iterable[Profile]) -> None:
         self._profiles = tuple(profiles)
-        self._inside: dict[tuple[int, int], ModelProfile | None] = {}  # one object per row and GPCs, for others' tables
+        self._inside: dict[
+            tuple[int, int, str], ModelProfile | None
+        ] = {}  # one object per row and size, for others' tables
 
     def __iter__(self) -> Any:
         return iter(self._profiles)
@@ -281,16 +292,21 @@ class Profiles:
         for file in self._of_type(gpu_type):
             for name, model in file.models.items():
                 is_own = instance is None or file.gpu_type == gpu_type
-                there = model if is_own or instance is None else self._within(model, instance.gpcs)
+                there = model if is_own or instance is None else self._within(model, instance)
                 if there is not None:
                     found.setdefault(name, there)
         return found
 
-    def _within(self, model: ModelProfile, gpcs: int) -> ModelProfile | None:
-        key = (id(model), gpcs)
+    def _within(self, model: ModelProfile, instance: InstanceType) -> ModelProfile | None:
+        key = (id(model), instance.gpcs, instance.profile)
         if key not in self._inside:
-            self._inside[key] = model.inside(gpcs)
+            self._inside[key] = model.inside(instance.gpcs, instance.at_most)
         return self._inside[key]
+
+    def is_of_whole_gpu(self, row: str, gpu_type: str) -> bool:
+        """Return whether a row for a MIG instance follows from measurements on the whole GPU."""
+        own = (file for file in self._profiles if file.gpu_type == gpu_type)
+        return instance_type_of(gpu_type) is not None and all(row not in file.models for file in own)
 
     def _of_type(self, gpu_type: str) -> list[Profile]:
         return [file for kind in measured_as(gpu_type) for file in self._profiles if file.gpu_type == kind]

@@ -1,8 +1,9 @@
-"""The outcome in which every request ends, and its HTTP status. A leaf module that every folder may import."""
+"""The outcome in which every request ends, its HTTP status, and the rule behind it. A leaf module that every folder may
+import."""
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 
 class Outcome(IntEnum):
@@ -39,3 +40,18 @@ class Outcome(IntEnum):
 OUTCOMES = ("ok", "late", "expired", "rejected", "failed")
 _HTTP_STATUS = (200, 200, 504, 429, 503)  # format: RFC 9110 and 6585
 _OF_STATUS = {200: Outcome.OK, 504: Outcome.EXPIRED, 429: Outcome.REJECTED}
+
+
+class Rule(StrEnum):
+    """The rule that refused a request, or the bound that its answer missed."""
+
+    TOO_LATE = "too late on arrival"
+    CUT = "no batch that meets its deadline"
+    BEYOND_PLAN = "beyond the planned rate"
+    FULL = "queue full"
+    YIELDED = "lower priority, and a full batch waits"
+    FIRST_TOKEN = "time to first token"
+    FURTHER_TOKENS = "time per further token"
+    LENGTH = "its number of tokens"
+    LOST = "its process ended or hung"
+    NONE = ""  # the request failed, or was late without two bounds

@@ -16,8 +16,15 @@ ARRIVALS = "tenuto.arrivals"
 VERBS = "tenuto.verbs"
 
 LABORATORY: dict[str, frozenset[str]] = {
-    POLICIES: frozenset({"ffd", "ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "sbp", "self-tuning"}),
-    SCHEDULERS: frozenset({"clockwork", "nexus", "shepherd", "thesis-router", "timeout"}),
+    POLICIES: frozenset(
+        {*("ffd", "ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "sbp", "self-tuning"), "muxserve"}
+    ),
+    SCHEDULERS: frozenset(
+        {
+            *("clockwork", "nexus", "shepherd", "thesis-router", "timeout"),
+            *("decode-first", "least-slack", "prefill-first", "round-robin"),
+        }
+    ),
     ARRIVALS: frozenset({"azure_2019", "azure_2021"}),
     VERBS: frozenset({"advice", "compare", "estimate", "experiment", "interference", "kernels", "lab", "partition"}),
 }

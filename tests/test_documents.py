@@ -169,6 +169,22 @@ def test_python_of_the_pages_imports_what_exists() -> None:
     assert [found for block in written for found in imported(block) if not is_there(*found)] == []
 
 
+INSTALLED = {"numpy", "torch", "ray"}  # what every page may import, as `tenuto[serve]` brings it
+
+
+@pytest.mark.parametrize("page", [page for page, path in PAGES.items() if "```python" in path.read_text("utf-8")])
+def test_pages_name_the_packages_that_their_python_needs(page: str) -> None:
+    text = PAGES[page].read_text(encoding="utf-8")
+    known = {*sys.stdlib_module_names, *OURS, *INSTALLED, *re.findall(r"pip install '?([\w-]+)", text)}
+    needed = set()
+    for node in (node for block in blocks(text, "python") for node in ast.walk(ast.parse(block))):
+        if isinstance(node, ast.Import):
+            needed |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            needed.add(str(node.module).split(".")[0])
+    assert needed - known == set()
+
+
 @pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "lab" / "benchmarks").glob("*.py")))
 def test_benchmarks_import_what_exists(script: str) -> None:
     source = (ROOT / "lab" / "benchmarks" / f"{script}.py").read_text(encoding="utf-8")
@@ -350,6 +366,19 @@ def test_every_page_of_the_guide_leads_to_the_next() -> None:
         assert re.search(rf"^Next: \[.*\]\({Path(after).name}\)\.$", PAGES[page].read_text(encoding="utf-8"), re.M), (
             page
         )
+
+
+def test_terms_are_in_the_word_list() -> None:
+    """A page prints a term in bold, and small, where it first uses it."""
+    rows = re.findall(r"^\| ([^|]+) \|", PAGES["docs/reference/concepts.md"].read_text(encoding="utf-8"), re.M)
+    words = {word for row in rows for word in re.sub(r" \(.*\)", "", row).split(", ")}
+    used = {
+        (page, term)
+        for page, path in PAGES.items()
+        if page.startswith("docs/")
+        for term in re.findall(r"\*\*([a-z][^*]*)\*\*", path.read_text(encoding="utf-8"))
+    }
+    assert {(page, term) for page, term in used if term.removesuffix("s") not in words} == set()
 
 
 @pytest.mark.parametrize("verb", verb_names())

@@ -35,6 +35,7 @@ WITH_TORCH = (
     "tenuto.profiles.networks.image_networks",
     "tenuto.profiles.networks.text_networks",
     "tenuto.profiles.networks.language_model",
+    "tenuto.profiles.networks.vllm_model",
     "tenuto.profiles.measuring.merged_programs",
 )
 # Rooms in which whatever comes from another process, file or room is a type (`deployments/wire`), read by attribute.
@@ -51,8 +52,8 @@ FOREIGN_KEYS = {
     "deployments/entry/asgi.py": 14,  # ASGI
     "": 18,  # OpenAPI
     "deployments/entry/gateway.py": 1,  # ASGI
-    "deployments/entry/grpc_messages.py": 13,  # the Open Inference Protocol
-    "deployments/entry/grpc_server.py": 1,  # the same
+    "deployments/entry/grpc_calls.py": 2,  # the Open Inference Protocol
+    "deployments/entry/grpc_messages.py": 5,  # the same
     "deployments/entry/oip.py": 8,  # the Open Inference Protocol, and its schema
     "deployments/entry/routes.py": 5,  # OpenAPI, ASGI
     "deployments/entry/texts.py": 4,  # files of tokenizers, and messages as chat templates take them

@@ -147,7 +147,8 @@ def test_the_lock_has_a_version_within_the_range_of_everything_that_is_asked_for
     outside = [
         str(each)
         for each in asked
-        if each.name != "tenuto" and not each.specifier.contains(locked.get(canonicalize_name(each.name), "0"))
+        if each.name not in ("tenuto", "vllm")  # vLLM has an environment of its own, as it pins others of these
+        and not each.specifier.contains(locked.get(canonicalize_name(each.name), "0"))
     ]
     assert outside == []
     assert locked["torch"] in (ROOT / "scripts" / "environment").read_text("utf-8")

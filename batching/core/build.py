@@ -43,7 +43,7 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
     programs = _programs(plan)
     index = {program.name: position for position, program in enumerate(programs)}
     known = {spec.name for spec in plan.models}
-    writing = {spec.name: spec.generates for spec in plan.models if spec.generates is not None}
+    writing = {spec.name: (spec.generates, spec.slo) for spec in plan.models if spec.generates is not None}
     problems: list[Problem] = []
     gpulets, generating = [], list[GeneratingGpulet]()
     shared: dict[tuple[tuple[int, Host], ...], dict[int, Host]] = {}
@@ -55,12 +55,13 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
                 rule = "the plan has no entry for this model under `models`"
                 problems.append(Problem(where, program.name, rule, _AGAIN))
             elif program.name in writing:  # its gpu-let decides its steps itself; no batches are formed for it
-                replica, limits = program.members[0], writing[program.name]
+                replica, (limits, slo) = program.members[0], writing[program.name]
                 if replica.steps is not None:
                     of_steps = _limits(limits, replica.kv_tokens, replica.block_tokens, replica.longest_context)
                     model = programs[index[program.name]].members[0]
                     how = (model, of_steps, replica.steps, replica.decided_ahead)
-                    generating.append(GeneratingGpulet(position, *how))
+                    bounds = () if slo is None else (slo.ttft_ms, slo.tpot_ms)
+                    generating.append(GeneratingGpulet(position, *how, *bounds))
             elif program.latency is None:
                 problems.append(Problem(where, None, "the replica carries no latency", _AGAIN))
             else:
@@ -71,7 +72,8 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
                     rule = "copies of a request (ms) must be at least 0 and leave some of a batch's time to execute"
                     problems.append(Problem(where, hidden_ms, rule, "Correct `copy_in_ms` and `copy_out_ms`."))
                 hosts[index[program.name]] = Host(executed, program.slowdown)
-        gpulets.append(ScheduledGpulet(gpulet.id, gpulet.gpu, shared.setdefault(tuple(hosts.items()), hosts)))
+        held = shared.setdefault(tuple(hosts.items()), hosts)
+        gpulets.append(ScheduledGpulet(gpulet.id, gpulet.gpu, held, gpulet.also_on))
     if problems:
         raise InvalidInputError(problems)
     if plan.streaming:
@@ -136,7 +138,8 @@ def latency_steps(latency: Latency, slo_ms: float, max_batch: int | None = None)
 def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network: NetworkDelay = NO_DELAY) -> System:
     """Return Symphony's plain setting: each GPU of the cluster is one gpu-let hosting every model of the workload.
 
-    A model that generates takes the memory of a whole GPU, and has the cluster to itself.
+    A model that generates takes the memory of a whole GPU, and has the cluster to itself. Its engine knows no SLO and
+    refuses nothing, so that a run can be compared with a log.
 
     Raises:
         InvalidInputError: a model without profile, an SLO that no batch can meet, or models beside one that generates.

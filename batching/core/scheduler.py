@@ -25,7 +25,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from mypy_extensions import mypyc_attr
 
-from tenuto.batching.core.system import INF, ByFields, NetworkDelay, System
+from tenuto.batching.core.step_scheduler import StepOrder
+from tenuto.batching.core.system import INF, ByFields, GeneratingGpulet, NetworkDelay, System
 from tenuto.batching.core.told import SchedulerStatus
 from tenuto.errors import InvalidInputError
 from tenuto.options import options_of_dataclass, read_options
@@ -156,6 +157,10 @@ class Scheduler(ABC):
         """Return how many requests of a program wait for a batch."""
 
     # A scheduler that plans with no measured numbers need not override the rest.
+
+    def step_order(self, gpulet: GeneratingGpulet) -> StepOrder | None:  # noqa: ARG002
+        """Return the order of steps of a gpu-let that generates; None: vLLM's."""
+        return None
 
     def update_latency(self, program: int, gpulet: int, factor: float) -> None:  # noqa: B027
         """Plan with `factor` times the system's latency for this program on this gpu-let, as measured while serving."""

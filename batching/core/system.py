@@ -113,19 +113,27 @@ class Host(ByFields):
 class ScheduledGpulet(ByFields):
     """A gpu-let as a scheduler sees it: its id, the GPU it is on, and the programs it hosts by program index.
 
-    Identical gpu-lets should share one `hosts` object; schedulers group gpu-lets by it.
+    Identical gpu-lets should share one `hosts` object; schedulers group gpu-lets by it. `also_on` names the GPUs beside
+    the first one of a gpu-let that lies on several.
     """
 
     id: str
     gpu: str
     hosts: Mapping[int, Host]
+    also_on: tuple[str, ...] = ()
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """All GPUs that it lies on."""
+        return (self.gpu, *self.also_on)
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratingGpulet(ByFields):
     """What a gpu-let, by index, runs the steps of: one model, by index, its limits, and what steps cost there.
 
-    `decided_ahead`: its engine decides on a step while the one before it runs.
+    `decided_ahead`: its engine decides on a step while the one before it runs. `ttft_ms` and `tpot_ms` are what the
+    engine knows of the SLO.
     """
 
     gpulet: int
@@ -133,6 +141,8 @@ class GeneratingGpulet(ByFields):
     limits: StepLimits
     cost: StepCost
     decided_ahead: bool = False
+    ttft_ms: float = INF
+    tpot_ms: float = INF
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +254,9 @@ def _as_one(name: str, members: list[Model]) -> Model:
     return Model(
         name,
         min(model.slo_ms for model in members),
-        sum(rates) if len(rates) == len(members) else None,
+        sum(rates, 0.0) if len(rates) == len(members) else None,
         max(model.weight for model in members),
         max(model.priority for model in members),
         min(holds) if holds else None,
-        sum(room) if len(room) == len(members) and sum(room) < sum(rates) else None,
+        sum(room, 0.0) if len(room) == len(members) and sum(room, 0.0) < sum(rates, 0.0) else None,
     )

@@ -38,7 +38,12 @@ def describe_schedulers(schedulers: Iterable[SchedulerStatus]) -> list[str]:
     """Return a line for each scheduler that rehearses: its settings and what they should save."""
     return [
         f"hold {told.hold:g}, defend {told.defend:g} after {told.rehearsals} rehearsals; expected of the last change: "
-        f"{told.expected_gain or 0.0:.1%} fewer lost, GPU time {0.0 - (told.expected_spared or 0.0):+.0%}"
+        f"requests lost {_change(told.expected_gain, 1)}, GPU time {_change(told.expected_spared, 0)}"
         for told in schedulers
         if told.rehearsals is not None
     ]
+
+
+def _change(saved: float | None, digits: int) -> str:
+    """Return what a change saves as a change in percent."""
+    return f"{round(-100.0 * (saved or 0.0), digits) + 0.0:+.{digits}f} %"

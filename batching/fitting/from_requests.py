@@ -36,11 +36,11 @@ _LEAST = 1e-6  # limit: residuals of a thousandth are rounding
 _OF_EACH, _OF_MEAN = 0.5, 2.0  # limit: weights of a request's residual and of the mean, which is what is judged
 _SAMPLES = 256  # limit: costs that are tried before the best are improved
 _IMPROVED = 2  # limit: of these
-_FIRST_ROUNDS, _MORE_ROUNDS = 60, 60  # limit: of a search of every setting, and of the best
 _LEAST_STEP = 1e-3  # limit: of logarithms; a search that has become so narrow is over
 _FAR = 10.0  # limit: of one residual
 _SIMULATED = 900_000  # limit: requests simulated for one fit
 _WAITS_FROM = 30.0  # limit: times TPOT; a prompt of 30,000 tokens is read in as many steps of 2,048
+_SEEN = 20  # limit: sequences, before a limit is believed
 _ENOUGH = 60  # limit: a log of fewer requests gets a warning
 
 
@@ -93,7 +93,6 @@ class _Setting:
 class _Fit:
     log: ServedLog
     max_batch_tokens: int
-    block_tokens: int
     use_tokens: float  # most tokens in memory at once, as the log shows
     left: int  # requests that may still be simulated
 
@@ -101,7 +100,7 @@ class _Fit:
         """Return the times of first and last tokens with a cost."""
         log, count = self.log, len(self.log)
         kv_tokens = int(math.exp(point[5])) if setting.has_memory_limit else UNLIMITED
-        limits = StepLimits(setting.max_sequences, self.max_batch_tokens, kv_tokens, self.block_tokens)
+        limits = StepLimits(setting.max_sequences, self.max_batch_tokens, kv_tokens)
         cost = StepCost.line(*np.exp(point[:5]))
         replica = VirtualSteps(limits, cost, decided_ahead=setting.decided_ahead)
         prompts, outputs = log.prompt_tokens, log.output_tokens
@@ -157,8 +156,8 @@ def fit_requests(
     *,
     max_sequences: int | None = None,
     max_batch_tokens: int = 2048,
-    block_tokens: int = 16,
     kv_tokens: int | None = None,
+    rounds: int = 60,
 ) -> Fitted:
     """Return what steps cost by a log.
 
@@ -166,14 +165,14 @@ def fit_requests(
         log: requests with the moments of their first and last tokens.
         max_sequences: the engine's limit; None: found out, at most 256.
         max_batch_tokens: the engine's limit.
-        block_tokens: tokens of a block of memory.
         kv_tokens: tokens that the memory holds; None: found out.
+        rounds: of each search; with fewer it is over sooner, and less exact.
     """
     used, running = _in_use(log)
     least = float((log.prompt_tokens + log.output_tokens).max())
-    fit = _Fit(log, max_batch_tokens, block_tokens, max(float(used.max()), least), _SIMULATED)
+    fit = _Fit(log, max_batch_tokens, max(float(used.max()), least), _SIMULATED)
     most, waits = int(running.max()), _waits(log)
-    is_full = waits.any() and float(np.percentile(running[waits], 25)) >= 0.95 * most
+    is_full = _is_full(log, running, waits)
     if max_sequences is None:
         max_sequences = most if is_full else max(256, most)
     # Sequences that wait while there are places for them wait for memory, or for prompts before them.
@@ -195,12 +194,12 @@ def fit_requests(
     ranked = sorted(best.items(), key=lambda item: item[1][0])[:_IMPROVED]
     searches = [_Search(fit, setting, point, moves_memory) for setting, (_, point) in ranked]
     for search in searches:
-        search.run(_FIRST_ROUNDS)
+        search.run(rounds)
     search = min(searches, key=lambda search: search.best[0])
     at_once = _Search(fit, replace(search.setting, decided_ahead=False), search.best[1], moves_memory, 0.1)
-    at_once.run(_FIRST_ROUNDS // 2)
+    at_once.run(rounds // 2)
     search = min(search, at_once, key=lambda search: search.best[0])
-    search.run(_MORE_ROUNDS)
+    search.run(rounds)
     setting, point = search.setting, search.best[1]
     return _told(fit, setting, point, kv_tokens)
 
@@ -293,6 +292,22 @@ def _waits(log: ServedLog) -> NDArray[np.bool_]:
     return found
 
 
+def _is_full(log: ServedLog, running: Array, waits: NDArray[np.bool_]) -> bool:
+    """Return whether sequences waited for one of so many places.
+
+    Then about as many run whenever one that waited begins; or, where prompts made others wait before, once as many run
+    as ever. Where sequences wait for memory, how many run depends on how long those are that do.
+    """
+    if not waits.any():
+        return False
+    most = float(running.max())
+    in_order = running[np.argsort(log.first_ms)]
+    then = in_order[np.argmax(in_order >= 0.95 * most) :]
+    if len(then) >= _SEEN and float(np.median(then)) >= most - 1:
+        return True
+    return float(np.percentile(running[waits], 25)) >= 0.95 * most
+
+
 def _told(fit: _Fit, setting: _Setting, point: Array, kv_tokens: int | None) -> Fitted:
     log = fit.log
     first, last = fit.simulated(setting, point)
@@ -315,13 +330,17 @@ def _told(fit: _Fit, setting: _Setting, point: Array, kv_tokens: int | None) -> 
         warnings.append(
             f"memory never ran out: it holds at least {int(used.max()):,} tokens; say how many with --kv-tokens"
         )
+    if _waits(log)[0]:
+        waited_s = float(log.first_ms[0] - log.queued_ms[0]) / 1000.0
+        warnings.append(
+            f"the first request waited {waited_s:.1f} s: begin the log when nothing runs, with a warm engine"
+        )
     worst = max(abs(error) for error in errors.values())
     if worst > 5.0:
         warnings.append(f"the log does not come out as it was: a mean is off by {worst:.0f} %; check the limits given")
     steps = StepsAt.model_validate(_rounded(StepCost.line(*np.exp(point[:5]))).model_dump())
     kv = kv_tokens or (int(math.exp(point[5])) if setting.has_memory_limit else None)
     generation = Generation(
-        block_tokens=fit.block_tokens,
         kv_tokens=kv,
         decided_ahead=setting.decided_ahead,
         steps=(steps,),

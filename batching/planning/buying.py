@@ -9,14 +9,13 @@ from tenuto.batching.planning.choosing import Candidate, Chooser
 from tenuto.placement import Cluster
 
 MOST_MORE = 8  # limit: GPUs added beyond twice as many as a start has
-WORTH_A_TRIAL = 0.98  # derived: of the rates expected to be served: expectations are wrong by that, against a plan too
 FREE = 1e-6  # limit: the price of a GPU that costs nothing, so that fewer of them are better
 LOOKED_AT = 40  # limit: clusters that are planned for one price
 STEPS, REACH = 8, 4  # limit: types are exchanged in steps of an eighth of all GPUs at first, up to four of them
 
 
 def cheapest(choice: Chooser, cluster: Cluster) -> Candidate | None:
-    """Return the cheapest plan found that stands its trial, or else one that serves most, with the trial it failed.
+    """Return the cheapest plan found that stands its trial, or else the start that serves most, with what it served.
 
     It begins with the cheapest start that stands its trial; where none does, GPUs are added to the one that serves
     most. From there on it looks at clusters that cost less, each with as many GPUs as that price allows, those most
@@ -28,7 +27,7 @@ def cheapest(choice: Chooser, cluster: Cluster) -> Candidate | None:
     purchase = _Purchase(choice, cluster)
     found = purchase.first_safe(sorted(starts, key=lambda each: purchase.price(each.bought)))
     found = found or purchase.grown(starts[0])
-    return purchase.lowered(found) if found else choice.confirmed(starts[0])
+    return purchase.lowered(found) if found else choice.best(starts)
 
 
 class _Purchase:
@@ -41,10 +40,8 @@ class _Purchase:
         return sum(self._prices[kind] * count for kind, count in counts.items())
 
     def first_safe(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """Return the first that stands its trial, of those that are expected to serve enough for one."""
-        least = WORTH_A_TRIAL * self._choice.worth.most
-        found = (self._choice.safe(each) for each in candidates if each.foreseen.value >= least)
-        return next((each for each in found if each is not None), None)
+        """Return the first that stands its trial."""
+        return next((safe for each in candidates if (safe := self._choice.safe(each)) is not None), None)
 
     def grown(self, found: Candidate) -> Candidate | None:
         """Add GPUs of the type that serves most for its price, or leaves most headroom, until a plan stands its trial;

@@ -4,7 +4,7 @@ are expected to serve most."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -19,6 +19,7 @@ from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
 from tenuto.placement.policies.parvagpu.parvagpu import ParvaGpu
 from tenuto.placement.watch import PlanningWatch
+from tenuto.placement.workload import Objective
 from tenuto.profiles import Profiles
 
 STARTS = ("symphony", "igniter", "gpulet", "usher", "wao-usher")  # the quickest first
@@ -30,9 +31,6 @@ STARTED_WITH = {"symphony": {"time_limit_s": "0"}, "gpulet": {"merge_without_fre
 LARGE = 40  # limit: models or GPUs; beyond, a trial takes minutes
 # Limit: starts that take minutes for more models than this, or seconds and serve half of what the others do.
 SLOW = {"ideal": LARGE, "gpulet": 500, "usher": 500, "wao-usher": 500}
-# Derived: the expectation is wrong by that much at worst (lab/benchmarks/bench_promises.py): plans further behind
-# are not tried.
-NEAR = 0.1
 # Derived: of its time, as the scheduler's `save_above`: a busiest gpu-let below it has headroom enough, and fewer
 # processes are better.
 ROOMY = 0.5
@@ -41,7 +39,6 @@ ROOMY = 0.5
 # had stood it and lose 1.2 to 2.6 % for good (lab/journal/benchmarks-placement.md).
 CONFIRMING = 12
 ROUNDS = 4  # limit: trials as long where it is not clear yet whether a plan keeps every model's attainment
-CUT_TRIAL = 3  # limit: times as many requests where GPUs are cut into MIG instances: some seconds; then `CONFIRMING`
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,8 +65,14 @@ class Candidate:
     @cached_property
     def bought(self) -> Counter[str]:
         """How many GPUs of each type the plan uses."""
-        used = {gpulet.gpu for gpulet in self.plan.gpulets}
+        used = set(self.plan.used_gpus)
         return Counter(gpu.type for gpu in self.plan.gpus if gpu.id in used)
+
+    @property
+    def price(self) -> float:
+        """What its GPUs cost an hour, or how many they are where no prices are known."""
+        expected = self.plan.expected
+        return float(expected.gpus_used) if expected.cost_per_hour is None else expected.cost_per_hour
 
     @property
     def judged(self) -> Judged:
@@ -96,18 +99,23 @@ class Chooser:
         cluster: Cluster,
         profiles: Profiles,
         watch: PlanningWatch | None = None,
+        trials: Callable[..., Trials] = Trials,
+        compares_by: Objective | None = None,
     ) -> None:
+        """`trials`: makes what runs plans, given as `Trials` is. `compares_by`: the objective by which plans are
+        compared, if not the workload's, by which they are served."""
         self._options, self._cluster, self._profiles = options, cluster, profiles
         self._workload = workload.model_copy(update={"merge": "off"})  # what becomes one program is found afterwards
         self.watch = watch or PlanningWatch()
         self.aim = (1.0 + options.attainment) / 2.0  # half of the misses to spare: other arrivals are less kind
         self.is_large = max(len(workload.models), len(cluster.gpus)) > LARGE
-        self.worth = Worth(workload.models, workload.objective)
+        self._objective = compares_by or workload.objective
+        self.worth = Worth(workload.models, self._objective)
         self._trials = partial(
-            Trials,
+            trials,
             workload.models,
             scheduler=options.scheduler,
-            objective=workload.objective,
+            objective=self._objective,
             network=NetworkDelay(*options.network_ms),
         )
         self.trials = self._trials(requests=options.requests, seed=options.seed)
@@ -115,73 +123,62 @@ class Chooser:
         self.count = 0
         self.refused: dict[str, str] = {}
 
-    def best(self) -> Candidate | None:
-        """Return the plan that serves most on a fixed cluster; None where no model can be served.
+    def best(self, found: Sequence[Candidate]) -> Candidate | None:
+        """Return the candidate that serves most, of several the cheapest; None where there is none.
 
-        Candidates that are expected to serve nearly as much as the best are tried, and the first that serves
-        everything, in longer trials too, is taken. Where none does, the one that serves most promises what it serves
-        in a longer trial. Of more than `LARGE` models or GPUs what is expected decides.
+        The first that serves everything in its trial, and in longer ones too, is taken. Where none does, the one that
+        serves most promises what it serves in a longer trial. Of more than `LARGE` models or GPUs what is expected
+        decides.
         """
-        found = self.candidates(self._cluster, is_one_enough=self.is_large)
         if not found or self.is_large:
             return found[0] if found else None
-        most, best, longer = max(each.foreseen.value for each in found), found[0], None
+        best, longer = found[0], None
         for each in found:
             if self.watch.is_stopped():
                 return longer or best
-            if each.foreseen.value >= (1.0 - NEAR) * most:
-                tried = self.tried(each, floor=0.0 if best.trial is None else best.trial.value)
-                if tried is None:
-                    continue
-                confirmed = self.confirmed(tried) if tried.judged.keeps(self.aim) else None
-                if confirmed is not None and confirmed.judged.surely_keeps(self._options.attainment):
-                    return confirmed
-                if best.trial is None or tried.judged.value > best.trial.value:
-                    best, longer = tried, confirmed
+            tried = self.tried(each, floor=0.0 if best.trial is None else best.trial.value)
+            if tried is None:
+                continue
+            confirmed = self.confirmed(tried) if tried.judged.keeps(self.aim) else None
+            if confirmed is not None and confirmed.judged.surely_keeps(self._options.attainment):
+                return confirmed
+            if best.trial is None or (tried.judged.value, -tried.price) > (best.judged.value, -best.price):
+                best, longer = tried, confirmed
         return longer or self.confirmed(best)
 
     def sliced(self) -> Candidate | None:
         """Return the plan on GPUs cut into MIG instances that is expected to keep every model's attainment, on an
-        elastic cluster on the fewest GPUs, or else to serve most; None where no GPU may be cut, or nothing was measured
-        in an instance. `parvagpu` has the last word where it needs fewer GPUs."""
-        best: Candidate | None = None
-        published = self._of_parvagpu()
-        for each in ways_to_slice(self._workload, self._cluster, self._profiles):
-            if best is not None and self.watch.is_stopped():
-                break
-            if published is not None and each.gpus > published.plan.expected.gpus_used:
-                break
-            self.watch.say(f"cutting {each.gpus} GPUs into MIG instances")
-            plan = solve(each, self._workload, self._cluster, self._profiles)
-            found = Candidate(each.name, plan, foreseen(plan, self.worth))
-            if best is None or found.rank(self._options.attainment) < best.rank(self._options.attainment):
+        elastic cluster on the fewest GPUs on which one stands its trial, or else to serve most; None where no GPU may
+        be cut, or nothing was measured in an instance."""
+        best, least = None, self._options.attainment
+        for name, plan in self._cut_plans():
+            found = Candidate(name, plan, foreseen(plan, self.worth))
+            if found.foreseen.keeps(least) and (safe := self.safe(found)) is not None:
+                return safe
+            if best is None or found.rank(least) < best.rank(least):
                 best = found
-            if found.foreseen.keeps(self._options.attainment) and self._stands(found):
-                return found
-        return published or best
+            if self.watch.is_stopped():
+                break
+        return None if best is None else self.confirmed(best)
 
-    def _stands(self, each: Candidate) -> bool:
-        """Say whether a plan keeps every model's attainment in a short trial, and surely in a longer one of other
-        arrivals. What models whose SLO is longer than that meet later is as the formulas expect."""
-        self.watch.say(f"trial in virtual time: {each.plan.expected.gpus_used} GPUs in MIG instances")
-        options, least = self._options, self._options.attainment
-        short, longer = (
-            self._trials(requests=times * options.requests, seed=options.seed + 1 + place, slowest_slos=0.0)
-            for place, times in enumerate((CUT_TRIAL, CONFIRMING))
-        )
-        self.count += 1
-        return short.run(each.plan).keeps(least) and longer.run(each.plan, attainment=least).surely_keeps(least)
+    def _cut_plans(self) -> Iterator[tuple[str, Plan]]:
+        """Yield plans on GPUs cut into MIG instances by their names, on an elastic cluster those on the fewest GPUs
+        first, and the plan of `parvagpu` behind those that take as many."""
+        published = self._of_parvagpu() if self._cluster.elastic else None
+        for each in ways_to_slice(self._workload, self._cluster, self._profiles):
+            if published is not None and each.gpus > published.expected.gpus_used:
+                yield ParvaGpu.name, published
+                published = None
+            self.watch.say(f"cutting {each.gpus} GPUs into MIG instances")
+            yield each.name, solve(each, self._workload, self._cluster, self._profiles)
+        if published is not None:
+            yield ParvaGpu.name, published
 
-    def _of_parvagpu(self) -> Candidate | None:
-        """Return the plan of `parvagpu` on an elastic cluster where it is expected to keep every model's attainment."""
-        if not self._cluster.elastic:
-            return None
+    def _of_parvagpu(self) -> Plan | None:
         try:
-            plan = solve(ParvaGpu(), self._workload, self._cluster, self._profiles)
+            return solve(ParvaGpu(), self._workload, self._cluster, self._profiles)
         except InvalidInputError:
             return None
-        found = Candidate(ParvaGpu.name, plan, foreseen(plan, self.worth))
-        return found if found.foreseen.keeps(self._options.attainment) else None
 
     def candidates(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[Candidate]:
         """Return completed plans for a cluster, those that are expected to serve everything first, then by what they
@@ -221,7 +218,7 @@ class Chooser:
             if name in WITH_NEIGHBOURS and not self.is_large:
                 options = {**started_with, "interference": "contention"}
                 yield f"{name}, with interference", load_policy(name, options)
-        if self._workload.objective == "each" and not cluster.elastic:
+        if self._objective == "each" and not cluster.elastic:
             yield Balanced.name, Balanced()
         if not self.is_large and not cluster.elastic:
             yield Everywhere.name, Everywhere()

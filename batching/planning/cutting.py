@@ -20,9 +20,8 @@ from scipy.sparse import csr_array
 from tenuto.placement.costs import ModelOnGpu
 from tenuto.placement.expectation.outlook import EVENED_OUT
 from tenuto.placement.program import held_mib
-from tenuto.profiles.mig_instances import InstanceProfile
+from tenuto.profiles.mig_instances import MEMORY_SLICES, InstanceProfile
 
-MEMORY_SLICES = 8  # format: NVIDIA's, of every GPU in MIG mode
 # Derived: of its SLO, what a batch of a model and its wait for a process may take together.
 IN_TIME = 1.0
 # Derived: models that take turns find all processes busy for a fifth of the time at usual loads; of the batches that

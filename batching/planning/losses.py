@@ -11,39 +11,59 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.choosing import CONFIRMING, LARGE, ChoosingOptions
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import ModelSpec, Plan
+from tenuto.placement.carrying import with_lengths
 from tenuto.placement.expectation.outlook import told
+
+_OF_STEPS = 3000  # limit: requests of one run of a model that generates, as of what its shares carry
 
 
 class LossTrials:
     """Says which part of each model's requests a plan serves (`tenuto.placement.surviving.Trial`), by the runs and the
     rule with which the policy `tenuto` finds a cluster to be enough: a model is served that misses at most half of what
-    it may miss, or, where it misses up to half as much again, no more than it may of longer, other arrivals."""
+    it may miss, or, where it misses up to half as much again, no more than it may of longer, other arrivals.
+
+    A model that generates has gpu-lets of its own, and so runs of its own.
+    """
 
     def __init__(self) -> None:
         self._models: tuple[ModelSpec, ...] = ()
-        self._known: dict[object, Mapping[str, float]] = {}
+        self._groups: list[_Group] = []
 
     def __call__(self, plan: Plan) -> Mapping[str, float] | None:
         """Return the parts, 1 of models that are served; None for plans of more than `LARGE` models or GPUs."""
-        gpulets = [on_gpu for on_gpu in plan.by_gpu().values() if on_gpu]
-        if max(len(plan.models), len(gpulets)) > LARGE:
+        if max(len(plan.models), len(plan.used_gpus)) > LARGE:
             return None
         if plan.models != self._models:
-            self._begin(plan.models)
-        # What was run is known from then on, whichever GPUs it is on.
-        key = tuple(sorted(repr([told(gpulet) for gpulet in on_gpu]) for on_gpu in gpulets))
+            self._models = plan.models
+            others = tuple(spec for spec in plan.models if spec.generates is None)
+            options = ChoosingOptions()
+            self._groups = [_Group(others, options, options.requests, CONFIRMING)] if others else []
+            own = (with_lengths(spec) for spec in plan.models if spec.generates is not None)
+            self._groups += [_Group((spec,), options, _OF_STEPS, 1) for spec in own]
+        return {name: part for group in self._groups for name, part in group.parts(plan).items()}
+
+
+class _Group:
+    """Models that are tried together. What was run is known from then on, whichever GPUs it is on."""
+
+    def __init__(self, models: tuple[ModelSpec, ...], options: ChoosingOptions, requests: int, confirming: int) -> None:
+        made = partial(Trials, models, scheduler=options.scheduler, network=NetworkDelay(*options.network_ms))
+        self._models, self._least = models, options.attainment
+        self._names = {spec.name for spec in models}
+        self._known: dict[object, Mapping[str, float]] = {}
+        self._trials = made(requests=requests, seed=options.seed)
+        self._longer = made(requests=confirming * requests, seed=options.seed + 1)
+
+    def parts(self, plan: Plan) -> Mapping[str, float]:
+        """Return which part of each model's requests is served."""
+        mine = tuple(g for g in plan.gpulets if any(replica.name in self._names for replica in g.models))
+        own = plan.model_copy(update={"gpulets": mine, "models": self._models})
+        key = tuple(sorted(repr([told(gpulet) for gpulet in there]) for there in own.by_gpu().values() if there))
         if key not in self._known:
-            self._known[key] = self._parts(plan)
+            self._known[key] = self._run(own)
         return self._known[key]
 
-    def _begin(self, models: tuple[ModelSpec, ...]) -> None:
-        options = ChoosingOptions()
-        made = partial(Trials, models, scheduler=options.scheduler, network=NetworkDelay(*options.network_ms))
-        self._models, self._known, self._least = models, {}, options.attainment
-        self._trials = made(requests=options.requests, seed=options.seed)
-        self._longer = made(requests=CONFIRMING * options.requests, seed=options.seed + 1)
-
-    def _parts(self, plan: Plan) -> Mapping[str, float]:
+    def _run(self, plan: Plan) -> Mapping[str, float]:
         judged, spared = self._trials.run(plan), (1.0 - self._least) / 2.0
         is_served = judged.kept(self._least + spared)
         if (judged.kept(self._least - spared) & ~is_served).any():

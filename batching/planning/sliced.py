@@ -15,7 +15,7 @@ from tenuto.placement.costs import context_mib_of, costs_of
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
 from tenuto.profiles import Profiles
-from tenuto.profiles.mig_instances import instance_profiles, instance_type_of
+from tenuto.profiles.mig_instances import instance_profiles
 
 AT_MOST = 2.0  # limit: times as many GPUs as a flow needs; where even these do not serve all, more would not
 STEP = 50  # limit: GPUs are added by a fiftieth of them, so that thousands take no longer than some
@@ -114,7 +114,7 @@ class Slicing:
         """Return the instances of every GPU that is cut and may be cut anew."""
         found: dict[str, list[tuple[str, int]]] = {}
         for gpu in self._present.gpus:
-            mig = instance_type_of(gpu.type)
+            mig = gpu.cut_as
             if gpu.instance is not None and mig is not None and gpu.mig == "managed" and mig.base == self._kind:
                 found.setdefault(gpu.device, []).append((mig.profile, gpu.instance.start))
         return {device: tuple(sorted(placed, key=lambda each: each[1])) for device, placed in found.items()}

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from tenuto.batching.planning.buying import cheapest
 from tenuto.batching.planning.choosing import Candidate, Chooser, ChoosingOptions
-from tenuto.batching.planning.token_trials import carried_in_trial
+from tenuto.batching.planning.token_trials import carried_in_trial, is_carried_in_trial
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem
 from tenuto.placement import Cluster, Plan, Policy, Workload
+from tenuto.placement.carrying import Host
 from tenuto.placement.costs import costs_of
 from tenuto.placement.plan import Expected, ExpectedModel, PolicyUsed
 from tenuto.placement.policies.shared.hosting import planned_gpus
-from tenuto.placement.workload import ModelSpec
+from tenuto.placement.workload import ModelSpec, Objective
 from tenuto.profiles import Profiles, StepCost
+
+STEADY_SLOS = 10.0  # derived: times its SLO, as long as requests then wait no less than later, to a tenth
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,19 +32,19 @@ class TenutoPolicy(ChoosingOptions, Policy):
 
     1. Candidates: the plans of other policies (those that can plan from these profiles), every model on every GPU, and
        under the objective `each` every model at home on one GPU.
-    2. Each is judged by the model from which every plan's expectation is made. Those within 10 % of the best serve the
-       same arrivals in virtual time; their value is the weighted requests per second in time. Of candidates that are
-       expected to serve everything the one with most headroom is tried first, and taken if it does.
+    2. Each serves the same arrivals in virtual time; its value is the weighted requests per second in time. The one
+       that is expected to serve most, by the model from which every plan's expectation is made, is tried first; of
+       those that are expected to serve everything, the one with most headroom. It is taken if it does.
     3. On an elastic cluster the cheapest plan that keeps every model's `attainment` in its trial is sought (`buying`).
-    4. What is promised is what longer trials of other arrivals served.
+    4. What is promised is what longer trials of other arrivals served, no more and no less.
 
     Of more than 40 models or GPUs what is expected decides, without trials. On GPUs that may be cut into MIG
     instances (`mig: managed`): layouts, instances, processes and models that take turns are chosen together
     (`tenuto.batching.planning.cutting`); on an elastic cluster the fewest GPUs on which all are expected to be in time,
-    and are in a short trial.
+    and are in the trial.
 
-    On a fixed cluster the result serves no less in its trial than any candidate that the model does not find to be 10 %
-    worse. Nothing is random: the arrivals have a seed.
+    On a fixed cluster the result serves no less in its trial than any candidate. Nothing is random: the arrivals have a
+    seed.
 
     Options:
         scheduler: the scheduler to plan for.
@@ -58,6 +62,7 @@ class TenutoPolicy(ChoosingOptions, Policy):
     objectives = ("weighted", "total", "each")
     is_tried = True
     is_interruptible = True
+    _compares_by: ClassVar[Objective | None] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,18 +75,29 @@ class TenutoPolicy(ChoosingOptions, Policy):
         if self.name in self.starts:
             yield Problem("--option starts", self.starts, "a policy cannot start from itself", "Leave it away.")
 
+    def by_worst_served(self) -> TenutoPolicy:
+        """Return the same policy, which takes the plan that serves the worst served model best. Plans are served by the
+        workload's objective all the same."""
+        found = _ByWorstServed(**{name: getattr(self, name) for name in self.options})
+        found.watch = self.watch
+        return found
+
     def carries(self, spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
         """Return what a share carries of a model that generates, by trials in virtual time."""
         return carried_in_trial(spec, cost, kv_tokens, attainment=self.attainment, seed=self.seed)
+
+    def is_carried(self, spec: ModelSpec, hosts: Sequence[Host]) -> bool:
+        """Return whether gpu-lets carry a model that generates together, by a trial in virtual time."""
+        return is_carried_in_trial(spec, hosts, attainment=self.attainment, seed=self.seed)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the best plan found."""
         if not workload.models:
             return _nothing(cluster, {})
-        choice = Chooser(self, workload, cluster, profiles, self.watch)
+        choice = Chooser(self, workload, cluster, profiles, self.watch, compares_by=self._compares_by)
         found = choice.sliced()
         if found is None or any(gpu.mig != "managed" for gpu in cluster.gpus):
-            found = _better(found, cheapest(choice, cluster) if cluster.elastic else choice.best(), self.attainment)
+            found = _better(found, _uncut(choice, cluster), self.attainment)
         if found is None:
             why = f"no start can plan: {next(iter(choice.refused.values()), 'there is none')}"
             late = "on none of the GPUs is one request within its SLO"
@@ -107,13 +123,24 @@ class TenutoPolicy(ChoosingOptions, Policy):
         )
 
 
+class _ByWorstServed(TenutoPolicy):
+    _compares_by = "each"
+
+
+def _uncut(choice: Chooser, cluster: Cluster) -> Candidate | None:
+    """Return the best plan on GPUs as they are."""
+    if cluster.elastic:
+        return cheapest(choice, cluster)
+    return choice.best(choice.candidates(cluster, is_one_enough=choice.is_large))
+
+
 def _better(one: Candidate | None, other: Candidate | None, attainment: float) -> Candidate | None:
     """Return the candidate that serves all, of two that do the cheaper one, and of two that do not what serves more."""
     found = [each for each in (one, other) if each is not None]
 
     def rank(each: Candidate) -> tuple[bool, float]:
         is_enough = each.judged.keeps(attainment)
-        return not is_enough, (each.plan.expected.cost_per_hour or 0.0) if is_enough else -each.judged.value
+        return not is_enough, each.price if is_enough else -each.judged.value
 
     return min(found, key=rank, default=None)
 
@@ -129,12 +156,15 @@ def _nothing(cluster: Cluster, reasons: dict[str, str]) -> Plan:
 
 
 def _expected(found: Candidate, workload: Workload, hosted: set[str], attainment: float) -> Expected:
+    """Return what a trial served; nothing without one, nor of a model in time whose SLO the trial was too short for."""
     judged = found.judged  # of a rare model a single miss is more than it may lose, and kept
-    parts = np.where(judged.kept(attainment), np.maximum(judged.attainment, attainment), judged.attainment)
+    is_kept = judged.kept(attainment)
+    parts = np.where(is_kept, np.maximum(judged.attainment, attainment), judged.attainment)
     models = {
         spec.name: ExpectedModel(goodput_rps=round(spec.rate_rps * float(part), 6))
-        for spec, part in zip(workload.models, parts, strict=True)
-        if spec.name in hosted
+        for spec, part, kept in zip(workload.models, parts, is_kept, strict=True)
+        if spec.name in hosted and found.trial is not None
+        if not kept or STEADY_SLOS * spec.slo_ms <= 1000.0 * judged.window_s
     }
     return Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models)
 
@@ -142,7 +172,7 @@ def _expected(found: Candidate, workload: Workload, hosted: set[str], attainment
 def _notes(choice: Chooser, found: Candidate, scheduler: str) -> Iterator[str]:
     judged, worst = found.judged, int(found.judged.attainment.argmin())
     by = "in its trial" if found.trial is not None else "by the model of queueing and batches"
-    yield f"the plan of {found.start}; {choice.count} plans were tried in virtual time under '{scheduler}'"
+    yield f"the plan of {found.start}; plans tried in virtual time under '{scheduler}': {choice.count}"
     yield (
         f"{by} {100 * judged.ok_rps.sum() / judged.offered_rps.sum():.4g} % of the requests are in time, the least of "
         f"{choice.worth.models[worst].name}: {100 * judged.attainment[worst]:.4g} %"

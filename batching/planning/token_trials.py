@@ -2,65 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from tenuto.batching.core.step_scheduler import StepLimits, StepScheduler
-from tenuto.placement.carrying import carried
+from tenuto.batching.core.step_scheduler import StepLimits
+from tenuto.batching.core.system import INF
+from tenuto.batching.virtual.virtual_steps import VirtualSteps
+from tenuto.placement.carrying import Host, carried
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import StepCost
 
 _REQUESTS = 3000
 """limit: requests of one trial; it takes a tenth of a second."""
-_SHRINK = 0.85
-"""limit: by how much a rate is lowered that was too high; a share may carry as much more than is planned."""
-_TRIES = 12
-"""limit: rates that are tried, down to a sixth of the closed form's."""
+_STEP = 1.1
+"""limit: the ratio of two rates that are tried; a share may carry as much more than is planned."""
+_FURTHEST = 20
+"""limit: rates that are tried above the closed form's and below it, up to seven times it and down to a seventh."""
+_STREAMS = 3
+"""limit: streams that have to be in time."""
 
 
 def carried_in_trial(
     spec: ModelSpec, cost: StepCost, kv_tokens: int, *, attainment: float, seed: int
 ) -> tuple[float, int]:
-    """Return the highest rate tried, from the closed form's down, at which this part of the requests is in time in a
-    Poisson stream, and the sequences that the closed form expects there; (0, 0) where none is."""
+    """Return a rate at which this part of the requests is in time in several Poisson streams, and the sequences that
+    the closed form expects there; (0, 0) where there is none. From the closed form's the rate goes up while a short
+    stream is in time, and then down until all others are."""
     rate, sequences = carried(spec, cost, kv_tokens)
+    if rate <= 0:
+        return 0.0, 0
     aim = (1.0 + attainment) / 2.0  # half of the misses to spare: other arrivals are less kind
-    for _ in range(_TRIES if rate > 0 else 0):
-        if in_time(spec, cost, kv_tokens, rate, seed) >= aim:
-            return rate, max(1, round(sequences))
-        rate, sequences = rate * _SHRINK, round(sequences * _SHRINK)
-    return 0.0, 0
+
+    def is_carried(steps: int, stream: int, requests: int = _REQUESTS) -> bool:
+        return in_time(spec, [(cost, kv_tokens)], rate * _STEP**steps, (seed, stream), requests) >= aim
+
+    steps = 0
+    while steps < _FURTHEST and is_carried(steps, 0, _REQUESTS // 3):
+        steps += 1
+    while steps > -_FURTHEST and not all(is_carried(steps, stream) for stream in range(1, 1 + _STREAMS)):
+        steps -= 1
+    return (0.0, 0) if steps == -_FURTHEST else (rate * _STEP**steps, max(1, round(sequences * _STEP**steps)))
 
 
-def in_time(spec: ModelSpec, cost: StepCost, kv_tokens: int, rate_rps: float, seed: int) -> float:
+def is_carried_in_trial(spec: ModelSpec, hosts: Sequence[Host], *, attainment: float, seed: int) -> bool:
+    """Return whether gpu-lets carry a model's whole rate together: a request goes to the one with the fewest
+    sequences."""
+    aim = (1.0 + attainment) / 2.0
+    return all(in_time(spec, hosts, spec.rate_rps, (seed, stream)) >= aim for stream in range(1, 1 + _STREAMS))
+
+
+def in_time(
+    spec: ModelSpec, hosts: Sequence[Host], rate_rps: float, seed: Sequence[int], requests: int = _REQUESTS
+) -> float:
     """Return the part of a Poisson stream's requests that keeps both bounds of the SLO, under the order of steps that
     serves."""
     generates, slo = spec.generates, spec.slo
     if generates is None or slo is None or generates.prompt_tokens is None or generates.output_tokens is None:
         raise ValueError(f"{spec.name} does not generate, or its lengths are not known.")
     draws = np.random.default_rng(seed)
-    arrivals = np.cumsum(draws.exponential(1000.0 / rate_rps, _REQUESTS)).tolist()
-    prompts = generates.prompt_tokens.draw(_REQUESTS, draws).tolist()
-    outputs = generates.output_tokens.draw(_REQUESTS, draws).tolist()
-    steps = StepScheduler(StepLimits(generates.max_sequences, generates.max_batch_tokens, kv_tokens))
-    first_ms: dict[int, float] = {}
-    now_ms, arrived, ended, kept = 0.0, 0, 0, 0
-    while ended < _REQUESTS:
-        while arrived < _REQUESTS and arrivals[arrived] <= now_ms:
-            ended += steps.add(arrived, prompts[arrived], outputs[arrived]) is not None
-            arrived += 1
-        step = steps.decide()
-        if step is None:
-            if arrived == _REQUESTS:
-                break
-            now_ms = max(now_ms, arrivals[arrived])
-            continue
-        now_ms += cost.ms(step.prompt_tokens, step.sequences, step.context_tokens, step.attention_pairs)
-        for sequence in step.first:
-            first_ms.setdefault(sequence, now_ms)
-        for sequence in step.last:
-            ttft_ms = first_ms[sequence] - arrivals[sequence]
-            tpot_ms = (now_ms - first_ms.pop(sequence)) / max(1, outputs[sequence] - 1)
-            kept += ttft_ms <= slo.ttft_ms and tpot_ms <= slo.tpot_ms
-            ended += 1
-        steps.done(step)
-    return kept / _REQUESTS
+    arrivals = np.cumsum(draws.exponential(1000.0 / rate_rps, requests))
+    prompts, outputs = (of.draw(requests, draws) for of in (generates.prompt_tokens, generates.output_tokens))
+    limits = [StepLimits(generates.max_sequences, generates.max_batch_tokens, kv_tokens) for _, kv_tokens in hosts]
+    replicas = [VirtualSteps(limit, cost) for limit, (cost, _) in zip(limits, hosts, strict=True)]
+    for request, (at, prompt, output) in enumerate(
+        zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
+    ):
+        for replica in replicas:
+            replica.advance(at)
+        min(replicas, key=lambda one: one.scheduler.sequences).add(at, request, prompt, output)
+    first_ms, last_ms = np.full(requests, np.nan), np.full(requests, np.nan)  # NaN: it never ran
+    for replica in replicas:
+        while replica.due_ms < INF:
+            replica.advance(replica.due_ms)
+        first_ms[list(replica.first_ms)] = list(replica.first_ms.values())
+        last_ms[list(replica.last_ms)] = list(replica.last_ms.values())
+    tpot_ms = (last_ms - first_ms) / np.maximum(1, outputs - 1)
+    return float(np.mean((first_ms - arrivals <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)))

@@ -10,12 +10,14 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.judging import Judged, Worth
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
+from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.workload import Objective
 
 RARE = 400  # derived: to see 1 % of them late; requests a rare model should have
-SLOWEST_SLOS = 10.0  # limit: how many of the longest SLO a trial lasts at least
+SLOWEST_SLOS = 10.0  # limit: a trial lasts so many times the longest SLO, so that no SLO fills over a tenth of it
+MOST = 200_000  # limit: arrivals to which a long SLO may lengthen a trial: some seconds
 SPANS = 20  # limit: of a trial, which tell how clumped its misses are: each far longer than a burst
 _STEADY = 1_000.0  # limit: shape of gaps that are all but equal
 
@@ -23,7 +25,8 @@ _STEADY = 1_000.0  # limit: shape of gaps that are all but equal
 class Trials:
     """Runs plans on the same arrivals: gamma gaps of each model's own variation, its mean rate, Poisson by default.
 
-    Traces, bursts and daily curves are tried as Poisson arrivals of their mean rate.
+    Traces, bursts and daily curves are tried as Poisson arrivals of their mean rate. Models that generate must have
+    their lengths.
     """
 
     def __init__(
@@ -35,23 +38,23 @@ class Trials:
         scheduler: str,
         network: NetworkDelay,
         objective: Objective = "weighted",
-        slowest_slos: float = SLOWEST_SLOS,
     ) -> None:
-        """Choose the length of a run: about `requests` arrivals; longer so that no SLO fills over a tenth of it,
-        and, up to twice as long, until a rare model has some hundreds.
+        """Choose the length of a run: about `requests` arrivals; longer so that no SLO fills over a tenth of it, up to
+        `MOST` arrivals, and up to twice as long until a rare model has some hundreds.
 
         Args:
             objective: how requests in time add up to a value.
-            slowest_slos: how many of the longest SLO a run lasts at least.
         """
         self._models, self._seed, self._scheduler, self._network = models, seed, scheduler, network
         total = sum(spec.rate_rps for spec in models)
         slowest = max(spec.slo_ms for spec in models) / 1000.0
         usual = requests / total
         rare = RARE / min(spec.rate_rps for spec in models)
-        self._duration_s = max(usual, slowest_slos * slowest, min(rare, 2.0 * usual))
+        self._duration_s = max(usual, min(SLOWEST_SLOS * slowest, MOST / total), min(rare, 2.0 * usual))
         self._value = Worth(models, objective).of
         self.times_ms, self.index = self._schedule()
+        self._tokens = self._lengths() if any(spec.generates is not None for spec in models) else None
+        self._slos = {place: spec.slo for place, spec in enumerate(models) if spec.slo is not None}
         begin_ms = 50.0 * self._duration_s  # the warm-up is the first 5 %
         self._offered = np.bincount(self.index[self.times_ms >= begin_ms], minlength=len(models))
         self.offered_value = self._value(self._offered, self._offered) / (0.95 * self._duration_s)
@@ -60,9 +63,7 @@ class Trials:
         """Run a plan; one that cannot reach the value `floor` any more, or `attainment` of every model, is ended early,
         with the value -1."""
         system = from_plan(plan, self._network, check_slos=False)
-        # A trial is too short for rehearsals to pay, and a plan took 2.5 times as long with them.
-        options = {"rehearse": False} if self._scheduler == "deferred" else {}
-        scheduler = make_scheduler(self._scheduler, system, options)
+        scheduler = make_scheduler(self._scheduler, system, {})
         names = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
         is_hosted = np.array([spec.name in names for spec in self._models])
         least = floor * 0.95 * self._duration_s
@@ -71,11 +72,19 @@ class Trials:
 
         def is_hopeless(dropped: list[int]) -> bool:
             nonlocal stopped
-            possible = np.where(is_hosted, self._offered - np.asarray(dropped), 0)
-            stopped = self._value(possible, self._offered) < least or bool((dropped > may_lose).any())
+            lost = np.where(is_hosted, dropped, self._offered)
+            stopped = self._value(self._offered - lost, self._offered) < least or bool((lost > may_lose).any())
             return stopped
 
-        result = simulate(scheduler, self.times_ms, self.index, duration_s=self._duration_s, stop=is_hopeless)
+        result = simulate(
+            scheduler,
+            self.times_ms,
+            self.index,
+            duration_s=self._duration_s,
+            stop=is_hopeless,
+            tokens=self._tokens,
+            slos=self._slos,
+        )
         counts = result.counts()
         offered, ok = counts.sum(axis=1) / result.window_s, counts[:, Outcome.OK] / result.window_s
         missed = result.measured & (result.outcome != Outcome.OK)
@@ -90,6 +99,17 @@ class Trials:
             value=-1.0 if stopped else self._value(ok, offered),
             deviation_rps=SPANS**0.5 * by_span.std(axis=1, ddof=1) / result.window_s,
         )
+
+    def _lengths(self) -> RequestTokens:
+        """Return the tokens of each request; none of models that do not generate."""
+        prompts, outputs = (np.zeros(len(self.index), dtype=np.int64) for _ in range(2))
+        for position, spec in enumerate(self._models):
+            generates, mine = spec.generates, self.index == position
+            if generates is not None and generates.prompt_tokens is not None and generates.output_tokens is not None:
+                draws = np.random.default_rng([self._seed, position, 1])
+                prompts[mine] = generates.prompt_tokens.draw(int(mine.sum()), draws)
+                outputs[mine] = generates.output_tokens.draw(int(mine.sum()), draws)
+        return RequestTokens(prompts, outputs)
 
     def _schedule(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         times, owners = [], []

@@ -48,7 +48,7 @@ class Budget:
     def _left_ms(self, now: float) -> float:
         while self._lately and self._lately[0][0] <= now - SPAN_MS:
             self._lately.popleft()
-        return self._core * SPAN_MS - sum([spent_ms for _, spent_ms in self._lately])
+        return self._core * SPAN_MS - sum([spent_ms for _, spent_ms in self._lately], 0.0)
 
     def _save(self, now: float) -> None:
         if self._saved_at > -INF:

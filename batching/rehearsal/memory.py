@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from tenuto.batching.core.system import System
@@ -29,9 +30,13 @@ class Seen(NamedTuple):
             MEMORY * self.busy_ms + replayed.busy_ms,
         )
 
+    def missed(self) -> list[float]:
+        """Return how many requests of each program were not met."""
+        return [offered - met for offered, met in zip(self.offered, self.met, strict=True)]
+
     def lost(self) -> float:
         """Return how many requests were not met."""
-        return sum(self.offered, 0.0) - sum(self.met, 0.0)
+        return sum(self.missed(), 0.0)
 
     def share(self, program: int) -> float:
         """Return the share of the requests of a program that were not met."""
@@ -72,12 +77,31 @@ class Judge:
             first, second = self._worst(one), self._worst(other)
             variance = sum(map(one.variance, first), 0.0) + sum(map(other.variance, second), 0.0)
             return NOISE * math.sqrt(variance) / max(1, len(first))
-        return NOISE * math.sqrt(one.lost() + other.lost()) / max(1.0, sum(one.offered))
+        return NOISE * math.sqrt(one.lost() + other.lost()) / max(1.0, sum(one.offered, 0.0))
 
     def doubt(self, one: Seen, other: Seen) -> float:
         """Return the margin that a value must keep when it is taken to save GPU time. With `each` it is `chance`, so
         that the models served worst are not risked; otherwise 0."""
         return self.chance(one, other) if self._is_each else 0.0
+
+    def harmless(self, found: Mapping[float, Seen], slack: float) -> list[float]:
+        """Return the values that spare every program: none of it loses more than `slack` of its requests beyond what it
+        loses with another value. Where each value does, return those at whose cost the fewest requests are lost, to
+        chance."""
+        fewest = [min(missed) for missed in zip(*(seen.missed() for seen in found.values()), strict=True)]
+        harm = {
+            value: sum(
+                [
+                    max(0.0, missed - least - slack * offered)
+                    for missed, least, offered in zip(seen.missed(), fewest, seen.offered, strict=True)
+                ],
+                0.0,
+            )
+            / max(1.0, sum(seen.offered))
+            for value, seen in found.items()
+        }
+        best = min(harm, key=lambda value: harm[value])
+        return [value for value in found if harm[value] - harm[best] <= self.chance(found[value], found[best])]
 
     def _worst(self, seen: Seen) -> list[int]:
         """Return the programs by which `each` is judged."""

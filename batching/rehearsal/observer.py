@@ -6,13 +6,16 @@ process. From the result the observer sets `hold` or `defend` of the scheduler, 
 meanwhile, even if the result never comes.
 
 The results for each value are remembered; earlier ones keep 0.8 of their weight with each replay. A value is taken only
-when it would serve 0.1 % more of the requests than the present one. Results under light load say nothing about heavy
-load, nor the reverse, so each has its own memory and its own setting.
+when it would serve 0.1 % more of the requests than the present one. Results under one load say nothing about another:
+to give up few requests is best under a small load, and may lose a fifth of what could be served when the load is beyond
+capacity. So each band of the load has its own memory and its own setting. In a new band, the first setting holds.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 
 from tenuto.batching.core.deferred import DeferredScheduler
 from tenuto.batching.core.deferred.deferring import Known
@@ -38,6 +41,9 @@ SPARED = 0.02  # fitted: a value that serves no more is taken when it saves this
 WAIT_MS = 0.2  # limit: ms per recorded request until the result is adopted: the time for a replay in another process
 # Derived: what a replay takes when nobody measures it: per request, per look at a batch, and per program at the start.
 REQUEST_MS, LOOK_MS, PROGRAM_MS = 0.005, 0.0013, 0.03
+BAND = (
+    2.0  # derived: bounds between bands are at capacity, as what is best differs there, and at its halves and doubles
+)
 COST_EVERY = (
     100  # limit: requests between two estimates of what a replay will take, and whether the budget has room for it
 )
@@ -50,6 +56,16 @@ def rehearsals_of(scheduler: Scheduler) -> Rehearsals | None:
     return None
 
 
+@dataclass(slots=True)
+class ByLoad:
+    """What was found under loads of one band."""
+
+    setting: Setting
+    knob: int = 0  # the one that the next replay tries
+    found: tuple[dict[float, Seen], dict[float, Seen]] = field(default_factory=lambda: ({}, {}))  # by knob and value
+    done: int = 0  # replays
+
+
 class Rehearsals:
     """Decides when to record arrivals and for how long, and adopts what replays find. Values of one knob are always
     compared on the same arrivals. At most one replay is under way at a time."""
@@ -58,17 +74,13 @@ class Rehearsals:
         self._scheduler = scheduler
         self._judge = Judge(scheduler.system)
         self._longest_slo_ms = max([model.slo_ms for model in scheduler.system.models], default=0.0)
-        setting = Setting(scheduler.hold, scheduler.defend)
-        # The next four have two entries: under heavy load, and under light load.
-        self._settings = [setting, setting]
-        self._knobs = [0, 0]
-        self._memories: list[list[dict[float, Seen]]] = [[{}, {}], [{}, {}]]  # by knob and value
-        self._done = [0, 0]
-        self._is_light = scheduler.is_light
+        first = Setting(scheduler.hold, scheduler.defend)
+        self._learned = defaultdict[int, ByLoad](lambda: ByLoad(first))  # by band of the load
+        self._load = -1.0
+        self._here = self._there = ByLoad(first)  # under the present load; under that of the last recording
         self._requests = FIRST
         self._arrivals: list[tuple[float, int, float]] = []
         self._known: Known | None = None  # what the scheduler knew when the recording began; None: nothing is recorded
-        self._was_light = False  # the load was light during the whole recording
         self._looked = 0  # the scheduler's count of looks when the recording began
         self._until = 1  # requests until the next step
         self._budget = Budget()
@@ -79,7 +91,7 @@ class Rehearsals:
     def arrived(self, now: float, model: int, deadline_ms: float) -> Replay | None:
         """Note a request that the scheduler is about to get; may return a replay, whose result goes to `learn`."""
         scheduler = self._scheduler
-        if scheduler.is_light != self._is_light:
+        if scheduler.load != self._load:
             self._follow_load(now)
         if self._known is not None:
             self._arrivals.append((now, model, deadline_ms))
@@ -94,11 +106,11 @@ class Rehearsals:
         """Take over what a replay found, at `due_ms` or later. `cpu_ms`: time of a core it took (None: not
         measured)."""
         if cpu_ms is None:
-            cpu_ms = sum([self._replay_ms(replayed.looked) for replayed in result])
+            cpu_ms = sum([self._replay_ms(replayed.looked) for replayed in result], 0.0)
         self._budget.spend(cpu_ms, now)
-        is_light, judge = self._was_light, self._judge
-        setting, knob = self._settings[is_light], self._knobs[is_light]
-        found = self._memories[is_light][knob]
+        there, judge = self._there, self._judge
+        setting, knob = there.setting, there.knob
+        found = there.found[knob]
         for replayed in result:
             value = replayed.setting[knob]
             found[value] = found.get(value, judge.nothing).then(replayed)
@@ -108,27 +120,27 @@ class Rehearsals:
         if lost[present] - lost[best] <= max(GAIN, judge.chance(found[present], found[best])):
             doubt = {value: judge.doubt(found[present], seen) for value, seen in found.items()}
             as_good = [v for v in lost if lost[v] - lost[present] <= GAIN / 2 - doubt[v] or v == present]
-            best = min(as_good, key=lambda value: found[value].busy_ms)
-            if found[best].busy_ms > (1.0 - SPARED) * found[present].busy_ms:
+            harmless = judge.harmless({value: found[value] for value in as_good}, GAIN / 2)
+            best = min(harmless, key=lambda value: found[value].busy_ms)
+            if present in harmless and found[best].busy_ms > (1.0 - SPARED) * found[present].busy_ms:
                 best = present
-        self._done[is_light] += 1
-        pause = PAUSE * len(self._arrivals)
-        self._until = 1 if self._done[is_light] < AT_ONCE else pause
+        there.done += 1
+        self._until = 1 if self._here.done < AT_ONCE else PAUSE * len(self._arrivals)
         if best != present:
-            self._settings[is_light] = setting.changed(knob, best)
+            there.setting = setting.changed(knob, best)
             self._gain = lost[present] - lost[best]
             before_ms = found[present].busy_ms  # 0: nothing was met
             self._spared = 1.0 - found[best].busy_ms / before_ms if before_ms else 0.0
-        self._knobs[is_light] = 1 - knob
+        there.knob = 1 - knob
         self._requests = min(MOST, 2 * self._requests)
-        self._scheduler.tune(now, *self._settings[self._is_light])
+        self._scheduler.tune(now, *self._here.setting)
 
     def told(self) -> SchedulerStatus:
         """Return the scheduler's status with the number of replays, and the share of the requests (or of their worth)
         that the last change should save."""
         return replace(
             self._scheduler.status(),
-            rehearsals=sum(self._done),
+            rehearsals=sum([learned.done for learned in self._learned.values()]),
             expected_gain=self._gain,
             expected_spared=self._spared,
             rehearsal_cpu_s=self._budget.spent_ms / 1000.0,
@@ -137,12 +149,14 @@ class Rehearsals:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def _follow_load(self, now: float) -> None:
-        """Use the setting of the present load, which has become light or heavy."""
-        is_light = self._is_light = self._scheduler.is_light
-        self._was_light &= is_light
-        if self._known is None and self._until > 0 and self._done[is_light] < AT_ONCE:
-            self._until = 1
-        self._scheduler.tune(now, *self._settings[is_light])
+        """Use the setting of the present load, which has changed."""
+        load = self._load = self._scheduler.load
+        here = self._learned[math.floor(math.log(load, BAND)) if load else -LONGEST]
+        if here is not self._here:
+            self._here = here
+            if self._known is None and self._until > 0 and here.done < AT_ONCE:
+                self._until = 1
+            self._scheduler.tune(now, *here.setting)
 
     def _go_on(self, now: float) -> Replay | None:
         """Take the next step: begin to record, go on recording, or give out a replay of the recording."""
@@ -152,12 +166,12 @@ class Rehearsals:
             if self._budget.allows_one(now, scheduler.offered_rps()):
                 self._known = scheduler.known()
                 self._looked = scheduler.looked
-                self._was_light = self._is_light
                 self._arrivals = []
                 self._until = min(COST_EVERY, self._requests)
             return None
         arrivals, known = self._arrivals, self._known
-        present, knob = self._settings[self._was_light], self._knobs[self._was_light]
+        self._there = self._here
+        present, knob = self._there.setting, self._there.knob
         values = sorted({*VALUES[knob], present[knob]})
         # A replay looks at batches about as often as the scheduler did.
         is_dear = self._budget.is_used_by(len(values) * self._replay_ms(scheduler.looked - self._looked), now)

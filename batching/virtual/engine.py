@@ -7,7 +7,8 @@ the same schedule and systems give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import chain
 from typing import Protocol
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Reject, Scheduler
-from tenuto.batching.core.system import INF
+from tenuto.batching.core.system import INF, GeneratingGpulet
 from tenuto.batching.core.told import SchedulerStatus
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.batching.rehearsal.replay import Replay
@@ -76,7 +77,12 @@ class Engine:
         self._index = np.zeros(0, dtype=np.int64)  # the same as an array
         self.replicas: list[VirtualSteps] = []  # of models that generate, in the order of the system
         self._tokens = tokens
+        self._names: list[str] = []  # gpu-lets, by replica
+        self._bounds: list[tuple[float, float]] = []  # TTFT and TPOT, by replica
         self._writers: dict[int, list[int]] = {}  # places in `replicas`, by model of the system
+        self._known: dict[tuple[str, str], tuple[GeneratingGpulet, int]] = {}  # the same, by ids of gpu-let and model
+        self.is_there: Callable[[str], bool] = lambda _gpulet: True  # whether a gpu-let can begin to generate
+        self.written: list[tuple[int, int]] = []  # requests that were generated to their end, with the place
         self.batch_ended: Callable[[float, int, EmulatedBatch], None] | None = None
         self.lost: dict[Outcome, list[Sequence[int]]] = {
             outcome: [] for outcome in (Outcome.EXPIRED, Outcome.REJECTED, Outcome.FAILED)
@@ -101,10 +107,21 @@ class Engine:
         self._rehearsals, self._replay = rehearsals_of(scheduler), None
         self.lost_by_model = self.lost_by_model or [0] * len(index)
         self.gpulets.add(scheduler.system, data_ms_by_model)
-        self._writers = {}
+        before, self._known, self._writers = self._known, {}, {}
         for gpulet in scheduler.system.generating:
-            self._writers.setdefault(gpulet.model, []).append(len(self.replicas))
-            self.replicas.append(VirtualSteps(gpulet.limits, gpulet.cost, decided_ahead=gpulet.decided_ahead))
+            key = scheduler.system.gpulets[gpulet.gpulet].id, scheduler.system.models[gpulet.model].name
+            old, place = before.pop(key, (None, -1))
+            if old is None or replace(old, gpulet=gpulet.gpulet, model=gpulet.model) != gpulet:
+                place = len(self.replicas)
+            self._known[key] = gpulet, place
+            self._writers.setdefault(gpulet.model, []).append(place)
+            if place < len(self.replicas):
+                continue  # it goes on; those that are gone end what they have begun
+            self._names.append(key[0])
+            order = scheduler.step_order(gpulet)
+            made = VirtualSteps(gpulet.limits, gpulet.cost, decided_ahead=gpulet.decided_ahead, order=order)
+            self.replicas.append(made)
+            self._bounds.append((INF, INF) if order is None else (gpulet.ttft_ms, gpulet.tpot_ms))
 
     def serve(self, last: int) -> None:
         """Let the arrivals before number `last` come, and do all events until then."""
@@ -199,13 +216,19 @@ class Engine:
 
     def _write(self, now: float, model: int, request: int) -> None:
         """Let the replica with the fewest sequences generate the answer."""
-        place = min(self._writers[model], key=lambda one: (self.replicas[one].scheduler.sequences, one))
+        there = [place for place in self._writers[model] if self.is_there(self._names[place])]
+        if not there:
+            self.lose(now, Outcome.FAILED, (request,))
+            return
+        place = min(there, key=lambda one: (self.replicas[one].scheduler.sequences, one))
         replica, tokens = self.replicas[place], self._tokens
         if tokens is None:
             raise ValueError(f"request {request} is for a model that generates: give the tokens of all requests.")
-        due_ms = replica.due_ms
-        if replica.add(now, request, int(tokens.prompt[request]), int(tokens.output[request])) is not None:
+        due_ms, (ttft_ms, tpot_ms) = replica.due_ms, self._bounds[place]
+        lengths = int(tokens.prompt[request]), int(tokens.output[request])
+        if replica.add(now, request, *lengths, float(self.times_ms[request]) + ttft_ms, tpot_ms) is not None:
             self.lose(now, Outcome.REJECTED, (request,))
+        self._give_up(now, replica)
         if replica.due_ms != due_ms:
             heappush(self.gpulets.events, (replica.due_ms, -1 - place, 0))
 
@@ -214,10 +237,24 @@ class Engine:
         replica.advance(now)
         if replica.due_ms < INF:
             heappush(self.gpulets.events, (replica.due_ms, -1 - place, 0))
+        self._give_up(now, replica)
         if replica.ended:
             ended, replica.ended = replica.ended, []
+            self.written += [(request, place) for request in ended]
             if self._follows is not None:
                 self._add_following(self._follows.answered(ended, now), now)
+
+    def _give_up(self, now: float, replica: VirtualSteps) -> None:
+        if replica.scheduler.expired:
+            expired, replica.scheduler.expired = replica.scheduler.expired, []
+            self.lose(now, Outcome.EXPIRED, expired)
+
+    def stop_writing(self, now: float, gpulets: Collection[str]) -> None:
+        """End replicas that are lost; their sequences begin anew elsewhere, as their tokens are read again there."""
+        for name, replica in zip(self._names, self.replicas, strict=True):
+            if name in gpulets and replica.due_ms < INF:
+                for request in replica.stop(now):
+                    self.add(request, now, Outcome.FAILED)
 
     def _rehearse(self, rehearsals: Rehearsals, replay: Replay, now: float) -> None:
         """Keep the observer's replay until its result is due."""

@@ -26,7 +26,8 @@ class Interference:
         """Append the gpu-lets of a system. They slow each other, but not the gpu-lets of earlier systems."""
         by_gpu: dict[str, list[int]] = {}
         for place, gpulet in enumerate(gpulets, len(self._gpulets)):
-            by_gpu.setdefault(gpulet.gpu, []).append(place)
+            for gpu in gpulet.gpus:
+                by_gpu.setdefault(gpu, []).append(place)
         self._gpulets += gpulets
         for members in by_gpu.values():
             if len(members) > 1 and any(

@@ -18,6 +18,7 @@ from tenuto.batching.core.told import SchedulerStatus
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
 from tenuto.batching.virtual.writing import Writing
 from tenuto.outcome import OUTCOMES, Outcome
+from tenuto.placement.generates import TokenSlo
 
 P99_SAMPLES = 459  # derived: with fewer, the 99th percentile has no 99 % confidence bound (0.99**459 < 0.01)
 
@@ -159,6 +160,11 @@ class SimulationResult:
         return counts.reshape(rows, len(OUTCOMES))
 
     @property
+    def token_slos(self) -> Mapping[int, TokenSlo]:
+        """The SLOs of models that generate, by index."""
+        return {} if self.writing is None else self.writing.slos
+
+    @property
     def window_s(self) -> float:
         """The length of the measured window."""
         return max(self.duration_s - self.warmup_s, 1e-9)
@@ -200,7 +206,8 @@ class SimulationResult:
         busy = self.busy_ms()
         members: dict[str, list[int]] = {}
         for index, gpulet in enumerate(self.system.gpulets):
-            members.setdefault(gpulet.gpu, []).append(index)
+            for gpu in gpulet.gpus:
+                members.setdefault(gpu, []).append(index)
         result = {gpu: float(busy[indices[0]]) for gpu, indices in members.items() if len(indices) == 1}
         shared = {gpu: indices for gpu, indices in members.items() if len(indices) > 1}
         if shared:

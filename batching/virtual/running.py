@@ -21,6 +21,7 @@ from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, Sy
 from tenuto.batching.virtual.engine import Engine, Follows
 from tenuto.batching.virtual.result import BatchLog
 from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch
+from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.plan import GpuletProcess
@@ -69,6 +70,7 @@ class Look:
     broken: Mapping[str, str]
     share_s: float
     gpu_s: float
+    generated: NDArray[np.int64]  # by model: requests that were answered, tokens of their prompts, of their answers
 
 
 @dataclass
@@ -99,6 +101,7 @@ class RunningSystem:
         network: NetworkDelay = NO_DELAY,
         cannot_start: Callable[[Gpulet], str | None] = lambda _gpulet: None,
         seed: int = 0,
+        tokens: RequestTokens | None = None,
     ) -> None:
         """Prepare without a plan: until `apply` every request is rejected.
 
@@ -114,13 +117,16 @@ class RunningSystem:
             network: delays that are budgeted and that really occur.
             cannot_start: returns why a gpu-let's process never becomes ready; None if it does.
             seed: seed of the times to start and to load.
+            tokens: of each request's prompt and output; needed when models generate.
         """
         self.plan: Plan | None = None
         self.life = life or Life()
         self._names = tuple(names)
         if deadlines_ms is None:
             deadlines_ms = times_ms + np.asarray(slo_ms, dtype=np.float64)[model_index]
-        self._engine = Engine(times_ms.copy(), model_index, deadlines_ms.copy(), follows)
+        self._engine = Engine(times_ms.copy(), model_index, deadlines_ms.copy(), follows, tokens=tokens)
+        self._engine.is_there = lambda name: (process := self._processes.get(name)) is not None and process.is_ready
+        self._tokens = tokens
         self._engine.batch_ended = self._batch_ended
         allowed_ms = (deadlines_ms - times_ms)[: self._engine.planned]
         self._longest_slo_ms = float(allowed_ms.max(initial=0.0))
@@ -177,6 +183,7 @@ class RunningSystem:
         for name in gone & self._processes.keys():
             process = self._processes[name]
             process.is_ready, process.ready_at, process.broken = False, INF, "lost"
+        self._engine.stop_writing(now, gone)
         self._engine.lose_gpulets(now, [place for place, name in enumerate(self._ids) if name in gone])
 
     def slow_down(self, program: str, factor: float) -> None:
@@ -218,7 +225,8 @@ class RunningSystem:
         waiting, engine = self._take_back(now), self._engine
         self.plan, self._system = plan, from_plan(plan, self._network)
         scheduler = self._make_scheduler(self._system)
-        place = {model.name: index for index, model in enumerate(self._system.models) if index in self._system.served}
+        served = self._system.served | {gpulet.model for gpulet in self._system.generating}
+        place = {model.name: index for index, model in enumerate(self._system.models) if index in served}
         engine.install(scheduler, [place.get(name, -1) for name in self._names])
         self._odd.clear()
         self._stretch()
@@ -294,9 +302,9 @@ class RunningSystem:
         seconds = (self.now_ms - self._used_at_ms) / 1000.0
         self._used_at_ms = self.now_ms
         alive = [process.gpulet for process in self._processes.values() if process.broken != "lost"]
-        held_pct = sum(gpulet.effective_share_pct for gpulet in alive if gpulet.id not in self._idle)
+        held_pct = sum(gpulet.effective_share_pct * len(gpulet.gpus) for gpulet in alive if gpulet.id not in self._idle)
         self._share_s += seconds * held_pct / 100.0
-        self._gpu_s += seconds * len({gpulet.gpu for gpulet in alive})
+        self._gpu_s += seconds * len({gpu for gpulet in alive for gpu in gpulet.gpus})
 
     # --- looks --------------------------------------------------------------------------------------------------------
 
@@ -310,7 +318,8 @@ class RunningSystem:
             arrived += np.bincount(engine.models[engine.followed], minlength=models)
             self._may_wait = [r for r in (*self._may_wait, *engine.followed) if engine.deadlines_ms[r] > self.now_ms]
             engine.followed = []
-        ended = np.zeros((models, len(OUTCOMES)), dtype=np.int64)
+        ended, generated = np.zeros((models, len(OUTCOMES)), dtype=np.int64), self._read_written()
+        ended[:, Outcome.OK : Outcome.LATE + 1] += generated[:, :2]
         for outcome, lost in engine.lost.items():
             if lost:
                 requests = np.fromiter(chain.from_iterable(lost), dtype=np.int64)
@@ -325,9 +334,29 @@ class RunningSystem:
             {name: process.broken for name, process in self._processes.items() if process.broken is not None},
             self._share_s,
             self._gpu_s,
+            np.column_stack([generated[:, :2].sum(axis=1), generated[:, 2:]]),
         )
         self._share_s = self._gpu_s = 0.0
         return look
+
+    def _read_written(self) -> NDArray[np.int64]:
+        """Return by model the requests generated to their end since the last look, in time and late, and the tokens of
+        their prompts and outputs."""
+        found, engine = np.zeros((len(self._names), 4), dtype=np.int64), self._engine
+        slos = {} if self.plan is None else {spec.name: spec.slo for spec in self.plan.models}
+        for request, place in engine.written:
+            replica, model = engine.replicas[place], int(engine.models[request])
+            slo, first_ms, last_ms = slos.get(self._names[model]), replica.first_ms[request], replica.last_ms[request]
+            if self._tokens is None:
+                continue
+            prompt, output = int(self._tokens.prompt[request]), int(self._tokens.output[request])
+            is_late = slo is not None and (
+                first_ms - engine.times_ms[request] > slo.ttft_ms + TIME_TOLERANCE_MS
+                or (last_ms - first_ms) / max(1, output - 1) > slo.tpot_ms + TIME_TOLERANCE_MS
+            )
+            found[model] += (not is_late, is_late, prompt, output)
+        engine.written.clear()
+        return found
 
     def _measured_ratios(self) -> dict[str, dict[str, float]]:
         """Return real over planned latency, by gpu-let and program, for programs with enough batches."""

@@ -77,7 +77,8 @@ def simulate(
     served = system.served | {gpulet.model for gpulet in system.generating}
     index = [model if model in served else -1 for model in range(len(system.models))]
     engine.install(scheduler, index, data_ms_by_model)
-    is_stopped = False
+    is_stopped, lost = False, set[str]()
+    engine.is_there = lambda name: name not in lost
     for until_ms, gpulets in (*losses, (INF, ())):
         last = int(np.searchsorted(times_ms[:planned], until_ms, side="right"))
         while engine.next < last and not is_stopped:
@@ -85,6 +86,8 @@ def simulate(
             is_stopped = stop(engine.lost_by_model)
         if gpulets and not is_stopped:
             engine.settle(until_ms, engine.now_ms)
+            lost.update(system.gpulets[place].id for place in gpulets)
+            engine.stop_writing(until_ms, lost)
             engine.lose_gpulets(until_ms, gpulets)
     engine.settle(INF, engine.now_ms)
     if follows is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.core.step_scheduler import Step, StepLimits, StepScheduler
+from tenuto.batching.core.step_scheduler import Step, StepLimits, StepOrder, StepScheduler, Unkept
 from tenuto.batching.core.system import INF
 from tenuto.profiles import StepCost
 
@@ -25,6 +25,10 @@ class RequestTokens:
     prompt: NDArray[np.int64]
     output: NDArray[np.int64]
 
+    def of(self, requests: NDArray[np.int64] | slice) -> RequestTokens:
+        """Return those of some requests, in this order."""
+        return RequestTokens(self.prompt[requests], self.output[requests])
+
 
 class VirtualSteps:
     """One replica. `due_ms` is when something ends next; INF when it is idle.
@@ -34,8 +38,10 @@ class VirtualSteps:
     the steps, and the sequences in all of them; `preempted` how often a sequence lost its memory.
     """
 
-    def __init__(self, limits: StepLimits, cost: StepCost, *, decided_ahead: bool = False) -> None:
-        self.scheduler = StepScheduler(limits)
+    def __init__(
+        self, limits: StepLimits, cost: StepCost, *, decided_ahead: bool = False, order: StepOrder | None = None
+    ) -> None:
+        self.scheduler = StepScheduler(limits, order)
         self.due_ms = INF
         self.first_ms: dict[int, float] = {}
         self.last_ms: dict[int, float] = {}
@@ -53,14 +59,35 @@ class VirtualSteps:
         self._decode_ms = curve(cost.decode_ms, most).tolist()
         self._token_ms, self._pair_ms = cost.context_token_ms, cost.attention_pair_ms
 
-    def add(self, now_ms: float, sequence: int, prompt_tokens: int, output_tokens: int) -> str | None:
-        """Let a sequence arrive, after all that was due; return why it can never run, or None."""
+    def add(
+        self,
+        now_ms: float,
+        sequence: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        first_by_ms: float = INF,
+        tpot_ms: float = INF,
+    ) -> Unkept | None:
+        """Let a sequence arrive, after all that was due; return why it cannot run, or None."""
         self._cut(now_ms)
-        refusal = self.scheduler.add(sequence, prompt_tokens, output_tokens)
+        # It is taken at the end of the step that runs, as by a gpu-let.
+        begins_ms = now_ms if self.due_ms == INF else self.due_ms
+        refusal = self.scheduler.add(sequence, prompt_tokens, output_tokens, begins_ms, first_by_ms, tpot_ms)
         if refusal is None and self._current is None:
             self._busy_from = now_ms
             self._begin(now_ms)
         return refusal
+
+    def stop(self, now_ms: float) -> list[int]:
+        """End at once; return the sequences that were here."""
+        if self.due_ms < INF:
+            self.busy.append((self._busy_from, now_ms))
+        self.due_ms, self._current, self._next, self._repeats = INF, None, None, 0
+        left = self.scheduler.names()
+        for sequence in left:
+            self.scheduler.cancel(sequence)
+            self.first_ms.pop(sequence, None)
+        return left
 
     def advance(self, until_ms: float) -> None:
         """Run all steps that end up to and including this time."""
@@ -70,7 +97,7 @@ class VirtualSteps:
     def _begin(self, now_ms: float) -> None:
         step = self._current
         if step is None:
-            step = self._current = self.scheduler.decide()
+            step = self._current = self.scheduler.decide(now_ms)
             if step is None:
                 self.due_ms = INF
                 self.busy.append((self._busy_from, now_ms))
@@ -88,10 +115,13 @@ class VirtualSteps:
         if not tokens and not step.last:
             self._repeats = max(0, self.scheduler.quiet_steps() - self._ahead)
             self._more_ms = self._token_ms * count
+            gives_up_ms = self.scheduler.gives_up_ms
+            if gives_up_ms <= self._end_of(self._repeats):
+                self._repeats = self._begun_by(gives_up_ms)
         if not self._repeats:
             self.due_ms = now_ms + takes
             if self._ahead:
-                self._next = self.scheduler.decide()
+                self._next = self.scheduler.decide(self.due_ms)
         else:
             self.due_ms = self._end_of(self._repeats)
 
@@ -102,17 +132,22 @@ class VirtualSteps:
     def _cut(self, now_ms: float) -> None:
         """Keep of the steps that follow alike those that were decided before now, and end with the one that runs."""
         if self._repeats:
-            # (n + 1) takes + n (n + 1) / 2 more = now - start, and then the first whole n that is later
-            half, gone = 0.5 * self._more_ms, now_ms - self._start_ms
-            linear = self._takes_ms + half
-            root = math.sqrt(max(0.0, linear * linear - 4.0 * half * (self._takes_ms - gone)))
-            repeats = int(max(0.0, 2.0 * (gone - self._takes_ms) / (linear + root)))
-            while repeats and self._end_of(repeats - 1) > now_ms:
-                repeats -= 1
-            while repeats < self._repeats and self._end_of(repeats) <= now_ms:
-                repeats += 1
-            self.due_ms, self._repeats = self._end_of(repeats), repeats
+            self._repeats = self._begun_by(now_ms)
+            self.due_ms = self._end_of(self._repeats)
             self._settle_repeats()
+
+    def _begun_by(self, now_ms: float) -> int:
+        """Return how many of the steps that follow alike were decided before now."""
+        # (n + 1) takes + n (n + 1) / 2 more = now - start, and then the first whole n that is later
+        half, gone = 0.5 * self._more_ms, now_ms - self._start_ms
+        linear = self._takes_ms + half
+        root = math.sqrt(max(0.0, linear * linear - 4.0 * half * (self._takes_ms - gone)))
+        repeats = int(max(0.0, 2.0 * (gone - self._takes_ms) / (linear + root)))
+        while repeats and self._end_of(repeats - 1) > now_ms:
+            repeats -= 1
+        while repeats < self._repeats and self._end_of(repeats) <= now_ms:
+            repeats += 1
+        return repeats
 
     def _settle_repeats(self) -> None:
         self.scheduler.repeat(self._repeats)
@@ -120,7 +155,7 @@ class VirtualSteps:
         self.worked += self._repeats * (0 if self._current is None else self._current.sequences)
         self._repeats = 0
         if self._ahead:
-            self._next = self.scheduler.decide()
+            self._next = self.scheduler.decide(self.due_ms)
 
     def _finish(self, now_ms: float) -> None:
         if self._repeats:

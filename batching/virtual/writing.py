@@ -39,8 +39,7 @@ class Writing:
             last[ended] = list(replica.last_ms.values())
             first[ended] = [replica.first_ms[request] for request in ended]
             place[ended] = index
-        kept = RequestTokens(tokens.prompt[:requests], tokens.output[:requests])
-        return cls(kept, first, last, place, slos, tuple(replicas))
+        return cls(tokens.of(slice(requests)), first, last, place, slos, tuple(replicas))
 
     @property
     def requests(self) -> NDArray[np.int64]:
@@ -67,21 +66,31 @@ class Writing:
     def figures(
         self, requests: NDArray[np.int64], arrival_ms: Array, answered_ms: Array, window_s: float, p99_samples: int
     ) -> dict[str, Any]:
-        """Return the figures of `simulate --json` of a model that generates, of its measured and answered requests."""
-        ttft, tpot = self.times(requests, arrival_ms)
-        tpot = tpot[~np.isnan(tpot)]
+        """Return the figures of these requests; see `token_figures`."""
+        latency_ms = answered_ms[requests] - arrival_ms[requests]
+        rate = float(self.tokens.output[requests].sum()) / window_s
+        return token_figures(*self.times(requests, arrival_ms), latency_ms, rate, p99_samples)
 
-        def mean(values: Array) -> float | None:
-            return float(values.mean()) if len(values) else None
 
-        def p99(values: Array) -> float | None:
-            return float(np.percentile(values, 99)) if len(values) >= p99_samples else None
+def token_figures(
+    ttft_ms: Array, tpot_ms: Array, latency_ms: Array, tokens_per_s: float, p99_samples: int
+) -> dict[str, Any]:
+    """Return what a model that generates has beside the figures of all models, in `simulate --json` and in results of
+    `bench`, of its measured and answered requests; NaN: unknown."""
 
-        return {
-            "mean_ttft_ms": mean(ttft),
-            "p99_ttft_ms": p99(ttft),
-            "mean_tpot_ms": mean(tpot),
-            "p99_tpot_ms": p99(tpot),
-            "mean_ms": mean(answered_ms[requests] - arrival_ms[requests]),
-            "tokens_per_s": float(self.tokens.output[requests].sum()) / window_s,
-        }
+    def mean(values: Array) -> float | None:
+        known = values[~np.isnan(values)]
+        return float(known.mean()) if len(known) else None
+
+    def p99(values: Array) -> float | None:
+        known = values[~np.isnan(values)]
+        return float(np.percentile(known, 99)) if len(known) >= p99_samples else None
+
+    return {
+        "mean_ttft_ms": mean(ttft_ms),
+        "p99_ttft_ms": p99(ttft_ms),
+        "mean_tpot_ms": mean(tpot_ms),
+        "p99_tpot_ms": p99(tpot_ms),
+        "mean_ms": mean(latency_ms),
+        "tokens_per_s": tokens_per_s,
+    }

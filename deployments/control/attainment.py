@@ -1,4 +1,4 @@
-"""Which models lose more of their requests than they may, as soon as chance no longer explains it."""
+"""Finds models that lose more of their requests than they may, once chance no longer explains it."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from tenuto.deployments.control.rates import FALSE_ALARM
 
 
 class Attainment:
-    """Requests that ended in time and not, by model, over the last `window_s`.
+    """Counts requests in time and not in time, by model, over the last `window_s`.
 
-    The window bounds how small a loss can be told from chance, not how fast a large one is seen: of the last looks as
-    many are judged as speak loudest.
+    Each look is judged by as many of the last looks as speak loudest. So the window limits how small a loss can be told
+    from chance, not how soon a large one is seen.
     """
 
     def __init__(self, models: Sequence[str], *, target: float, window_s: float) -> None:
         self._target, self._window_s = target, window_s
         self._names = tuple(models)
-        self._looks: deque[tuple[float, NDArray[np.float64]]] = deque()  # (time, [ended in time, not in time] by model)
+        self._looks: deque[tuple[float, NDArray[np.float64]]] = deque()  # (time, [in time, not in time] by model)
         self._bad = 0.0  # requests not in time in these looks
-        self._lost: dict[str, float] = {}  # the part that was lost in the looks that spoke loudest
+        self._lost: dict[str, float] = {}  # lost part in the looks that spoke loudest
 
     def set_models(self, models: Sequence[str]) -> None:
-        """Watch these models; nothing is known of any of them yet."""
+        """Watch these models from zero."""
         self._names = tuple(models)
         self.forget()
 
     def forget(self) -> None:
-        """Judge by what ends from now on."""
+        """Judge only requests that end from now on."""
         self._looks.clear()
         self._bad = 0.0
         self._lost = {}
 
     def observe(self, now_s: float, good: Mapping[str, int], bad: Mapping[str, int]) -> list[str]:
-        """Take the requests that ended since the last look; return the models that lose more than they may.
+        """Add the requests that ended since the last look; return the models that lose more than they may.
 
-        The requests of the last looks, of as many as speak loudest, are compared with the share that may be lost
+        The test compares the requests of the last looks, as many as speak loudest, with the share that may be lost
         (generalised likelihood ratio of a Bernoulli rate).
         """
         counts = np.array([[good.get(name, 0), bad.get(name, 0)] for name in self._names], dtype=np.float64).reshape(
@@ -66,5 +66,5 @@ class Attainment:
         return [name for name, found in zip(self._names, is_bad, strict=True) if found]
 
     def lost_part(self, models: Collection[str]) -> dict[str, float]:
-        """Return which part of the requests of some models was lost lately."""
+        """Return the part of each model's requests that was lost lately."""
         return {name: self._lost.get(name, 0.0) for name in models}

@@ -1,9 +1,8 @@
-"""Raises the largest batches of a plan, so that it has room for more requests than it was made for, without a new
-process.
+"""Raises the largest batches of a plan, so that the plan has room for more requests without a new process.
 
-Policies choose the batch that a rate needs. The scheduler chooses at every moment which batch runs, and the plan's
-batch is only its limit. So a higher limit costs nothing until more requests come. Then it helps at once, whereas a
-change of plan takes time.
+A policy chooses the batch that a rate needs. The scheduler chooses at every moment which batch runs; the plan's batch
+is only a limit. A higher limit costs nothing until more requests come. Then it helps at once, while a change of plan
+takes time.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from tenuto.placement.costs import latency_up_to
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profiles
 
-GROWTH = 1.25  # derived: of all batches at a time, finer than the powers of two at which they are profiled
-STEPS = 24  # derived: 1.25^24 = 212, from a batch of one beyond the largest profiled, 128
+GROWTH = 1.25  # derived: finer than the powers of two at which batches are profiled
+STEPS = 24  # derived: 1.25^24 = 212, beyond 128, the largest batch profiled
 
 
 def raised(plan: Plan, workload: Workload, profiles: Profiles, gpus: Sequence[Gpu]) -> Plan:
-    """Return the plan with the largest batches its gpu-lets can run in turns.
+    """Return the plan with the largest batches that its gpu-lets can run in turns.
 
-    On each gpu-let all batches grow by one factor, as long as a round of all batches and one more batch ends within
-    every model's SLO (gpulet, section 4: duty cycle + l(b) <= SLO), they were profiled, and memory allows; then those
-    of single models, the shortest SLO first, where that leaves room. Merged programs, and gpu-lets whose batches do not
-    take turns so as they are, are left alone.
+    On each gpu-let all batches grow by one factor. They grow while a round of all batches and one more batch ends
+    within every model's SLO (gpulet, section 4: duty cycle + l(b) <= SLO), the batches were profiled, and memory
+    allows. Then single models' batches grow where room is left, shortest SLO first. Merged programs stay as they are,
+    and so do gpu-lets whose batches already break that rule.
     """
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     memory = {gpu.type: gpu.memory_mib for gpu in gpus}
@@ -37,6 +36,9 @@ def raised(plan: Plan, workload: Workload, profiles: Profiles, gpus: Sequence[Gp
     found = []
     for gpulet in plan.gpulets:
         kind = types[gpulet.gpu]
+        if gpulet.also_on:
+            found.append(gpulet)  # it generates, and forms no batches
+            continue
         others = sum(needed_mib(other) for other in kept[gpulet.gpu] if other.id != gpulet.id)
         room_mib = min(gpulet.memory_mib or float("inf"), memory.get(kind, float("inf")) - others)
         larger = _raised(gpulet, specs, profiles, kind, room_mib)
@@ -53,7 +55,7 @@ def _raised(
     share_pct = gpulet.effective_share_pct
 
     def grown(best: tuple[Replica, ...], names: Collection[str]) -> tuple[Replica, ...]:
-        """Return the replicas with the batches of these models as large as can be."""
+        """Return the replicas with the batches of these models as large as they can be."""
         for step in range(1, STEPS):
             models = tuple(
                 _with_batch(first, specs[first.name], profiles, gpu_type, share_pct, GROWTH**step)
@@ -77,7 +79,7 @@ def _raised(
 def _with_batch(
     replica: Replica, spec: ModelSpec, profiles: Profiles, gpu_type: str, share_pct: float, factor: float
 ) -> Replica:
-    """Return a replica whose largest batch is `factor` times as large, or as large as it was profiled."""
+    """Return a replica whose largest batch is `factor` times as large, at most the largest profiled."""
     try:
         model = profile_of(spec, gpu_type, profiles)
         latency = model.latency(share_pct)
@@ -87,7 +89,7 @@ def _with_batch(
     size = max(replica.batch_size, min(largest, int(factor * replica.batch_size + 0.999)))
     if size == replica.batch_size or replica.latency is None:
         return replica
-    # The plan's own latency may hold more than the profile's (a share it does not know); keep their ratio.
+    # The plan's latency may include more than the profile's (an unprofiled share); keep their ratio.
     ratio = replica.latency.at(replica.batch_size) / latency.at(replica.batch_size)
     curve = latency_up_to(latency, size).scaled(ratio)
     return replica.model_copy(
@@ -101,6 +103,6 @@ def _with_batch(
 
 
 def _take_turns(models: Sequence[Replica], specs: Mapping[str, ModelSpec]) -> bool:
-    """Whether a round of all batches and one more of any model end within its SLO."""
+    """Whether a round of all batches and one more batch of any model end within its SLO."""
     ms = [r.latency.at(r.batch_size) * r.slowdown if r.latency is not None else float("inf") for r in models]
     return all(sum(ms) + own <= specs[r.name].slo_ms + 1e-6 for r, own in zip(models, ms, strict=True))

@@ -1,18 +1,18 @@
-"""Which canaries are worse than the version that takes the rest, by what both lost in the same looks.
+"""Finds canaries that are worse than the version that takes the rest, by what both lost in the same looks.
 
-The rule is a bet that is fair when the canary is as good as the other version. Take the looks in which both versions
-ended requests. The difference is the part that the canary lost, less the part that the other version lost. When both
-are equally good, the difference is as likely to be above zero as below.
+The rule is a bet that is fair when both versions are equally good. Take the looks in which both versions ended
+requests. The difference is the part that the canary lost, less the part that the other version lost. When both are
+equally good, the difference is as likely to be above zero as below.
 
-A player stakes a part s of the stock on the difference. After each look the stock is 1 + s (difference) times as large,
-and on average it never grows. The stock is spread evenly over all stakes from 0 to 1. Then the probability that it ever
+A player stakes a part s of the stock on the difference. After each look the stock is 1 + s (difference) times as large.
+On average it never grows. The stock is spread evenly over all stakes from 0 to 1. Then the probability that it ever
 exceeds 1 / (1 - confidence) is at most 1 - confidence, however many looks there are (Ville's inequality; Waudby-Smith
 and Ramdas, "Estimating means of bounded random variables by betting", 2023). After look n a part 1 / (n + 1)^2 of the
-stock is spread evenly over all stakes again. The bound still holds, and a canary that was better for long and then
-fails is found soon too.
+stock is spread evenly again. The bound still holds, and a canary that was better for long and then fails is found soon
+too.
 
-The rule assumes nothing about how requests within a look depend on each other, as those of a batch are lost together.
-When both versions suffer alike from overload, that counts against neither.
+Requests of one batch are lost together, so the rule assumes nothing about how requests within a look depend on each
+other. When both versions suffer alike from overload, that counts against neither.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tenuto.deployments.control.interface import ModelSeen
 from tenuto.placement.versions import by_model, taking_the_rest
 from tenuto.placement.workload import ModelSpec
 
-_STAKES = np.arange(100) / 100.0  # derived: so fine that the best of them gains as the best there is to a percent
+_STAKES = np.arange(100) / 100.0  # derived: the best of 100 gains within 1 % of the best stake there is
 
 
 @dataclass
 class _Bet:
-    """On one canary against one other version: the stock for every stake, how many looks there were, and the requests
-    (ended, lost) of both."""
+    """A bet on one canary against one other version: the stock by stake, the number of looks, and the requests (ended,
+    lost) of both versions."""
 
     stock: NDArray[np.float64] = field(default_factory=lambda: np.ones_like(_STAKES))
     looks: int = 0
@@ -43,7 +43,7 @@ class _Bet:
 
 @dataclass(frozen=True)
 class WorseCanary:
-    """A canary that loses more than the version it is beside: requests that ended of both, and those not in time."""
+    """A canary that loses more than the version beside it; `ended` and `lost` (not in time) count requests."""
 
     name: str
     rest: str
@@ -54,15 +54,15 @@ class WorseCanary:
 
 
 class Canaries:
-    """Judges the canaries of the plan that is served."""
+    """Judges the canaries of the running plan."""
 
     def __init__(self, confidence: float) -> None:
-        """`confidence`: that a canary which is as good is never found worse."""
+        """`confidence`: probability that a canary as good as the other version is never found worse."""
         self._enough = 1.0 / (1.0 - confidence)
         self._bets: dict[tuple[str, str], _Bet] = {}
 
     def observe(self, models: Sequence[ModelSpec], seen: Mapping[str, ModelSeen]) -> list[WorseCanary]:
-        """Take one look at the models of the plan, and return canaries that are worse than the version beside them."""
+        """Take one look at the models of the plan; return the canaries that are worse than the version beside them."""
         before, self._bets = self._bets, {}
         found = []
         for versions in by_model(models).values():

@@ -1,7 +1,7 @@
-"""One change of a deployment by a command, until it is over.
+"""Carries out one change of a deployment for a command, and waits until it is over.
 
-The change goes the controller's own way: new gpu-lets start before old ones end, and when that fails, the plan before
-runs again. Bringing up is a change from the empty plan.
+The change goes the controller's own way: new gpu-lets start before old ones end. When that fails, the previous plan
+runs again. Bringing a deployment up is a change from the empty plan.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
 
 _LOOK_S = 0.25  # limit: between looks
-# limit: until new gpu-lets are ready; where nothing runs yet, a busy machine also starts gateways in that time
+# limit: until new gpu-lets are ready; at first start, a busy machine also starts gateways meanwhile
 _READY_S, _FIRST_READY_S = 120.0, 300.0
 
 
 def nothing_of(wanted: Deployment) -> Deployment:
-    """Return what runs before a deployment is brought up: the same, of the empty plan."""
+    """Return the deployment with an empty plan: what runs before it is brought up."""
     return wanted.model_copy(update={"plan": Plan(policy=wanted.plan.policy)})
 
 
@@ -48,25 +48,25 @@ def change_deployment(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Go from one deployment to another and return whether it was reached; if not, the one before runs again.
+    """Go from one deployment to another. Return True when it was reached; otherwise the previous one runs again.
 
     Args:
-        running: what is deployed, with the plan that is served; see `nothing_of`.
-        wanted: what is to be.
+        running: what is deployed now; before the first start see `nothing_of`.
+        wanted: the deployment to reach.
         serve: the cluster.
         read_status: returns the gateways' status.
-        history: gets what was reached.
-        by: who does it, for the history.
-        why: what for.
-        ready_timeout_s: how long new gpu-lets may take, and gateways to answer.
+        history: records what was reached.
+        by: who makes the change, for the history.
+        why: its reason, for the history.
+        ready_timeout_s: limit for new gpu-lets to become ready and gateways to answer.
         layouts: cuts GPUs into MIG instances.
-        tell: is told what happens.
+        tell: receives progress in words.
         clock: seconds.
         sleep: waits for seconds.
 
     Raises:
-        InvalidInputError: it cannot be served so; nothing was changed.
-        EnvironmentFaultError: the gateways do not answer, or nothing ran before and it did not start.
+        InvalidInputError: the wanted deployment cannot be served; nothing was changed.
+        EnvironmentFaultError: the gateways do not answer, or nothing ran before and the deployment did not start.
     """
     plan, is_first = running.plan, not running.plan.gpulets
     patience_s = ready_timeout_s or (_FIRST_READY_S if is_first else _READY_S)
@@ -106,7 +106,7 @@ def change_deployment(
 def _await_all(
     live: Live, serve: ServeSide, look: Callable[[], bool], tell: Callable[[str], None], sleep: Callable[[float], None]
 ) -> None:
-    """Wait until all that was applied runs; raise `EnvironmentFaultError` where something cannot."""
+    """Wait until all applications run; raise `EnvironmentFaultError` when one cannot."""
     shown = ""
     while True:
         states = {name: state for name, state in serve.states().items() if is_ours(name)}

@@ -1,5 +1,5 @@
-"""Carries out a change to another plan, stage by stage: the next stage is applied when the gpu-lets of the last one are
-ready. Then the new plan is proved, or taken back."""
+"""Carries out a change to another plan, stage by stage. When the gpu-lets of one stage are ready, the next stage is
+applied. Then the new plan is proved, or taken back."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tenuto.deployments.control.steps import next_stage
 from tenuto.deployments.control.worth import Durations
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.surviving import is_at
+from tenuto.placement.whereabouts import is_at
 
 
 class Changing:
-    """Invariant: at most one change at a time. `plan` was applied last; `change` is under way, `proving` was just made;
-    `standby` are the idle processes beside the plan."""
+    """Invariant: at most one change at a time. `plan` was applied last, `change` is under way, `proving` was made just
+    now, `standby` are the idle processes beside the plan."""
 
     def __init__(self, settings: ControlSettings, memory: Memory, decide: Callable[[Decision], None]) -> None:
-        """Go on from what is remembered; `decide` takes the decisions."""
+        """Go on from memory; `decide` receives the decisions."""
         self._settings, self._look_s, self._decide = settings.change, settings.look_s, decide
         self.plan, self.change, self.proving = memory.plan, memory.change, memory.proving
         self.durations = memory.durations or Durations(settings.change.start_s, settings.change.load_s)
@@ -35,23 +35,23 @@ class Changing:
 
     @property
     def usable(self) -> tuple[Gpu, ...]:
-        """The GPUs that are there and not drained."""
+        """The GPUs that are present and not drained."""
         return tuple(gpu for gpu in self.gpus if not is_at(gpu, self.plan.drained))
 
     def here(self, plan: Plan, gpulets: Sequence[Gpulet] | None = None) -> Plan:
-        """Return a plan with those of its gpu-lets, or of some, whose GPU is there."""
+        """Return a plan with those gpu-lets (default: all of its own) whose GPUs are present."""
         here = {gpu.id for gpu in self.gpus}
         held = plan.gpulets if gpulets is None else gpulets
-        return plan.model_copy(update={"gpulets": tuple(gpulet for gpulet in held if gpulet.gpu in here)})
+        return plan.model_copy(update={"gpulets": tuple(gpulet for gpulet in held if here.issuperset(gpulet.gpus))})
 
     def apply(self, plan: Plan, why: str) -> None:
-        """Make a plan the one that is served; standby processes that cannot stay beside it end."""
+        """Serve this plan from now on. Standby processes that cannot stay beside it end."""
         self.standby = still_fitting(self.standby, plan, self.gpus)
         self.plan = plan
         self._decide(Apply(plan, why, tuple(standby.gpulet for standby in self.standby)))
 
     def withdraw(self, name: str, why: str) -> None:
-        """Send a version nothing more from now on, whatever is under way; no process is touched."""
+        """Send a version no more requests, also during a change; no process is touched."""
         self.plan = _withdrawn(self.plan, name)
         if self.change is not None:
             origin, target, stage = (
@@ -64,7 +64,7 @@ class Changing:
     def begin(
         self, now_s: float, target: Plan, why: str, suffered: Sequence[str], rates_rps: Mapping[str, float]
     ) -> None:
-        """Begin a change; `suffered` are the models that lost too much before it."""
+        """Begin a change; `suffered` are the models that already lost too much before it."""
         origin, running = self.plan, self.here(self.plan)
         self.pace.begun(now_s)
         self.proving = None
@@ -73,7 +73,7 @@ class Changing:
         )
 
     def take_over(self, now_s: float, target: Plan, why: str, suffered: Sequence[str]) -> None:
-        """Begin a change to a plan that is all there, as processes on standby are."""
+        """Begin a change to a plan whose processes all run already, such as standby processes."""
         origin = self.plan
         self.pace.begun(now_s)
         self.proving = None
@@ -81,20 +81,20 @@ class Changing:
         self.apply(target, why)
 
     def leave(self) -> None:
-        """Stop a change under way where it is."""
+        """Stop a change where it is."""
         self.change = self.proving = None
 
     def lose(self, now_s: float, lost: Sequence[str]) -> None:
-        """GPUs in use are gone. That explains what is lost from now on; and a change that failed before says nothing of
-        the one needed now."""
+        """Handle the loss of GPUs in use. From now on their loss explains lost requests, and an earlier failed change
+        does not delay the change that is needed now."""
         self.pace.forgive()
         if self.change is not None:
             self._decide(journal.abandoned(now_s, lost))
         self.leave()
 
     def look(self, now_s: float, seen: Observation, rates_rps: Mapping[str, float]) -> str | None:
-        """Go on where the stage of the change under way is ready or fails; return why going back failed, where it
-        did."""
+        """Apply the next stage when the gpu-lets of this one are ready; take the change back when they fail. Return why
+        going back failed, if it failed."""
         change = self.change
         if self.proving is not None and now_s - self.proving.stage_since_s > self._settings.prove_s:
             self.proving = None
@@ -117,15 +117,15 @@ class Changing:
         return None
 
     def _step(self, change: ChangeUnderWay, now: Plan, rates_rps: Mapping[str, float]) -> None:
-        """Apply the next stage of a change from what runs now, or end it."""
+        """Apply the next stage of a change from what runs now, or end the change."""
         stage = next_stage(now, change.target, self.gpus, rates_rps)
         if stage is None and self.plan.to_data() == change.target.to_data():
             self._end(change)
             return
-        stage = stage or change.target  # all of it is there, beside what never came
+        stage = stage or change.target  # all of it runs, except what never came
         is_last = stage is change.target or stage.to_data() == change.target.to_data()
         self.change = replace(change, stage=stage)
-        what = "back to the plan before" if change.is_rollback else change.why
+        what = "back to the previous plan" if change.is_rollback else change.why
         self.apply(stage, f"{what}{'' if is_last else ' (a stage of the change)'}")
 
     def _end(self, change: ChangeUnderWay) -> None:
@@ -155,14 +155,15 @@ class Changing:
         rates_rps: Mapping[str, float],
         held: Sequence[Gpulet] | None = None,
     ) -> str | None:
-        """Go back to the plan before a change; return why, where that was going back already and nothing is left to do.
+        """Go back to the plan before a change. When this change was already going back and nothing is left to do,
+        return why.
 
         Args:
             now_s: the time.
-            change: under way, or just made.
+            change: the one under way, or the last one made.
             why: for the record.
             rates_rps: by model.
-            held: gpu-lets that serve now; default: those of the plan before.
+            held: gpu-lets that serve now; default: those of the previous plan.
         """
         self.proving = None
         if change.is_rollback:
@@ -179,6 +180,6 @@ class Changing:
 
 
 def _withdrawn(plan: Plan, name: str) -> Plan:
-    """Return a plan in which a version is asked by its URL alone."""
+    """Return a plan in which only requests that name a version in their URL reach it."""
     models = (s.model_copy(update={"share_pct": 0.0, "shadow": False}) if s.name == name else s for s in plan.models)
     return plan.model_copy(update={"models": tuple(models)})

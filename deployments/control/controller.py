@@ -1,9 +1,9 @@
-"""The controller: observations and time in, decisions with their reasons out; no I/O, no clock, no randomness.
+"""The controller: observations and time go in, decisions with their reasons come out; no I/O, no clock, no randomness.
 
-Read it from `observe` down. Every look goes the same way: learn (`learned`), move a change that is under way one step
-on (`changing`), or find reasons to plan again and ask (`questions`). A plan comes back through `planned`, and becomes a
-change if it pays. Whatever happens in between, the running gpu-lets go on serving. When a plan does not come, breaks a
-rule or carries less, nothing changes. When a plan does not become ready, it is taken back.
+Read it from `observe` down. Every look goes the same way. First the controller learns (`learned`). Then it moves a
+change under way one step on (`changing`), or looks for reasons to plan again and asks (`questions`). A plan comes back
+through `planned`, and becomes a change if it pays. The running gpu-lets serve all the while. When no plan comes, or it
+breaks a rule or carries less, nothing changes. When a plan does not become ready, it is taken back.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tenuto.deployments.control import journal
 from tenuto.deployments.control.canaries import Canaries
@@ -18,6 +19,7 @@ from tenuto.deployments.control.changing import Changing
 from tenuto.deployments.control.interface import AdvisedPlan, Decision, MakePlan, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
 from tenuto.deployments.control.learned import Learned, News
+from tenuto.deployments.control.lengths import as_declared
 from tenuto.deployments.control.planning import PlanRequest, Proposal, without_others
 from tenuto.deployments.control.questions import Questions
 from tenuto.deployments.control.rates import Rates
@@ -37,7 +39,7 @@ class Controller:
     """Invariant: at most one change and one question to the planner at a time."""
 
     def __init__(self, settings: ControlSettings, memory: Memory) -> None:
-        """Begin, or begin again, from what is remembered."""
+        """Begin, or go on from memory."""
         self._settings = settings
         self.mode: Mode = settings.mode
         self.paused = memory.paused
@@ -53,11 +55,11 @@ class Controller:
         self._checked_s = self._compared_s = -settings.interval_s
         self._now_s = 0.0
         self._wanted: Mapping[str, int] | None = None
-        self._standby_of: tuple[Gpulet, ...] | None = None  # the gpu-lets that standby processes were asked for
+        self._standby_of: tuple[Gpulet, ...] | None = None  # gpu-lets for which standby processes were asked
         self._edits = dict(memory.edits)
         confidence = settings.canary.confidence
         self._canaries = None if confidence is None else Canaries(confidence)
-        self._said: dict[object, float] = {}  # what changes nothing and was noted, when
+        self._said: dict[object, float] = {}  # when a line that changes nothing was last noted
         self.advice: AdvisedPlan | None = None
 
     # --- in -----------------------------------------------------------------------------------------------------------
@@ -76,13 +78,13 @@ class Controller:
             self._ask()
 
     def planned(self, now_s: float, number: int, result: Proposal | str) -> None:
-        """Take the planner's result, or why there is none."""
+        """Take the planner's result, or the reason why it has none."""
         self._now_s = now_s
         asked, questions = self._questions.out, self._questions
         if asked is None or asked.number != number:
             return
         questions.out = None
-        if asked.gpus != self._changing.gpus:  # of another cluster: the next look asks again, for the same reasons
+        if asked.gpus != self._changing.gpus:  # planned for other GPUs: the next look asks again for the same reasons
             questions.forget_answer()
             return
         reasons, self._reasons = self._reasons, {}
@@ -90,6 +92,9 @@ class Controller:
         if isinstance(result, str):
             self._mention(journal.no_plan(now_s, reasons, result), result, *reasons)
             return
+        if result.plan is not None:
+            models = as_declared(result.plan.models, self._workload.models)
+            result = replace(result, plan=result.plan.model_copy(update={"models": models}))
         self._keep_on_standby(result, "; ".join(reasons.values()))
         reasons.pop(Reason.STANDBY, None)
         if not reasons:
@@ -118,7 +123,7 @@ class Controller:
         if saves_only and reasons.keys() & {Reason.SLO, Reason.OVERLOAD}:
             obstacle = "GPUs are not given up while requests are lost"
         if obstacle is not None:
-            questions.forget_answer()  # asked again once that has passed
+            questions.forget_answer()  # asked again when nothing stands against it
             advised = journal.weighed(Kind.KEPT, *weighed, obstacle)
             self._mention(advised, *reasons)
         elif self.mode == "act":
@@ -139,16 +144,16 @@ class Controller:
             f"the workload changed ({', '.join(sorted(before ^ after) or ['its entries'])})"
         )
         self._questions.forget_answer()
-        self._questions.out = None  # it was of another workload
+        self._questions.out = None  # it asked about another workload
         self.advice = None
 
     def edit(self, entries: Mapping[str, ModelSpec | None]) -> None:
-        """Set or remove (None) models' entries in the workload; going back to a plan before does not undo that."""
+        """Set models' entries in the workload, or remove them (None). Going back to a previous plan keeps them."""
         self._edits |= entries
         self.set_workload(self._edited(self._workload))
 
     def withdraw(self, name: str, why: str) -> None:
-        """Take a version back: it is sent nothing from now on, and then its place is another's."""
+        """Take a version back: it gets no more requests, and its place becomes free."""
         self._changing.withdraw(name, why)
         self.edit({name: None})
 
@@ -159,9 +164,12 @@ class Controller:
     def deploy(
         self, now_s: float, target: Plan, why: str, gpus: tuple[Gpu, ...], declared: Workload | None = None
     ) -> None:
-        """Go over to an operator's plan, make before break, whether or not it pays; a change under way is left where it
-        is. `gpus` are those that are there, with those that the plan brings. `declared`: what is asked for, where it is
-        not what the plan was made for; what was edited since stays as it is. Call after the first look."""
+        """Go over to an operator's plan, make before break, whether or not it pays. A change under way stops where it
+        is. Call after the first look.
+
+        `gpus`: those present, with those that the plan brings. `declared`: the workload, when it differs from the
+        plan's; edits since the last plan file stay.
+        """
         self._now_s, self._changing.gpus = now_s, gpus
         if declared is None:
             self._edits.clear()
@@ -172,28 +180,28 @@ class Controller:
         lacking = {spec.name for spec in self._workload.models} - {spec.name for spec in target.models}
         self._set(Reason.WORKLOAD, lacking, f"the plan that came back lacks {', '.join(sorted(lacking))}")
         undrained = [name for name in self.plan.drained if name not in target.drained]
-        self._set_came(undrained, f"{', '.join(undrained)} is drained no more")
-        self._standby_of = None  # where they may wait has changed, perhaps
+        self._set_came(undrained, f"{', '.join(undrained)} is no longer drained")
+        self._standby_of = None  # they may have to wait elsewhere now
         self._changing.leave()
         self._begin(target, why)
 
     def refused(self, now_s: float, why: str) -> None:
-        """The plan that was to be applied cannot be; go back to the one before."""
+        """The plan cannot be applied: go back to the previous one."""
         self._now_s = now_s
         if self.change is not None:
             self._take_back(self.change, f"it cannot be applied: {why}")
 
     def pause(self, *, paused: bool) -> None:
-        """Change nothing, or change again; a change that is under way is finished."""
+        """Change nothing (True), or change again (False); a change under way is finished."""
         self.paused = paused
         self.note(LogLine(self._now_s, Kind.PAUSED if paused else Kind.RESUMED, "by an operator"))
 
     def note(self, entry: LogLine) -> None:
-        """Write something into the log; the driver does so with what it does by itself."""
+        """Write a line into the log; the driver writes what it does by itself."""
         self._decisions.append(entry)
 
     def _mention(self, entry: LogLine, *about: object) -> None:
-        """Note what changes nothing, unless the same was noted within the horizon."""
+        """Note a line that changes nothing, unless the same was noted within the horizon."""
         what, horizon_s = (entry.kind, about), self._settings.change.horizon_s
         self._said = {said: at_s for said, at_s in self._said.items() if entry.at_s - at_s < horizon_s}
         if what not in self._said:
@@ -215,7 +223,7 @@ class Controller:
 
     @property
     def workload(self) -> Workload:
-        """The models that are asked for."""
+        """The models to serve, as declared."""
         return self._workload
 
     @property
@@ -225,7 +233,7 @@ class Controller:
 
     @property
     def rates(self) -> Rates:
-        """What is known of the rates."""
+        """The estimates of the rates."""
         return self._learned.rates
 
     def memory(self) -> Memory:
@@ -246,7 +254,7 @@ class Controller:
         )
 
     def state(self) -> ControllerState:
-        """Return how it stands."""
+        """Return the controller's state for operators."""
         change = self.change
         return ControllerState(
             mode=self.mode,
@@ -261,20 +269,20 @@ class Controller:
     # --- what runs ----------------------------------------------------------------------------------------------------
 
     def _traffic(self, lasting_s: float = 0.0) -> Traffic:
-        """Return what has to be carried once a change that begins now is done, and for `lasting_s` from then on."""
+        """Return the traffic to carry from the end of a change that begins now, for `lasting_s`."""
         return self._shared_out(self._learned.traffic(self._changing.durations.start_s + lasting_s))
 
     def _shared_out(self, traffic: Traffic) -> Traffic:
-        """Return what the models that are asked for have to carry, with requests split as is asked for."""
+        """Return the traffic by declared model, with requests split among versions as declared."""
         rates = shared_out(traffic.mean_rps, self.plan.models, self._workload.models)
         return Traffic(rates, traffic.dispersion, traffic.sigmas)
 
     def _short(self, plan: Plan) -> Mapping[str, float]:
-        """Return the models of which a plan would have too few requests in time, and how many."""
+        """Return the models of which a plan would have too few requests in time, and the part in time."""
         return self._learned.outlook(self._changing.here(plan), self._traffic())[1]
 
     def _notice_gpus(self, gpus: tuple[Gpu, ...]) -> bool:
-        """Follow which GPUs are there; return whether one in use is gone."""
+        """Note which GPUs are present; return whether one in use is lost."""
         before, after = {gpu.id for gpu in self._changing.gpus}, {gpu.id for gpu in gpus}
         self._changing.gpus = gpus
         lost, came = before - after, after - before
@@ -284,11 +292,11 @@ class Controller:
         self._set_came(before and usable, f"GPU {', '.join(usable)} is new")
         if lost:
             self._reasons.pop(Reason.CAME, None)
-        if after >= {gpulet.gpu for gpulet in self.plan.gpulets}:
+        if after >= set(self.plan.used_gpus):
             self._reasons.pop(Reason.LOST, None)
         self._questions.forget_answer()
         self._learned.unsettle(self._now_s)
-        if not lost & {gpulet.gpu for gpulet in self.plan.gpulets}:
+        if lost.isdisjoint(self.plan.used_gpus):
             return False
         if self._settings.when.lost:
             self._reasons[Reason.LOST] = f"GPU {', '.join(sorted(lost))} is gone"
@@ -300,15 +308,20 @@ class Controller:
             self._reasons[Reason.CAME] = why
 
     def _go_on(self, seen: Observation, news: News) -> None:
-        """Look at the change that is under way, or at the last one: it is taken back where models lose requests since
-        that did not before, and the plan before would have theirs in time. One that empties a place stays: whoever
-        asked for that was told what it loses."""
+        """Go on with the change under way, or judge the last one.
+
+        When models lose requests since the last change that did not before, and the previous plan would have theirs in
+        time, the change is taken back. A change that drains a place is not: whoever asked for it was told what it
+        loses.
+        """
         under_way, last = self.change, self._changing.proving
         if under_way is None and last is not None and set(last.target.drained) <= set(last.origin.drained):
             new = [name for name in news.losing if name not in last.suffered]
             if new and not self._short(last.origin).keys() & set(new):
                 parts = listed(self._learned.attainment.lost_part(new), "{:.1%}")
-                self._take_back(last, f"since the change more is lost than allowed: {parts}", last.stage.gpulets)
+                self._take_back(
+                    last, f"since the change more requests are lost than allowed: {parts}", last.stage.gpulets
+                )
         failures = self._changing.pace.failures
         self._stuck(self._changing.look(self._now_s, seen, self.rates.mean_rps))
         if self._changing.pace.failures > failures:
@@ -320,25 +333,29 @@ class Controller:
             self._learned.unsettle(self._now_s)
 
     def _give_up_versions(self, failed: ChangeUnderWay) -> None:
-        """Ask no more for versions that a change brought which is taken back: the next one would be likewise."""
+        """Remove the versions that a failed change brought: the next change would fail with them, too."""
         there = {spec.name for spec in failed.origin.models}
         new = [spec.name for spec in self._workload.models if spec.is_tried and spec.name not in there]
         if new:
-            self.note(LogLine(self._now_s, Kind.CANARY, f"{', '.join(new)} goes with the change that brought it"))
+            self.note(
+                LogLine(self._now_s, Kind.CANARY, f"{', '.join(new)} is removed: the change that brought it failed")
+            )
             self.edit(dict.fromkeys(new))
 
     def _judge_canaries(self, seen: Observation) -> None:
-        """Take versions back that are worse than the ones they are beside."""
+        """Take back versions that are worse than the version beside them."""
         confidence = self._settings.canary.confidence
         if self._canaries is None or confidence is None:
             return
-        tried = {spec.name for spec in self._workload.models if spec.is_tried}  # one may have been promoted meanwhile
+        tried = {
+            spec.name for spec in self._workload.models if spec.is_tried
+        }  # others may have been promoted meanwhile
         for found in self._canaries.observe(self.plan.models, seen.models):
             if found.name not in tried:
                 continue
             obstacle = "changes are paused" if self.paused else None
             if self.mode != "act":
-                obstacle = f"the controller's mode is {self.mode}: `tenuto model take-back` does it"
+                obstacle = f"the mode is {self.mode}; use `tenuto model take-back`"
             line = journal.worse(self._now_s, found, confidence, obstacle)
             self._mention(line, found.name)
             if obstacle is None:
@@ -350,11 +367,11 @@ class Controller:
         when, learned = self._settings.when, self._learned
         slow = learned.slow_news()
         self._set(Reason.SLOW, slow, slow or "")
-        if slow is not None:
+        if slow is not None or learned.lengths.have_moved(self._workload.models):
             self._questions.forget_answer()
         if news.losing and when.slo and not learned.is_unsettled(self._now_s):
             parts = learned.attainment.lost_part(news.losing)
-            self._reasons[Reason.SLO] = f"more is lost than allowed: {listed(parts, '{:.1%}')}"
+            self._reasons[Reason.SLO] = f"more requests are lost than allowed: {listed(parts, '{:.1%}')}"
         elif Reason.SLO in self._reasons and not learned.losing_too_much():
             del self._reasons[Reason.SLO]
         is_due = self._now_s - self._checked_s >= self._settings.interval_s - 1e-6
@@ -368,39 +385,43 @@ class Controller:
         self._checked_s = self._now_s
         acts = self.mode == "act" and not self.paused
         if acts and self._wants_standby and self.plan.gpulets != self._standby_of:
-            self._reasons[Reason.STANDBY] = "standby processes are wanted for the plan"
+            self._reasons[Reason.STANDBY] = "the plan has no standby processes yet"
 
     def _compare_rates(self, *, adds: bool) -> bool:
-        """Renew the reasons that rates give, and forget those that they give no more; return whether what runs would
-        have too few requests in time. `adds`: reasons to save GPUs, or because rates moved, may come."""
+        """Renew the reasons that rates give, and drop those that no longer hold. Return whether the running plan would
+        have too few requests in time. `adds`: also give reasons to save GPUs, or to follow moved rates."""
         when, self._compared_s = self._settings.when, self._now_s
-        # Rates are predicted until the next check's change could be finished.
+        # The prediction covers the time until a change from the next check would be finished.
         traffic = self._traffic(self._settings.interval_s)
         outlook, short = self._learned.outlook(self._changing.here(self.plan), traffic)
-        self._set(Reason.OVERLOAD, when.overload and short, f"too few would be in time: {listed(short, '{:.1%}')}")
+        self._set(
+            Reason.OVERLOAD, when.overload and short, f"too few requests would be in time: {listed(short, '{:.1%}')}"
+        )
         busy = max(when.underused or 0.0, self._spare_gpu_load())
         is_idle = when.underused is not None and outlook.load < busy and not short
-        self._set(Reason.UNDERUSED, is_idle, f"the busiest gpu-lets would be {outlook.load:.0%} busy", adds=adds)
+        self._set(
+            Reason.UNDERUSED, is_idle, f"even the busiest gpu-lets would be only {outlook.load:.0%} busy", adds=adds
+        )
         moved = {} if when.rate is None else self._questions.moved(traffic.upper_rps, when.rate)
         self._set(Reason.RATE, moved, f"rates have moved: {listed(moved, '{:.0f} r/s')}", adds=adds)
         return bool(short)
 
     def _set(self, kind: Reason, holds: object, why: str, *, adds: bool = True) -> None:
-        """Have a reason, or none any more."""
+        """Give a reason, or drop it."""
         if holds and (adds or kind in self._reasons):
             self._reasons[kind] = why
         elif not holds:
             self._reasons.pop(kind, None)
 
     def _spare_gpu_load(self) -> float:
-        """Return the load below which one GPU less may do, where they can be given back: (n - 1) / n of n GPUs."""
-        used = len({gpulet.gpu for gpulet in self.plan.gpulets})
+        """Return the load below which one GPU fewer may do: (n - 1) / n of n GPUs; 0 when GPUs cannot be given back."""
+        used = len(self.plan.used_gpus)
         return 1.0 - 1.0 / used if self._settings.gpus and used else 0.0
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Ask the planner, if there is a reason that it has not answered already."""
+        """Ask the planner when there is a reason that it has not answered yet."""
         questions, learned, change = self._questions, self._learned, self._settings.change
         if questions.out is not None:
             if self._now_s - questions.out.since_s > change.plan_timeout_s:
@@ -414,17 +435,19 @@ class Controller:
             return
         if self._obstacle(saves_only=kinds <= {Reason.UNDERUSED, Reason.RATE}) is not None:
             return
-        if self._compared_s < self._now_s:  # a reason may have waited until it was none
+        if self._compared_s < self._now_s:  # a reason may no longer hold after waiting
             self._compare_rates(adds=False)
             if not self._reasons:
                 return
             kinds = frozenset(self._reasons)
         ahead_s = self._changing.durations.start_s + self._settings.interval_s
+        learned.lengths.asked(self._workload.models)
+        models, running = learned.lengths.measured(self._workload.models), self._changing.here(self.plan)
         request = PlanRequest(
-            workload=self._workload.model_copy(update={"applications": ()}),
+            workload=self._workload.model_copy(update={"applications": (), "models": models}),
             traffic=self._shared_out(learned.traffic(ahead_s)),
             expected_rps=shared_out(learned.rates.expected_rps(ahead_s), self.plan.models, self._workload.models),
-            running=self._changing.here(self.plan),
+            running=running.model_copy(update={"models": learned.lengths.measured(running.models)}),
             gpus=self._changing.gpus,
             policy=self._settings.policy or PolicyUsed(name=self.plan.policy.name, options=self.plan.policy.options),
             durations=self._changing.durations,
@@ -441,19 +464,18 @@ class Controller:
         self._decisions.append(MakePlan(questions.ask(self._now_s, needs, kinds, self._changing.gpus), request))
 
     def _is_outgrown(self, plan: Plan) -> bool:
-        """Whether a plan does not carry what is needed by now: little was known of a rate that had just jumped when it
-        was asked for. To begin with it and go on to another would take two starts."""
+        """Whether a plan carries too little for the present rates. When a rate jumps, little is known of it at the time
+        of asking. To apply this plan and then another would take two starts."""
         return self._questions.is_outgrown(self._traffic().upper_rps) and bool(self._short(plan))
 
     def _obstacle(self, *, saves_only: bool) -> str | None:
-        """Return what stands against a change now."""
+        """Return what forbids a change now, in words; None when nothing does."""
         if self.paused:
             return "changes are paused"
         return self._changing.pace.obstacle(self._now_s, saves_only=saves_only)
 
     def _want(self, result: Proposal) -> None:
-        """Say how many GPUs would carry everything: to the autoscaler, or to the operator of a cluster that cannot
-        grow."""
+        """Report how many GPUs would carry everything: to the autoscaler, or in the log when the cluster is fixed."""
         if result.wanted is None:
             return
         there = Counter(gpu.type for gpu in self._changing.usable)
@@ -477,9 +499,11 @@ class Controller:
         return self._settings.standby_pct is not None or self._settings.standby_gpus > 0
 
     def _keep_on_standby(self, result: Proposal, why: str) -> None:
-        """Take the standby processes of what runs; those of a plan that is to come are asked for once it runs."""
+        """Apply the standby processes for the running plan. For a coming plan they are asked for once it runs."""
         is_kept = result.plan is None or not result.worth.pays
-        is_told = result.plan is not None and result.plan.gpulets == self.plan.gpulets  # its rates, right after this
+        is_told = (
+            result.plan is not None and result.plan.gpulets == self.plan.gpulets
+        )  # only its rates change, right after this
         if not self._wants_standby or not (is_kept or is_told) or self.mode != "act" or self.paused:
             return
         self._standby_of = self.plan.gpulets
@@ -492,8 +516,8 @@ class Controller:
             self._changing.apply(self.plan, why)
 
     def _let_standby_take_over(self, news: News, ready: frozenset[str], *, is_news: bool) -> None:
-        """Use idle processes where models lose requests or, as batches or news have it, are about to, and that
-        helps."""
+        """Use idle processes when that helps models that lose requests, or are about to: because batches are slow, a
+        rate jumped or a GPU is lost."""
         short = set(news.losing)
         if is_news or news.slower:
             found = self._short(self.plan).keys()
@@ -507,16 +531,16 @@ class Controller:
         before = {gpulet.id for gpulet in self.plan.gpulets}
         names = ", ".join(sorted(gpulet.id for gpulet in target.gpulets if gpulet.id not in before))
         known = [self._reasons[Reason.LOST]] if Reason.LOST in self._reasons else []
-        known += [f"batches of '{name}' take {slowdowns[name]:.2f} of their profile" for name in news.slower]
+        known += [f"batches of '{name}' take {slowdowns[name]:.2f} times their profiled time" for name in news.slower]
         known += [f"{', '.join(news.losing)} loses more requests than allowed"] if news.losing else []
-        why = known[0] if known else f"{', '.join(sorted(short))} has more requests than what runs can carry"
+        why = known[0] if known else f"{', '.join(sorted(short))} gets more requests than the running plan can carry"
         why = f"{why}: standby {names} takes over"
         self.note(LogLine(self._now_s, Kind.CHANGE, why))
         changing.take_over(self._now_s, target, why, sorted(short))
         self._standby_of, self._questions.out = None, None
         self._questions.forget_answer()
         self._reasons.clear()
-        self._checked_s = -math.inf  # whether that is enough is asked as soon as it is done
+        self._checked_s = -math.inf  # check right after it whether that is enough
 
     # --- changing -----------------------------------------------------------------------------------------------------
 
@@ -524,7 +548,7 @@ class Controller:
         self._changing.begin(self._now_s, target, why, self._learned.losing_too_much(), self.rates.mean_rps)
 
     def _take_back(self, change: ChangeUnderWay, why: str, held: Sequence[Gpulet] | None = None) -> None:
-        self._questions.forget_answer()  # it is asked again once the wait is over
+        self._questions.forget_answer()  # asked again when the wait is over
         self._stuck(self._changing.take_back(self._now_s, change, why, self.rates.mean_rps, held))
         self._give_up_versions(change)
 

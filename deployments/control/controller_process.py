@@ -25,7 +25,7 @@ from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, Ove
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.control.version_edits import checked, promoted, to_take_back, with_version
+from tenuto.deployments.control.version_edits import Edits, checked, promoted, to_take_back, with_version
 from tenuto.deployments.machines.node_layouts import NodeLayouts
 from tenuto.deployments.serve.applications import Applications
 from tenuto.deployments.serve.building import import_applications
@@ -44,12 +44,12 @@ logger = logging.getLogger("ray.serve")
 
 T = TypeVar("T")
 _GROUND = "control/ground"
-_SILENT_S = 60.0  # limit: without a look the thread is taken for dead
+_SILENT_S = 60.0  # limit: a thread without a look for so long counts as dead
 _RETIRES_S = 20.0  # limit: for the look that is under way
 
 
 def keep_ground(store: Store, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:
-    """Keep what the controller plans with: profiles, and the GPUs that the cluster has or may have."""
+    """Store what the controller plans with: profiles, and the GPUs that the cluster has or may have."""
     ground = {
         "profiles": [profile.model_dump(mode="json", exclude_defaults=True) for profile in profiles],
         "gpus": [gpu.model_dump(mode="json", exclude_none=True) for gpu in gpus],
@@ -58,7 +58,7 @@ def keep_ground(store: Store, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None
 
 
 def read_ground(store: Store) -> tuple[Profiles, tuple[Gpu, ...]]:
-    """Return what `keep_ground` kept; empty where it kept nothing."""
+    """Return what `keep_ground` stored; empty when it stored nothing."""
     raw = store.get(_GROUND)
     if raw is None:
         return Profiles([]), ()
@@ -79,15 +79,15 @@ Begin = Callable[[ControlSettings, Callable[[LogLine], None], Callable[[], None]
 
 
 class ControllerReplica:
-    """The Serve deployment. `reconfigure` gives it its settings, and begins."""
+    """The Serve deployment. `reconfigure` gives it its settings and starts it."""
 
     def __init__(self, store: Store | None = None, begin: Begin | None = None) -> None:
         """Wait for settings.
 
         Args:
-            store: where it remembers; default: the cluster's.
-            begin: returns the controller over what is deployed, which tells its decisions, and its planner, which says
-                when it has an answer; default: on the cluster.
+            store: the controller's memory; default: the cluster's.
+            begin: makes the controller over the deployment, which reports its decisions, and its planner, which reports
+                answers; default: on the cluster.
         """
         self._store = store or ClusterStore()
         self._begin = begin or begin_on_cluster
@@ -105,7 +105,7 @@ class ControllerReplica:
     # --- Serve's side -------------------------------------------------------------------------------------------------
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Take new settings; the controller begins anew with what it remembers.
+        """Take new settings. The controller starts again from memory.
 
         Raises:
             InvalidInputError: unknown keys or unusable values; nothing was changed.
@@ -118,20 +118,21 @@ class ControllerReplica:
             self._thread.start()
 
     async def check_health(self) -> None:
-        """Raise when no looks are taken any more; Serve then replaces this process."""
+        """Raise when the controller no longer looks; Serve then replaces this process."""
         if self._failure is not None:
             raise EnvironmentFaultError(self._failure)
         if time.monotonic() - self._looked_s > _SILENT_S:
             raise EnvironmentFaultError(f"the controller has not looked for {_SILENT_S:g} s")
 
     def __del__(self) -> None:
-        """End the thread, at Serve's call; a change under way goes on in the next life."""
+        """End the thread when Serve calls; the next process goes on with a change under way."""
         self._is_over = True
         self._wake.set()
 
     async def retire(self) -> None:
-        """Look no more. Called before the applications are removed: a controller in the middle of a change would bring
-        them back, itself among them. If it is not removed after all, Serve finds it silent and begins a new one."""
+        """Stop looking. Called before the applications are removed: in the middle of a change the controller would
+        bring them back, itself among them. When it is not removed after all, Serve finds it silent and starts it again.
+        """
         self._is_over = True
         self._wake.set()
         if self._thread is not None:
@@ -140,7 +141,7 @@ class ControllerReplica:
     # --- the operator's side ------------------------------------------------------------------------------------------
 
     async def pause(self, paused: bool) -> ControllerState:
-        """Change nothing from now on, or change again; return the state."""
+        """Change nothing from now on (True), or change again (False); return the state."""
 
         def change(live: Live) -> ControllerState:
             live.controller.pause(paused=paused)
@@ -149,7 +150,7 @@ class ControllerReplica:
         return await self._do(change)
 
     async def state(self) -> ControllerState:
-        """Return mode, what is under way, measured and planned rates."""
+        """Return mode, change under way, measured and planned rates."""
         return await self._do(lambda live: live.state())
 
     async def log(self, limit: int) -> list[LogLine]:
@@ -157,8 +158,8 @@ class ControllerReplica:
         return await self._do(lambda _live: ControlMemory(self._store).log()[-limit:])
 
     async def shown(self, limit: int = 30) -> ControllerStatus:
-        """Return what operators are shown: the state, how often what was decided in this life, and the newest entries
-        of the log, newest first, in the form of the status' events."""
+        """Return what operators are shown: the state, the number of decisions of this process by kind, and the newest
+        entries of the log, newest first, as events of the status."""
 
         def look(live: Live) -> ControllerStatus:
             newest = reversed(ControlMemory(self._store).log()[-limit:])
@@ -167,12 +168,15 @@ class ControllerReplica:
 
         return await self._do(look)
 
-    async def advice(self) -> AdvisedPlan | None:
-        """Return the plan that it advises; None where what runs does."""
-        return await self._do(lambda live: live.controller.advice)
+    async def advice(self) -> AdvisedPlan:
+        """Return the advised plan; raise `EnvironmentFaultError` when there is none."""
+        found = await self._do(lambda live: live.controller.advice)
+        if found is None:
+            raise EnvironmentFaultError("the controller advises no other plan now. See `tenuto control log`.")
+        return found
 
     async def deploy(self, deployment: Mapping[str, Any], by: str, why: str) -> None:
-        """Go over to another deployment, make before break; the log says how it goes."""
+        """Go over to another deployment, make before break; progress goes to the log."""
         wanted = parse_document(Deployment, dict(deployment), origin="deployment")
         await self._do(lambda live: live.deploy(time.time(), wanted, by, why))
 
@@ -180,23 +184,24 @@ class ControllerReplica:
         """Add a model to the workload, or replace its entry.
 
         Raises:
-            InvalidInputError: it is there already, or not at all, or the entry is none, or nothing says what it costs.
+            InvalidInputError: the model exists already (add) or does not (replace), the entry is invalid, or no profile
+                says what it costs.
         """
         spec = parse_document(ModelSpec, dict(entry), origin="model")
         _check_profiled(spec, *read_ground(self._store))
 
-        def change(live: Live) -> None:
-            if (spec.name in {model.name for model in live.controller.workload.models}) == add:
+        def entries(controller: Controller) -> Edits:
+            others = [other for other in controller.workload.models if other.name != spec.name]
+            if (len(others) < len(controller.workload.models)) == add:
                 rule = "is in the workload already" if add else "is not in the workload"
                 cure = "Use `tenuto model update`." if add else "Use `tenuto model add`."
                 raise refused("model", spec.name, rule, cure)
-            others = [other for other in live.controller.workload.models if other.name != spec.name]
-            live.controller.edit({spec.name: checked([*others, spec])[spec.name]})
+            return {spec.name: checked([*others, spec])[spec.name]}
 
-        await self._do(change)
+        await self._edit(entries)
 
     async def remove_model(self, name: str) -> None:
-        """Take a model out of the workload; raises `InvalidInputError` where it is not in it, or is the last."""
+        """Take a model out of the workload; raise `InvalidInputError` when it is not in it, or is the last one."""
 
         def change(live: Live) -> None:
             models = {model.name for model in live.controller.workload.models}
@@ -215,35 +220,29 @@ class ControllerReplica:
     async def set_version(
         self, model: str, version: str, terms: Mapping[str, Any], entry: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Bring a version of a model, or change its part of the requests; return its entry.
+        """Add a version of a model, or change its share of the requests; return its entry.
 
         Raises:
-            InvalidInputError: see `with_version`; or nothing says what it costs.
+            InvalidInputError: see `with_version`; or no profile says what the version costs.
         """
         ground = read_ground(self._store)
 
-        def change(live: Live) -> dict[str, Any]:
-            controller = live.controller
+        def entries(controller: Controller) -> Edits:
             edits = with_version(controller.workload, controller.rates.mean_rps, model, version, terms, entry)
-            ((_, spec),) = edits.items()
-            assert spec is not None
-            _check_profiled(spec, *ground)
-            controller.edit(edits)
-            return spec.model_dump(mode="json", exclude_defaults=True)
+            for spec in filter(None, edits.values()):
+                _check_profiled(spec, *ground)
+            return edits
 
-        return await self._do(change)
+        (spec,) = filter(None, (await self._edit(entries)).values())
+        return spec.model_dump(mode="json", exclude_defaults=True)
 
     async def promote(self, model: str, version: str) -> None:
-        """Let a version take the rest, in place of the one that does; raises `InvalidInputError` where it cannot."""
-
-        def change(live: Live) -> None:
-            controller = live.controller
-            controller.edit(promoted(controller.workload, controller.rates.mean_rps, model, version))
-
-        await self._do(change)
+        """Let a version take the rest of the requests in place of the present one; raise `InvalidInputError` when it
+        cannot."""
+        await self._edit(lambda control: promoted(control.workload, control.rates.mean_rps, model, version))
 
     async def take_back(self, model: str, version: str) -> None:
-        """Send a version nothing from now on, and end it; raises `InvalidInputError` where it cannot go."""
+        """Send a version no more requests and end it; raise `InvalidInputError` when it must stay."""
 
         def change(live: Live) -> None:
             name = to_take_back(live.controller.workload, model, version)
@@ -253,11 +252,18 @@ class ControllerReplica:
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the entries of the workload."""
-        return await self._do(
-            lambda live: [
-                spec.model_dump(mode="json", exclude_defaults=True) for spec in live.controller.workload.models
-            ]
-        )
+        workload = await self._do(lambda live: live.controller.workload)
+        return [spec.model_dump(mode="json", exclude_defaults=True) for spec in workload.models]
+
+    async def _edit(self, make: Callable[[Controller], Edits]) -> Edits:
+        """Change entries of the workload; return them."""
+
+        def change(live: Live) -> Edits:
+            edits = make(live.controller)
+            live.controller.edit(edits)
+            return edits
+
+        return await self._do(change)
 
     async def _do(self, what: Callable[[Live], T]) -> T:
         future: Future[T] = Future()
@@ -290,7 +296,7 @@ class ControllerReplica:
                 try:
                     live.step(time.time())
                 except OvertakenError:
-                    self._new_settings = True  # begin anew, over what runs
+                    self._new_settings = True  # start again, over what runs
                     continue
                 self._perform(live)
                 self._wake.wait(self._settings.look_s)
@@ -309,19 +315,21 @@ class ControllerReplica:
 
     def _perform(self, live: Live) -> None:
         with self._lock:
+            if self._new_settings:
+                return  # whoever asked after them is answered by the controller that has them
             work, self._work = self._work, []
         for what, future in work:
             try:
                 result = what(live)
-                live.carry_out(time.time())  # an answer means that it is remembered
+                live.carry_out(time.time())  # answer only after storing it
                 future.set_result(result)
             except Exception as error:
                 future.set_exception(error)
 
 
 def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogLine], None], wake: Callable[[], None]) -> Begun:
-    """Return the controller over what is deployed, with what was remembered of it; `tell` is told its decisions, `wake`
-    called when there is a plan to look at."""
+    """Return the controller over what is deployed, with its memory. `tell` receives its decisions; `wake` is called
+    when a plan has come."""
     store = ClusterStore()
     history, kept = History(store), ControlMemory(store)
     before, found = history.latest(), Applications().deployed()
@@ -356,8 +364,8 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogLine], None],
 
 
 def _check_profiled(spec: ModelSpec, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:
-    """Raise `InvalidInputError` where no GPU there is has a profile of a model with which a request alone is in time:
-    no plan could have it, and so none the others either."""
+    """Raise `InvalidInputError` when no present GPU has a profile under which a lone request is in time. No plan could
+    then hold this model, nor be made for the others."""
     faults = []
     for gpu_type in sorted({gpu.type for gpu in gpus}):
         try:
@@ -374,14 +382,14 @@ def _check_profiled(spec: ModelSpec, profiles: Profiles, gpus: tuple[Gpu, ...]) 
 
 
 def want_gpus(by_type: Mapping[str, int]) -> None:
-    """Ask Ray's autoscaler for so many GPUs; on a cluster without one that changes nothing."""
+    """Ask Ray's autoscaler for so many GPUs by type; without an autoscaler nothing changes."""
     from ray.autoscaler.sdk import request_resources
 
     request_resources(bundles=[{"GPU": 1} for _ in range(sum(by_type.values()))])
 
 
 def build(args: dict[str, Any]) -> Any:
-    """Return the Serve application of the controller; named as `import_path` in the generated Serve config."""
+    """Return the Serve application of the controller (`import_path` in the Serve config)."""
     from ray import serve
 
     del args

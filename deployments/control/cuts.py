@@ -1,5 +1,5 @@
-"""The MIG layouts that a plan needs while it is applied: which of its gpu-lets wait for their GPU to be cut, what ends
-before, and which instances are there."""
+"""Tracks the MIG layouts that a plan needs while it is applied: which gpu-lets wait for their GPU to be cut, what ends
+before, and which instances exist."""
 
 from __future__ import annotations
 
@@ -17,58 +17,59 @@ logger = logging.getLogger("ray.serve")
 
 
 class LayoutSide(Protocol):
-    """Cuts GPUs into MIG instances, and watches these; `NodeLayouts` on a real cluster. No call waits."""
+    """Cuts GPUs into MIG instances and watches them; `NodeLayouts` on a real cluster. No call waits."""
 
     def begin(self, order: CutOrder) -> None:
         """Begin to cut a GPU."""
 
     def ended(self) -> dict[str, str]:
-        """Return the GPUs that were cut since the last call, each with why it could not be; empty: it was."""
+        """Return the GPUs whose cutting ended since the last call, each with the reason why it failed; empty when it
+        succeeded."""
 
     def watch(self, nodes: Sequence[str | None]) -> Mapping[str, tuple[MigDevice, ...]]:
-        """Return the MIG devices of GPUs of some nodes by the GPU's UUID, as far as they are known."""
+        """Return the known MIG devices of GPUs on some nodes, by the GPU's UUID."""
 
 
 class Cuts:
-    """Invariant: a GPU is cut only while no gpu-let is in an instance that goes; one GPU once at a time.
+    """Invariant: a GPU is cut only when no gpu-let is in an instance that goes, and never twice at once.
 
-    `refused`: why a place could not be had, by its id. An emulated GPU has the layout that a plan gives it as soon as
-    what is in the way has ended.
+    `refused`: why an instance could not be made, by its id. An emulated GPU has its planned layout as soon as the
+    gpu-lets in the way have ended.
     """
 
     def __init__(self, layouts: LayoutSide | None, held: Iterable[PlannedGpu]) -> None:
-        """Take over GPUs on which gpu-lets run: what holds these is there."""
+        """Take over GPUs on which gpu-lets run; their instances exist."""
         self._layouts = layouts
-        self._there: dict[str, list[PlannedGpu]] = {}  # by GPU: what is known to be there
+        self._there: dict[str, list[PlannedGpu]] = {}  # by GPU: instances known to exist
         for gpu in held:
             self._there.setdefault(gpu.device, []).append(gpu)
-        self._wanted: dict[str, list[PlannedGpu]] = {}  # by GPU that is to be cut: its places in the plan
+        self._wanted: dict[str, list[PlannedGpu]] = {}  # by GPU to cut: its instances in the plan
         self._under_way: set[str] = set()
         self._emulated = False
         self.refused: dict[str, str] = {}
 
     @property
     def waiting(self) -> frozenset[str]:
-        """The places of the plan that are not there yet."""
+        """The planned instances that do not exist yet."""
         return frozenset(gpu.id for places in self._wanted.values() for gpu in places if not self._is_there(gpu))
 
     def _is_there(self, gpu: PlannedGpu) -> bool:
         return any((gpu.id, gpu.type) == (other.id, other.type) for other in self._there.get(gpu.device, ()))
 
     def need(self, plan: Plan, *, emulated: bool) -> None:
-        """Have a plan's places from now on. Places that may not be cut are taken to be there."""
+        """Want a plan's instances from now on. Instances that nobody may cut count as existing."""
         self._emulated, self.refused, self._wanted = emulated, {}, {}
-        held = {gpulet.gpu for gpulet in plan.gpulets}
+        held = set(plan.used_gpus)
         missing = {g.device for g in plan.gpus if g.id in held and g.mig == "managed" and not self._is_there(g)}
         for gpu in plan.gpus:
             if gpu.device in missing:
                 self._wanted.setdefault(gpu.device, []).append(gpu)
 
     def go_on(self, leaving: Sequence[Placed]) -> bool:
-        """Cut what is free to be cut; return whether places have come that gpu-lets waited for.
+        """Cut the GPUs that are free for it; return whether instances have come that gpu-lets waited for.
 
         Args:
-            leaving: where gpu-lets still are that the plan does not have.
+            leaving: where gpu-lets still are that are not in the plan.
         """
         came = False
         for device, why in ({} if self._layouts is None else self._layouts.ended()).items():
@@ -76,7 +77,7 @@ class Cuts:
             places = self._wanted.get(device, [])
             if why:
                 logger.error("control: GPU %s could not be cut: %s", device, why)
-                wanted = {(gpu.id, gpu.type) for gpu in places}  # what had to go for them may be there or not
+                wanted = {(gpu.id, gpu.type) for gpu in places}  # the instances that had to go may exist or not
                 self._there[device] = [g for g in self._there.get(device, ()) if (g.id, g.type) in wanted]
                 self.refused |= {gpu.id: why for gpu in places}
             else:
@@ -100,8 +101,8 @@ class Cuts:
         return bool(places)
 
     def remaining(self, gpus: Sequence[Gpu], plan: Plan) -> tuple[Gpu, ...]:
-        """Return the GPUs without those that cannot be there together with the plan's, and without MIG instances that
-        another tool ended."""
+        """Return the GPUs without those that cannot exist beside the plan's, and without MIG instances that another
+        tool ended."""
         on: dict[str, list[PlannedGpu]] = {}
         for gpu in plan.gpus:
             if gpu.mig is not None or gpu.instance is not None:
@@ -125,7 +126,7 @@ class Cuts:
 
 
 def _is_present(gpu: Gpu | PlannedGpu, found: Mapping[str, tuple[MigDevice, ...]]) -> bool:
-    """Return whether a MIG instance is among those of its GPU; what nobody has looked at is."""
+    """Return whether a MIG instance exists on its GPU; when nobody has looked, assume so."""
     parts = None if gpu.instance is None else found.get(gpu.instance.gpu_uuid or "")
     if parts is None or gpu.instance is None:
         return True

@@ -1,8 +1,8 @@
-"""Names for a new plan: says which of its GPUs and gpu-lets run already, so that as many as possible keep running.
+"""Names a new plan's GPUs and gpu-lets after running ones, so that as many gpu-lets as possible keep running.
 
-A policy numbers GPUs and gpu-lets as it likes. This module assigns the plan's GPUs to real ones of their types, so that
-most of the running gpu-lets are kept. When a gpu-let can go on in the process of a running one, it takes that one's id.
-Every other gpu-let gets an id that no running one has, so that it can start beside the old ones.
+A policy numbers GPUs and gpu-lets as it likes. This module assigns the plan's GPUs to real ones of their types so that
+most running gpu-lets are kept. When a gpu-let can go on in the process of a running one, it takes that one's id. Every
+other gpu-let gets an id that no running one has, so that it can start beside them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import GpuletProcess, PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
-from tenuto.placement.surviving import SLIGHT, may_lie, prefers, with_losses
+from tenuto.placement.surviving import SLIGHT, with_losses
+from tenuto.placement.whereabouts import may_lie, prefers
 from tenuto.profiles.gpu_types import memory_mib_of, price_of
 
-FORBIDDEN = 1e12  # derived: more than all breaks together: models are never where they must not be
-PREFERRED = 1e-6  # derived: less than any model that stays loaded is worth: a preference chooses among equals
-BREAKS = 1e6  # derived: more than all models that stay loaded are worth: what would have to be away counts first
+FORBIDDEN = 1e12  # derived: more than all breaks together: no model goes where it must not
+PREFERRED = 1e-6  # derived: less than any model that stays loaded: a preference only breaks ties
+BREAKS = 1e6  # derived: more than all models that stay loaded: fewest models go away first
 
 
 def fitted(
@@ -37,20 +38,20 @@ def fitted(
     reserved: Collection[str] = (),
     in_place: bool = False,
 ) -> Plan:
-    """Return `plan` on these GPUs, with the ids of what it keeps of `running`.
+    """Return `plan` on these GPUs, with the ids of the gpu-lets that it keeps of `running`.
 
-    Models come to lie where they may, and no node or rack takes more of one that is to be spread than in `plan`.
+    Models lie only where they may. No node or rack holds more of a model with `spread` than in `plan`.
 
     Args:
-        plan: of a policy; at most as many GPUs of each type as there are.
-        running: what serves now.
-        gpus: those that are there.
-        keep_idle: list the GPUs that it does not use, too.
+        plan: a policy's plan, on at most as many GPUs of each type as exist.
+        running: the plan that serves now.
+        gpus: the GPUs that are present.
+        keep_idle: also list GPUs without gpu-lets.
         reserved: ids that no new gpu-let may get.
-        in_place: `plan` is of these very GPUs, and what it has on one stays there.
+        in_place: the plan is for these very GPUs: its gpu-lets stay on theirs.
 
     Raises:
-        InvalidInputError: it uses more GPUs of a type than there are.
+        InvalidInputError: the plan uses more GPUs of a type than exist.
     """
     before = running.by_gpu() if running is not None else {}
     then = running.processes() if running is not None else {}
@@ -61,7 +62,7 @@ def fitted(
     specs = {spec.name: spec for spec in plan.models}
 
     def may_or_likes(name: str, gpu: Gpu) -> float:
-        """Return what it is worth beside what stays loaded to lay what a GPU of the plan holds on one that is there."""
+        """Return what laying a planned GPU's gpu-lets on this GPU is worth, apart from models that stay loaded."""
         held = [specs[model] for model in _models(wanted[name]) & specs.keys()]
         wrong = (in_place and gpu.id != name) or not all(may_lie(spec, gpu) for spec in held)
         return PREFERRED * sum(prefers(spec, gpu) for spec in held) - FORBIDDEN * wrong
@@ -72,11 +73,13 @@ def fitted(
     taken = {*reserved, *(gpulet.id for gpulet in (running.gpulets if running is not None else ()))}
     gpulets: list[Gpulet] = []
     used: dict[str, PlannedGpu] = {}
+    in_place = in_place or any(gpulet.also_on for gpulet in plan.gpulets)  # GPUs of one node stay together
+    now_on: dict[str, str] = {}  # by planned GPU the real one
     for gpu_type in dict.fromkeys(types[gpu] for gpu in wanted):
         new = [gpu for gpu in wanted if types[gpu] == gpu_type]
         there = [gpu for gpu in gpus if gpu.type == gpu_type]
         if len(new) > len(there):
-            rule = f"{len(new)} GPUs of type {gpu_type}, and {len(there)} are there"
+            rule = f"the plan has {len(new)} GPUs of type {gpu_type}, the cluster {len(there)}"
             raise refused("gpus", len(new), rule, "Plan on the GPUs that are there.")
         held = [before.get(gpu.id, []) for gpu in there]
         values = _values_beside([wanted[name] for name in new], held, [gpu.memory_mib for gpu in there])
@@ -92,8 +95,10 @@ def fitted(
             values += [[may_or_likes(name, gpu) for gpu in there] for name in new]
         for row, column in zip(*linear_sum_assignment(values, maximize=True), strict=True):
             gpu = there[column]
-            used[gpu.id] = PlannedGpu.of(gpu)
-            gpulets += _named(wanted[new[row]], gpu.id, pairs(wanted[new[row]], gpu), taken)
+            used[gpu.id], now_on[new[row]] = PlannedGpu.of(gpu), gpu.id
+            own = [gpulet for gpulet in wanted[new[row]] if gpulet.gpu == new[row]]
+            gpulets += _named(own, gpu.id, pairs(own, gpu), taken)
+    gpulets = [g.model_copy(update={"also_on": tuple(now_on[gpu] for gpu in g.also_on)}) for g in gpulets]
     if keep_idle:
         used |= {gpu.id: PlannedGpu.of(gpu) for gpu in gpus if gpu.id not in used}
     order = {gpu.id: place for place, gpu in enumerate(gpus)}
@@ -103,7 +108,7 @@ def fitted(
             "gpulets": tuple(sorted(gpulets, key=lambda gpulet: (order[gpulet.gpu], gpulet.id))),
         }
     )
-    found = with_losses(found)  # which have other names now
+    found = with_losses(found)  # places have other names now
     if not in_place and any(spec.spread in ("node", "rack") for spec in plan.models):
         most, less = _left(with_losses(plan)), _left(found)
         if any(less[name] < part - SLIGHT * specs[name].rate_rps for name, part in most.items()):
@@ -112,7 +117,7 @@ def fitted(
 
 
 def _left(plan: Plan) -> dict[str, float]:
-    """Return what the worst loss leaves of each model that is to be spread or to survive, in requests per second."""
+    """Return the rate left after the worst loss, in requests per second, for each model with `spread` or `survive`."""
     found: dict[str, float] = {}
     for loss in plan.expected.losses:
         for name, rate in loss.goodput_rps.items():
@@ -121,8 +126,8 @@ def _left(plan: Plan) -> dict[str, float]:
 
 
 def renamed(plan: Plan, running: Plan) -> Plan:
-    """Return an operator's plan in which every gpu-let that cannot go on in the process that has its id gets an id of
-    its own, so that it can start beside it."""
+    """Return an operator's plan in which every gpu-let has an id of its own, unless it can go on in the process with
+    its id. So it can start beside that process."""
     then, now = running.processes(), plan.processes()
     taken = {gpulet.id for gpulet in (*running.gpulets, *plan.gpulets)}
     found = []
@@ -136,7 +141,7 @@ def renamed(plan: Plan, running: Plan) -> Plan:
 
 
 def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
-    """Return the GPUs of plans, with the memory and price of their types; without a bound where that is not known."""
+    """Return the GPUs of plans, with memory and price of their types; unbounded memory where the type is unknown."""
     known = {gpu.id: gpu for plan in plans for gpu in plan.gpus}
     return tuple(
         Gpu(**gpu.model_dump(), memory_mib=memory_mib_of(gpu.type) or float("inf"), price_per_hour=price_of(gpu.type))
@@ -145,7 +150,7 @@ def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
 
 
 def fresh_id(gpu_id: str, taken: Collection[str]) -> str:
-    """Return the first id for a gpu-let on a GPU that is not taken yet."""
+    """Return the first id on a GPU that no gpu-let has yet."""
     index = 0
     while gpulet_id(gpu_id, index) in taken:
         index += 1
@@ -162,7 +167,7 @@ def _models(gpulets: Iterable[Gpulet]) -> set[str]:
 def _values_beside(
     new: Sequence[Sequence[Gpulet]], old: Sequence[Sequence[Gpulet]], memory_mib: Sequence[float]
 ) -> NDArray[np.float64]:
-    """Return `_value` of every GPU's gpu-lets on every one, as if none of what is there could go on in it."""
+    """Return `_value` of every planned GPU on every real one, when no running process could go on."""
     pct, mib = (
         [np.array([sum(map(size, gpulets)) for gpulets in each]) for each in (new, old)] for size in (_pct, needed_mib)
     )
@@ -176,8 +181,8 @@ def _pct(gpulet: Gpulet) -> float:
 
 
 def _value(new: Sequence[Gpulet], old: Sequence[Gpulet], gpu: Gpu, pairs: _Pairs) -> float:
-    """Return what it is worth to lay a GPU's gpu-lets on one that holds others: models that stay loaded, less those
-    that could only start once others have gone."""
+    """Return what laying a GPU's gpu-lets on this GPU is worth: models that stay loaded, less models that could start
+    only after others have gone."""
     stay = {i for _, i, _ in pairs}
     starts = [gpulet for index, gpulet in enumerate(new) if index not in stay]
     breaks = 0.0 if fits([*old, *starts], gpu) else sum(len(gpulet.models) for gpulet in starts)
@@ -187,8 +192,8 @@ def _value(new: Sequence[Gpulet], old: Sequence[Gpulet], gpu: Gpu, pairs: _Pairs
 def _pairs(
     new: Sequence[tuple[Gpulet, GpuletProcess]], old: Sequence[Gpulet], then: Mapping[str, GpuletProcess]
 ) -> _Pairs:
-    """Return (value, new, id of the old) for every gpu-let whose process goes on, greedily the most valuable first: its
-    models, counted twice where it holds no others, and a little more where nothing about it changes."""
+    """Return (value, new, id of the old) for every gpu-let whose process goes on, greedily by value. The value counts
+    its models, twice when the process holds no others, and a little more when nothing changes."""
     found = []
     for i, (after, process) in enumerate(new):
         models = {replica.name for replica in after.models}
@@ -205,7 +210,7 @@ def _pairs(
 
 
 def _named(new: Sequence[Gpulet], gpu_id: str, pairs: _Pairs, taken: set[str]) -> list[Gpulet]:
-    """Return the gpu-lets of a GPU with their ids; fresh ones are added to `taken`."""
+    """Return the gpu-lets of a GPU with their ids; add new ids to `taken`."""
     ids = {i: name for _, i, name in pairs}
     found = []
     for index, gpulet in enumerate(new):

@@ -1,4 +1,4 @@
-"""The plan of a change: what going over to another plan would do, worked out before anything is changed."""
+"""Works out what going over to another plan would do, before anything is changed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tenuto.placement import Plan
 
 @dataclass(frozen=True)
 class ChangeStep:
-    """One step of a change: its gpu-lets, those of them that start or load, and the models that are served now and by
-    none of them until those are ready."""
+    """One step of a change: its gpu-lets, those of them that start or load, and the models that no gpu-let serves until
+    these are ready."""
 
     gpulets: tuple[str, ...]
     starting: tuple[str, ...]
@@ -23,9 +23,8 @@ class ChangeStep:
 
 @dataclass(frozen=True)
 class ForeseenChange:
-    """What happens to every gpu-let, in which steps, and which models are served now and by the new plan no more.
-    `drained`: places that are to hold nothing, `undrained`: those that may hold something again. `layouts`: GPUs that
-    are cut into other MIG instances."""
+    """What happens to every gpu-let, in which steps, and which models the new plan no longer serves. `drained`: places
+    to empty; `undrained`: places free for use again; `layouts`: GPUs to cut into other MIG instances."""
 
     changes: tuple[GpuletChange, ...]
     steps: tuple[ChangeStep, ...]
@@ -36,7 +35,8 @@ class ForeseenChange:
 
 
 def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> ForeseenChange:
-    """Return what making `wanted` of `running` does, make before break, once strays, which no plan has, are ended."""
+    """Return what a change from `running` to `wanted` does, make before break, after strays (gpu-lets in no plan) are
+    ended."""
     target = renamed(wanted, running)
     rates = {spec.name: spec.rate_rps for spec in wanted.models}
     there = {gpulet.id for gpulet in running.gpulets}  # they serve while they load
@@ -49,7 +49,7 @@ def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> Forese
         without = tuple(name for name in served if name in asked - holds)
         steps.append(ChangeStep(tuple(sorted(ids)), tuple(sorted(ids - ready)), without))
     kept = {replica.name for gpulet in wanted.gpulets for replica in gpulet.models}
-    ended = tuple(GpuletChange(name, "stop", ("it runs, and no plan has it",)) for name in strays)
+    ended = tuple(GpuletChange(name, "stop", ("it runs and is in no plan",)) for name in strays)
     found = diff(running, target)
     changes = (*ended, *found.changes)
     lost = tuple(name for name in served if name not in kept)

@@ -1,4 +1,4 @@
-"""What goes into the controller and what comes out of it. Times are seconds on the driver's clock."""
+"""What goes into the controller and what comes out. Times are seconds on the driver's clock."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from tenuto.placement.cluster import Gpu
 
 @dataclass(frozen=True)
 class ModelSeen:
-    """Requests of one model since the last look: those that arrived, and those that ended, in time or not."""
+    """Requests of one model since the last look: those that arrived, and those that ended, in time or not. Of a model
+    that generates, how many were answered, and the tokens of their prompts and answers."""
 
     arrived: int = 0
     good: int = 0
     bad: int = 0
+    generated: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class GpuletSeen:
-    """One gpu-let since the last look: what batches took over what the plan says, by program with any."""
+    """One gpu-let since the last look: by program, what its batches took divided by what the plan says."""
 
     ratio: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One look: what happened since the last, and what stands now.
+    """One look: what happened since the last look, and what stands now.
 
-    `models` is empty where what happened is not known, as in the first look of a new life; `seconds` is the time in
-    which it happened, where that is not the time between the looks: a look may come late. `ready` are gpu-lets that
-    can serve, those on standby among them; `broken` those that will not, with the reason; every other gpu-let of the
-    plan is starting, loading or coming back. `gpus` are the GPUs that are there.
+    `models` is empty when what happened is unknown, as in the first look of a new process. `seconds` is how long it
+    took to happen, when that is not the time between the looks: a look may come late. `ready` are gpu-lets that can
+    serve, standby processes included. `broken` are gpu-lets that will not, with the reason. Every other gpu-let of the
+    plan is starting, loading or coming back. `gpus` are the GPUs present.
     """
 
     models: Mapping[str, ModelSeen]
@@ -47,7 +51,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class MakePlan:
-    """Run the planner on this, aside, and bring its result to `planned` with the number."""
+    """Ask the planner this, aside, and bring its result to `planned` with the number."""
 
     number: int
     request: PlanRequest
@@ -55,10 +59,8 @@ class MakePlan:
 
 @dataclass(frozen=True)
 class Apply:
-    """Make this plan the one that is served, from now on; `why` is for the history.
-
-    `standby` are gpu-lets that are to have a process beside those of the plan, loaded and idle.
-    """
+    """Serve this plan from now on; `why` is for the history. `standby` are gpu-lets whose processes wait beside the
+    plan, loaded and idle."""
 
     plan: Plan
     why: str
@@ -67,7 +69,8 @@ class Apply:
 
 @dataclass(frozen=True)
 class AdvisedPlan:
-    """A plan that pays and was not begun, as the controller only advises or may not now; `text` is of the log."""
+    """A plan that pays and was not begun, because the controller only advises or may not change now; `text` is the
+    log's."""
 
     plan: Plan
     text: str
@@ -75,7 +78,7 @@ class AdvisedPlan:
 
 @dataclass(frozen=True)
 class WantGpus:
-    """Have so many GPUs of each type in the cluster: ask for what is missing, release what is idle above it."""
+    """Have so many GPUs of each type: ask for missing ones, release idle ones above that."""
 
     by_type: Mapping[str, int]
 

@@ -1,7 +1,7 @@
-"""The record of what a controller noticed, decided and did: lines of one shape, with their figures and their words.
+"""The controller's log: lines of one shape, with figures and words.
 
-What people read of a decision is made here and nowhere else. No rule rests on words: `reached` says how a change ended,
-`version` that what runs is another since.
+What people read of a decision is worded here alone. No rule reads the words: `reached` says how a change ended,
+`version` that another plan runs since.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tenuto.placement import Plan
 
 
 class Reason(StrEnum):
-    """Why to plan again."""
+    """A reason to plan again."""
 
     LOST = "lost"
     CAME = "came"
@@ -33,28 +33,28 @@ class Reason(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a line is of, as logs and metrics name it."""
+    """The kind of a line, as logs and metrics name it."""
 
-    NO_PLAN = "no plan"  # the planner has none
-    KEPT = "kept"  # nothing pays, or what would pay may not be done now
-    ADVICE = "advice"  # what would be done, were the controller to act
-    CHANGE = "change"  # one begins
-    RATES = "rates"  # the same gpu-lets are meant for other rates: no change
-    MISSING = "missing"  # GPUs
-    STANDBY = "standby"  # these processes wait
+    NO_PLAN = "no plan"  # the planner found none
+    KEPT = "kept"  # no change pays, or one that would pay may not be made now
+    ADVICE = "advice"  # a change that the controller would make in mode act
+    CHANGE = "change"  # a change begins
+    RATES = "rates"  # the same gpu-lets with other planned rates: no change
+    MISSING = "missing"  # GPUs are missing
+    STANDBY = "standby"  # idle processes wait
     ABANDONED = "abandoned"  # a change stops where it is
     CHANGED = "changed"
     ROLL_BACK = "roll back"  # a change is taken back
-    ROLLED_BACK = "rolled back"  # the plan before runs again
+    ROLLED_BACK = "rolled back"  # the previous plan runs again
     STUCK = "stuck"  # going back failed too
-    CANARY = "canary"  # a version is worse than the one beside it
+    CANARY = "canary"  # a canary is worse than the version beside it
     PAUSED = "paused"  # by an operator
     RESUMED = "resumed"
 
 
 def no_plan(at_s: float, reasons: Mapping[Reason, str], fault: str) -> LogLine:
-    """Say that the planner has none, and why it was asked."""
-    text = f"{'; '.join(reasons.values())}: no plan: {fault}; what runs is kept"
+    """Say that the planner found no plan, and why it was asked."""
+    text = f"{'; '.join(reasons.values())}. Running plan kept: {fault}"
     return LogLine(at_s, Kind.NO_PLAN, text, {"reasons": _plain(reasons)})
 
 
@@ -66,16 +66,15 @@ def weighed(
     planning_s: float,
     obstacle: str | None = None,
 ) -> LogLine:
-    """Say what becomes of a proposal that was asked for with these reasons, and came after so much planning."""
+    """Say what becomes of a proposal: the reasons to ask for it, its worth, the planning time."""
     worth, why, how = proposal.worth, "; ".join(reasons.values()), proposal.how
+    gpus = "" if proposal.plan is None else f"; {sized(proposal.plan)}"
     text = {
-        Kind.KEPT: f"{why}: what runs is kept, as {worth.why}"
+        Kind.KEPT: f"{why}. Running plan kept: {worth.why}"
         if obstacle is None
-        else f"{why}: {how} would pay, as {worth.why}, but {obstacle}",
-        Kind.RATES: f"{why}: {worth.why}",
-    }.get(kind, f"{why}: {how}, as {worth.why}")
-    if proposal.plan is not None and kind is not Kind.RATES and (worth.pays or obstacle is not None):
-        text += f"; {sized(proposal.plan)}"
+        else f"{why}. {how.capitalize()} would pay: {worth.why}{gpus}. Not now: {obstacle}",
+        Kind.RATES: f"{why}. {worth.why}",
+    }.get(kind, f"{why}. {how.capitalize()}: {worth.why}{gpus}")
     figures = {
         "how": how,
         "reasons": _plain(reasons),
@@ -91,19 +90,19 @@ def weighed(
 
 
 def gpus_missing(at_s: float, short: Mapping[str, int]) -> LogLine:
-    """Say that so many more GPUs of each type would carry everything."""
-    text = f"all rates would be carried with more GPUs: {listed(short)}"
+    """Say how many more GPUs of each type would carry all rates."""
+    text = f"the rates need more GPUs than there are: {listed(short)}"
     return LogLine(at_s, Kind.MISSING, text, {"gpus": dict(short)})
 
 
 def on_standby(at_s: float, why: str, shares: Mapping[str, str]) -> LogLine:
-    """Say which processes wait, with their shares of a GPU."""
-    text = f"{why}: {listed(shares) or 'nothing'} on standby"
+    """Say which processes wait on standby, with their shares of a GPU."""
+    text = f"{why}. On standby now: {listed(shares) or 'nothing'}"
     return LogLine(at_s, Kind.STANDBY, text, {"shares": dict(shares)})
 
 
 def abandoned(at_s: float, gpus: Sequence[str]) -> LogLine:
-    """Say that the change under way stops where it is, as these GPUs are gone."""
+    """Say that the change under way stops because these GPUs are lost."""
     return LogLine(at_s, Kind.ABANDONED, f"the change under way stops, as GPU {', '.join(gpus)} is gone")
 
 
@@ -114,13 +113,13 @@ def changed(at_s: float, why: str, seconds: float) -> LogLine:
 
 
 def taken_back(at_s: float, why: str, wait_s: float) -> LogLine:
-    """Say that a change is taken back, and none begins for a while."""
+    """Say that a change is taken back, and how long no other begins."""
     return LogLine(at_s, Kind.ROLL_BACK, f"{why}; no other change for {wait_s:.0f} s", {"why": why})
 
 
 def rolled_back(at_s: float, seconds: float) -> LogLine:
-    """Say that the plan before runs again."""
-    text = f"to the plan before, in {seconds:.0f} s"
+    """Say that the previous plan runs again."""
+    text = f"back to the previous plan in {seconds:.0f} s"
     return LogLine(at_s, Kind.ROLLED_BACK, text, reached=False, version=text)
 
 
@@ -130,24 +129,24 @@ def stuck(at_s: float, why: str) -> LogLine:
 
 
 def worse(at_s: float, canary: WorseCanary, confidence: float, obstacle: str | None) -> LogLine:
-    """Say that a canary is worse than the version beside it, and what becomes of it."""
+    """Say that a canary is worse than the version beside it, and what happens to the canary."""
     lost, rest_lost = canary.lost / canary.ended, canary.rest_lost / canary.rest_ended
     text = (
-        f"{canary.name} loses {lost:.1%} of {canary.ended} requests, {canary.rest} meanwhile {rest_lost:.1%} of "
-        f"{canary.rest_ended}: worse with a confidence of {confidence:g}; "
-        f"{'it is taken back' if obstacle is None else f'it would be taken back, but {obstacle}'}"
+        f"{canary.name} lost {lost:.1%} of {canary.ended} requests, {canary.rest} meanwhile {rest_lost:.1%} of "
+        f"{canary.rest_ended}. {canary.name} is worse with a confidence of {confidence:g} and "
+        f"{'is taken back' if obstacle is None else f'should be taken back. Not now: {obstacle}'}"
     )
     return LogLine(at_s, Kind.CANARY, text, {**asdict(canary), "confidence": confidence})
 
 
 def sized(plan: Plan) -> str:
-    """Return how many GPUs a plan uses, and their price where it is known."""
-    cost, used = plan.expected.cost_per_hour, len(plan.devices(gpulet.gpu for gpulet in plan.gpulets))
+    """Return how many GPUs a plan uses, and their price when known."""
+    cost, used = plan.expected.cost_per_hour, len(plan.devices(plan.used_gpus))
     return f"{used} GPU{'s' * (used != 1)}{'' if cost is None else f', {cost:,.2f} $/h'}"
 
 
 def listed(values: Mapping[str, Any], form: str = "{}") -> str:
-    """Return names with their values, each in a form."""
+    """Return names with their values, each value in `form`."""
     return ", ".join(f"{name} {form.format(value)}" for name, value in sorted(values.items()))
 
 

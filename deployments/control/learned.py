@@ -1,4 +1,4 @@
-"""What the controller knows from its looks: rates, losses, and what batches take."""
+"""What the controller learns from its looks: rates, losses, and how long batches take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tenuto.deployments.control.attainment import Attainment
 from tenuto.deployments.control.interface import Observation
+from tenuto.deployments.control.lengths import MeasuredLengths
 from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
@@ -18,8 +19,8 @@ FOLLOW = 0.3  # derived from the dispatcher's own corrections (`LatencyRatios`):
 
 @dataclass(frozen=True)
 class News:
-    """What a look brought: models that lose more than they may, programs that are slower than planned and more so than
-    was known, and whether a rate has jumped."""
+    """What a look brought: models that lose more than they may, programs slower than planned whose slowness has grown,
+    and whether a rate has jumped."""
 
     losing: Sequence[str]
     slower: Sequence[str]
@@ -30,7 +31,7 @@ class Learned:
     """Estimates that every look improves."""
 
     def __init__(self, settings: ControlSettings, memory: Memory) -> None:
-        """Begin, or begin again, from what is remembered."""
+        """Begin, or go on from memory."""
         self._settings = settings
         declared = _declared(memory.workload, memory.plan)
         self.rates = Rates(
@@ -43,9 +44,10 @@ class Learned:
         )
         named = _counting(memory.workload)
         self.attainment = Attainment(named, target=settings.attainment, window_s=settings.change.horizon_s)
+        self.lengths = MeasuredLengths(settings.rates.average_s)
         self.slowdowns, self.surplus = dict(memory.slowdowns), dict(memory.surplus)
-        self._asked_slowdowns = dict(memory.slowdowns)  # what was planned with last
-        self._unsettled_s = 0.0  # when something last happened that explains lost requests
+        self._asked_slowdowns = dict(memory.slowdowns)  # what the last planning assumed
+        self._unsettled_s = 0.0  # time of the last event that explains lost requests
         self._last_s: float | None = None
 
     def observe(self, now_s: float, seen: Observation) -> News:
@@ -55,6 +57,7 @@ class Learned:
         jumped = False
         if seen.models:
             jumped = bool(self.rates.observe(now_s, seconds, {name: m.arrived for name, m in seen.models.items()}))
+        self.lengths.observe(seconds, seen.models)
         losing = self.attainment.observe(
             now_s, {n: m.good for n, m in seen.models.items()}, {n: m.bad for n, m in seen.models.items()}
         )
@@ -64,7 +67,7 @@ class Learned:
         return News(losing, slower, jumped)
 
     def _learn_slowdowns(self, seen: Observation) -> list[str]:
-        """Follow what batches take over their profile, by program: the slowest of its gpu-lets counts."""
+        """Follow how long batches take over their profile, by program; its slowest gpu-let counts."""
         ratios: dict[str, float] = {}
         for gpulet in seen.gpulets.values():
             for program, ratio in gpulet.ratio.items():
@@ -79,50 +82,50 @@ class Learned:
         return slower
 
     def slow_news(self) -> str | None:
-        """Return which program's batches take other than was planned with; None where none do, or nobody asks."""
+        """Return which program's batches take other than last planned with; None when none do, or the rule is off."""
         threshold = self._settings.when.slow
         if threshold is None:
             return None
         for program, now in self.slowdowns.items():
             asked = self._asked_slowdowns.get(program, 1.0)
-            # What the first slow batches say is not all: a factor that was planned with and still moves is news sooner.
+            # The first slow batches understate it: a planned factor that still moves is news at half the threshold.
             enough = threshold if abs(asked - 1.0) <= threshold else threshold / 2.0
             if abs(now / asked - 1.0) > enough:
-                return f"batches of '{program}' take {now:.2f} of their profile, not {asked:.2f}"
+                return f"batches of '{program}' take {now:.2f} times their profiled time, planned with {asked:.2f}"
         return None
 
     def planned_with(self) -> dict[str, float]:
-        """Return what batches take over their profile, from now on what was planned with."""
+        """Return the slowdowns by program, and note them as planned with."""
         self._asked_slowdowns = dict(self.slowdowns)
         return dict(self.slowdowns)
 
     def set_workload(self, workload: Workload, running: Plan) -> None:
-        """Follow these models; the declared rate of a new one is its first estimate."""
+        """Follow these models; a new model starts from its declared rate."""
         self.rates.set_models(_declared(workload, running))
         self.attainment.set_models(_counting(workload))
 
     def unsettle(self, now_s: float) -> None:
-        """Something happens that explains requests that are lost soon after."""
+        """Note an event that explains requests lost soon after."""
         self._unsettled_s = now_s
 
     def is_unsettled(self, now_s: float) -> bool:
-        """Whether something happened lately that explains lost requests."""
+        """Whether an event lately explains lost requests."""
         return now_s - self._unsettled_s < self._settings.interval_s
 
     def losing_too_much(self) -> tuple[str, ...]:
-        """Return the models that have lost more lately than they may, chance or not."""
+        """Return the models that lately lost more than they may, by chance or not."""
         lost = self.attainment.lost_part(self.rates.mean_rps)
         return tuple(name for name, part in lost.items() if part > 1.0 - self._settings.attainment)
 
     def raise_surplus(self, losing: Sequence[str]) -> None:
-        """Plan for more than is offered where everything else is as planned and requests are lost all the same: with a
-        part r lost, N/(1-r) of what was planned for would carry all (Symphony, section 3.5)."""
+        """Plan for more than is offered when requests are lost although all else is as planned. When a part r is lost,
+        N/(1-r) of what was planned for would carry all (Symphony, section 3.5)."""
         for name, part in self.attainment.lost_part(losing).items():
             self.surplus[name] = self.surplus.get(name, 1.0) / max(0.25, 1.0 - part)
         self.attainment.forget()
 
     def traffic(self, ahead_s: float) -> Traffic:
-        """Return what has to be carried by a plan that is ready in `ahead_s`: what is expected, times what unexplained
+        """Return what a plan that is ready in `ahead_s` has to carry: the expected traffic, times what unexplained
         losses have taught."""
         traffic = self.rates.traffic(ahead_s)
         return Traffic(
@@ -132,22 +135,23 @@ class Learned:
         )
 
     def outlook(self, plan: Plan, traffic: Traffic) -> tuple[Outlook, Mapping[str, float]]:
-        """Return what a plan would serve with what batches take now, and the models of which too few requests would be
-        in time, with how many."""
+        """Return what a plan would serve with present slowdowns, and the models with too few requests in time, with
+        that part."""
+        plan = plan.model_copy(update={"models": self.lengths.measured(plan.models)})
         outlook = Outlooks(self.slowdowns).of(plan, traffic)
         parts = {name: outlook.parts.get(name, 0.0) for name in traffic.mean_rps}
         return outlook, {name: part for name, part in parts.items() if part < self._settings.attainment}
 
 
 def _declared(workload: Workload, running: Plan) -> dict[str, float]:
-    """Return the declared rates of the models to follow: those of versions that leave too, whose requests are the other
-    versions' soon."""
+    """Return the declared rates of the models to follow, those of leaving versions included: the other versions soon
+    get their requests."""
     found = {spec.name: spec.rate_rps for spec in workload.models}
     stay = {spec.model for spec in workload.models}
     return found | {s.name: s.rate_rps for s in running.models if s.model in stay and s.name not in found}
 
 
 def _counting(workload: Workload) -> tuple[str, ...]:
-    """Return the models whose lost requests are a reason for something: nobody asked for copies, and `canaries` judges
-    versions that are tried."""
+    """Return the models whose lost requests count as a reason. Copies are sent to shadows unasked, and `canaries`
+    judges versions on trial."""
     return tuple(spec.name for spec in workload.models if not spec.is_tried)

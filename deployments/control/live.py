@@ -1,15 +1,16 @@
-"""The controller on a running deployment: what it may know is read from the gateways and from Serve, what it decides is
-made Serve's configuration, and both are remembered.
+"""Connects the controller to a running deployment. It reads the gateways and Serve, turns decisions into Serve's
+configuration, and remembers both.
 
-Who takes a look when is left to the caller: the controller's own Serve deployment for good (`controller_process`), a
-command until its change is over (`change`).
+The caller decides when to look: the controller's own Serve deployment for good (`controller_process`), a command until
+its change is over (`change`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections import deque
+import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.planning import PlanRequest, Proposal
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import Epoch
+from tenuto.deployments.control.steps import needed_mib
 from tenuto.deployments.serve.config import (
     DISPATCHER_PREFIX,
     ENTRY_APPLICATION,
@@ -36,55 +38,56 @@ from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History, Store
 from tenuto.deployments.serve.states import ApplicationState, gpulets_of
 from tenuto.deployments.serve.sub_clusters import evened, imbalance
-from tenuto.deployments.serve.user_config import GpuletConfig, GpuOfGpulet
+from tenuto.deployments.serve.user_config import GpuletConfig
 from tenuto.deployments.wire.status import ControllerState, DispatchingStatus, LogLine, ModelStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
 from tenuto.placement import Gpulet, Plan
-from tenuto.placement.cluster import Gpu
+from tenuto.placement.cluster import Gpu, Placed
 
 logger = logging.getLogger("ray.serve")
 
-_DRAIN_S = 2.0  # limit: from when gateways no longer use a gpu-let to its end; the longest batches are shorter
-_LONGEST_DRAIN_S = 60.0  # limit: where gateways never say so
+_DRAIN_S = 2.0  # limit: from a gpu-let's last use by gateways to its end; the longest batches are shorter
+_LONGEST_DRAIN_S = 60.0  # limit: when gateways never say that
 _KEPT_LOG = 500  # limit
-_PLANS_UNDER_WAY = 4  # limit: that gateways may still follow, as Serve tells each by itself
+_MIB = 1e-6  # limit: sums of floats differ by rounding
+_PLANS_UNDER_WAY = 4  # limit: plans that some gateway may still follow, as Serve tells each by itself
 
 
 class ServeSide(Protocol):
     """What is asked of Serve; `Applications` on a real cluster."""
 
     def apply(self, config: ServeConfig) -> None:
-        """Let its applications run, and no others."""
+        """Run exactly these applications."""
 
     def states(self) -> dict[str, ApplicationState]:
         """Return every application by name."""
 
     def node_names(self) -> frozenset[str]:
-        """Return what the nodes that are alive are found by: their addresses, and their labels as `key=value`."""
+        """Return the names of the living nodes: addresses, and labels as `key=value`."""
 
 
 class Planner(Protocol):
     """Makes plans aside."""
 
     def ask(self, number: int, request: PlanRequest) -> None:
-        """Begin to answer; a question before it is forgotten."""
+        """Begin to answer; drop the previous question."""
 
     def answers(self) -> list[tuple[int, Proposal | str]]:
-        """Return what came since the last call, by number of the question."""
+        """Return the answers since the last call, with the numbers of their questions."""
 
 
 _GpuletApplication = ServeApplication[GpuletConfig]
 
 
 class OvertakenError(EnvironmentFaultError):
-    """Somebody else deployed another plan, which is the one that counts."""
+    """Somebody else deployed another plan, which counts."""
 
 
 @dataclass
 class _Draining:
-    """What a gpu-let's application holds beyond the plan: all of it, where it left, or programs that it held before.
+    """What a gpu-let's application holds beyond the plan: everything when it left, or programs that it should unload.
 
-    `free_since_s`: since when the gateways no longer use it.
+    `free_since_s`: when the gateways last stopped using it.
     """
 
     application: _GpuletApplication
@@ -94,7 +97,7 @@ class _Draining:
 
 @dataclass
 class _Migration:
-    """Models that change their sub-cluster. Dispatchers hold what they have before and after; `is_routed`: gateways
+    """Models that change their sub-cluster. Their dispatchers before and after both hold them; `is_routed`: gateways
     ask the new ones."""
 
     before: dict[str, int]
@@ -106,10 +109,10 @@ class _Migration:
 class LiveSystem:
     """A deployment as Serve and its gateways have it.
 
-    A plan is applied in up to three steps, so that nothing that serves is taken away before its successor is there:
-    running gpu-lets load what they are to hold more; the gateways follow the plan; what it lacks is unloaded, and
-    gpu-lets that left end. Gpu-lets in MIG instances that are not there yet start last: once those in the way have
-    ended, the GPU is cut.
+    A plan is applied in up to three steps, so that a successor is ready before anything that serves is taken away.
+    First, running gpu-lets load what they shall hold in addition. Then the gateways follow the plan. Last, gpu-lets
+    unload what the plan lacks, and those that left end. Gpu-lets in MIG instances that do not exist yet start after
+    that: once the gpu-lets in the way have ended, the GPU is cut.
     """
 
     def __init__(
@@ -123,42 +126,46 @@ class LiveSystem:
         """Take over what runs.
 
         Args:
-            deployment: that was applied last.
+            deployment: the one applied last.
             serve: the cluster.
-            read_status: returns the gateways' status; raises `EnvironmentFaultError` while none answers.
-            gpus: all that the cluster should have.
-            layouts: cuts GPUs; None: none of them is bound to hardware.
+            read_status: returns the gateways' status; raises `EnvironmentFaultError` when none answers.
+            gpus: all GPUs that the cluster should have.
+            layouts: cuts GPUs; None: no GPU is bound to hardware.
         """
         self.deployment = deployment
         self._serve = serve
         self._read_status = read_status
         self._gpus = gpus
-        self._gpulets = _gpulets_of(deployment.config())  # applications that the plan has, by name
-        self._places = {name: app.spec.gpu for name, app in self._gpulets.items() if app.spec}  # of all that ever ran
+        self._gpulets = _gpulets_of(deployment.config())  # the plan's applications, by name
+        self._places = {
+            name: app.spec.gpu for name, app in self._gpulets.items() if app.spec
+        }  # of every gpu-let so far
         self._plan = deployment.plan
-        self._routed = self._plan  # what the gateways follow
+        self._known = {application_name(gpulet.id): gpulet for gpulet in self._plan.gpulets}  # every gpu-let so far
+        self._short: frozenset[str] = frozenset()  # applications that wait until there is memory for them
+        self._routed = self._plan  # the plan that gateways follow
         self._draining: dict[str, _Draining] = {}
         self._standby: dict[str, _GpuletApplication] = {}  # applications of idle processes, by gpu-let
-        self._waiting: tuple[Gpulet, ...] = ()  # these gpu-lets
-        self._there: tuple[Gpu, ...] = ()  # GPUs that were there at the last look
-        self._ready: frozenset[str] = frozenset()  # gpu-lets that were ready then
-        self._counted: dict[str, tuple[float, tuple[int, int, int]]] = {}  # when, and what
+        self._waiting: tuple[Gpulet, ...] = ()  # idle gpu-lets
+        self._there: tuple[Gpu, ...] = ()  # GPUs present at the last look
+        self._ready: frozenset[str] = frozenset()  # gpu-lets ready at the last look
+        self._counted: dict[str, tuple[float, tuple[int, ...]]] = {}  # time, counts
         self._migration: _Migration | None = None
         states = serve.states()
         self._runs = ENTRY_APPLICATION in states
-        self._told: deque[dict[str, Any]] = deque(maxlen=_PLANS_UNDER_WAY)  # the plans that gateways may follow
-        held = {gpulet.gpu for gpulet in self._plan.gpulets if application_name(gpulet.id) in states}
+        self._told: deque[dict[str, Any]] = deque(maxlen=_PLANS_UNDER_WAY)  # plans that gateways may follow
+        running = [gpulet for gpulet in self._plan.gpulets if application_name(gpulet.id) in states]
+        held = {gpu for gpulet in running for gpu in gpulet.gpus}
         self._cut = Cuts(layouts, [gpu for gpu in self._plan.gpus if gpu.id in held])
         self._cut.need(self._plan, emulated=deployment.executor == "emulated")  # a change may be under way
 
     def apply(
         self, plan: Plan, now_s: float, standby: Sequence[Gpulet] = (), *, wanted: Deployment | None = None
     ) -> None:
-        """Make this plan the one that is served, with idle processes beside it, and with the settings of another
-        deployment where one is wanted.
+        """Serve this plan, with idle processes beside it, and with the settings of `wanted` when given.
 
         Raises:
-            InvalidInputError: it cannot be served so; nothing was changed.
+            InvalidInputError: the plan cannot be served; nothing was changed.
         """
         base = wanted or self.deployment
         if wanted is None and self._migration is not None:
@@ -188,26 +195,40 @@ class LiveSystem:
         if not grows:
             self._routed = plan
         self._cut.need(plan, emulated=deployment.executor == "emulated")
-        self._cut.go_on(self._leaving(self._serve.states()))
+        states = self._serve.states()
+        self._cut.go_on(self._leaving(states))
+        self._known |= {application_name(gpulet.id): gpulet for gpulet in (*plan.gpulets, *standby)}
+        self._short = self._short_of_memory(states)
         self._send()
 
     def _started(self) -> dict[str, _GpuletApplication]:
-        """Return the applications of the plan, but for those that wait for their GPU to be cut."""
+        """Return the plan's applications, without those that wait for their GPU to be cut, or for memory."""
         waiting = self._cut.waiting
         return {
             name: application
             for name, application in self._gpulets.items()
-            if application.spec is None or application.spec.gpu.id not in waiting
+            if name not in self._short and (application.spec is None or application.spec.gpu.id not in waiting)
         }
 
-    def _leaving(self, states: Mapping[str, ApplicationState]) -> list[GpuOfGpulet]:
-        """Return where gpu-lets still are that the plan does not have."""
+    def _short_of_memory(self, states: Mapping[str, ApplicationState]) -> frozenset[str]:
+        """Return the applications whose GPU does not hold them beside the gpu-lets that leave it. Those may still write
+        for as long as `UserConfig.ends_s`."""
+        sizes_mib = {gpu.id: gpu.memory_mib for gpu in self._gpus}
+        held_mib: defaultdict[str, float] = defaultdict(float)
+        for name in states.keys() | self._gpulets.keys():
+            if name in self._known:
+                held_mib[self._known[name].gpu] += needed_mib(self._known[name])
+        leaving = {self._known[name].gpu for name in states.keys() - self._gpulets.keys() if name in self._known}
+        crowded = {gpu for gpu in leaving if held_mib[gpu] > sizes_mib.get(gpu, math.inf) + _MIB}
+        return frozenset(name for name in self._gpulets.keys() - states.keys() if self._known[name].gpu in crowded)
+
+    def _leaving(self, states: Mapping[str, ApplicationState]) -> list[Placed]:
+        """Return where gpu-lets still are that are not in the plan."""
         started = self._started()
         return [gpu for name, gpu in self._places.items() if name in states and name not in started]
 
     def _moved(self, after: Mapping[str, int] | None, now_s: float) -> _Migration | None:
-        """Return how models get to their sub-clusters in another partition; None where all of them stay. What is new is
-        where it will be."""
+        """Return the migration to another partition; None when all models stay. New models start where they belong."""
         here = self.deployment.partition
         if here is None or after is None or all(here.get(name, place) == place for name, place in after.items()):
             return None
@@ -217,8 +238,8 @@ class LiveSystem:
         """Serve the present plan with the settings of another deployment, on the way to its plan.
 
         Raises:
-            InvalidInputError: the plan cannot be served so, or what only a new beginning can change is another; nothing
-                was changed.
+            InvalidInputError: the plan cannot be served with them, or they change what only a new start can change;
+                nothing was changed.
         """
         wanted.config(plan)
         raise_if_any(_unchangeable(self.deployment, wanted))
@@ -227,22 +248,22 @@ class LiveSystem:
             self.apply(self._plan, now_s, self._waiting, wanted=wanted)
 
     def _know(self, plan: Plan) -> None:
-        """Have a plan's GPUs among those of the cluster: MIG instances that it makes were not there before."""
+        """Add a plan's GPUs to the cluster's: the MIG instances that it makes are new."""
         self._gpus = tuple({(gpu.id, gpu.type): gpu for gpu in (*gpus_of(plan), *self._gpus)}.values())
 
     @property
     def cutting(self) -> list[str]:
-        """MIG instances of the plan, and whole GPUs, that have to be cut yet."""
+        """Planned MIG instances and whole GPUs that are not cut yet."""
         return sorted(self._cut.waiting)
 
     def move(self, partition: Mapping[str, int], now_s: float) -> None:
-        """Have models in other sub-clusters, of which there are as many as before: dispatchers take on what is new to
-        them, gateways ask them, dispatchers let go of what has left. So no request loses its dispatcher."""
+        """Move models between sub-clusters, whose number stays: dispatchers take on their new models, gateways ask the
+        new dispatchers, the old ones let go. So no request loses its dispatcher."""
         self._migration = _Migration(dict(self.deployment.partition or {}), dict(partition), now_s)
         self._send()
 
     def _send(self) -> None:
-        """Make Serve's what is to run now."""
+        """Tell Serve what shall run now."""
         migration = self._migration if self._routed is self._plan else None
         also = None if migration is None else migration.before if migration.is_routed else migration.after
         config = self.deployment.config(self._routed, also=also, standby=self._waiting)
@@ -258,7 +279,7 @@ class LiveSystem:
     def look(self, now_s: float) -> Observation | None:
         """Return what happened since the last look; None while the gateways do not answer.
 
-        GPUs that are gone are told at once: the status may be asked of a gateway that went with them.
+        Lost GPUs are reported at once even then: the gateway that is asked may be lost with them.
 
         Raises:
             OvertakenError: gateways follow a plan that was not made here.
@@ -266,9 +287,9 @@ class LiveSystem:
         before, self._there = self._there, self.gpus()
         if len(self._there) < len(before):
             here = {gpu.id for gpu in self._there}
-            left = frozenset(g.id for g in (*self._plan.gpulets, *self._waiting) if g.gpu in here)
+            left = frozenset(g.id for g in (*self._plan.gpulets, *self._waiting) if here.issuperset(g.gpus))
             return Observation(models={}, ready=self._ready & left, gpus=self._there)
-        if not self._runs:  # so far: it is being brought up
+        if not self._runs:  # not yet: it is being brought up
             return Observation(models={}, ready=frozenset(), gpus=self._there)
         try:
             status = self._read_status()
@@ -277,19 +298,20 @@ class LiveSystem:
         if status.plan is None:
             return None
         if not self._told:
-            self._told.append(status.plan)  # of a life before this one
+            self._told.append(status.plan)  # of an earlier process
         elif status.plan not in self._told:
-            raise OvertakenError("another plan was deployed meanwhile, which is served now. See `tenuto history`.")
+            raise OvertakenError("somebody else deployed another plan meanwhile, which runs now. See `tenuto history`.")
         states = self._serve.states()
         ready = _ready(self._plan, status)
         self._go_on(now_s, status, ready, states)
-        if self._cut.go_on(self._leaving(states)):
+        short, self._short = self._short, self._short_of_memory(states)
+        if self._cut.go_on(self._leaving(states)) or short != self._short:
             self._send()
         self._ready = ready | {name for name in self._standby if _is_running(states, name)}
         is_first = not self._counted
         models, seconds = self._ended(status.models)
         return Observation(
-            models={} if is_first else models,  # what came before is not of this look
+            models={} if is_first else models,  # counts before the first look are not this look's
             ready=self._ready,
             gpus=self._there,
             broken=self._broken(states),
@@ -298,22 +320,22 @@ class LiveSystem:
         )
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """Return those on nodes that are alive; of MIG instances that cannot be there together those of the plan, and
-        none that was cut away."""
+        """Return the GPUs on living nodes. Of MIG instances that exclude each other, return the plan's; none that was
+        cut away."""
         alive = self._serve.node_names() | {""}
         there = [gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive]
         return self._cut.remaining(there, self._plan)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the gateways follow the plan, and nothing beyond it is there."""
+        """Whether the gateways follow the plan, and nothing runs beyond it."""
         is_cut = not self._cut.waiting
         return self._routed is self._plan and not self._draining and self._migration is None and is_cut
 
     def _go_on(
         self, now_s: float, status: DispatchingStatus, ready: frozenset[str], states: Mapping[str, ApplicationState]
     ) -> None:
-        """Take the next step of applying the plan, once what it rests on is there."""
+        """Take the next step of applying the plan, when the step before is complete."""
         if self._routed is not self._plan:
             both = {gpulet.id for gpulet in self._routed.gpulets} & {gpulet.id for gpulet in self._plan.gpulets}
             if not both <= ready:
@@ -336,7 +358,7 @@ class LiveSystem:
                 gone.append(name)
         for name in gone:
             del self._draining[name]
-        # Of a life before this one.
+        # Of an earlier process.
         idle = {application_name(name) for name in self._standby}
         if gone or gpulets_of(states) - (self._gpulets.keys() | self._draining.keys() | idle):
             self._send()
@@ -359,14 +381,15 @@ class LiveSystem:
         self._send()
 
     def _ended(self, models: Mapping[str, ModelStatus]) -> tuple[dict[str, ModelSeen], float | None]:
-        """Return what the counts have grown by, and in what time by the dispatchers' clocks; that is not known of a
-        dispatcher that started anew, which counts from 0, perhaps on another machine."""
+        """Return how the counts have grown, and in what time by the dispatchers' clocks. Both are unknown of a
+        dispatcher that restarted: it counts from 0, perhaps on another machine."""
         found, lengths_s = {}, []
         for name, counts in models.items():
-            now = (counts.submitted, counts.ok, counts.bad)
+            answered = counts.ok + counts.late
+            now = (counts.submitted, counts.ok, counts.bad, answered, counts.prompt_tokens, counts.generated_tokens)
             at_s, before = self._counted.get(name, (counts.counted_at_s, now))
             if any(new < old for new, old in zip(now, before, strict=True)):
-                before = (0, 0, 0)
+                before = (0,) * len(now)
             elif counts.counted_at_s > at_s:
                 lengths_s.append(counts.counted_at_s - at_s)
             self._counted[name] = counts.counted_at_s, now
@@ -374,7 +397,8 @@ class LiveSystem:
         return found, max(lengths_s, default=None)
 
     def _broken(self, states: Mapping[str, ApplicationState]) -> dict[str, str]:
-        found = {g.id: why for g in self._plan.gpulets if (why := self._cut.refused.get(g.gpu)) is not None}
+        refused = self._cut.refused
+        found = {g.id: refused[gpu] for g in self._plan.gpulets for gpu in g.gpus if gpu in refused}
         for gpulet in self._plan.gpulets:
             state = states.get(application_name(gpulet.id))
             if state is not None and state.is_broken:
@@ -383,17 +407,17 @@ class LiveSystem:
 
 
 def _unchangeable(running: Deployment, wanted: Deployment) -> list[Problem]:
-    """Return what of a deployment is to be another that cannot be changed while it serves."""
+    """Return which settings differ that cannot change while the deployment serves."""
     rules = {
-        "executor": f"changes the process of every gpu-let, which run with {running.executor}",
-        **{name: f"is {getattr(running, name)} now, where clients are" for name in ("host", "port")},
+        "executor": f"would restart every gpu-let, which run with {running.executor}",
+        **{name: f"is {getattr(running, name)} now, which clients use" for name in ("host", "port")},
         **{name: f"is {getattr(running, name) or 'the default'} now" for name in ("proxy_port", "operator_port")},
     }
     changed = [name for name in rules if getattr(wanted, name) != getattr(running, name)]
     if wanted.feeds_dispatchers != running.feeds_dispatchers:
         changed.append("gateways")
         rules["gateways"] = f"{max(1, running.gateways)} run: one schedules by itself, several feed dispatchers"
-    cure = "Leave it as it is, or begin anew with --replace, which interrupts."
+    cure = "Leave it as it is, or pass --replace, which interrupts serving."
     return [Problem(name, getattr(wanted, name), rules[name], cure) for name in changed]
 
 
@@ -402,7 +426,7 @@ def _gpulets_of(config: ServeConfig) -> dict[str, _GpuletApplication]:
 
 
 def _idle(deployment: Deployment, plan: Plan, standby: Sequence[Gpulet]) -> dict[str, _GpuletApplication]:
-    """Return the applications of gpu-lets on standby, by their ids."""
+    """Return the applications of standby gpu-lets, by id."""
     if not standby:
         return {}
     both = plan.model_copy(update={"gpulets": (*plan.gpulets, *standby), "overcommits": True})
@@ -416,9 +440,8 @@ def _is_running(states: Mapping[str, ApplicationState], gpulet_id: str) -> bool:
 
 
 def _with_programs_of(application: _GpuletApplication, present: _GpuletApplication) -> _GpuletApplication:
-    """Return a gpu-let's application that also holds what it holds at present: programs that it is to unload, and the
-    larger batch of those it keeps. One that needs another process, or the memory of which is limited, is left as it
-    is."""
+    """Return a gpu-let's application with what it holds at present added: programs to unload, and larger batches of
+    those it keeps. An application that needs another process, or has limited memory, stays unchanged."""
     if not application.same_processes(present) or application.spec is None or application.spec.memory_mib is not None:
         return application
     config = application.user_config
@@ -432,7 +455,7 @@ def _with_programs_of(application: _GpuletApplication, present: _GpuletApplicati
 
 
 def _ready(plan: Plan, status: DispatchingStatus) -> frozenset[str]:
-    """Return the gpu-lets of a plan that are connected and hold what it says."""
+    """Return the gpu-lets of a plan that are connected and hold what the plan says."""
     up = {gpulet.id: gpulet.models for gpulet in status.gpulets if gpulet.up}
     return frozenset(
         gpulet.id
@@ -442,13 +465,13 @@ def _ready(plan: Plan, status: DispatchingStatus) -> frozenset[str]:
 
 
 def _grows(after: _GpuletApplication, before: _GpuletApplication) -> bool:
-    """Whether a gpu-let has something to load to become another."""
+    """Whether a gpu-let has to load something to become another."""
     held = {program.name: program.batch_size for program in before.user_config.programs}
     return any(program.batch_size > held.get(program.name, 0) for program in after.user_config.programs)
 
 
 class ControlMemory:
-    """What outlives the controller: its memory and the newest entries of its log."""
+    """Stores the controller's memory and the newest entries of its log."""
 
     _MEMORY, _LOG = "control/memory", "control/log"
 
@@ -459,16 +482,16 @@ class ControlMemory:
         self._log: deque[LogLine] = deque(lines, maxlen=_KEPT_LOG)
 
     def read(self) -> Memory | None:
-        """Return the memory; None where there is none, or another version of Tenuto wrote it."""
+        """Return the memory; None when there is none, or another version of Tenuto wrote it."""
         raw = self._store.get(self._MEMORY)
         try:
             return None if raw is None else Memory.from_data(json.loads(raw))
         except ValueError as error:
-            logger.warning("control: what was remembered cannot be read, and is forgotten: %s", error)
+            logger.warning("control: the stored memory cannot be read and is ignored: %s", error)
             return None
 
     def write(self, memory: Memory) -> None:
-        """Keep the memory."""
+        """Store the memory."""
         self._store.put(self._MEMORY, json.dumps(memory.to_data()).encode())
 
     def add(self, entry: LogLine) -> None:
@@ -503,18 +526,18 @@ class Live:
         want_gpus: Callable[[Mapping[str, int]], None] = lambda _by_type: None,
         tell: Callable[[LogLine], None] = lambda _entry: None,
     ) -> None:
-        """Put them together.
+        """Connect them.
 
         Args:
-            controller: over the plan that is deployed.
-            system: that is deployed.
+            controller: over the deployed plan.
+            system: the deployment.
             planner: makes plans.
-            history: gets every plan that was reached.
+            history: records every plan that was reached.
             by: who makes the changes, for the history.
-            memory: where the controller's memory is kept; None: nowhere.
-            epoch: how sub-clusters are evened out; None: not.
+            memory: stores the controller's memory; None: nobody does.
+            epoch: how sub-clusters are evened out; None: they are not.
             want_gpus: asks the cluster for GPUs by type.
-            tell: is told every entry of the log.
+            tell: receives every entry of the log.
         """
         self.controller = controller
         self.system = system
@@ -527,15 +550,15 @@ class Live:
         self._written_s = 0.0
         self._epoch = epoch
         self._evened_s: float | None = None  # when sub-clusters were last looked at
-        self._why_moved: str | None = None  # models change their sub-cluster, for this reason
+        self._why_moved: str | None = None  # why models are changing their sub-cluster
         self._next_by: str | None = None  # who asked for the change under way
 
     def state(self) -> ControllerState:
-        """Return how the controller stands, and what its change waits for."""
+        """Return the controller's state, and what its change waits for."""
         return structs.replace(self.controller.state(), cutting=self.system.cutting)
 
     def step(self, now_s: float) -> bool:
-        """Take one look and carry out what is decided; return whether the gateways answered."""
+        """Take one look and carry out the decisions; return whether the gateways answered."""
         seen = self.system.look(now_s)
         if seen is not None:
             self.controller.observe(now_s, seen)
@@ -547,8 +570,8 @@ class Live:
         return seen is not None
 
     def _even_out(self, now_s: float) -> None:
-        """Once an epoch, let models change their sub-cluster where their rates have become uneven (Symphony, appendix
-        A); no process and no plan is touched."""
+        """Once an epoch, move models between sub-clusters whose rates have become uneven (Symphony, appendix A). No
+        process and no plan is touched."""
         controller, system, epoch = self.controller, self.system, self._epoch
         if self._why_moved is not None and system.is_settled:
             why, self._why_moved = self._why_moved, None
@@ -568,18 +591,18 @@ class Live:
         moved = ", ".join(f"{name} {before[name]} -> {place}" for name, place in after.items() if before[name] != place)
         here = {name: before[name] for name in after}
         parts = [f"{imbalance(assignment, rates):.0%}" for assignment in (here, after)]
-        why = f"sub-clusters are {parts[0]} uneven, {parts[1]} with {moved}"
+        why = f"sub-clusters are {parts[0]} uneven, and {parts[1]} after moving {moved}"
         controller.note(LogLine(now_s, Kind.CHANGE, why))
         self.system.move(after, now_s)
         self._why_moved = why
         self.carry_out(now_s)
 
     def deploy(self, now_s: float, wanted: Deployment, by: str, why: str) -> None:
-        """Go over to what an operator wants, make before break; call after the first look. A deployment without a
-        workload declares that of its plan.
+        """Go over to what an operator wants, make before break. Call after the first look. When the deployment has no
+        workload, its plan's is declared.
 
         Raises:
-            InvalidInputError: it cannot be served so, or the executor is another; nothing was changed.
+            InvalidInputError: it cannot be served, or changes the executor; nothing was changed.
         """
         running = self.controller.plan
         plan = renamed(wanted.plan, running)
@@ -589,7 +612,7 @@ class Live:
         self.carry_out(now_s)
 
     def carry_out(self, now_s: float) -> None:
-        """Do what the controller decided, and keep what it remembers."""
+        """Carry out the controller's decisions and store its memory."""
         decisions = self.controller.drain()
         for decision in decisions:
             self._do(decision, now_s)

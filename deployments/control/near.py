@@ -1,5 +1,5 @@
-"""A plan near one that is there: what need not move stays. The candidates are those of the controller; of those that
-serve every model as well as the policy's plan made anew, the one counts that starts or loads fewest gpu-lets."""
+"""Finds a plan near a given one: what need not move stays. The candidates are the controller's. Among those that serve
+every model as well as the policy's fresh plan, the one that starts or loads fewest gpu-lets wins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tenuto.profiles import Profiles
 
 
 def changes_of(old: Plan, plan: Plan) -> int:
-    """Return how many gpu-lets start, or load a model, when a plan follows on another."""
+    """Return how many gpu-lets start, or load a model, in going from one plan to another."""
     return len(not_ready(old, renamed(plan, old)))
 
 
@@ -44,40 +44,40 @@ def planned_near(
     promised_rps: Mapping[str, float] | None = None,
     trial: Trial | None = None,
 ) -> Plan:
-    """Return the plan that serves every model as well as `anew` with fewest changes of `old`, then at the lowest price;
-    where changes are limited, the one that lacks least. Its last note says what it costs to stay near.
+    """Return the plan that serves every model as well as `anew` with the fewest changes of `old`, then at the lowest
+    price. When changes are limited, it lacks as little as possible. Its last note says what staying near costs.
 
     Args:
-        old: what runs.
-        anew: the plan of the policy for the same.
-        policy: that plans.
-        used: the same, as it is loaded by name.
-        workload: what is asked for.
-        cluster: what of `old` lies elsewhere is gone.
+        old: the running plan.
+        anew: the policy's fresh plan for the same workload.
+        policy: makes plans.
+        used: the same policy, as loaded by name.
+        workload: the models to serve.
+        cluster: gpu-lets of `old` elsewhere are gone.
         profiles: what the models cost.
-        at_most: gpu-lets that may start or load.
-        promised_rps: what is to be promised of each model in place of what `anew` promises; then gpu-lets that end
-            count as changes, too, and none ends only because it is not needed.
-        trial: as of `solve`; it also says what plans near `old` serve of a policy that promises what trials serve.
+        at_most: limit of gpu-lets that start or load.
+        promised_rps: what to promise of each model in place of what `anew` promises. Then gpu-lets that end count as
+            changes, too, and none ends only because it is not needed.
+        trial: as in `solve`; for a policy that promises what trials serve, it also judges plans near `old`.
 
     Raises:
-        InvalidInputError: even to keep what runs takes more changes.
+        InvalidInputError: keeping what runs already takes more changes.
     """
     gpus = _gpus(old, anew, cluster)
     types = {gpu.id: gpu.type for gpu in gpus}
     there = {gpu.id for gpu in old.gpus if types.get(gpu.id) == gpu.type}
-    held = tuple(gpulet for gpulet in old.gpulets if gpulet.gpu in there)
+    held = tuple(gpulet for gpulet in old.gpulets if there.issuperset(gpulet.gpus))
     kept = of_workload(old.model_copy(update={"gpulets": held}), workload)
-    listed = gpus if not cluster.elastic else [gpu for gpu in gpus if any(g.gpu == gpu.id for g in held)]
+    listed = gpus if not cluster.elastic else [gpu for gpu in gpus if any(gpu.id in g.gpus for g in held)]
     kept = kept.model_copy(update={"gpus": tuple(map(PlannedGpu.of, listed)), "notes": (), "believed": None})
     rates = {spec.name: spec.rate_rps for spec in workload.models}
     stays = promised_rps is not None
-    # What is added is judged by formulas, so that it is to come up to what these give of the plan made anew; which plan
-    # is taken, by what is promised, to which trials may belong.
+    # Formulas judge what is added, so the target is what formulas give for the fresh plan. What plans promise, which
+    # trials may decide, chooses among the candidates.
     by_formulas, told_rps = (_promised(anew), _told_rps(anew)) if promised_rps is None else (promised_rps, promised_rps)
     parts = {name: min(IN_FULL, by_formulas.get(name, 0.0) / rates[name]) for name in rates}
     wanted_rps = {name: (min(IN_FULL, told_rps.get(name, 0.0) / rates[name]) - SLIGHT) * rates[name] for name in rates}
-    asked = workload.model_copy(update={"merge": "off"})  # what is merged is so already
+    asked = workload.model_copy(update={"merge": "off"})  # merged programs are merged already
     request = PlanRequest(
         asked,
         Traffic(rates),
@@ -85,7 +85,7 @@ def planned_near(
         kept,
         gpus,
         used,
-        Durations(1.0, 1.0),  # nothing is weighed by time
+        Durations(1.0, 1.0),  # time does not count here
         1.0,
         0.0,
         types=dict(Counter(types.values())) if cluster.elastic else {},
@@ -98,8 +98,8 @@ def planned_near(
     tries = trial if getattr(policy, "is_tried", False) else None
 
     def whole(plan: Plan, most: int = 0, losses: Trial | None = None) -> Plan:
-        """Return a candidate with what is expected of it, and at most so many replicas more. Of a policy that promises
-        what trials serve, it is tried."""
+        """Return a candidate with its expectations, and at most so many more replicas. When the policy promises what
+        trials serve, the candidate is tried."""
         finished = partial(complete, policy=policy, workload=asked, cluster=cluster, profiles=profiles, parts=parts)
         believed = Expected() if plan.believed is None else Expected(**plan.believed.model_dump())
         found = finished(plan.model_copy(update={"notes": (), "expected": believed}), at_most=most, trial=losses)
@@ -108,7 +108,7 @@ def planned_near(
             told = {name: ExpectedModel(goodput_rps=served[name] * rates[name]) for name in found.expected.models}
             believed = Expected(goodput_rps=sum(each.goodput_rps for each in told.values()), models=told)
             found = finished(found.model_copy(update={"notes": (), "expected": believed}), at_most=0, trial=losses)
-        # What holds the same as before keeps its limit, or its lack of one: another limit is another process.
+        # A gpu-let with the same programs keeps its memory limit (or none): another limit is another process.
         same = {gpulet.id: gpulet for gpulet in held}
         gpulets = [
             gpulet.model_copy(update={"memory_mib": before.memory_mib})
@@ -119,13 +119,12 @@ def planned_near(
         return renamed(found.model_copy(update={"gpulets": tuple(gpulets)}), old)
 
     def possible(plan: Plan, most: int = 0, losses: Trial | None = None) -> Iterator[Plan]:
-        """Yield the same; nothing where the memory limits of what stays leave a new process no room."""
+        """Yield the same; nothing when memory limits leave a new process no room."""
         with suppress(InvalidInputError):
             yield whole(plan, most, losses)
 
     def spared(plan: Plan) -> Iterator[Plan]:
-        """Yield a plan without the changes that are not needed for what is asked of it, with the latencies that batches
-        then have beside their neighbours; nothing where all are needed."""
+        """Yield a plan without needless changes, with latencies beside the new neighbours; nothing when all count."""
         less, outlooks = plan, Outlooks()
         streaming = cluster.streams if asked.streaming is None else asked.streaming
         sharing = Sharing(costs_of(asked, cluster, profiles), profiles, streaming)
@@ -134,8 +133,8 @@ def planned_near(
         for name in sorted(not_ready(old, plan)):
             gpulets = (then.get(name) if gpulet.id == name else gpulet for gpulet in less.gpulets)
             others = {gpulet.id: gpulet for gpulet in gpulets if gpulet is not None}
-            [gpu] = (gpulet.gpu for gpulet in plan.gpulets if gpulet.id == name)
-            here = tuple(gpulet for gpulet in others.values() if gpulet.gpu == gpu)
+            [changed] = (set(gpulet.gpus) for gpulet in plan.gpulets if gpulet.id == name)
+            here = tuple(gpulet for gpulet in others.values() if not changed.isdisjoint(gpulet.gpus))
             beside = sharing.completed(less.model_copy(update={"gpulets": here})).gpulets
             others |= {gpulet.id: gpulet for gpulet in beside}
             one = less.model_copy(update={"gpulets": tuple(others.values())})
@@ -169,7 +168,7 @@ def planned_near(
     allowed = [plan for plan in found if at_most is None or changes_of(old, plan) <= at_most]
     if not allowed:
         least = min(changes_of(old, plan) for plan in found)
-        raise refused("--at-most", at_most, f"what is asked takes {least} changes at least", f"Allow {least}.")
+        raise refused("--at-most", at_most, f"the plan takes at least {least} changes", f"Allow {least}.")
     best = min(allowed, key=rank)
     smaller = None if stays else trimmed(request, best)
     best = min([best, *(possible(smaller) if smaller is not None else ())], key=rank)
@@ -188,17 +187,17 @@ def planned_without(
     lost: Sequence[str] = (),
     used: PolicyUsed | None = None,
 ) -> Plan:
-    """Return the plan near the one that runs which has nothing on some nodes, racks or GPUs, and all that is elsewhere
-    where it is. It keeps what every model is promised, as far as there is room; where a place is drained no more, it
-    promises what the policy would, too.
+    """Return the plan near the running one that leaves some nodes, racks or GPUs empty, and all else in place. It keeps
+    what every model is promised as far as there is room. When a place is no longer drained, it also promises what the
+    policy would.
 
     Args:
-        running: the plan that runs.
-        places: that are to hold nothing.
+        running: the running plan.
+        places: to leave empty.
         profiles: what the models cost.
-        gpus: of the cluster, beside those of the plan.
-        lost: GPUs that are not there either.
-        used: the policy; default: that of the plan.
+        gpus: the cluster's, beside those of the plan.
+        lost: GPUs that are not present either.
+        used: the policy; default: the plan's.
 
     Raises:
         InvalidInputError: there is no such place, or no GPU would be left.
@@ -215,26 +214,26 @@ def planned_without(
 
 
 def less_by(old: Plan, plan: Plan) -> dict[str, tuple[float, float]]:
-    """Return the models of which a plan promises less than another one, with the rate of each that is promised now and
-    that would be, in requests per second. What is promised with a margin is promised in full."""
+    """Return the models of which a plan promises less than the old one, with the old and new rate in requests per
+    second. A rate promised with a margin counts as promised in full."""
     left = _promised(plan)
     pairs = {name: (rate, left.get(name, 0.0)) for name, rate in _promised(old).items()}
     return {name: (now, then) for name, (now, then) in pairs.items() if then < (IN_FULL - SLIGHT) * now}
 
 
 def _promised(plan: Plan) -> dict[str, float]:
-    """Return what the formulas promise of each model that a plan serves, in requests per second in time."""
+    """Return the requests per second in time that the formulas promise of each served model."""
     return _told_rps(plan.model_copy(update={"expected": expected_of(plan)}))
 
 
 def _told_rps(plan: Plan) -> dict[str, float]:
-    """Return what a plan says that it promises."""
+    """Return the requests per second that a plan says it promises."""
     return {name: model.goodput_rps for name, model in plan.expected.models.items()}
 
 
 def _gpus(old: Plan, anew: Plan, cluster: Cluster) -> tuple[Gpu, ...]:
-    """Return the GPUs to plan on: those of a fixed cluster; of an elastic one those of the old plan, and as many as the
-    new one takes."""
+    """Return the GPUs to plan on: a fixed cluster's; for an elastic one the old plan's, and as many as the new one
+    takes."""
     if not cluster.elastic:
         return cluster.gpus
     pool, sizes = GpuPool(cluster), cluster.one_of_each
@@ -246,7 +245,7 @@ def _gpus(old: Plan, anew: Plan, cluster: Cluster) -> tuple[Gpu, ...]:
 
 
 def _told(old: Plan, plan: Plan, anew: Plan) -> str:
-    """Return what it costs to stay near, beside the plan made anew."""
+    """Return what staying near costs, beside the fresh plan."""
 
     def said(each: Plan) -> str:
         expected = each.expected

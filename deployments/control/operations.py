@@ -1,7 +1,7 @@
 """What an operator does to the deployment of a cluster: deploy, roll back, delete, speak to the controller.
 
-Whoever changes the deployment goes one of two ways: where the controller runs, it is asked and makes the change; where
-it does not, the change is made from here (`tenuto.deployments.control.change`).
+Where the controller runs, it makes every change. Where none runs, the change is made from here
+(`tenuto.deployments.control.change`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tenuto.deployments.control.change import change_deployment, nothing_of
-from tenuto.deployments.control.controller_process import keep_ground, read_ground
+from tenuto.deployments.control.controller_process import ControllerReplica, keep_ground, read_ground
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.foreseen import ForeseenChange, foresee
-from tenuto.deployments.control.interface import AdvisedPlan
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.machines.node_layouts import NodeLayouts, check_layouts
@@ -40,24 +38,24 @@ from tenuto.deployments.serve.history import ClusterStore, History, Store, Versi
 from tenuto.deployments.serve.launcher import Launcher, is_serving
 from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.wire.arena import machine_id
-from tenuto.deployments.wire.status import ControllerState, LogLine
 from tenuto.errors import EnvironmentFaultError, TenutoError
+from tenuto.mps.processes import Processes
 from tenuto.placement import Plan
-from tenuto.placement.cluster import Gpu
-from tenuto.placement.plan import PlannedGpu
-from tenuto.placement.surviving import is_at
+from tenuto.placement.cluster import Gpu, Placed
+from tenuto.placement.whereabouts import is_at
 from tenuto.profiles import Profiles
 
+T = TypeVar("T")
 Ground = tuple[Profiles, tuple[Gpu, ...]]
-UNCHANGEABLE = ("executor", "host", "port", "proxy_port", "operator_port", "gateways")  # without a new beginning
+UNCHANGEABLE = ("executor", "host", "port", "proxy_port", "operator_port", "gateways")  # without --replace
 _GONE_S = 60.0  # limit: for applications to end
-_EMPTIED_S = 90.0  # limit: gateways may use a gpu-let for a minute more, and then it ends
-_SILENT_S = 300.0  # limit: a stage may take two minutes (`change.ready_timeout_s`) by default, going back another
-_LAUNCHER = "serve/launcher"  # the process that what runs ends with
+_EMPTIED_S = 130.0  # limit: gateways may use a gpu-let for one more minute; ending takes `UserConfig.ends_s`
+_SILENT_S = 300.0  # limit: a stage may take two minutes by default (`change.ready_timeout_s`), going back as long
+_LAUNCHER = "serve/launcher"  # the process that the deployment ends with
 
 
 class Operations:
-    """One connection to a Ray cluster. Use as a context manager; what is deployed stays when it is left."""
+    """One connection to a Ray cluster. Use as a context manager; leaving it leaves the deployment running."""
 
     def __init__(
         self, address: str | None, progress: Callable[[str], None], *, sleep: Callable[[float], None] = time.sleep
@@ -65,16 +63,16 @@ class Operations:
         """Connect.
 
         Args:
-            address: of the cluster; default: RAY_ADDRESS, else the one of this machine.
-            progress: is told what happens.
-            sleep: waits for seconds; what it raises ends a wait.
+            address: of the cluster; default: RAY_ADDRESS, else this machine's.
+            progress: receives what happens, in words.
+            sleep: waits for seconds; when it raises, the wait ends.
 
         Raises:
             EnvironmentFaultError: no cluster answers.
         """
         import ray.serve  # noqa: F401  # sets the level of its logger
 
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what happens is told through `progress`
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # `progress` reports instead
         self._progress, self._sleep = progress, sleep
         self._launcher = Launcher(progress=progress)
         self._launcher.connect(num_gpus=0, address=address or os.environ.get("RAY_ADDRESS") or "auto")
@@ -95,7 +93,7 @@ class Operations:
         return self._applications.states() if is_serving() else {}
 
     def running(self) -> Deployment:
-        """Return what is deployed, whoever did it, with the plan of the moment.
+        """Return what is deployed, whoever did it, with the present plan.
 
         Raises:
             EnvironmentFaultError: nothing is deployed.
@@ -106,13 +104,16 @@ class Operations:
         return self._history.running(found)
 
     def settled(self) -> Deployment:
-        """Return what is deployed, once the controller's change that is under way is over.
+        """Return what is deployed, once the controller's change under way is over.
 
         Raises:
             EnvironmentFaultError: nothing is deployed, or the change does not end.
         """
         since_s, told = time.monotonic(), ""
-        while CONTROL_APPLICATION in self.states() and (change := self.controller.state().change) is not None:
+        while (
+            CONTROL_APPLICATION in self.states()
+            and (change := self.ask(lambda controller: controller.state()).change) is not None
+        ):
             if time.monotonic() - since_s > _SILENT_S:
                 raise EnvironmentFaultError(f"a change is still under way ({change.why}). See `tenuto control log`.")
             if change.why != told:
@@ -121,21 +122,21 @@ class Operations:
             self._sleep(0.5)
         return self.running()
 
-    def lost_gpus(self, gpus: Sequence[PlannedGpu | Gpu]) -> tuple[str, ...]:
-        """Return the ids of those GPUs that are on nodes which are not alive."""
+    def lost_gpus(self, gpus: Sequence[Placed]) -> tuple[str, ...]:
+        """Return the ids of the GPUs whose nodes are not alive."""
         alive = self._applications.node_names() | {""}
         return tuple(dict.fromkeys(gpu.id for gpu in gpus if (gpu.label or gpu.address or "") not in alive))
 
     def emptied(self, before: Plan, places: Collection[str]) -> list[str]:
-        """Wait until no gpu-let of a plan that ran, and no other one, is left on some of its nodes, racks or GPUs;
-        return what else is on the nodes that are wholly among them, in words.
+        """Wait until no gpu-let, of the previous plan or any other, is left on these nodes, racks or GPUs. Return what
+        else is on the wholly emptied nodes, in words.
 
         Raises:
-            EnvironmentFaultError: one does not end.
+            EnvironmentFaultError: a gpu-let does not end.
         """
         every = {gpu.id: gpu for gpu in (*self.ground()[1], *gpus_of(before))}.values()
         there = {application_name(gpu.id) for gpu in every if is_at(gpu, places)}
-        held = {application_name(g.id) for g in before.gpulets if application_name(g.gpu) in there}
+        held = {application_name(g.id) for g in before.gpulets if there & {application_name(gpu) for gpu in g.gpus}}
         until_s = time.monotonic() + _EMPTIED_S
         while left := [name for name in self.states() if name in held or name.rpartition("-")[0] in there]:
             if time.monotonic() > until_s:
@@ -146,7 +147,7 @@ class Operations:
         return self._applications.others_at(whole)
 
     def described(self) -> str:
-        """Return what is deployed and where, in words; empty where nothing is.
+        """Return what is deployed and where, in words; empty when nothing is.
 
         Raises:
             InvalidInputError: it was deployed by another version.
@@ -163,23 +164,23 @@ class Operations:
 
     @property
     def history(self) -> History:
-        """The versions, with what `serve deploy` brought."""
+        """The versions, those of `serve deploy` included."""
         if ENTRY_APPLICATION in self.states():
             self.running()
         return self._history
 
     def ground(self) -> Ground:
-        """Return what the controller plans with; nothing where none was deployed."""
+        """Return what the controller plans with; empty when no controller was deployed."""
         return read_ground(self._store)
 
     def foresee(self, wanted: Plan) -> ForeseenChange:
-        """Return what going over to a plan does to what runs."""
+        """Return what going over to a plan would do."""
         running = self.running()
         return foresee(running.plan, wanted, self._strays(running))
 
     def _strays(self, running: Deployment) -> list[str]:
-        """Return the applications of ours beside what is deployed: `serve deploy` leaves what other commands began. A
-        controller ends them itself, and holds others on purpose."""
+        """Return our applications that are not in the deployment: `serve deploy` leaves what other commands began.
+        Empty where a controller runs: it ends strays itself, and holds standby processes on purpose."""
         states = self.states()
         wanted = {application.name for application in running.config().applications}
         return [] if CONTROL_APPLICATION in states else sorted(n for n in states if is_ours(n) and n not in wanted)
@@ -202,20 +203,20 @@ class Operations:
         kept: Collection[str] = (),
         agrees: Callable[[ForeseenChange], None] = lambda _foreseen: None,
     ) -> bool:
-        """Make a deployment the one that runs, and return whether it was reached; if not, the one before runs again.
+        """Make this deployment the running one. Return True when it was reached; otherwise the previous one runs again.
 
         Args:
-            wanted: what is to be; without settings of a controller it keeps the one there is.
+            wanted: the deployment to reach; without controller settings it keeps the present ones.
             why: for the history.
-            by: the command.
-            ground: what the controller plans with; needed with settings of one.
-            replace: foreign applications may be removed, and what runs of ours is ended first.
-            kept: fields of `wanted` that stay as they are where something runs.
-            agrees: is told what it does to what runs, before anything is done; what it raises prevents it.
+            by: the command, for the history.
+            ground: what the controller plans with; needed with controller settings.
+            replace: foreign applications may be removed, and our running ones end first.
+            kept: fields of `wanted` that stay as they are when something runs.
+            agrees: receives what the change would do, before it begins; when it raises, nothing is done.
 
         Raises:
-            InvalidInputError: it cannot be served so; nothing was changed.
-            EnvironmentFaultError: foreign applications run, or the cluster lacks what it takes.
+            InvalidInputError: it cannot be served; nothing was changed.
+            EnvironmentFaultError: foreign applications run, or the cluster lacks what it needs.
         """
         states = self.states()
         if not replace:
@@ -242,11 +243,11 @@ class Operations:
         running = self.running()
         strays = self._strays(running)
         if strays:
-            self._progress(f"ending {', '.join(strays)}, which no plan has")
+            self._progress(f"ending {', '.join(strays)}: in no plan")
             self._applications.delete(strays)
         as_now, named = running.with_plan(wanted.plan), wanted.name
         wanted = wanted.model_copy(update={name: getattr(as_now, name) for name in kept})
-        # Another number of nodes would start all processes anew.
+        # Another number of nodes would restart all processes.
         wanted = wanted.model_copy(update={"nodes": running.nodes, "name": wanted.name or named})
         if wanted.control is None:
             wanted = wanted.model_copy(update={"control": running.control})
@@ -256,15 +257,15 @@ class Operations:
             check_layouts(wanted.plan)
         if has_controller:
             since_s = time.time()
-            AskedController().deploy(wanted, by, why)
+            _asked(lambda controller: controller.deploy(wanted.model_dump(mode="json"), by, why))
             return self._follow(since_s)
         return _carry_out(running, wanted, None, self._store, by, why, self._progress, self._sleep)
 
     def _follow(self, since_s: float) -> bool:
-        """Tell what the controller logs until a change is over."""
+        """Report what the controller logs until a change is over."""
         told, heard_at = 0, time.monotonic()
         while time.monotonic() - heard_at < _SILENT_S:
-            lines = [line for line in AskedController().log(100) if line.at_s >= since_s]
+            lines = [line for line in _asked(lambda controller: controller.log(100)) if line.at_s >= since_s]
             for line in lines[told:]:
                 self._progress(f"{line.kind}: {line.text}")
             for line in lines:
@@ -280,12 +281,12 @@ class Operations:
     def rollback(
         self, number: int | None, *, agrees: Callable[[ForeseenChange], None] = lambda _foreseen: None
     ) -> tuple[Version, bool]:
-        """Go back to a version, by default to the last one that was another plan; return it and whether it was reached.
-        What only a new beginning can change stays as it is.
+        """Go back to a version, by default to the last one with another plan; return it and whether it was reached.
+        Settings that need --replace stay as they are.
 
         Raises:
             InvalidInputError: there is no such version.
-            EnvironmentFaultError: there is none to go back to.
+            EnvironmentFaultError: nothing was deployed before.
         """
         history = self.history
         is_down = number is None and ENTRY_APPLICATION not in self.states()
@@ -296,10 +297,10 @@ class Operations:
         return version, self.deploy(version.deployment, why, by="rollback", kept=UNCHANGEABLE, agrees=agrees)
 
     def delete(self) -> list[str]:
-        """Drain and remove what is deployed; return the applications that were. Foreign ones stay.
+        """Drain and remove the deployment; return the names of its applications. Foreign ones stay.
 
         Raises:
-            EnvironmentFaultError: something does not go.
+            EnvironmentFaultError: an application does not end.
         """
         if not is_serving():
             _forget_life(self._store)
@@ -308,17 +309,21 @@ class Operations:
 
     # --- the controller -----------------------------------------------------------------------------------------------
 
-    @property
-    def controller(self) -> AskedController:
-        """The controller that runs; raises `EnvironmentFaultError` where none does."""
+    def ask(self, question: Callable[[ControllerReplica], Coroutine[Any, Any, T]]) -> T:
+        """Have the running controller carry out one of its methods; return what it answers.
+
+        Raises:
+            EnvironmentFaultError: no controller runs, or it does not answer.
+            TenutoError: whatever the controller raises.
+        """
         if CONTROL_APPLICATION not in self.states():
             raise EnvironmentFaultError("no controller runs here. Deploy with --control control.yaml.")
-        return AskedController()
+        return _asked(question)
 
 
 def refuse_running(progress: Callable[[str], None] = lambda _text: None) -> None:
-    """Raise `EnvironmentFaultError` where something runs on the cluster that this process is connected to; what a
-    `tenuto serve` of this machine left that was killed is ended."""
+    """Raise `EnvironmentFaultError` when a plan runs on the connected cluster. What a killed `tenuto serve` of this
+    machine left is ended instead."""
     if not is_serving():
         return
     applications, store = Applications(), ClusterStore()
@@ -336,10 +341,10 @@ def refuse_running(progress: Callable[[str], None] = lambda _text: None) -> None
 
 
 def end_all() -> None:
-    """Drain and remove every Serve application of the cluster that this process is connected to, foreign ones too.
+    """Drain and remove every Serve application of the connected cluster, foreign ones too.
 
     Raises:
-        EnvironmentFaultError: something does not go.
+        EnvironmentFaultError: an application does not end.
     """
     if is_serving():
         applications = Applications()
@@ -348,7 +353,7 @@ def end_all() -> None:
 
 
 def is_deployed() -> bool:
-    """Whether a plan runs on the cluster that this process is connected to."""
+    """Whether a plan runs on the connected cluster."""
     return is_serving() and ENTRY_APPLICATION in Applications().states()
 
 
@@ -363,9 +368,10 @@ def begin(
     progress: Callable[[str], None] = lambda _text: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Bring a deployment up on the cluster that this process is connected to.
+    """Bring a deployment up on the connected cluster.
 
-    `ends_with_caller`: this process ends it; should it be killed first, the next one of this machine does.
+    `ends_with_caller`: this process ends the deployment. When it is killed first, the next `tenuto serve` of this
+    machine does.
 
     Raises:
         EnvironmentFaultError: it does not start.
@@ -380,11 +386,17 @@ def begin(
     if ends_with_caller:
         sign_launcher(store)
     launcher.start_serve(deployment.config())
-    _carry_out(nothing_of(deployment), deployment, ground, store, by, why, progress, sleep)
+    reached = _carry_out(nothing_of(deployment), deployment, ground, store, by, why, progress, sleep)
+    elsewhere = applications.gateways_elsewhere() if reached else []
+    if elsewhere:
+        progress(
+            f"no gateway is on this machine: the deployment answers on {', '.join(elsewhere)}. Ask there, or bring it "
+            f"up with --gateways {deployment.nodes}, one for each node"
+        )
 
 
 class _WithoutController(Applications):
-    """Serve, as a command changes it: a controller begins from the history, once the plan is reached."""
+    """Serve for a change without the controller: it starts from the history, once the plan is reached."""
 
     def apply(self, config: ServeConfig) -> None:
         super().apply(replace(config, control=None))
@@ -400,7 +412,7 @@ def _carry_out(
     progress: Callable[[str], None],
     sleep: Callable[[float], None],
 ) -> bool:
-    """Go from one deployment to another where no controller runs; the controller of the other one begins after it."""
+    """Go from one deployment to another where no controller runs; a wanted controller starts afterwards."""
     serve, history = _WithoutController(), History(store)
     reached = change_deployment(
         running,
@@ -425,128 +437,81 @@ def _carry_out(
 
 
 def sign_launcher(store: Store) -> None:
-    """Note that what runs ends with this process."""
-    mine = {"machine": machine_id(), "pid": os.getpid(), "started": _started(os.getpid())}
+    """Record that the deployment ends with this process."""
+    mine = {"machine": machine_id(), "pid": os.getpid(), "started": str(Processes().started_at(os.getpid()))}
     store.put(_LAUNCHER, json.dumps(mine).encode())
 
 
 def is_orphaned(store: Store) -> bool:
-    """Whether what runs was to end with a process of this machine that is gone."""
+    """Whether the deployment was to end with a process of this machine that is gone."""
     raw = store.get(_LAUNCHER)
     if raw is None:
         return False
     signed = json.loads(raw)
-    return bool(signed["machine"] == machine_id() and signed["started"] != _started(signed["pid"]))
+    return bool(signed["machine"] == machine_id() and signed["started"] != str(Processes().started_at(signed["pid"])))
 
 
-def _started(pid: int) -> str:
-    """Return when a process started, in ticks since the machine did; empty where there is none. Numbers of processes
-    are used again."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
+class _There:
+    """The methods of a `ControllerReplica` in another process."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name).remote
 
 
-class AskedController:
-    """The controller that runs, asked from another process (`controller_process.ControllerReplica`).
+def _asked(question: Callable[[ControllerReplica], Coroutine[Any, Any, T]]) -> T:
+    """Have the running controller, in its own process, carry out one of its methods; return what it answers.
 
-    Every method raises `EnvironmentFaultError` where it does not answer, and what it raises itself.
+    Raises:
+        EnvironmentFaultError: the controller does not answer.
+        TenutoError: whatever the controller raises.
     """
+    from ray import serve
+    from ray.exceptions import RayTaskError
+    from ray.serve.exceptions import RayServeException
 
-    def pause(self, paused: bool) -> ControllerState:
-        """Let it change nothing from now on, or change plans again; return how it stands."""
-        found: ControllerState = self._ask(lambda control: control.pause.remote(paused))
-        return found
-
-    def state(self) -> ControllerState:
-        """Return how it stands."""
-        found: ControllerState = self._ask(lambda control: control.state.remote())
-        return found
-
-    def log(self, limit: int) -> list[LogLine]:
-        """Return the newest lines of its log, oldest first."""
-        found: list[LogLine] = self._ask(lambda control: control.log.remote(limit))
-        return found
-
-    def advice(self) -> AdvisedPlan:
-        """Return the plan that it advises; raises `EnvironmentFaultError` where it advises none."""
-        found: AdvisedPlan | None = self._ask(lambda control: control.advice.remote())
-        if found is None:
-            raise EnvironmentFaultError("the controller advises no other plan now. See `tenuto control log`.")
-        return found
-
-    def models(self) -> list[dict[str, Any]]:
-        """Return the entries of the workload, as its file has them."""
-        found: list[dict[str, Any]] = self._ask(lambda control: control.models.remote())
-        return found
-
-    def set_model(self, entry: Mapping[str, Any], *, add: bool) -> None:
-        """Add a model, or replace its entry."""
-        self._ask(lambda control: control.set_model.remote(entry, add=add))
-
-    def remove_model(self, name: str) -> None:
-        """Take a model out of the workload."""
-        self._ask(lambda control: control.remove_model.remote(name))
-
-    def set_version(
-        self, model: str, version: str, terms: Mapping[str, Any], entry: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Bring a version of a model, or change its part of the requests; return its entry."""
-        found: dict[str, Any] = self._ask(lambda control: control.set_version.remote(model, version, terms, entry))
-        return found
-
-    def promote(self, model: str, version: str) -> None:
-        """Let a version take the rest, in place of the one that does."""
-        self._ask(lambda control: control.promote.remote(model, version))
-
-    def take_back(self, model: str, version: str) -> None:
-        """Send a version nothing from now on, and end it."""
-        self._ask(lambda control: control.take_back.remote(model, version))
-
-    def deploy(self, wanted: Deployment, by: str, why: str) -> None:
-        """Begin to go over to another deployment; the log says how it goes."""
-        self._ask(lambda control: control.deploy.remote(wanted.model_dump(mode="json"), by, why))
-
-    def retire(self) -> None:
-        """Let it look no more."""
-        self._ask(lambda control: control.retire.remote())
-
-    def _ask(self, call: Callable[[Any], Any]) -> Any:
-        from ray import serve
-        from ray.exceptions import RayTaskError
-        from ray.serve.exceptions import RayServeException
-
-        try:
-            return call(within(ANSWER_S, serve.get_app_handle, CONTROL_APPLICATION)).result(timeout_s=40.0)
-        except RayTaskError as error:
-            if isinstance(error.cause, TenutoError):
-                raise error.cause from error
-            raise EnvironmentFaultError(f"the controller failed: {error.cause}") from error
-        except RayServeException as error:
-            raise EnvironmentFaultError("the controller is starting. Try again in a few seconds.") from error
-        except TimeoutError as error:
-            raise EnvironmentFaultError("the controller does not answer. See `tenuto control log`.") from error
+    try:
+        controller: Any = _There(within(ANSWER_S, serve.get_app_handle, CONTROL_APPLICATION))
+        answer: Any = question(controller)
+        found: T = answer.result(timeout_s=40.0)
+    except RayTaskError as error:
+        if isinstance(error.cause, TenutoError):
+            raise error.cause from error
+        raise EnvironmentFaultError(f"the controller failed: {error.cause}") from error
+    except RayServeException as error:
+        raise EnvironmentFaultError("the controller is starting. Try again in a few seconds.") from error
+    except TimeoutError as error:
+        raise EnvironmentFaultError("the controller does not answer. See `tenuto control log`.") from error
+    return found
 
 
 def _remove(applications: Applications, store: Store) -> list[str]:
-    """Drain and remove every application of ours, with what is remembered of its life; return their names."""
+    """Drain and remove every application of ours, and forget its life; return their names."""
     ours = sorted(name for name in applications.states() if is_ours(name))
     if CONTROL_APPLICATION in ours:
         with suppress(EnvironmentFaultError):  # it does not answer
-            AskedController().retire()
+            _asked(lambda controller: controller.retire())
     if ours:
-        applications.delete(ours)
-        until_s = time.monotonic() + _GONE_S
-        while left := [name for name in applications.states() if name in ours]:
-            if time.monotonic() > until_s:
-                raise EnvironmentFaultError(f"{', '.join(left)} did not end within {_GONE_S:g} s. See `ray status`.")
-            time.sleep(0.2)
+        from ray.exceptions import ActorDiedError
+
+        try:
+            applications.delete(ours)
+            until_s = time.monotonic() + _GONE_S
+            while left := [name for name in applications.states() if name in ours]:
+                if time.monotonic() > until_s:
+                    raise EnvironmentFaultError(
+                        f"{', '.join(left)} did not end within {_GONE_S:g} s. See `ray status`."
+                    )
+                time.sleep(0.2)
+        except ActorDiedError:  # `tenuto serve` saw its deployment removed, and ended its own Ray
+            return ours
     _forget_life(store)
     return ours
 
 
 def _forget_life(store: Store) -> None:
-    """Forget what is only of what runs; its history stays."""
+    """Forget what concerns only the running processes; the history stays."""
     ControlMemory(store).clear()
     store.delete(_LAUNCHER)

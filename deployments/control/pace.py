@@ -1,5 +1,5 @@
-"""How often there may be a change of plan: at most so many an hour, none for a while after one that failed, and none
-soon after another that only saves GPUs."""
+"""Limits changes of plan: at most so many an hour, none for a while after a failed one, and none soon after another
+that only saves GPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HOUR_S = 3600.0  # unit
 
 
 class Pace:
-    """Times are seconds on the controller's clock. What `memory` returns outlives the controller.
+    """Times are seconds on the controller's clock. `memory` survives the controller.
 
-    `failures`: changes in a row that failed.
+    `failures`: failed changes in a row.
     """
 
     def __init__(self, change: Change, changes_s: Iterable[float], quiet_until_s: float, failures: int) -> None:
-        """Go on from the changes that were made, and from those in a row that failed."""
+        """Go on from the times of changes made and the number failed in a row."""
         self._change = change
         self._changes_s = deque(changes_s)
         self._quiet_until_s, self.failures = quiet_until_s, failures
@@ -28,26 +28,27 @@ class Pace:
         return tuple(self._changes_s), self._quiet_until_s, self.failures
 
     def begun(self, now_s: float) -> None:
-        """A change begins."""
+        """Note that a change begins."""
         self._changes_s.append(now_s)
 
     def failed(self, now_s: float) -> float:
-        """A change is taken back; return for how many seconds there is no other, twice as long each time in a row."""
+        """Note that a change is taken back. Return for how many seconds no other begins: twice as long after each
+        failure in a row."""
         self.failures += 1
         wait_s = min(HOUR_S, self._change.cool_down_s * 2.0 ** (self.failures - 1))
         self._quiet_until_s = now_s + wait_s
         return wait_s
 
     def proved(self) -> None:
-        """A change has proved itself: the next failure is the first in a row."""
+        """Note that a change has proved itself."""
         self.failures = 0
 
     def forgive(self) -> None:
-        """A change that failed before says nothing of the one that is needed now."""
+        """Lift the wait after a failed change: the one needed now is another."""
         self._quiet_until_s = 0.0
 
     def obstacle(self, now_s: float, *, saves_only: bool) -> str | None:
-        """Return what stands against a change now, in words for the log; None where nothing does."""
+        """Return what forbids a change now, in words for the log; None when nothing does."""
         if now_s < self._quiet_until_s:
             return f"the last change failed; the next may come in {self._quiet_until_s - now_s:.0f} s"
         while self._changes_s and self._changes_s[0] <= now_s - HOUR_S:

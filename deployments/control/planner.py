@@ -1,7 +1,7 @@
-"""The planner in a process of its own: a policy may take long, take much memory, or crash; the controller goes on.
+"""Runs the planner in a process of its own. A policy may take long, take much memory, or crash; the controller goes on.
 
-As a program it reads questions from standard input and writes answers to standard output, pickled: it is started by
-nobody but the controller beside it, and stays, so that an answer does not wait for imports.
+As a program it reads pickled questions from standard input and writes pickled answers to standard output. Only the
+controller starts it. It stays, so that an answer need not wait for imports.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ENDS_S = 60.0  # limit: after a kill
 
 
 class NoPlanner:
-    """For changes that an operator's plan determines: nobody asks."""
+    """Stands in when an operator gives the plan: nobody asks."""
 
     def ask(self, number: int, request: PlanRequest) -> None:
-        """Leave it unanswered."""
+        """Ignore the question."""
 
     def answers(self) -> list[tuple[int, Proposal | str]]:
         """Return nothing."""
@@ -35,21 +35,22 @@ class NoPlanner:
 
 
 class PlannerProcess:
-    """One process that answers one question at a time; it is ended, and another started, when it takes too long."""
+    """One process that answers one question at a time. When an answer takes too long, the process is killed and another
+    one starts."""
 
     def __init__(self, profiles: Profiles, timeout_s: float, *, on_answer: Callable[[], None] = lambda: None) -> None:
         """Start it.
 
         Args:
             profiles: what is planned with.
-            timeout_s: that a plan may take.
-            on_answer: called, on a thread of its own, when `answers` has something new.
+            timeout_s: limit for a plan.
+            on_answer: called on a thread of its own when `answers` has something new.
         """
         self._profiles, self._timeout_s, self._on_answer = profiles, timeout_s, on_answer
         self._answers: list[tuple[int, Proposal | str]] = []
         self._lock = threading.Lock()
         self._is_busy = False
-        self._next = 0, b""  # the question that is asked next: its number, pickled
+        self._next = 0, b""  # the next question: number, pickled
         self._start()
 
     def _start(self) -> None:
@@ -63,10 +64,10 @@ class PlannerProcess:
         return self._process.pid
 
     def ask(self, number: int, request: PlanRequest) -> None:
-        """Begin to answer; a question before it is forgotten."""
+        """Begin to answer; drop the previous question."""
         with self._lock:
             if self._process.poll() is not None or (self._is_busy and self._is_up):
-                self._process.kill()  # the thread that waits for its answer closes its pipes
+                self._process.kill()  # the waiting thread closes its pipes
                 self._start()
             self._next = number, pickle.dumps((request, self._profiles))
             if self._is_busy:
@@ -101,7 +102,9 @@ class PlannerProcess:
             code = process.wait(_ENDS_S)
             _close_pipes(process)
             late = not alarm.is_alive()
-            answer = f"the planner took more than {limit_s:g} s" if late else f"the planner ended with {code}"
+            answer = (
+                f"the planner took more than {limit_s:g} s" if late else f"the planner's process ended with code {code}"
+            )
         finally:
             alarm.cancel()
         with self._lock:
@@ -112,7 +115,7 @@ class PlannerProcess:
         self._on_answer()
 
     def answers(self) -> list[tuple[int, Proposal | str]]:
-        """Return what came since the last call, by number of the question."""
+        """Return the answers since the last call, with the numbers of their questions."""
         with self._lock:
             found, self._answers = self._answers, []
         return found
@@ -134,7 +137,7 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
 
 
 def answer_questions(questions: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer until there are no more questions; the first word says that the imports are done."""
+    """Answer until there are no more questions. The first thing written says that the imports are done."""
     pickle.dump("ready", answers)
     answers.flush()
     while True:
@@ -147,7 +150,7 @@ def answer_questions(questions: IO[bytes], answers: IO[bytes]) -> None:
             answer = propose(request, profiles)
         except TenutoError as error:
             answer = str(error)
-        except Exception as error:  # a policy is anybody's program
+        except Exception as error:  # a policy may be anybody's code
             answer = f"the policy failed: {type(error).__name__}: {error}"
         pickle.dump(answer, answers)
         answers.flush()

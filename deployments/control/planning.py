@@ -1,9 +1,10 @@
-"""What to change the plan to: candidates from a policy, laid on what runs, and the one that pays best.
+"""Finds what to change the plan to: candidates from a policy, fitted to the running plan, and the one that pays best.
 
-*Incremental* first: what is placed stays, and the policy plans only what is missing (`extended`), or gpu-lets that are
-not needed go (`trimmed`). Beside them stands the policy's plan for everything (`planned anew`), which has to pay for
-what it moves, and on GPUs that plans may cut into MIG instances one with layouts of its own (`cut anew`), which has to
-pay for the cutting, too. Pure functions; the live controller calls them in a process of its own, with a time limit.
+*Incremental* candidates come first: what is placed stays, and the policy adds what is missing (`extended`), or needless
+gpu-lets go (`trimmed`). Beside them stands the policy's plan for everything (`planned anew`), which has to pay for what
+it moves. On GPUs that plans may cut into MIG instances there is also a plan with other layouts (`cut anew`), which has
+to pay for the cutting, too. These are pure functions; the live controller calls them in a process of its own, with a
+time limit.
 """
 
 from __future__ import annotations
@@ -16,53 +17,35 @@ from dataclasses import dataclass, field, replace
 from tenuto.deployments.control.batches import raised
 from tenuto.deployments.control.fit import fitted, fresh_id, gpus_of
 from tenuto.deployments.control.standby import Standby, standbys, twins
-from tenuto.deployments.control.steps import fits
+from tenuto.deployments.control.steps import fits, made_anew
 from tenuto.deployments.control.worth import ChangeWorth, Durations, Rent, Scale
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
-from tenuto.placement.cluster import Gpu, GpuGroup, Node
+from tenuto.placement.cluster import Gpu, GpuGroup, Node, cost_of
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
-from tenuto.placement.policies.shared.hosting import cost_of
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import complete, solve
-from tenuto.placement.surviving import (
-    asks,
-    bearable,
-    drained,
-    is_at,
-    may_lie,
-    prefers,
-    unmet,
-    with_losses,
-    with_the_rest,
-)
+from tenuto.placement.surviving import asks, bearable, drained, unmet, with_losses, with_the_rest
+from tenuto.placement.whereabouts import ANYWHERE, is_at, may_lie, prefers
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
-from tenuto.profiles.mig_instances import instance_type_of
 
-SLIGHT = 1e-3  # derived: ten times what a promise near its limit lacks (`expectation.outlook.NOTHING`), of attainment
-ANYWHERE = {
-    "spread": None,
-    "survive": None,
-    "only_on": (),
-    "keep_off": (),
-    "prefer": None,
-}  # what asks nothing of where it lies
+SLIGHT = 1e-3  # derived: of attainment; ten times `expectation.outlook.NOTHING`, the noise of promises
 BORROWS = 1.1  # derived from `batching.core.admission.MARGIN`: beyond it a model exceeds its planned rate
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked of the planner.
+    """A question to the planner.
 
-    `workload` says which models, `traffic` what has to be carried of them and `expected_rps` what is to be expected on
-    average. `running` is what serves now, on `gpus`, those that are there. `types` are the GPU types a cluster can grow
-    by, with how many there may be at most; empty: it cannot grow. `slowdowns` is what batches of a program take over
-    their profile, `attainment` the share of every model's requests that has to be in time. `standby_pct` asks for
-    standby processes with so much more of a GPU, `standby_gpus` for twins on so many; `standby_ids` are those that wait
-    beside what runs. `only_standby`: no other plan is asked for.
+    `workload` names the models, `traffic` is what has to be carried and `expected_rps` the expected average. `running`
+    is the plan that serves now, on `gpus`, those present. `types` are the GPU types that the cluster can grow by, with
+    the most of each; empty: it cannot grow. `slowdowns` is what batches of a program take over their profile.
+    `attainment` is the share of every model's requests that has to be in time. `standby_pct` asks for standby processes
+    with so much more of a GPU, `standby_gpus` for twins on so many GPUs; `standby_ids` already wait beside the running
+    plan. `only_standby`: no other plan is wanted.
     """
 
     workload: Workload
@@ -85,10 +68,10 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The best candidate, how it came about and what it is worth; `plan` None: nothing was found, as `worth` says.
+    """The best candidate, how it was made and what it is worth. `plan` None: none was found, as `worth` says.
 
     `wanted` is how many GPUs of each type would carry everything; None: the policy could not tell. `standby` are idle
-    processes to have beside what runs after it.
+    processes for the plan that then runs.
     """
 
     plan: Plan | None
@@ -99,15 +82,15 @@ class Proposal:
 
 
 def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
-    """Return the candidate that pays best, or else the one that would come nearest to it; and the standby processes of
-    what runs then."""
+    """Return the candidate that pays best, or else the one that comes nearest to paying; and the standby processes for
+    the plan that then runs."""
     running, places = request.running, request.running.drained
     aside = [gpu for gpu in request.gpus if is_at(gpu, places)]
-    if places:  # what is still there has to go
+    if places:  # what is still in drained places has to go
         gpus = {gpu.id: gpu for gpu in request.gpus if gpu not in aside}
-        running = running.model_copy(update={"gpulets": tuple(g for g in running.gpulets if g.gpu in gpus)})
+        running = running.model_copy(update={"gpulets": tuple(g for g in running.gpulets if gpus.keys() >= {*g.gpus})})
         request = replace(request, gpus=tuple(gpus.values()), running=running)
-    only = Proposal(None, "", ChangeWorth(False, "only standby processes were asked for"))
+    only = Proposal(None, "", ChangeWorth(False, "only standby processes were wanted"))
     found = only if request.only_standby else _proposed(request, profiles)
     if found.plan is not None:
         found = replace(found, plan=drained(found.plan, Cluster.of(aside), places))
@@ -156,7 +139,7 @@ def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
 
 
 def _unmet(request: PlanRequest, plan: Plan) -> int:
-    """Return how many models do not lie as they ask and as the GPUs that are there allow."""
+    """Return how many models do not lie as they ask, as far as the present GPUs allow it."""
     if not any(map(asks, request.workload.models)):
         return 0
     there = of_workload(plan, bearable(request.workload, request.gpus))
@@ -164,31 +147,33 @@ def _unmet(request: PlanRequest, plan: Plan) -> int:
 
 
 def _made_for(plan: Plan, rates_rps: Mapping[str, float]) -> Plan:
-    """Return the plan with the rates that it is made for: those that the scheduler takes as agreed under overload."""
+    """Return the plan made for these rates, which the scheduler grants under overload."""
     models = [spec.model_copy(update={"rate_rps": rates_rps.get(spec.name, spec.rate_rps)}) for spec in plan.models]
     return plan.model_copy(update={"models": tuple(models)})
 
 
 def _promised(plan: Plan, gpus: Sequence[Gpu]) -> Plan:
-    """Return the plan with what it promises at the rates it is made for, after losses too, and what its GPUs cost."""
-    used = plan.devices(gpulet.gpu for gpulet in plan.gpulets)
+    """Return the plan with what it promises at its rates, after losses too, and the cost of its GPUs."""
+    used = plan.devices(plan.used_gpus)
     totals = {"gpus_used": len(used), "cost_per_hour": cost_of(gpu for gpu in gpus if gpu.device in used)}
     return with_losses(plan.model_copy(update={"expected": expected_of(plan).model_copy(update=totals)}))
 
 
 def _kept(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | None:
-    """Return what runs, as it is asked for now, which has to gain nothing; None where it is as it was: without models
-    that are no longer asked for, with the entries that operators have changed, or for the rates of now, where a model
-    needs more than its plan allows it under overload and has it. No process is touched."""
+    """Return the running plan with what is declared now; it need not gain anything, as no process is touched.
+
+    None when nothing differs: no model was removed, no operator changed an entry, and no model needs more than the
+    scheduler grants it under overload while the plan carries it.
+    """
     running, asked = request.running, {spec.name: spec for spec in request.workload.models}
     before, upper = {spec.name: spec for spec in running.models}, request.traffic.upper_rps
     gone = sorted(before.keys() - asked.keys())
     changed = sorted(name for name in before.keys() & asked.keys() if _terms(before[name]) != _terms(asked[name]))
-    why = [f"{', '.join(gone)} is no longer asked for"] if gone else []
+    why = [f"{', '.join(gone)} left the workload"] if gone else []
     why += [f"the entry of {', '.join(changed)} has changed"] if changed else []
     more = [spec.name for spec in running.models if upper.get(spec.name, 0.0) > BORROWS * spec.rate_rps]
     if more and not why and before.keys() == asked.keys() and not _missing(request, running):
-        why = [f"it carries more than was planned of {', '.join(more)}"]
+        why = [f"the running plan carries more of {', '.join(more)} than it was made for"]
     plan = of_workload(running, request.workload)
     if not why or not plan.gpulets:
         return None
@@ -196,12 +181,12 @@ def _kept(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | 
 
 
 def _terms(spec: ModelSpec) -> tuple[float, float, int, float | None, bool]:
-    """Return on what terms a model is served."""
+    """Return the terms on which a model is served."""
     return spec.slo_ms, spec.weight, spec.priority, spec.share_pct, spec.shadow
 
 
 def _prices(gpus: Sequence[Gpu]) -> dict[str, float]:
-    """Return prices by type where there are several types to choose from; of one type a GPU is a GPU."""
+    """Return prices by type when there are several types; GPUs of one type cost the same."""
     prices = {gpu.type: gpu.price_per_hour for gpu in gpus}
     return {kind: price for kind, price in prices.items() if price is not None} if len(prices) > 1 else {}
 
@@ -209,7 +194,7 @@ def _prices(gpus: Sequence[Gpu]) -> dict[str, float]:
 def _candidates(
     request: PlanRequest, profiles: Profiles
 ) -> tuple[Mapping[str, int] | None, list[tuple[str, Plan]], list[str]]:
-    """Return the GPUs wanted by type, the candidates with how they came about, and what went wrong."""
+    """Return the GPUs wanted by type, the candidates with how they were made, and what went wrong."""
     found: list[tuple[str, Plan]] = []
     faults: list[str] = []
     wanted: Counter[str] | None = None
@@ -217,12 +202,18 @@ def _candidates(
     there = Counter(gpu.type for gpu in uncut)
     types = tuple(dict.fromkeys([*there, *request.types]))
     if not types:
-        return None, [], ["no GPU is there"]
+        return None, [], ["no GPU is present"]
     anew: Plan | None = None
     try:
         anew = _anew(request, profiles, _cluster_of(request, types))
-        used = anew.devices(gpulet.gpu for gpulet in anew.gpulets)
-        wanted = Counter({gpu.device: _whole_type(gpu) for gpu in anew.gpus if gpu.device in used}.values())
+        used = anew.devices(anew.used_gpus)
+        wanted = Counter(
+            {
+                gpu.device: gpu.whole_type if gpu.mig == "managed" else gpu.type
+                for gpu in anew.gpus
+                if gpu.device in used
+            }.values()
+        )
     except InvalidInputError as error:
         faults.append(str(error))
     is_enough = wanted is not None and all(count <= there[kind] for kind, count in wanted.items())
@@ -230,7 +221,8 @@ def _candidates(
     try:
         if may_cut:
             chosen = _to_cut(request, wanted if wanted is not None and is_enough else there)
-            found += [("cut anew", _cut_anew(request, profiles, devices)) for devices in chosen]
+            for plan in (_cut_anew(request, profiles, devices) for devices in chosen):
+                found.append(("cut anew" if made_anew(request.running, plan) else "planned anew", plan))
     except InvalidInputError as error:
         faults.append(str(error))
     try:
@@ -251,15 +243,9 @@ def _candidates(
     return wanted, found, faults
 
 
-def _whole_type(gpu: PlannedGpu) -> str:
-    """Return the type of a GPU that plans may cut, also of an instance of it; any other's own."""
-    mig = instance_type_of(gpu.type) if gpu.mig == "managed" else None
-    return gpu.type if mig is None else mig.base
-
-
 def _to_cut(request: PlanRequest, counts: Mapping[str, int]) -> list[frozenset[str]]:
-    """Return so many of the GPUs that plans may cut, by type: those with most gpu-lets, of which some can stay; and
-    those with fewest, where fewer have to end before others start."""
+    """Return sets of so many GPUs to cut, by type: those with most gpu-lets, of which some can stay, and those with
+    fewest, where fewer must end first."""
     held = Counter(gpu.device for gpu in request.running.gpus for _ in request.running.on_gpu(gpu.id))
     kinds = {gpu.device: gpu.type for gpu in Cluster.of(request.gpus).uncut.gpus if gpu.mig == "managed"}
     found = []
@@ -273,8 +259,8 @@ def _to_cut(request: PlanRequest, counts: Mapping[str, int]) -> list[frozenset[s
 
 
 def _cut_anew(request: PlanRequest, profiles: Profiles, chosen: Collection[str]) -> Plan:
-    """Return the policy's plan with layouts of its own on some of the GPUs that it may cut, and on those that it may
-    not. Instances that are there in both plans keep what they hold where they can."""
+    """Return the policy's plan with its own layouts on some of the GPUs that it may cut, and on those that it may not.
+    Instances in both plans keep their gpu-lets where they can."""
     plan = _anew(request, profiles, Cluster.of(g for g in request.gpus if g.mig != "managed" or g.device in chosen))
     devices = {gpu.device for gpu in plan.gpus}
     gpus = (*gpus_of(plan), *(gpu for gpu in request.gpus if gpu.device not in devices))
@@ -282,7 +268,7 @@ def _cut_anew(request: PlanRequest, profiles: Profiles, chosen: Collection[str])
 
 
 def incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Iterator[tuple[str, Plan | None]]:
-    """Yield the plans that leave what runs where it is, with how they came about; None where there is none such."""
+    """Yield the plans that leave running gpu-lets where they are, with how they were made; None when there is none."""
     missing = _missing(request, running)
     if missing:
         upper = request.traffic.upper_rps
@@ -297,7 +283,7 @@ def incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Iter
 
 
 def _missing(request: PlanRequest, plan: Plan) -> dict[str, float]:
-    """Return the models of which a plan promises too little, and which part of what they may lose is missing."""
+    """Return the models of which a plan promises too little, with the missing part."""
     kept = Outlooks(request.slowdowns).kept(plan, request.traffic, request.attainment)
     return {name: 1.0 - part for name, part in kept.items() if 1.0 - part > SLIGHT}
 
@@ -305,8 +291,8 @@ def _missing(request: PlanRequest, plan: Plan) -> dict[str, float]:
 def _anew(request: PlanRequest, profiles: Profiles, cluster: Cluster) -> Plan:
     """Return the policy's plan for everything.
 
-    It is asked to plan for the whole burst of every model first, and again for the part that is left where its plan has
-    models share gpu-lets, unless that plan would not carry it.
+    The first attempt plans for every model's whole burst. The second plans for less where models share gpu-lets in the
+    first, unless that plan would not carry the traffic.
     """
 
     def planned(rates_rps: Mapping[str, float]) -> Plan:
@@ -325,8 +311,8 @@ def _anew(request: PlanRequest, profiles: Profiles, cluster: Cluster) -> Plan:
 
 
 def _pooled(plan: Plan, traffic: Traffic) -> dict[str, float]:
-    """Return the rate each model needs on its gpu-lets. Bursts of models that share them add up as independent ones do:
-    of each is left sqrt(sum (c u)^2) / sum (c u), u the bursts and c what a request costs."""
+    """Return the rate each model needs on its gpu-lets. Independent bursts of models that share them partly cancel: of
+    each burst remains sqrt(sum (c u)^2) / sum (c u), with u the bursts and c the cost of a request."""
     burst, found = traffic.burst_rps, traffic.upper_rps
     cost = {r.name: (r.latency_ms or 0.0) / r.batch_size for gpulet in plan.gpulets for r in gpulet.models}
     for together in connected_components([r.name for r in gpulet.models] for gpulet in plan.gpulets):
@@ -341,8 +327,8 @@ def _fitted(plan: Plan, request: PlanRequest) -> Plan:
 
 
 def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_rps: Mapping[str, float]) -> Plan | None:
-    """Return what runs, and beside it the policy's plan for what is missing: each of its gpu-lets where the least room
-    is left, GPUs that are not in use last."""
+    """Return the running plan, and beside it the policy's plan for what is missing. Each new gpu-let goes where least
+    room is left, on unused GPUs last."""
     short = request.workload.model_copy(
         update={
             "models": tuple(
@@ -358,10 +344,11 @@ def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_r
     specs = {spec.name: spec for spec in request.workload.models}
     more = _planned(request, profiles, short, _cluster_of(request, there))
     types = {gpu.id: gpu.type for gpu in more.gpus}
-    held = {gpu.id: [g for g in running.gpulets if g.gpu == gpu.id] for gpu in request.gpus}
+    held = {gpu.id: [*running.on_gpu(gpu.id)] for gpu in request.gpus}
     names = {gpulet.id for gpulet in running.gpulets} | request.standby_ids
     new: list[Gpulet] = []
-    for gpulet in sorted(more.gpulets, key=lambda g: (-g.effective_share_pct, g.id)):
+    alone = (gpulet for gpulet in more.gpulets if not gpulet.also_on)  # several GPUs of a node are planned anew
+    for gpulet in sorted(alone, key=lambda g: (-g.effective_share_pct, g.id)):
         asked = [specs[replica.name] for replica in gpulet.models]
         room = [
             gpu
@@ -391,7 +378,8 @@ def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_r
 
 
 def trimmed(request: PlanRequest, running: Plan) -> Plan | None:
-    """Return what runs without what is not needed: whole GPUs first, then single gpu-lets, the largest share first."""
+    """Return the running plan without what it does not need: whole GPUs go first, then gpu-lets, the largest share
+    first."""
     kept = {gpulet.id for part in _parts(running) for gpulet in _needed(request, part)}
     if len(kept) == len(running.gpulets):
         return None
@@ -399,7 +387,7 @@ def trimmed(request: PlanRequest, running: Plan) -> Plan | None:
 
 
 def _needed(request: PlanRequest, running: Plan) -> tuple[Gpulet, ...]:
-    """Return the gpu-lets of a plan that are needed."""
+    """Return the gpu-lets that a plan needs."""
     groups = [gpulets for gpulets in running.by_gpu().values() if gpulets]
     groups.sort(key=lambda gpulets: len({replica.name for gpulet in gpulets for replica in gpulet.models}))
     singles = sorted(running.gpulets, key=lambda gpulet: -gpulet.effective_share_pct)
@@ -421,8 +409,8 @@ def _needed(request: PlanRequest, running: Plan) -> tuple[Gpulet, ...]:
 
 
 def _parts(plan: Plan) -> Iterator[Plan]:
-    """Yield the parts of a plan that have neither models nor GPUs in common: what one needs is no matter of another."""
-    held = [(gpulet, [(gpulet.gpu,), *(replica.name for replica in gpulet.models)]) for gpulet in plan.gpulets]
+    """Yield the parts of a plan that share neither models nor GPUs; they can be judged one by one."""
+    held = [(g, [*((gpu,) for gpu in g.gpus), *(replica.name for replica in g.models)]) for g in plan.gpulets]
     together = connected_components(members for _, members in held)
     part_of = {member: index for index, each in enumerate(together) for member in each}
     gpulets: dict[int, list[Gpulet]] = defaultdict(list)
@@ -434,19 +422,14 @@ def _parts(plan: Plan) -> Iterator[Plan]:
 
 
 def of_workload(running: Plan, workload: Workload) -> Plan:
-    """Return what runs with the workload's entries in place of its own; models that left are gone from its gpu-lets."""
+    """Return the running plan with the workload's entries; models that left are gone from its gpu-lets."""
     wanted = {spec.name for spec in workload.models}
-    left = []
-    for gpulet in running.gpulets:
-        models = tuple(replica for replica in gpulet.models if replica.name in wanted)
-        merge = tuple(group for group in gpulet.merge if wanted.issuperset(group.models))
-        if models:
-            left.append(gpulet.model_copy(update={"models": models, "merge": merge}))
+    left = [kept for gpulet in running.gpulets if (kept := gpulet.only(wanted)) is not None]
     return _with_gpulets(running.model_copy(update={"models": workload.models}), left)
 
 
 def without_others(plan: Plan, workload: Workload) -> Plan:
-    """Return a plan without the models that a workload does not have, with requests split as that says."""
+    """Return a plan without models outside the workload, with requests split as the workload says."""
     asked = {spec.name: spec for spec in workload.models}
     models = tuple(
         spec.model_copy(update={"share_pct": asked[spec.name].share_pct, "shadow": asked[spec.name].shadow})
@@ -468,11 +451,10 @@ def _with_gpulets(plan: Plan, gpulets: Sequence[Gpulet]) -> Plan:
 def _planned(
     request: PlanRequest, profiles: Profiles, workload: Workload, cluster: Cluster, kept: Plan | None = None
 ) -> Plan:
-    """Return the policy's plan, or `kept` with replicas added until it serves all and models lie as they ask, made from
-    what batches really take, with the latencies of the profiles in it.
+    """Return the policy's plan, or `kept` with replicas added until it serves all and models lie as they ask.
 
-    What a batch takes over its profile is a fact of its own, which holds for old and new plans alike; a plan that had
-    it in its latencies would have it counted twice.
+    It is made from what batches really take, and holds the profiles' latencies. Slowdowns apply to old and new plans
+    alike; with them in its latencies a plan would count them twice.
     """
     slow = {name: factor for name, factor in request.slowdowns.items() if factor != 1.0}
     asked, known = _slowed(workload, profiles, cluster, slow) if slow else (workload, profiles)
@@ -509,7 +491,7 @@ def _planned(
 def _slowed(
     workload: Workload, profiles: Profiles, cluster: Cluster, slow: Mapping[str, float]
 ) -> tuple[Workload, Profiles]:
-    """Return the workload with rows of their own for models that are slower or faster than profiled, and these rows."""
+    """Return the workload with profile rows of its own for models slower or faster than profiled, and these rows."""
     specs = []
     rows: dict[str, dict[str, ModelProfile]] = {kind: {} for kind in cluster.gpu_types}
     for spec in workload.models:
@@ -535,7 +517,7 @@ def _slowed(
 
 
 def _cluster_of(request: PlanRequest, types: Iterable[str]) -> Cluster:
-    """Return a cluster of as many GPUs of these types as it takes."""
+    """Return a cluster with as many GPUs of these types as the plan takes."""
     known = {gpu.type: gpu for gpu in (*request.gpus, *Cluster.of(request.gpus).uncut.gpus)}
     groups = []
     for kind in types:

@@ -1,4 +1,4 @@
-"""What the planner is asked, one question at a time, and when the same question is worth asking again."""
+"""Keeps the question to the planner, one at a time, and decides when to ask the same one again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tenuto.deployments.control.journal import Reason
 from tenuto.deployments.control.settings import Moved
 from tenuto.placement.cluster import Gpu
 
-CHANCE = 3.0  # derived: standard deviations that a steady rate leaves by chance in 0.3 % of the looks
+CHANCE = 3.0  # derived: a steady rate is so many standard deviations off in 0.3 % of the looks
 
 
 @dataclass(frozen=True)
 class Question:
-    """One that is out: its number, since when, and the GPUs that were there."""
+    """A question without an answer yet: its number, its time, and the GPUs present then."""
 
     number: int
     since_s: float
@@ -24,7 +24,7 @@ class Question:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What was asked with: needs, reasons and time."""
+    """An answered question: needs, reasons and time."""
 
     needs: Mapping[str, float]
     reasons: Collection[Reason]
@@ -35,11 +35,11 @@ class Questions:
     """Invariant: at most one question is out."""
 
     def __init__(self, planned_rps: Mapping[str, float], *, average_s: float, horizon_s: float) -> None:
-        """Begin with the rates that the plan was made for.
+        """Begin with the rates of the plan.
 
         Args:
-            planned_rps: by model.
-            average_s: time constant of the rates, which says how far chance moves them.
+            planned_rps: rates by model.
+            average_s: time constant of measured rates; chance moves them less when it is long.
             horizon_s: how long an answer holds.
         """
         self._average_s, self._horizon_s = average_s, horizon_s
@@ -47,7 +47,7 @@ class Questions:
         self._number = 0
         self._answer: _Answer | None = None
         self.out: Question | None = None
-        self.is_repeated = False  # whether it is asked again, as its first answer was outgrown
+        self.is_repeated = False  # asked again because its first answer was outgrown
 
     def ask(self, now_s: float, needs: Mapping[str, float], reasons: Collection[Reason], gpus: tuple[Gpu, ...]) -> int:
         """Begin a question; return its number."""
@@ -61,14 +61,14 @@ class Questions:
         self._answer = None
 
     def has_answered(self, now_s: float, needs: Mapping[str, float], reasons: Collection[Reason]) -> bool:
-        """Whether the last question was the same, lately."""
+        """Whether the same question was answered lately."""
         last = self._answer
         is_fresh = last is not None and now_s - last.at_s < self._horizon_s and set(reasons) <= set(last.reasons)
         return is_fresh and not self.is_outgrown(needs)
 
     def is_outgrown(self, needs: Mapping[str, float]) -> bool:
-        """Whether needs have moved since the last question, those of one model or of all together, by more than chance
-        moves them: of many models with few requests each, one always seems to have."""
+        """Whether needs have moved since the last question by more than chance: of one model or of all together. Of
+        many models with few requests each, some model always seems to have moved."""
         if self._answer is None:
             return False
 
@@ -83,7 +83,7 @@ class Questions:
         )
 
     def moved(self, needs: Mapping[str, float], rule: Moved) -> dict[str, float]:
-        """Return the needs that have left what was asked for last by so much."""
+        """Return the needs that have moved by the rule since the last question."""
 
         def has_moved(before: float, now: float) -> bool:
             by_ratio = rule.ratio is not None and not 1.0 / rule.ratio <= now / before <= rule.ratio

@@ -1,10 +1,10 @@
-"""How many requests per second each model is offered, and how many the plan should be made for.
+"""Estimates how many requests per second each model is offered, and how many to plan for.
 
-The mean is exponentially weighted and starts from the declared rate. Where the last seconds can hardly have come from
-that mean, it starts anew from them: so a rate that triples is known within two seconds, and a steady one is known well.
-What is planned for is the rate that a second exceeds only as often as requests may be lost: where rates rise, the one
-to come when the plan can be ready; where they fall, the highest of the last `settle_s`. So plans grow early and shrink
-late.
+The mean is exponentially weighted and starts from the declared rate. When the last seconds can hardly have come from
+that mean, it starts anew from them. So a rate that triples is known within two seconds, and a steady rate is known
+well. The planned rate is one that a second exceeds only as often as requests may be lost. When rates rise, it is the
+rate to come by the time the plan can be ready; when they fall, the highest of the last `settle_s`. So plans grow early
+and shrink late.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BURST_MEMORY_S = 300.0  # derived: of n seconds an index of dispersion is known 
 
 
 class _Need(NamedTuple):
-    """What models need until a time: the mean rate, the index of dispersion of a second with the uncertainty of the
-    mean, and the rate that a second exceeds as rarely as requests may be lost."""
+    """What models need until a time: the mean rate, the index of dispersion of a second with the mean's uncertainty,
+    and the rate that a second exceeds as rarely as requests may be lost."""
 
     until_s: float
     upper: NDArray[np.float64]
@@ -38,7 +38,7 @@ class _Need(NamedTuple):
 
 @dataclass(frozen=True)
 class RatesMemory:
-    """What outlives the controller: mean rate, seconds behind it and index of dispersion of every model."""
+    """What survives the controller: mean rate, seconds behind it and index of dispersion of every model."""
 
     mean_rps: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class RatesMemory:
 
 
 class Rates:
-    """Estimates for a set of models. Call `observe` with what arrived in each of the last looks, once per look."""
+    """Estimates for a set of models. Call `observe` once per look, with what arrived since the last one."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Rates:
         """Start from declared rates.
 
         Args:
-            declared_rps: by model, the prior.
+            declared_rps: by model, the starting values.
             average_s: time constant of the moving average.
-            settle_s: how long a need is remembered once it has fallen.
-            target: attainment aimed at, which says how often a second may exceed what is planned for.
-            floor_rps: what is planned for at least, so that a model that nobody asks for can still answer.
-            memory: of an earlier life.
+            settle_s: how long a need counts after it has fallen.
+            target: wanted attainment: how often a second may exceed the planned rate.
+            floor_rps: lowest planned rate, so that the first request of an unused model finds it.
+            memory: of an earlier process.
         """
         self._average_s = average_s
         self._settle_s = settle_s
@@ -75,12 +75,12 @@ class Rates:
         self._names: tuple[str, ...] = ()
         self._mean = self._lagged = self._seconds = self._dispersion = np.empty(0)
         self._recent: deque[tuple[float, NDArray[np.float64]]] = deque()  # (seconds, arrivals) of the last looks
-        self._needs: deque[_Need] = deque()  # of the last `settle_s`, newest last
+        self._needs: deque[_Need] = deque()  # the last `settle_s`, newest last
         self._now_s = 0.0
         self.set_models(declared_rps, memory or RatesMemory())
 
     def set_models(self, declared_rps: Mapping[str, float], memory: RatesMemory | None = None) -> None:
-        """Estimate these models from now on; what is known of those that stay is kept."""
+        """Estimate these models from now on; models that stay keep their estimates."""
         known = memory or self.memory()
         names = tuple(declared_rps)
         self._mean = np.array([known.mean_rps.get(name, declared_rps[name]) for name in names])
@@ -89,7 +89,7 @@ class Rates:
         self._lagged = self._mean.copy()
         before = {name: place for place, name in enumerate(self._names)}
         if names != self._names:
-            # A new model has had its declared rate all along.
+            # A new model counts as having had its declared rate all along.
             def moved(values: NDArray[np.float64], missing: Sequence[float]) -> NDArray[np.float64]:
                 return np.array(
                     [values[before[n]] if n in before else other for n, other in zip(names, missing, strict=True)]
@@ -104,7 +104,7 @@ class Rates:
         self._names = names
 
     def observe(self, now_s: float, seconds: float, arrived: Mapping[str, int]) -> list[str]:
-        """Take what arrived in the `seconds` up to now; return the models whose rate has jumped."""
+        """Add what arrived in the `seconds` up to now; return the models whose rate has jumped."""
         counts = np.array([float(arrived.get(name, 0)) for name in self._names])
         self._now_s = now_s
         self._recent.append((seconds, counts))
@@ -126,7 +126,7 @@ class Rates:
         return [name for name, has in zip(self._names, jumped, strict=True) if has]
 
     def _last_second(self) -> tuple[float, NDArray[np.float64]]:
-        """Return the length of the last looks that make a second, and what arrived in them: what is planned for are the
+        """Return the length of the last looks that make up a second, and what arrived in them. Plans count on the
         bursts of a second, however often looks are taken."""
         length, arrived = 0.0, np.zeros(len(self._names))
         for seconds, counts in reversed(self._recent):
@@ -136,13 +136,13 @@ class Rates:
         return length, arrived
 
     def _restart_where_changed(self) -> NDArray[np.bool_]:
-        """Start the mean anew from the last seconds, as many as make a change likeliest, where chance does not explain
-        them (generalised likelihood ratio of a Poisson rate, divided by the dispersion)."""
+        """When chance does not explain the last seconds, start the mean anew from them, from as many as make a change
+        likeliest (generalised likelihood ratio of a Poisson rate, divided by the dispersion)."""
         seconds = np.cumsum([length for length, _ in reversed(self._recent)])[:, None]
         total = np.cumsum([counts for _, counts in reversed(self._recent)], axis=0)
         expected = np.maximum(self._mean, 1e-3) * seconds
         ratio = total * np.log(np.maximum(total, 1.0) / expected) - (total - expected)
-        ratio[seconds > self._seconds + 1e-6] = 0.0  # from before the mean was last started anew
+        ratio[seconds > self._seconds + 1e-6] = 0.0  # from before the mean last started anew
         best = ratio.argmax(axis=0)
         each = np.arange(len(self._names))
         jumped: NDArray[np.bool_] = ratio[best, each] / np.maximum(1.0, self._dispersion) > FALSE_ALARM
@@ -152,20 +152,20 @@ class Rates:
         return jumped
 
     def _need(self, mean: NDArray[np.float64]) -> _Need:
-        """Return what a mean rate needs; its uncertainty adds to how much a second varies."""
+        """Return what a mean rate needs; the mean's uncertainty adds to how much a second varies."""
         dispersion = np.maximum(1.0, self._dispersion) * (1.0 + 1.0 / np.maximum(1.0, self._seconds))
         upper = mean + self._quantile * np.sqrt(dispersion * mean)
         return _Need(self._now_s + self._settle_s, upper, mean, dispersion)
 
     def _ahead(self, ahead_s: float) -> NDArray[np.float64]:
-        """Return the mean that far ahead where it rises (Brown's double exponential smoothing: the average lags by what
-        its own average lags behind it), else the mean."""
+        """Return the mean `ahead_s` from now where it rises, else the mean (Brown's double exponential smoothing: the
+        average lags by what its own average lags behind it)."""
         lag = np.maximum(0.0, self._mean - self._lagged)
         ahead: NDArray[np.float64] = np.maximum(self._floor_rps, self._mean + lag * (1.0 + ahead_s / self._average_s))
         return ahead
 
     def _remember(self, now_s: float) -> None:
-        """Keep the highest needs of the last `settle_s`: those that a newer one does not exceed in every model."""
+        """Keep the highest needs of the last `settle_s`: those that no newer one exceeds in every model."""
         need = self._need(np.maximum(self._floor_rps, self._mean))
         while self._needs and self._needs[0].until_s < now_s:
             self._needs.popleft()
@@ -179,12 +179,12 @@ class Rates:
         return self._named(self._mean)
 
     def expected_rps(self, ahead_s: float) -> dict[str, float]:
-        """Return the mean rate of every model that far ahead."""
+        """Return the mean rate of every model `ahead_s` from now."""
         return self._named(self._ahead(ahead_s))
 
     def traffic(self, ahead_s: float = 0.0) -> Traffic:
-        """Return what a plan that is to be ready in `ahead_s` has to carry: what is expected then, or the highest of
-        the last `settle_s`."""
+        """Return what a plan that is ready in `ahead_s` has to carry: the traffic expected then, or the highest of the
+        last `settle_s`."""
         _, upper, mean, dispersion = self._need(self._ahead(ahead_s))
         for _, other, its_mean, its_dispersion in self._needs:
             mean, dispersion = np.where(other > upper, (its_mean, its_dispersion), (mean, dispersion))
@@ -195,7 +195,7 @@ class Rates:
         return dict(zip(self._names, values.tolist(), strict=True))
 
     def memory(self) -> RatesMemory:
-        """Return what outlives the controller."""
+        """Return what survives the controller."""
         return RatesMemory(
             self.mean_rps,
             dict(zip(self._names, self._seconds.tolist(), strict=True)),

@@ -1,4 +1,4 @@
-"""What the controller remembers from one life to the next."""
+"""What the controller remembers from one process to the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tenuto.placement.workload import ModelSpec
 
 @dataclass(frozen=True)
 class ChangeUnderWay:
-    """A change of plan. `stage` is what is applied now; `origin` what it goes back to if it fails."""
+    """A change of plan. `stage` is applied now; when the change fails, `origin` is served again."""
 
     origin: Plan
     target: Plan
@@ -25,13 +25,13 @@ class ChangeUnderWay:
     stage_since_s: float
     why: str
     is_rollback: bool = False
-    suffered: tuple[str, ...] = ()  # models that lost too much before it began
+    suffered: tuple[str, ...] = ()  # models that lost too much before the change
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What outlives the controller. `plan` is the plan applied last, `workload` what is asked for, `edits` which
-    entries of it `tenuto model` set or removed (None) since the last plan file."""
+    """What survives the controller. `plan` was applied last, `workload` is declared, `edits` are entries that `tenuto
+    model` set or removed (None) since the last plan file."""
 
     plan: Plan
     workload: Workload
@@ -48,7 +48,7 @@ class Memory:
     edits: Mapping[str, ModelSpec | None] = field(default_factory=dict)
 
     def to_data(self) -> dict[str, Any]:
-        """Return it as plain data, for a JSON file."""
+        """Return the memory as plain data, for a JSON file."""
         data: dict[str, Any] = _FORM.dump_python(self, mode="json", by_alias=True, exclude_defaults=True)
         return data
 

@@ -1,12 +1,11 @@
-"""Standby processes, loaded and idle, which need no start when they are wanted. Two kinds:
+"""Standby processes are loaded and idle, so that they need no start. There are two kinds:
 
-*Larger ones* (iGniter, sections 4.2 and 5.3): beside a gpu-let a second process on its GPU, with as much more of the
-share as the GPU has free. Where the gpu-let turns out too slow, it takes over.
-*Twins*: on a GPU that holds nothing, a process like the gpu-let's. Where a GPU is lost, or models outgrow what runs, it
-joins.
+*Larger ones* (iGniter, sections 4.2 and 5.3): a second process beside a gpu-let, with as much more share as the GPU has
+free. When the gpu-let turns out too slow, its larger one takes over.
+*Twins*: a copy of a gpu-let on an empty GPU. When a GPU is lost or models outgrow the plan, the twin joins.
 
-An idle process takes memory and no share: those of one GPU may each count on the same free part, as one that takes over
-makes the others out of date.
+An idle process takes memory and no share. Those on one GPU may all count on the same free part: once one takes over,
+the others are out of date.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.costs import latency_up_to
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PlannedGpu
-from tenuto.placement.surviving import is_at
+from tenuto.placement.whereabouts import is_at
 from tenuto.placement.workload import profile_of
 from tenuto.profiles import Profiles
 
@@ -31,7 +30,7 @@ LEAST_PCT = 1.0  # derived: CUDA MPS counts shares in whole percent
 
 @dataclass(frozen=True)
 class Standby:
-    """An idle process for the gpu-let `of`: which it takes over from, or joins where it is its twin."""
+    """An idle process for the gpu-let `of`, which it replaces, or joins as its twin."""
 
     of: str
     gpulet: Gpulet
@@ -41,17 +40,17 @@ class Standby:
 def standbys(
     plan: Plan, more_pct: float, profiles: Profiles, gpus: Sequence[Gpu], running: Plan
 ) -> tuple[Standby, ...]:
-    """Return the larger standby process of every gpu-let of a plan that can have one.
+    """Return the larger standby process of every gpu-let that can have one.
 
-    Left without are those on a full GPU, in share or memory, those that hold merged programs, and those whose models
-    were not profiled at any larger share.
+    A gpu-let has none when its GPU is full (share or memory), it holds merged programs, or no larger share of its
+    models was profiled.
 
     Args:
-        plan: that is to run.
-        more_pct: of a GPU, what each gets more at most.
-        profiles: that say what models take with more.
+        plan: the plan to run.
+        more_pct: most additional share of a GPU.
+        profiles: what models take with more share.
         gpus: with their memory.
-        running: whose gpu-lets keep their ids to themselves.
+        running: the running plan, whose ids are taken.
     """
     known = {gpu.id: gpu for gpu in gpus}
     taken = {gpulet.id for gpulet in (*plan.gpulets, *running.gpulets)}
@@ -74,14 +73,14 @@ def standbys(
 
 
 def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[Standby, ...]:
-    """Return a twin for every gpu-let of a plan, on at most `count` GPUs of its type that neither plan uses, as far as
-    their memory goes."""
-    used = {gpulet.gpu for gpulet in (*plan.gpulets, *running.gpulets)}
+    """Return a twin for every gpu-let of a plan that lies on one GPU, on at most `count` GPUs of its type that neither
+    plan uses, as far as memory goes."""
+    used = {*plan.used_gpus, *running.used_gpus}
     free_mib = {gpu.id: gpu.memory_mib for gpu in [gpu for gpu in gpus if gpu.id not in used][:count]}
     types = {gpu.id: gpu.type for gpu in gpus} | {gpu.id: gpu.type for gpu in plan.gpus}
     taken: set[str] = set()
     found = []
-    for gpulet in plan.gpulets:
+    for gpulet in (each for each in plan.gpulets if not each.also_on):
         room = [
             name
             for name, mib in free_mib.items()
@@ -96,8 +95,8 @@ def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[S
 
 
 def still_fitting(waiting: Sequence[Standby], plan: Plan, gpus: Sequence[Gpu]) -> tuple[Standby, ...]:
-    """Return those that can wait beside another plan: for a gpu-let that it keeps, in memory that it leaves free, on a
-    GPU that is there and not drained."""
+    """Return the standby processes that can wait beside another plan: it keeps their gpu-let, has the memory free, and
+    their GPU is present and not drained."""
     kept = {gpulet.id for gpulet in plan.gpulets}
     usable = [gpu for gpu in gpus if not is_at(gpu, plan.drained)]
     free_mib = {gpu.id: gpu.memory_mib - sum(map(needed_mib, plan.on_gpu(gpu.id))) for gpu in usable}
@@ -125,7 +124,7 @@ def _larger(gpulet: Gpulet, more_pct: float, plan: Plan, profiles: Profiles, gpu
         if replica.latency is None:
             return None
         size = replica.batch_size
-        # The plan's own latency may hold more than the profile's; what more share saves is the profile's to tell.
+        # The plan's latency may include more than the profile's; the profile says what more share saves.
         ratio = replica.latency.at(size) / before.at(size)
         curve = latency_up_to(after, size).scaled(ratio)
         models.append(
@@ -143,16 +142,15 @@ def taken_over(
     slowdowns: Mapping[str, float],
     gpus: Sequence[Gpu],
 ) -> Plan | None:
-    """Return what runs on the GPUs that are there with standby processes that are ready in use, for gpu-lets of the
-    models that are short of them: the first of the ways that carries everything, or the one that eases most; None where
-    none eases anything."""
+    """Return the running plan on the present GPUs with ready standby processes in use for models that are short. Take
+    the first way that carries everything, else the one that eases most; None when none eases anything."""
     here = _on(plan, gpus)
     hosts = {gpulet.id for gpulet in plan.gpulets if any(replica.name in short for replica in gpulet.models)}
     able = [standby for standby in waiting if standby.gpulet.id in ready and standby.of in hosts]
     outlooks = Outlooks(slowdowns)
 
     def judged(target: Plan) -> tuple[float, float]:
-        """Return the requests per second of the models that are short that it has in time, and its load."""
+        """Return a plan's requests per second in time for the models that are short, and its load."""
         outlook = outlooks.of(target, traffic)
         kept = sum(outlook.parts.get(name, 0.0) * traffic.mean_rps.get(name, 0.0) for name in short)
         return kept, outlook.load
@@ -169,7 +167,7 @@ def taken_over(
 
 def _on(plan: Plan, gpus: Sequence[Gpu]) -> Plan:
     here = {gpu.id for gpu in gpus}
-    return plan.model_copy(update={"gpulets": tuple(gpulet for gpulet in plan.gpulets if gpulet.gpu in here)})
+    return plan.model_copy(update={"gpulets": tuple(g for g in plan.gpulets if here.issuperset(g.gpus))})
 
 
 def _ways(plan: Plan, able: Sequence[Standby], gpus: Sequence[Gpu]) -> Iterator[Plan]:

@@ -1,8 +1,8 @@
-"""The way from one plan to another, make before break: each stage is a plan that can run, and the next one is asked for
-when the gpu-lets of the last are ready.
+"""Finds the way from one plan to another, make before break. Each stage is a plan that can run; when its gpu-lets are
+ready, the next stage is computed.
 
-A stage follows from what runs and the target alone. So a change that was interrupted goes on where it stands, and going
-back is the same way with the old plan as its target.
+A stage depends only on what runs and the target. So an interrupted change goes on where it stands, and going back is a
+change to the old plan.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from tenuto.profiles.gpu_types import memory_mib_of
 
 
 def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> Plan | None:
-    """Return the plan to apply next on the way to `target`; None where it has been reached.
+    """Return the plan to apply next on the way to `target`; None when it has been reached.
 
-    1. What is new starts beside what runs, where share and memory allow.
-    2. Where they do not, gpu-lets that the target lacks make room: those without which all rates are still carried,
-       all at once; where there are none, those in the way of one new gpu-let that cost fewest requests and, if that
-       can be, leave every model a replica.
-    3. Once nothing is left to start or to load, the target itself.
+    1. New gpu-lets start beside running ones, where share and memory allow.
+    2. When nothing more fits, gpu-lets that the target lacks make room: all at once those without which all rates are
+       still carried. When there are none, those in the way of one new gpu-let that cost fewest requests and, if
+       possible, leave every model a replica.
+    3. When nothing is left to start or to load, the target itself is applied.
 
-    What starts in a MIG instance that is not there yet has room once the instances that it takes the place of are
-    empty.
+    A gpu-let in a MIG instance that does not exist yet has room once the instances in its place are empty.
 
     Args:
-        now: what runs, all of it ready.
+        now: the running plan, all of it ready.
         target: fitted to it (`tenuto.deployments.control.fit`).
         gpus: with their memory.
-        rates_rps: by model, to judge what each gpu-let is worth while it is away.
+        rates_rps: by model, to judge what each gpu-let is worth.
     """
     running = {gpulet.id: gpulet for gpulet in now.gpulets}
     starts = [gpulet for gpulet in target.gpulets if gpulet.id not in running]
@@ -50,7 +49,7 @@ def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[
 
 
 def places_to_be(target: Plan, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Return the MIG instances of a plan that are not there yet, and its GPUs that are still cut into others."""
+    """Return the planned MIG instances that do not exist yet, and planned GPUs that are still cut otherwise."""
     there = {(gpu.id, gpu.type) for gpu in gpus}
     return tuple(
         Gpu(**gpu.model_dump(), memory_mib=memory_mib_of(gpu.type) or float("inf"))
@@ -60,7 +59,7 @@ def places_to_be(target: Plan, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def made_anew(before: Plan, after: Plan) -> tuple[PlannedGpu, ...]:
-    """Return the MIG instances of a plan, and whole GPUs that were cut, that the one before does not have."""
+    """Return a plan's MIG instances, and its whole GPUs that were cut, that the plan before lacks."""
     known, cut = {(gpu.id, gpu.type) for gpu in before.gpus}, {g.device for g in before.gpus if g.instance is not None}
     return tuple(
         gpu for gpu in after.gpus if (gpu.id, gpu.type) not in known and (gpu.instance is not None or gpu.device in cut)
@@ -68,32 +67,32 @@ def made_anew(before: Plan, after: Plan) -> tuple[PlannedGpu, ...]:
 
 
 def not_ready(before: Plan, stage: Plan) -> frozenset[str]:
-    """Return the gpu-lets of a stage that have to start or to load models when it follows on `before`."""
+    """Return the gpu-lets of a stage that have to start or load models after `before`."""
     running = {gpulet.id: gpulet for gpulet in before.gpulets}
     return frozenset(g.id for g in stage.gpulets if g.id not in running or _loads(running[g.id], g))
 
 
 def needed_mib(gpulet: Gpulet) -> float:
-    """Return the memory a gpu-let needs: its limit, or what its programs are known to need."""
+    """Return the memory a gpu-let needs: its limit, or else what its programs need."""
     if gpulet.memory_mib is not None:
         return gpulet.memory_mib
     return sum(program.memory_mib or 0.0 for program in gpulet.programs)
 
 
 def fits(gpulets: Iterable[Gpulet], gpu: Gpu, *, overcommits: bool = False) -> bool:
-    """Whether these gpu-lets have room on one GPU, in share and memory."""
+    """Whether these gpu-lets fit on one GPU, by share and memory."""
     together = list(gpulets)
     share_fits = overcommits or sum(g.effective_share_pct for g in together) <= 100.0 + 1e-6
     return share_fits and sum(map(needed_mib, together)) <= gpu.memory_mib + 1e-6
 
 
 def staged(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> Plan | None:
-    """Return the plan of a stage that holds these gpu-lets; None where they cannot be in one plan, as when models are
-    merged on one of them and not on another.
+    """Return the plan of a stage with these gpu-lets; None when no plan can hold them all, as when models are merged on
+    one and not on another.
 
-    Models keep the rates of `now`: under overload the scheduler holds models to what they were planned for, and what
-    the target has room for beyond that is not there yet. Others would lose requests to one that has outgrown its plan.
-    Requests are split among versions as before: new ones are sent none yet.
+    Models keep the rates of `now`. The scheduler holds models to these under overload, and the target's additional room
+    is not there yet: with higher rates, one model that outgrew its plan would take requests from others. Requests are
+    split among versions as before, so new versions get none yet.
     """
     specs = {spec.name: spec for spec in (*now.models, *target.models)}
     held = {replica.name for gpulet in gpulets for replica in gpulet.models}
@@ -132,13 +131,13 @@ def _loads(before: Gpulet, after: Gpulet) -> bool:
 
 
 def _gpus_of_stage(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> tuple[PlannedGpu, ...]:
-    """Return the GPUs of both plans; of MIG instances that exclude each other those that hold one of the gpu-lets, or
-    else the target's."""
+    """Return the GPUs of both plans. Of MIG instances that exclude each other, return those that hold one of the
+    gpu-lets, else the target's."""
     before, after = ({gpu.id: gpu for gpu in plan.gpus} for plan in (now, target))
     if not any(gpu.instance is not None for gpu in (*now.gpus, *target.gpus)):
         return tuple((before | after).values())
     running = {gpulet.id for gpulet in now.gpulets}
-    held = {g.gpu: (before if g.id in running else after)[g.gpu] for g in gpulets}
+    held = {gpu: (before if g.id in running else after)[gpu] for g in gpulets for gpu in g.gpus}
     on: dict[str, list[PlannedGpu]] = {}
     for gpu in (*held.values(), *target.gpus, *now.gpus):
         there = on.setdefault(gpu.device, [])
@@ -148,32 +147,35 @@ def _gpus_of_stage(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> tuple[
 
 
 def _in_the_way(start: Gpulet, now: Plan, target: Plan) -> set[str]:
-    """Return the GPUs of the running plan that cannot be there together with the one a new gpu-let is to lie on."""
-    place = next(gpu for gpu in target.gpus if gpu.id == start.gpu)
-    return {gpu.id for gpu in now.gpus if gpu.device == place.device and excludes(place, gpu)}
+    """Return the running plan's GPUs that cannot exist beside those a new gpu-let needs."""
+    places = [gpu for gpu in target.gpus if gpu.id in start.gpus]
+    return {gpu.id for gpu in now.gpus for place in places if gpu.device == place.device and excludes(place, gpu)}
 
 
 def _beside(
     starts: Sequence[Gpulet], now: Plan, target: Plan, there: Sequence[Gpulet], gpus: Sequence[Gpu]
 ) -> list[Gpulet]:
-    """Return those of the new gpu-lets that have room beside what is there, first come first served."""
+    """Return the new gpu-lets that fit beside what is present, first come first served."""
     overcommits = now.overcommits or target.overcommits
     by_gpu: dict[str, list[Gpulet]] = {gpu.id: [] for gpu in gpus}
     for gpulet in there:
-        by_gpu.setdefault(gpulet.gpu, []).append(gpulet)
+        for gpu_id in gpulet.gpus:
+            by_gpu.setdefault(gpu_id, []).append(gpulet)
     sizes = _sizes(gpus, target)
     running, found = {gpulet.id for gpulet in there}, []
     for gpulet in starts:
         blocked = any(g.id in running for gpu in _in_the_way(gpulet, now, target) for g in by_gpu.get(gpu, ()))
-        room = gpulet.gpu in sizes and not blocked
-        if room and fits([*by_gpu[gpulet.gpu], gpulet], sizes[gpulet.gpu], overcommits=overcommits):
-            by_gpu[gpulet.gpu].append(gpulet)
+        if blocked or not sizes.keys() >= {*gpulet.gpus}:
+            continue
+        if all(fits([*by_gpu[gpu], gpulet], sizes[gpu], overcommits=overcommits) for gpu in gpulet.gpus):
+            for gpu_id in gpulet.gpus:
+                by_gpu[gpu_id].append(gpulet)
             found.append(gpulet)
     return found
 
 
 def _sizes(gpus: Sequence[Gpu], target: Plan) -> dict[str, Gpu]:
-    """Return the GPUs by id; where a MIG instance becomes another one at the same place, that of the target."""
+    """Return the GPUs by id; when a MIG instance is replaced at its place, the target's."""
     types = {gpu.id: gpu.type for gpu in target.gpus}
     sizes = {gpu.id: gpu for gpu in gpus}
     return sizes | {gpu.id: gpu for gpu in gpus if types.get(gpu.id) == gpu.type}
@@ -187,21 +189,25 @@ def _with_room(
     starts: Sequence[Gpulet],
     loads: Sequence[Gpulet],
 ) -> Plan:
-    """Return the stage in which gpu-lets have made room, and what has room then has been started."""
+    """Return the stage in which gpu-lets have made room and the gpu-lets that then fit have started."""
     impact = _Impact(now, rates_rps)
     overcommits = now.overcommits or target.overcommits
     stays = {gpulet.id for gpulet in target.gpulets}
     sizes = _sizes(gpus, target)
-    # Each way to go on is what is away meanwhile: for what starts, those in its way; what loads, itself.
+    # Each choice is a set of gpu-lets that are away meanwhile: those in the way of a new one, or one that loads.
     ways = [[gpulet.id] for gpulet in loads]
     for start in starts:
         blocking = _in_the_way(start, now, target)
-        blocked = [gpulet.id for gpulet in now.gpulets if gpulet.gpu in blocking]
-        there = [gpulet for gpulet in now.gpulets if gpulet.gpu == start.gpu and gpulet.gpu not in blocking]
+        blocked = [gpulet.id for gpulet in now.gpulets if not blocking.isdisjoint(gpulet.gpus)]
+        there = [g for g in now.gpulets if {*start.gpus} & {*g.gpus} and blocking.isdisjoint(g.gpus)]
         leave = sorted((g for g in there if g.id not in stays), key=lambda g: impact.without([g.id]))
         for count in range(0 if blocked else 1, len(leave) + 1):
             gone = [*blocked, *(gpulet.id for gpulet in leave[:count])]
-            if fits([*(g for g in there if g.id not in gone), start], sizes[start.gpu], overcommits=overcommits):
+            left = [g for g in there if g.id not in gone]
+            if all(
+                fits([*(g for g in left if gpu in g.gpus), start], sizes[gpu], overcommits=overcommits)
+                for gpu in start.gpus
+            ):
                 ways.append(gone)
                 break
     away: set[str] = set()
@@ -212,12 +218,12 @@ def _with_room(
     left = [loading.get(g.id, g) for g in now.gpulets if g.id not in away or g.id in loading]
     stage = staged(now, target, [*left, *_beside(starts, now, target, left, gpus)])
     if not away or stage is None:
-        return target  # nothing can be done step by step: all at once, as a plain deploy would
+        return target  # no stage is possible: change all at once, as a plain deploy would
     return stage
 
 
 class _Impact:
-    """What taking gpu-lets of a plan away does to its service, as something to sort by: least harm first."""
+    """The harm of taking gpu-lets of a plan away, to sort by: least harm first."""
 
     def __init__(self, plan: Plan, rates_rps: Mapping[str, float]) -> None:
         self._plan, self._outlooks = plan, Outlooks()
@@ -227,8 +233,8 @@ class _Impact:
         self._weights = {spec.name: spec.weight for spec in plan.models}
 
     def without(self, away: Iterable[str]) -> tuple[int, float]:
-        """Return how many models that are hosted lose all of their gpu-lets, and the weighted requests per second that
-        are no longer in time."""
+        """Return how many hosted models lose all their gpu-lets, and the weighted requests per second no longer in
+        time."""
         gone = frozenset(away)
         if gone in self._known:
             return self._known[gone]

@@ -1,4 +1,4 @@
-"""What an operator does with versions, as edits of the workload: pure functions, which refuse what cannot be."""
+"""An operator's commands on versions as edits of the workload: pure functions that refuse impossible ones."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def with_version(
     terms: Mapping[str, Any],
     entry: Mapping[str, Any],
 ) -> Edits:
-    """Return the edits that give a version its part of the requests, or bring it.
+    """Return the edits that add a version, or change its share of the requests.
 
     Args:
-        workload: what is asked for.
-        rates_rps: what models are asked now.
-        model: that it is a version of.
-        version: of it.
+        workload: the declared models.
+        rates_rps: present rates by model.
+        model: whose version it is.
+        version: its name.
         terms: `share_pct`, or `shadow` with or without a share.
-        entry: what it has that the version which takes the rest has not; what it has besides, where it is there.
+        entry: its differences from the version that takes the rest; for an existing version, further changes.
 
     Raises:
-        InvalidInputError: no such model, it takes the rest, nothing says what it is, shares beyond 100, other tensors.
+        InvalidInputError: no such model, the version takes the rest, nothing defines it, shares exceed 100, or its
+            tensors differ.
     """
     versions, rest = _versions(workload, model)
     name = versioned(model, version)
@@ -56,7 +57,7 @@ def with_version(
 
 
 def promoted(workload: Workload, rates_rps: Mapping[str, float], model: str, version: str) -> Edits:
-    """Return the edits that let a version take the rest, in place of the one that does, which goes.
+    """Return the edits that let a version take the rest of the requests. The version that took it leaves.
 
     Raises:
         InvalidInputError: there is no such version, or it takes the rest already.
@@ -74,7 +75,7 @@ def promoted(workload: Workload, rates_rps: Mapping[str, float], model: str, ver
 
 
 def to_take_back(workload: Workload, model: str, version: str) -> str:
-    """Return the name of a version that may go: another one takes the rest.
+    """Return the name of a version that may be taken back: one that does not take the rest.
 
     Raises:
         InvalidInputError: there is no such version, or it takes the rest.
@@ -88,7 +89,7 @@ def to_take_back(workload: Workload, model: str, version: str) -> str:
 
 
 def checked(models: Sequence[ModelSpec]) -> Workload:
-    """Return a workload of these models; raises `InvalidInputError` where there is none such."""
+    """Return a workload of these models; raise `InvalidInputError` when it breaks a rule."""
     return parse_document(Workload, {"models": tuple(models)}, origin="workload")
 
 

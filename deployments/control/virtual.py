@@ -1,4 +1,4 @@
-"""The controller in virtual time: the same core over a running system that is simulated, with events that befall it."""
+"""The controller in virtual time: the same core over a simulated running system, with incidents."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.virtual.engine import Follows
 from tenuto.batching.virtual.running import Life, Look, RunningSystem
+from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind
@@ -31,10 +32,8 @@ from tenuto.profiles import Profiles
 
 @dataclass(frozen=True)
 class ControlledLoad:
-    """The requests of a run: arrivals in ascending order, each of a model that is a position in `names`.
-
-    `deadlines_ms` and `follows` are those of applications (`tenuto.batching.virtual.engine`).
-    """
+    """The requests of a run in order of arrival, each with its model's position in `names`. `deadlines_ms` and
+    `follows` belong to applications (`tenuto.batching.virtual.engine`)."""
 
     names: tuple[str, ...]
     times_ms: NDArray[np.float64]
@@ -42,14 +41,15 @@ class ControlledLoad:
     duration_s: float
     deadlines_ms: NDArray[np.float64] | None = None
     follows: Follows | None = None
+    tokens: RequestTokens | None = None
 
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that happens at a time: exactly one of the fields besides it is given.
+    """Something that happens at a time; exactly one other field is given.
 
-    `lose`: GPUs, or nodes with all of theirs; `bring`: the same, back. `slow`: what batches of a model take over their
-    profile from then on. `workload`: other models are asked for.
+    `lose`: GPUs, or nodes with all of theirs; `bring`: the same, back. `slow`: from then on, what batches of a model
+    take over their profile. `workload`: the new declaration.
     """
 
     at_s: float
@@ -61,10 +61,10 @@ class Incident:
 
 @dataclass(frozen=True)
 class World:
-    """What the cluster is like: how long things take in seconds, and what the network delays.
+    """What the cluster is like: how long things take, in seconds, and network delays.
 
-    `planning_s` is what a plan takes to come, `provision_s` what a GPU that was asked for takes to be there, `notice_s`
-    what it takes until the loss of one is known: live, that of a node whose raylet dies is known with the next look.
+    `planning_s`: until a plan comes. `provision_s`: until an asked GPU is present. `notice_s`: until a lost GPU is
+    known; live, the next look knows when a node's raylet has died.
     """
 
     life: Life = field(default_factory=Life)
@@ -77,7 +77,7 @@ class World:
 
 @dataclass(frozen=True)
 class Window:
-    """Figures of a stretch of the run, by model in the order of the load's names."""
+    """Figures of one stretch of the run, by model in the order of `names`."""
 
     end_s: float
     arrived: NDArray[np.int64]
@@ -88,9 +88,9 @@ class Window:
 
 @dataclass
 class ControlledRun:
-    """What a run produced: figures by window, the log, and every plan that was applied with its time and reason.
+    """The results of a run: figures by window, the log, and every applied plan with its time and reason.
 
-    `applications` has the requests of applications by outcome, from end to end, where whoever runs it counts them.
+    `applications` counts the requests of applications by outcome, end to end, when the caller counts them.
     """
 
     names: tuple[str, ...]
@@ -105,7 +105,7 @@ class ControlledRun:
         return total
 
     def attainments(self) -> dict[str, float]:
-        """Return which part of the requests of every model with any was answered in time."""
+        """Return the part of each model's requests answered in time, for models with any."""
         ended = self.ended()
         return {
             name: float(row[Outcome.OK] / row.sum()) for name, row in zip(self.names, ended, strict=True) if row.sum()
@@ -118,7 +118,7 @@ class ControlledRun:
 
     @property
     def gpu_s(self) -> float:
-        """Seconds during which GPUs held a gpu-let, added up."""
+        """Seconds during which GPUs held a gpu-let, in total."""
         return sum(window.gpu_s for window in self.windows)
 
     def count(self, kind: Kind) -> int:
@@ -127,8 +127,8 @@ class ControlledRun:
 
 
 class ControlledCluster:
-    """A cluster under the controller, in virtual time: it carries out what the controller decides, and tells it what it
-    may know."""
+    """A simulated cluster under the controller: it carries out decisions, and shows the controller what a live one
+    would."""
 
     def __init__(
         self,
@@ -148,15 +148,15 @@ class ControlledCluster:
 
         Args:
             load: the requests.
-            workload: what is asked for at the beginning; its rates are the declared ones.
-            plan: deployed and ready at the beginning.
-            gpus: those that are there.
-            profiles: what the planner plans with.
+            workload: declared at the start.
+            plan: deployed and ready at the start.
+            gpus: present at the start.
+            profiles: for the planner.
             settings: of the controller.
             make_scheduler: builds the scheduler of a plan's system.
             world: what the cluster is like.
-            incidents: what happens, in order of time.
-            growth: for a cluster that can grow, a GPU of each type it can have.
+            incidents: in order of time.
+            growth: one GPU of each type that the cluster can grow by.
         """
         world = world or World()
         self._duration_s = load.duration_s
@@ -173,12 +173,13 @@ class ControlledCluster:
             life=Life((0.0, 0.0), (0.0, 0.0)),
             network=world.network,
             seed=world.seed,
+            tokens=load.tokens,
         )
         self._system.apply(plan)
         self._system.advance(0.0)
         self._system.life = world.life
         self._gpus = {gpu.id: gpu for gpu in gpus}
-        self._unnoticed: dict[str, tuple[float, Gpu]] = {}  # GPUs that are gone: since when known, what they were
+        self._unnoticed: dict[str, tuple[float, Gpu]] = {}  # lost GPUs: when the loss becomes known, the GPU
         self._away: dict[str, Gpu] = {}
         self._coming = 0
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -192,7 +193,7 @@ class ControlledCluster:
     def run(
         self, window_s: float = 20.0, progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None
     ) -> ControlledRun:
-        """Run to the end of the load, and a little longer for what still waits.
+        """Run to the end of the load, and until the last requests have ended.
 
         Args:
             window_s: length of the windows of the figures.
@@ -240,9 +241,14 @@ class ControlledCluster:
     def _seen(self, now_s: float, look: Look) -> Observation:
         bad = look.ended.sum(axis=1) - look.ended[:, Outcome.OK]
         models = {
-            name: ModelSeen(int(arrived), int(good), int(lost))
-            for name, arrived, good, lost in zip(
-                self._result.names, look.arrived.tolist(), look.ended[:, Outcome.OK].tolist(), bad.tolist(), strict=True
+            name: ModelSeen(int(arrived), int(good), int(lost), *generated)
+            for name, arrived, good, lost, generated in zip(
+                self._result.names,
+                look.arrived.tolist(),
+                look.ended[:, Outcome.OK].tolist(),
+                bad.tolist(),
+                look.generated.tolist(),
+                strict=True,
             )
         }
         known = {**self._gpus, **{name: gpu for name, (at_s, gpu) in self._unnoticed.items() if at_s > now_s}}
@@ -263,7 +269,7 @@ class ControlledCluster:
             elif isinstance(decision, Apply):
                 self._system.apply(decision.plan, decision.standby)
                 self._result.plans.append((now_s, decision.plan, decision.why))
-                gone = [g.id for g in decision.plan.gpulets if g.gpu not in self._gpus]
+                gone = [g.id for g in decision.plan.gpulets if not self._gpus.keys() >= {*g.gpus}]
                 if gone:
                     self._system.lose(gone)
             elif isinstance(decision, MakePlan):
@@ -285,9 +291,9 @@ class ControlledCluster:
         self._at(now_s + self._world.planning_s, arrive)
 
     def _provide(self, now_s: float, wanted: Mapping[str, int]) -> None:
-        """Bring GPUs that are missing, and release those above what is wanted that hold nothing."""
+        """Bring missing GPUs, and release empty ones above what is wanted."""
         plan = self._controller.plan
-        used = {gpulet.gpu for gpulet in plan.gpulets}
+        used = set(plan.used_gpus)
         for kind, count in wanted.items():
             there = [gpu for gpu in self._gpus.values() if gpu.type == kind]
             for gpu in there[::-1][: max(0, len(there) - count)]:
@@ -309,7 +315,7 @@ class ControlledCluster:
             for name in lost:
                 gpu = self._away[name] = self._gpus.pop(name)
                 self._unnoticed[name] = now_s + self._world.notice_s, gpu
-            self._system.lose([g.id for g in self._controller.plan.gpulets if g.gpu in lost])
+            self._system.lose([g.id for g in self._controller.plan.gpulets if {*lost} & {*g.gpus}])
         for name in _named(incident.bring, self._away):
             self._gpus[name] = self._away.pop(name)
         for program, factor in incident.slow.items():
@@ -324,5 +330,5 @@ class ControlledCluster:
 
 
 def _named(names: Sequence[str], gpus: Mapping[str, Gpu]) -> list[str]:
-    """Return the GPUs that are named, by themselves or by their node."""
+    """Return the GPUs named, directly or by their node."""
     return [gpu for gpu in gpus if gpu in names or node_of(gpu) in names]

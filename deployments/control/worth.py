@@ -1,9 +1,9 @@
-"""What a change of plan is worth: requests and GPU time that it gains over a horizon, against those it costs.
+"""Weighs a change of plan: the requests and GPU time that it gains over a horizon, against those it costs.
 
-Requests come first. A plan that carries fewer of those that may have to be carried is never applied; one that carries
-more is, if nothing is lost on the way, or else if the requests it gains at the rates that are expected exceed those
-lost. Of plans that carry the same the one on less of the GPUs is preferred, when what it saves exceeds what old and new
-together occupy during the change, and no request need be lost for it.
+Requests come first. A plan that carries less of the traffic is never applied. A plan that carries more is applied when
+no requests are lost on the way, or fewer than it gains at the expected rates. Among plans that carry the same, one on
+fewer GPUs is applied when it saves more than old and new gpu-lets occupy together during the change, and no request is
+lost.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import NOTHING, Outlooks, Traffic
 from tenuto.placement.expectation.sharing import listed
-from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of
 
-# Limit: of a stage that cuts GPUs anew, until it is measured on one: instances are ended and made one after the other,
-# and a GPU that goes in or out of MIG mode is reset.
+# Limit: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters
+# or leaves MIG mode is reset.
 CUTTING_S = 10.0
-MOST_STAGES = 1000  # limit: a gpu-let at a time; more would be a fault of the steps
+MOST_STAGES = 1000  # limit: one gpu-let at a time; more would be a bug in `steps`
 
 
 @dataclass(frozen=True)
 class Durations:
-    """What the phases of a change take on this cluster, in seconds: a new process until it is ready, and a running one
-    that loads a model."""
+    """What the phases of a change take on this cluster, in seconds: starting a process, and loading a model into a
+    running one."""
 
     start_s: float
     load_s: float
@@ -36,37 +35,37 @@ class Durations:
 
 @dataclass(frozen=True)
 class Rent:
-    """What occupying GPUs costs: whole GPUs on a cluster that can grow, else the shares that are held. A MIG
-    instance is worth its part of the GPU.
+    """What occupied GPUs cost: whole GPUs on a cluster that can grow, else the shares held. A MIG instance is worth its
+    part of the GPU.
 
-    `price` is per hour by GPU type, for clusters of several; a type without one counts 1.
+    `price` is per hour by GPU type, for clusters of several types; a type without one counts 1.
     """
 
     by_gpu: bool
     price: Mapping[str, float]
 
     def of(self, plan: Plan) -> float:
-        """Return what a plan occupies, in GPUs (times their price where they have one)."""
+        """Return what a plan occupies, in GPUs (times their price when they have one)."""
         held: dict[str, float] = defaultdict(float)
         for gpulet in plan.gpulets:
-            held[gpulet.gpu] += gpulet.effective_share_pct / 100.0
+            for gpu in gpulet.gpus:
+                held[gpu] += gpulet.effective_share_pct / 100.0
         on: dict[str, float] = defaultdict(float)  # by GPU
         kinds = {}
-        for gpu in plan.gpus:
-            mig = instance_type_of(gpu.type) if gpu.instance is not None else None
-            if gpu.id in held:
-                kinds[gpu.device] = gpu.type if mig is None else mig.base
-                on[gpu.device] += held[gpu.id] if mig is None else min(1.0, held[gpu.id]) * mig.gpcs / ALL_GPCS
+        for place in plan.gpus:
+            if place.id in held:
+                kinds[place.device] = place.whole_type
+                on[place.device] += held[place.id] if place.cut_as is None else min(1.0, held[place.id]) * place.part
         return sum(self.price.get(kinds[gpu], 1.0) * (1.0 if self.by_gpu else part) for gpu, part in on.items())
 
 
 @dataclass(frozen=True)
 class ChangeWorth:
-    """A change weighed. Requests are weighted and over the horizon, rent is in GPU-seconds (times price)."""
+    """A weighed change. Requests are weighted and over the horizon; rent is in GPU-seconds (times price)."""
 
     pays: bool
     why: str
-    carried_rps: float = 0.0  # of what is needed
+    carried_rps: float = 0.0  # of the traffic to carry
     gained_requests: float = 0.0
     lost_requests: float = 0.0
     saved_rent: float = 0.0
@@ -78,7 +77,8 @@ class ChangeWorth:
 def stages(
     running: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float], durations: Durations
 ) -> list[tuple[Plan, frozenset[str], float]]:
-    """Return the stages from one plan to another: what runs, which of its gpu-lets can serve, and for how long."""
+    """Return the stages from one plan to another: each one's plan, which of its gpu-lets can serve, and for how
+    long."""
     found: list[tuple[Plan, frozenset[str], float]] = []
     now = running
     for _ in range(MOST_STAGES):
@@ -96,7 +96,7 @@ def stages(
 
 
 class Scale:
-    """Weighs plans against the one that runs, as they are fitted to it. What concerns that one is found out once."""
+    """Weighs plans fitted to the running one, whose figures are computed once."""
 
     def __init__(
         self,
@@ -115,17 +115,17 @@ class Scale:
         """Take what is common to all plans that are weighed.
 
         Args:
-            running: of what runs now, the part that serves.
-            gpus: that are there.
-            needed: what has to be carried.
-            expected_rps: by model, what is to be expected on average for the next `horizon_s`.
-            durations: of the phases, as measured on this cluster.
+            running: the serving part of the running plan.
+            gpus: those present.
+            needed: the traffic to carry.
+            expected_rps: average rate by model for the next `horizon_s`.
+            durations: measured on this cluster.
             rent: what GPUs cost.
             horizon_s: how long the new plan is expected to hold.
             hysteresis: how much more than its cost a change has to gain, as a fraction.
-            slowdowns: what batches of a program really take over what plans say.
-            attainment: part of its requests that a plan should promise every model; of a model of which it promises
-                less, it carries less.
+            slowdowns: by program, what batches really take over what plans say.
+            attainment: part of its requests that a plan should promise every model; a lower promise carries less of the
+                model.
         """
         self._running, self._gpus, self._needed = running, gpus, needed
         self._expected = Traffic(expected_rps)
@@ -134,7 +134,7 @@ class Scale:
         self._outlooks, self._attainment = Outlooks(slowdowns), attainment
 
     def weigh(self, target: Plan, relieved: int = 0) -> ChangeWorth:
-        """Weigh going to a plan, with which so many models more lie as they ask (`tenuto.placement.surviving`)."""
+        """Weigh going to a plan in which `relieved` more models lie as they ask (`tenuto.placement.surviving`)."""
         weights = {spec.name: spec.weight for spec in (*self._running.models, *target.models)}
 
         def total(rates_rps: Mapping[str, float]) -> float:
@@ -145,16 +145,14 @@ class Scale:
         needs_before, before_rps = (total(self._carried(self._running, of)) for of in (self._needed, self._expected))
         needs_after, after_rps = (total(self._carried(target, of)) for of in (self._needed, self._expected))
         if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
-            return ChangeWorth(
-                False, f"it carries {needs_after:.0f} r/s, less than the {needs_before:.0f} r/s of what runs"
-            )
+            return ChangeWorth(False, f"the new plan carries {needs_after:.0f} r/s, the running one {needs_before:.0f}")
         carries_more = needs_after > needs_before + slight_rps
         if relieved < 0 and not carries_more:
-            return ChangeWorth(False, "fewer models would survive a loss, or lie where they are to", needs_after)
+            return ChangeWorth(False, "fewer models would survive a loss, or lie where they ask", needs_after)
         gains = carries_more or relieved > 0
         rent_before, rent_after = self._rent.of(self._running), self._rent.of(target)
-        if not gains and rent_after >= rent_before:  # whatever the way to it
-            why = f"it carries no more and needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}"
+        if not gains and rent_after >= rent_before:  # whatever the change costs
+            why = f"the new plan carries no more and needs {rent_after:.2f} GPUs, the running one {rent_before:.2f}"
             return ChangeWorth(False, why, needs_after)
         way = stages(self._running, target, self._gpus, self._expected.mean_rps, self._durations)
         seconds = sum(lasts_s for _, _, lasts_s in way)
@@ -170,31 +168,32 @@ class Scale:
         is_free = lost <= slight_rps * seconds
         cut = _cut(self._running, target)
         if cut:
-            cut += f", which takes {seconds:.0f} s and loses {lost:.0f} requests"
+            cut += f" takes {seconds:.0f} s and loses {lost:.0f} requests"
         most = 1.0 + self._hysteresis
         figures = (needs_after, gained, lost, saved, spent, seconds, len(way))
         if gains:
             if is_free or gained > most * lost:
-                why = f"it carries {needs_after:.0f} of {offered_rps:.0f} r/s, what runs {needs_before:.0f}"
+                why = f"the new plan carries {needs_after:.0f} of {offered_rps:.0f} r/s"
+                why += f", the running one {needs_before:.0f}"
                 if not carries_more:
-                    why = f"{relieved} models more survive a loss, or lie where they are to"
+                    why = f"{relieved} more models survive a loss, or lie where they ask"
                 return ChangeWorth(True, why + cut, *figures)
-            return ChangeWorth(False, f"it would lose {lost:.0f} requests on the way and gain {gained:.0f}", *figures)
+            return ChangeWorth(False, f"the change would lose {lost:.0f} requests and gain {gained:.0f}", *figures)
         if saved <= most * spent or saved <= 0.0:
-            return ChangeWorth(
-                False, f"it would save {saved:.0f} GPU-seconds and the change costs {spent:.0f}", *figures
-            )
+            return ChangeWorth(False, f"the change would save {saved:.0f} GPU-seconds and cost {spent:.0f}", *figures)
         if not is_free:
-            return ChangeWorth(False, f"it saves GPUs only and would lose {lost:.0f} requests on the way", *figures)
-        return ChangeWorth(True, f"it needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}{cut}", *figures)
+            return ChangeWorth(False, f"the change only saves GPUs, and would lose {lost:.0f} requests", *figures)
+        return ChangeWorth(
+            True, f"the new plan needs {rent_after:.2f} GPUs, the running one {rent_before:.2f}{cut}", *figures
+        )
 
     def _carried(self, plan: Plan, traffic: Traffic) -> dict[str, float]:
-        """Return the requests per second that a plan carries of every model."""
+        """Return the requests per second of each model that a plan carries."""
         kept = self._outlooks.kept(plan, traffic, self._attainment)
         return {name: part * traffic.mean_rps[name] for name, part in kept.items()}
 
 
 def _cut(running: Plan, target: Plan) -> str:
-    """Return which GPUs are cut anew; nothing where none is."""
+    """Say which GPUs are cut; empty when none is."""
     gpus = list(dict.fromkeys(gpu.device for gpu in made_anew(running, target)))
-    return f"; {'GPU' if len(gpus) == 1 else 'GPUs'} {listed(gpus)} cut anew" if gpus else ""
+    return f"; cutting {'GPU' if len(gpus) == 1 else 'GPUs'} {listed(gpus)}" if gpus else ""

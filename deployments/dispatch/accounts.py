@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from statistics import median_high
 
 import msgspec
@@ -15,10 +16,13 @@ from tenuto.deployments.dispatch.in_flight import Batch, OpenGeneration, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus
+from tenuto.outcome import Rule
+from tenuto.placement import Plan
 from tenuto.placement.plan import ExpectedModel
 from tenuto.placement.workload import ModelSpec
 
 _KEPT_EVENTS = 256  # limit: events that a status contains; older ones are in the log
+_HISTOGRAMS = "latency_s", "batching_s", "gpulet_queue_s", "execution_s", "batch_sizes", "ttft_s", "tpot_s"
 
 
 class ModelCounters(ModelCounts, kw_only=True):
@@ -55,13 +59,7 @@ class ModelCounters(ModelCounts, kw_only=True):
         self.execution_p50_ms = median_high(self.execution_ms) if self.execution_ms else None
         return ModelStatus(
             **{name: getattr(self, name) for name in ModelCounts.__struct_fields__},
-            latency_s=self.latency_s.buckets(),
-            batching_s=self.batching_s.buckets(),
-            gpulet_queue_s=self.gpulet_queue_s.buckets(),
-            execution_s=self.execution_s.buckets(),
-            batch_sizes=self.batch_sizes.buckets(),
-            ttft_s=self.ttft_s.buckets(),
-            tpot_s=self.tpot_s.buckets(),
+            **{name: getattr(self, name).buckets() for name in _HISTOGRAMS},
         )
 
 
@@ -89,6 +87,14 @@ class Accounts:
         self.ended = RequestLog()
         self.advice = LiveAdvice()
         self.events = EventLog()
+
+    def status(self, plan: Plan, waiting: Mapping[str, int]) -> dict[str, ModelStatus]:
+        """Return the counts of every model of a plan, of which so many requests wait."""
+        expected = plan.expected.models
+        return {
+            spec.name: self.counters[spec.name].status(spec, expected.get(spec.name), waiting[spec.name])
+            for spec in plan.models
+        }
 
     def executed(self, requests: list[Request], executed: Executed, now_ms: float) -> None:
         """Count and remember requests of one model that are answered now. After its deadline an answer is `late`."""
@@ -126,7 +132,7 @@ class Accounts:
     def generated(self, generation: OpenGeneration, now_ms: float) -> None:
         """Count and remember a generation that ended by itself."""
         counters = self.counters[generation.name]
-        is_good = generation.is_in_time
+        is_good = generation.missed is Rule.NONE
         counters.ok += is_good
         counters.late += not is_good
         counters.last_ms = round(1000.0 * time.time())

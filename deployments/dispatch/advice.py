@@ -29,8 +29,8 @@ class LiveAdvice:
 
     def follow(self, plan: Plan, now_s: float) -> None:
         """Count with the GPUs of this plan from now on."""
-        self._gpu_of = {gpulet.id: gpulet.gpu for gpulet in plan.gpulets}
-        gpus = max(1, len(set(self._gpu_of.values())))
+        self._gpus_of = {gpulet.id: gpulet.gpus for gpulet in plan.gpulets}
+        gpus = max(1, len(plan.used_gpus))
         if self._advisor is None:
             self._advisor = AutoscaleAdvisor(gpus, self._options, start_s=now_s)
             self._ticked_s = self._since_s = now_s
@@ -39,7 +39,7 @@ class LiveAdvice:
             self._take(self._advisor.set_gpus(now_s, gpus))
             if self._latest is not None and self._latest.gpus != gpus:
                 self._latest = None  # that advice was for another number of GPUs
-        self._busy_s = dict.fromkeys(self._gpu_of.values(), 0.0)
+        self._busy_s = dict.fromkeys(plan.used_gpus, 0.0)
 
     def ended(self, *, good: int = 0, bad: int = 0) -> None:
         """Count requests that ended; everything but an answer in time is bad."""
@@ -48,8 +48,7 @@ class LiveAdvice:
 
     def executed(self, gpulet: str, execution_ms: float) -> None:
         """Count a batch. A batch of a gpu-let that left the plan does not count."""
-        gpu = self._gpu_of.get(gpulet)
-        if gpu is not None:
+        for gpu in self._gpus_of.get(gpulet, ()):
             self._busy_s[gpu] = self._busy_s.get(gpu, 0.0) + execution_ms / 1000.0
 
     def tick(self, now_s: float) -> None:

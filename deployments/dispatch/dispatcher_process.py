@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import OpenGeneration, Request
+from tenuto.deployments.process.limits import GENERATIONS_END_S, REQUESTS_END_S
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for
@@ -57,7 +58,6 @@ from tenuto.profiles.networks.generating import Ending
 
 logger = logging.getLogger("ray.serve")
 
-_DRAIN_S = 8.0  # limit: for requests that are under way; Serve gives the process 10 s to end
 _LEFT = "its client went away"
 _NOT_IN_CHARGE = Refused(
     Outcome.FAILED,
@@ -134,8 +134,7 @@ class _AskedTokens:
 
     def fail(self, refused: Refused) -> None:
         """Send a refusal, also of a generation that was never given to the dispatcher."""
-        told = int(refused.outcome), refused.reason, refused.retry_after_s, refused.gpulet
-        self._end(EndedSequence(self._number, "", *told))
+        self._end(EndedSequence.failed(self._number, refused))
 
     def _end(self, ended: EndedSequence) -> None:
         if self._gateway.generating.pop(self._number, None) is not None:
@@ -307,6 +306,7 @@ class BundleServer:
                 ttft_ms=asked.first_in_ms,
                 tpot_ms=asked.tpot_ms,
                 client_id=asked.client_id,
+                made=asked.made,
             )
         except KeyError:
             tokens.fail(Refused(Outcome.FAILED, f"'{asked.model}' was removed from the plan"))
@@ -361,10 +361,12 @@ class BundleServer:
             gateway.protocol.limit_bodies(state.most_asked_bytes())
             gateway.protocol.send(state)
 
-    async def close(self, drain_s: float = _DRAIN_S) -> None:
+    async def close(self, drain_s: float | None = None) -> None:
         """Take no new gateways, let open requests end within `drain_s`, answer the rest as failed, and disconnect."""
         for server in self._servers.values():
             server.close()
+        if drain_s is None:
+            drain_s = GENERATIONS_END_S if self.dispatcher.is_generating else REQUESTS_END_S
         until = time.monotonic() + drain_s
         while (
             any(gateway.asked or gateway.generating for gateway in self._gateways.values()) and time.monotonic() < until

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.deployments.dispatch.in_flight import Batch
-from tenuto.deployments.wire.messages import GpuletState
+from tenuto.deployments.wire.messages import GpuletState, HeldBlocks
 from tenuto.deployments.wire.peer import Connection, ConnectionEvents, Finder, PeerConnection
 from tenuto.deployments.wire.status import GpuletStatus, RunningBatch
 from tenuto.placement import Plan
@@ -53,7 +53,7 @@ class AttachedGpulet:
     batches: int = 0
     lost: int = 0  # how often its connection ended
     generating: set[int] = field(default_factory=set)  # the numbers of its generations
-    free_blocks: int = -1  # that no sequence there held after its last step; -1: not known
+    held: HeldBlocks = field(default_factory=HeldBlocks)  # what its generations held after its last step
 
     @property
     def is_ready(self) -> bool:
@@ -149,11 +149,12 @@ class Fleet:
         return gpulet
 
     def _retire(self, gpulet: AttachedGpulet) -> None:
-        """Let a removed gpu-let answer its batches, then close its connection."""
+        """Let a removed gpu-let answer its batches and end its generations, then close its connection. Generations
+        leave it when its process closes or dies."""
 
         async def close_when_idle() -> None:
             limit = asyncio.get_running_loop().time() + _LAST_ANSWERS_S
-            while (gpulet.running or gpulet.generating) and asyncio.get_running_loop().time() < limit:
+            while gpulet.generating or (gpulet.running and asyncio.get_running_loop().time() < limit):
                 await asyncio.sleep(0.02)
             await gpulet.connection.stop()
             gpulet.lose()
@@ -212,6 +213,7 @@ class Fleet:
                 id=gpulet.id,
                 up=gpulet.connection.is_up,
                 gpu=planned.gpu,
+                also_on=planned.also_on,
                 share_pct=planned.share_pct,
                 busy_s=gpulet.busy_ms / 1000.0,
                 predicted_s=gpulet.predicted_ms / 1000.0,
@@ -220,7 +222,10 @@ class Fleet:
                 running=[RunningBatch(batch.name, batch.size) for batch in gpulet.running.values()],
                 slowdown=dict(slowdowns.get(index, {})),
                 generating=len(gpulet.generating),
-                free_blocks=None if gpulet.free_blocks < 0 else gpulet.free_blocks,
+                free_blocks=None if gpulet.held.free_blocks < 0 else gpulet.held.free_blocks,
+                blocks=gpulet.held.blocks,
+                waiting=gpulet.held.waiting,
+                preempted=gpulet.held.preempted,
             )
             found.append(described if state is None else state.described(described))
         return found

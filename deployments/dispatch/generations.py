@@ -1,102 +1,89 @@
 """The generations that a dispatcher has open: each is sent to one gpu-let at once, which decides its steps and refuses
 what it cannot keep; its tokens are passed on as they come.
 
-A generation goes to the gpu-let with the most memory that no other one has claimed. One that has made no token yet goes
-to another gpu-let, once, when its own is gone.
+A generation goes to the gpu-let with the most memory that no other one has claimed. When that gpu-let closes, dies or
+has no place for it any more, another one goes on behind the tokens that it has. There is one rule against a generation
+that kills what runs it: two losses without a token in between end it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from tenuto.deployments.dispatch.accounts import Accounts
 from tenuto.deployments.dispatch.charge import Charge
-from tenuto.deployments.dispatch.fleet import AttachedGpulet
-from tenuto.deployments.dispatch.in_flight import OpenGeneration, TokenAsker
-from tenuto.deployments.wire.answers import Refused, Rule
+from tenuto.deployments.dispatch.fleet import AttachedGpulet, Fleet
+from tenuto.deployments.dispatch.in_flight import OpenGeneration
+from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.messages import EndedSequence, Generated, StopGenerating
-from tenuto.outcome import Outcome
-from tenuto.profiles.networks.generating import Sampling
+from tenuto.outcome import Outcome, Rule
 
-_DIED = "the gpu-let that generated this died; send the request again"
+_DIED = "the gpu-let that generated this died"
 _NONE = "no gpu-let of '{}' is ready. Retry in a few seconds."
 
 
 class Generations:
     """Invariant: a generation is open, and among those of one gpu-let, from its admission until it has ended."""
 
-    def __init__(self, accounts: Accounts, charge: Charge, clock_ms: Callable[[], float]) -> None:
+    def __init__(self, fleet: Fleet, accounts: Accounts, charge: Charge, clock_ms: Callable[[], float]) -> None:
         """Begin without any.
 
         Args:
+            fleet: the gpu-lets.
             accounts: count them.
             charge: says when gpu-lets may be sent something.
             clock_ms: monotonic ms.
         """
+        self._fleet = fleet
         self._accounts = accounts
         self._charge = charge
         self._clock_ms = clock_ms
         self._numbers = itertools.count()
         self._open: dict[int, OpenGeneration] = {}
         self._at: dict[int, AttachedGpulet] = {}
-        self._gpulets: Callable[[], Iterable[AttachedGpulet]] = lambda: ()
 
-    def follow(self, gpulets: Callable[[], Iterable[AttachedGpulet]], models: Iterable[str]) -> None:
-        """Take the gpu-lets and the models of a new plan; generations of other models fail."""
-        self._gpulets = gpulets
-        known = set(models)
-        for generation in list(self._open.values()):
-            if generation.name not in known:
-                self._stop(generation)
-                self._fail(generation, Refused(Outcome.FAILED, f"'{generation.name}' was removed from the plan"))
-
-    def begin(
-        self,
-        model: str,
-        asker: TokenAsker,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        arrived_ms: float,
-        ttft_ms: float,
-        tpot_ms: float,
-        client_id: str = "",
-    ) -> OpenGeneration:
-        """Send a generation to a gpu-let. When there is none, `asker` is told so before this returns."""
-        generation = OpenGeneration(
-            next(self._numbers), model, arrived_ms, arrived_ms + ttft_ms, tpot_ms, client_id, prompt, sampling, asker
-        )
-        self._accounts.counters[model].submitted += 1
+    def begin(self, generation: OpenGeneration) -> None:
+        """Send a generation to a gpu-let. When there is none, its asker is told so before this returns."""
+        self._accounts.counters[generation.name].submitted += 1
         self._send(generation)
-        return generation
 
-    def _send(self, generation: OpenGeneration) -> None:
-        now_ms = self._clock_ms()
-        if generation.first_by_ms <= now_ms:
+    def _send(self, generation: OpenGeneration, last: AttachedGpulet | None = None, why: str = "") -> None:
+        """Send a generation to a gpu-let, to another than the `last` one if there is one. `why` it is not there any
+        more."""
+        name = generation.name
+        if not generation.made and generation.first_by_ms <= self._clock_ms():
             reason = "the deadline of its first token has passed. Raise the SLO or add GPUs"
             self._fail(generation, Refused(Outcome.EXPIRED, reason, 1.0, rule=Rule.TOO_LATE))
             return
-        name = generation.name
-        able = [each for each in self._gpulets() if each.is_ready and any(name in p.models for p in each.programs)]
+        able = self._able(name)
+        able = [each for each in able if each is not last] or able
         if not able:
-            self._fail(generation, Refused(Outcome.FAILED, _NONE.format(name), 2.0))
+            none = _NONE.format(name)
+            rule = Rule.LOST if why else Rule.NONE
+            self._fail(generation, Refused(Outcome.FAILED, f"{why}, and {none}" if why else none, 2.0, rule=rule))
             return
         gpulet = min(able, key=lambda each: self._claimed(each) / _room(each, name))
+        # A new number at each gpu-let: what comes late from the last one is nobody's.
+        number = generation.number = next(self._numbers)
         generation.gpulet = gpulet.id
-        self._open[generation.number], self._at[generation.number] = generation, gpulet
-        gpulet.generating.add(generation.number)
-        self._charge.once_obeyed(partial(self._send_now, generation))
+        self._open[number], self._at[number] = generation, gpulet
+        gpulet.generating.add(number)
+        self._charge.once_obeyed(partial(self._send_now, number))
+
+    def _able(self, model: str) -> list[AttachedGpulet]:
+        """Return the gpu-lets of the plan that can generate with a model now."""
+        return [each for each in self._fleet if each.is_ready and any(model in p.models for p in each.programs)]
 
     def _claimed(self, gpulet: AttachedGpulet) -> int:
         """Return the tokens that those at a gpu-let may come to have."""
         return sum(self._open[number].most_tokens for number in gpulet.generating)
 
-    def _send_now(self, generation: OpenGeneration) -> None:
-        gpulet = self._at.get(generation.number)
-        if gpulet is not None:
-            gpulet.connection.send(generation.message(self._clock_ms()))
+    def _send_now(self, number: int) -> None:
+        generation = self._open.get(number)
+        if generation is not None:
+            self._at[number].connection.send(generation.message(self._clock_ms()))
 
     def leave(self, generation: OpenGeneration, *, is_answered: bool = False) -> None:
         """Forget a generation whose client went away, or that has brought all that was wanted; its gpu-let frees its
@@ -122,7 +109,7 @@ class Generations:
     def came(self, gpulet: AttachedGpulet, generated: Generated) -> None:
         """Pass on what a step of a gpu-let brought."""
         now_ms = self._clock_ms()
-        gpulet.free_blocks = generated.free_blocks
+        gpulet.held = generated.held
         if generated.execution_ms:
             gpulet.busy_ms += generated.execution_ms
             gpulet.batches += 1
@@ -130,46 +117,52 @@ class Generations:
         for number, token in generated.tokens:
             generation = self._open.get(number)
             if generation is not None:
-                generation.tokens += 1
-                generation.last_ms = now_ms
-                if generation.tokens == 1:
-                    generation.first_ms = now_ms
-                generation.asker.wrote(token)
+                self._accounts.counters[generation.name].written_tokens += 1
+                generation.take(token, now_ms)
         for ended in generated.ended:
             generation = self._open.get(ended.number)
             if generation is not None:
                 self._forget(ended.number)
-                self._end(generation, ended, now_ms)
+                self._end(generation, gpulet, ended, now_ms)
 
-    def _end(self, generation: OpenGeneration, ended: EndedSequence, now_ms: float) -> None:
-        if ended.may_retry and not generation.tokens and not generation.was_retried:
+    def _end(self, generation: OpenGeneration, gpulet: AttachedGpulet, ended: EndedSequence, now_ms: float) -> None:
+        if ended.may_retry and not generation.was_retried:
             generation.was_retried = True
-            self._send(generation)
+            self._send(generation, gpulet, ended.reason)
             return
         if ended.finish:
+            if not generation.tokens:
+                generation.saw(now_ms)
             self._accounts.generated(generation, now_ms)
         else:
             self._accounts.generation_refused(generation, ended.refused(), now_ms)
         generation.told(ended)
 
+    def leaves(self, gpulet: AttachedGpulet) -> None:
+        """Let the generations of a gpu-let that closes go on elsewhere; without another gpu-let they go on there, for
+        as long as it lives."""
+        for number in list(gpulet.generating):
+            generation = self._open[number]
+            if self._able(generation.name):
+                self._stop(generation)
+                self._send(generation)
+
     def lost(self, gpulet: AttachedGpulet, reason: str) -> None:
-        """Ask another gpu-let for what one had that is gone and made no token of; the rest fails."""
+        """Let the generations of a gpu-let that is gone go on elsewhere."""
         for number in list(gpulet.generating):
             generation = self._open[number]
             self._forget(number)
-            died = EndedSequence(number, "", int(Outcome.FAILED), f"{_DIED} ({reason})", 1.0, gpulet.id, True)
-            self._end(generation, died, self._clock_ms())
+            died = Refused(Outcome.FAILED, f"{_DIED} ({reason})", 1.0, gpulet.id, Rule.LOST)
+            self._end(generation, gpulet, EndedSequence.failed(number, died, may_retry=True), self._clock_ms())
 
     def _fail(self, generation: OpenGeneration, refused: Refused) -> None:
         self._accounts.generation_refused(generation, refused, self._clock_ms())
         generation.asker.refused(generation, refused)
 
-    def running(self) -> dict[str, int]:
-        """Return how many are open, by model."""
-        found: dict[str, int] = {}
-        for generation in self._open.values():
-            found[generation.name] = found.get(generation.name, 0) + 1
-        return found
+    @property
+    def is_open(self) -> bool:
+        """Whether a generation is open."""
+        return bool(self._open)
 
     def close(self) -> None:
         """Refuse everything that is open."""

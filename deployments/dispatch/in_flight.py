@@ -15,6 +15,7 @@ from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.bundles import Places
 from tenuto.deployments.wire.messages import BatchRan, EndedSequence, Generate, RunBatch
 from tenuto.deployments.wire.tensors import Buffer, InputPart, cut_rows
+from tenuto.outcome import Rule
 from tenuto.profiles.networks.generating import Ending, Sampling
 
 
@@ -166,8 +167,9 @@ class TokenAsker(Protocol):
 
 
 class OpenGeneration(msgspec.Struct, eq=False):
-    """A generation from its admission to its end. Times are ms on the dispatcher's clock; those of tokens are NaN
-    before there are any. `gpulet` is where it runs."""
+    """A generation from its admission to its end. Times are ms on this process' clock; those of tokens are NaN before
+    there are any. `gpulet` is where it runs, and `number` is its number there. `made` are its tokens, also those that
+    it `had` when it came here. `was_retried`: it lost a process, and has made no token since."""
 
     number: int
     name: str
@@ -178,11 +180,17 @@ class OpenGeneration(msgspec.Struct, eq=False):
     prompt: list[int]
     sampling: Sampling
     asker: TokenAsker
+    made: list[int] = []  # msgspec copies defaults
+    had: int = 0
     gpulet: str = ""
-    tokens: int = 0
     first_ms: float = math.nan
     last_ms: float = math.nan
     was_retried: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it has."""
+        return len(self.made)
 
     @property
     def most_tokens(self) -> int:
@@ -191,13 +199,30 @@ class OpenGeneration(msgspec.Struct, eq=False):
 
     @property
     def measured_tpot_ms(self) -> float:
-        """The mean time of its tokens after the first; 0 where there are none."""
-        return (self.last_ms - self.first_ms) / (self.tokens - 1) if self.tokens > 1 else 0.0
+        """The mean time of its tokens after the first that came here; 0 where there are none."""
+        further = self.tokens - self.had - 1
+        return (self.last_ms - self.first_ms) / further if further > 0 else 0.0
 
     @property
-    def is_in_time(self) -> bool:
-        """Whether its first token came by its deadline, and each further one, on average, within the time for one."""
-        return self.first_ms <= self.first_by_ms and self.measured_tpot_ms <= self.tpot_ms
+    def missed(self) -> Rule:
+        """The bound that it missed: its first token came after its deadline, or a further one took longer in the mean
+        than is allowed; `NONE` where it is in time."""
+        if not self.first_ms <= self.first_by_ms:
+            return Rule.FIRST_TOKEN
+        return Rule.NONE if self.measured_tpot_ms <= self.tpot_ms else Rule.FURTHER_TOKENS
+
+    def take(self, token: int, now_ms: float) -> None:
+        """Take its next token, and pass it on."""
+        self.saw(now_ms)
+        self.made.append(token)
+        self.was_retried = False
+        self.asker.wrote(token)
+
+    def saw(self, now_ms: float) -> None:
+        """Take note of the time of a token. The end of an answer without tokens counts as its first one."""
+        self.last_ms = now_ms
+        if math.isnan(self.first_ms):
+            self.first_ms = now_ms
 
     def told(self, ended: EndedSequence) -> None:
         """Tell its asker of its end."""
@@ -208,6 +233,6 @@ class OpenGeneration(msgspec.Struct, eq=False):
 
     def message(self, now_ms: float) -> Generate:
         """Return it as it is asked of another process."""
-        return Generate(
-            self.number, self.name, self.prompt, self.sampling, self.first_by_ms - now_ms, self.tpot_ms, self.client_id
-        )
+        first_in_ms = math.inf if self.made else self.first_by_ms - now_ms
+        asked = self.number, self.name, self.prompt, self.sampling, first_in_ms, self.tpot_ms, self.client_id
+        return Generate(*asked, self.made)

@@ -15,11 +15,12 @@ from operator import attrgetter
 from tenuto.deployments.dispatch.in_flight import OpenGeneration, Request
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
 from tenuto.deployments.wire.status import EndedRequest, Tokens
+from tenuto.outcome import Rule
 
 _KEPT = 4096  # limit: requests that the log shows
 # The end (wall clock, s), id, model, arrival, end and deadline (ms), and the times or the refusal. The request itself,
 # its inputs and its outputs are not kept.
-_Ended = tuple[float, str, str, float, float, float, "_Times | Refused | tuple[str, Tokens]"]
+_Ended = tuple[float, str, str, float, float, float, "_Times | Refused | tuple[str, Tokens, Rule]"]
 _Times = tuple[str, int, float, float, float, float]
 _times_of = attrgetter("gpulet", "batch_size", "sent_ms", "started_ms", "execution_ms", "planned_ms")
 
@@ -47,9 +48,8 @@ class RequestLog:
         """Keep a generation that ended by itself."""
         g = generation
         told = Tokens(len(g.prompt), g.tokens, g.first_ms - g.arrived_ms, g.measured_tpot_ms)
-        late_by_ms = 0.0 if g.is_in_time else math.inf
-        times = g.arrived_ms, ended_ms, ended_ms - late_by_ms, (g.gpulet, told)
-        self._ended.append((time.time(), g.client_id, g.name, *times))
+        ended = g.arrived_ms, ended_ms, g.first_by_ms, (g.gpulet, told, g.missed)
+        self._ended.append((time.time(), g.client_id, g.name, *ended))
 
     def newest(self, request_id: str | None = None, limit: int = 100) -> list[EndedRequest]:
         """Return records, the newest first; with an id, only those with this id. (A request with several samples has
@@ -78,10 +78,11 @@ def _record(ended: _Ended) -> EndedRequest:
         return EndedRequest(
             id=request_id,
             model=model,
-            outcome="ok" if ended_ms <= deadline_ms else "late",
+            outcome="late" if what[2] else "ok",
             gpulet=what[0],
             received_at_s=received_at_s,
             answered_ms=lasted_ms,
+            rule=what[2] or None,
             tokens=what[1],
         )
     gpulet, batch_size, sent_ms, started_ms, execution_ms, planned_ms = what

@@ -1,14 +1,16 @@
-"""Both ways between our HTTP and ASGI: what comes through Serve's proxies is answered by the same service as what comes
-to our own socket, and what carries no load is answered by FastAPI for both."""
+"""Both ways between our HTTP and ASGI. The service that answers our own socket also answers what comes through Serve's
+proxies. FastAPI answers what carries no load, for both."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, too_large
+from tenuto.deployments.entry.oip import Given
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 
@@ -19,20 +21,26 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class WholeExchange:
-    """A request that came whole, through ASGI or gRPC, on the service's loop; see
-    `tenuto.deployments.entry.exchange.Exchange`. `address`: where the client is, "" behind a proxy."""
+    """A request that came whole through ASGI. It runs on the service's loop; see
+    `tenuto.deployments.entry.exchange.Exchange`."""
 
-    def __init__(self, head: Head, body: bytes, arrived_ms: float, address: str = "") -> None:
+    given: Given | None = None
+    patience_ms = math.inf
+    address = ""  # the proxy's
+
+    def __init__(self, head: Head, body: bytes, arrived_ms: float) -> None:
         self.head = head
         self.body: Buffer = body
         self.arrived_ms = arrived_ms
         self.slot: Slot | None = None
         self.has_key = False
-        self.address = address
         self.on_left: Callable[[], object] | None = None
         self._parts: list[Buffer] = []
         self._begun = 200, b""
         self._response: asyncio.Future[tuple[int, bytes, bytes]] = asyncio.get_running_loop().create_future()
+
+    def spend(self, samples: int) -> None:
+        """Count nothing: Serve's proxy bounds how much comes at once."""
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Let `response` return."""
@@ -41,7 +49,7 @@ class WholeExchange:
             self._response.set_result((status, headers, b"".join(payload)))
 
     def begin(self, status: int, headers: bytes) -> None:
-        """Collect a response that comes in parts: nobody here takes less than all of it."""
+        """Collect a response that comes in parts, because ASGI is given all of it at once."""
         self._begun = status, headers
 
     def send(self, part: bytes) -> None:
@@ -53,7 +61,7 @@ class WholeExchange:
         self.respond(*self._begun, self._parts)
 
     async def response(self) -> tuple[int, bytes, bytes]:
-        """Wait for status, raw header lines and payload; cancelled when the client goes away."""
+        """Wait for status, raw header lines and payload. Serve cancels this when the client goes away."""
         try:
             return await self._response
         except asyncio.CancelledError:
@@ -64,10 +72,11 @@ class WholeExchange:
 
 
 async def read_request(scope: Scope, receive: Receive, limit_bytes: int) -> tuple[Head, bytes]:
-    """Return head and body of an ASGI request, without the prefix its application is mounted at.
+    """Return head and body of an ASGI request. The URL lacks the prefix at which the application is mounted.
 
     Raises:
-        HttpError: 413 as soon as the body is known to exceed the limit, 400 where the client stops within it.
+        HttpError: 413 as soon as it is clear that the body exceeds the limit; 400 when the client stops within the
+            body.
     """
     headers: dict[bytes, bytes] = {bytes(name): bytes(value) for name, value in scope["headers"]}
     raw = scope.get("raw_path") or scope["path"].encode()
@@ -102,7 +111,7 @@ async def send_response(send: Send, status: int, lines: bytes, payload: bytes) -
 
 
 async def answer_with(app: App, exchange: Exchange, server: tuple[str, int], user: Any = None) -> None:
-    """Let an ASGI application answer a request of our own socket; `user`: who asks, where that is known."""
+    """Let an ASGI application answer a request of our own socket. `user`: who asks, when that is known."""
     path, _, query = exchange.head.url.partition(b"?")
     scope = {
         "type": "http",

@@ -1,5 +1,5 @@
-"""One request for inference, from its body to its response: parsed, given to the dispatcher, answered. In callbacks,
-without tasks; what requests share is `SharedService`."""
+"""One request for inference, from its body to its response: it is parsed, given to the dispatcher and answered. All of
+this happens in callbacks, without tasks. `SharedService` is what requests share."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ class SharedService(Protocol):
 
     @property
     def now_ms(self) -> float:
-        """The monotonic clock."""
+        """What the monotonic clock shows."""
 
     def request_id(self, raw: str) -> str:
-        """Return what a request is called: what its client calls it, in printable ASCII, else a new name."""
+        """Return the name that the client gave the request, in printable ASCII, or a new name."""
 
     def gave_up(self, request: Request, alone_ms: float) -> None:
-        """A request expired."""
+        """Note that a request expired."""
 
     def wait_for(
         self, exchange: Exchange, result: asyncio.Future[bytes], then: Callable[[bytes], None], due_ms: float
     ) -> None:
-        """Go on with a result when it is there; the request expires when it is not there at `due_ms`."""
+        """Call `then` when the result is there. The request expires when there is no result at `due_ms`."""
 
 
 class InferCall(msgspec.Struct, eq=False):
     """One HTTP request for inference, of one or more samples, from its body to its response.
 
-    The core is asked before the body is parsed, where the body can name neither a deadline nor a priority of its own:
-    what it turns away costs no more.
+    When the body can name neither a deadline nor a priority of its own, the scheduler is asked before the body is
+    parsed. A request that it turns away is then never parsed.
     """
 
     _service: SharedService
@@ -85,14 +85,14 @@ class InferCall(msgspec.Struct, eq=False):
     _is_over: bool = False
 
     def begin(self) -> None:
-        """Ask for what is in the body of the exchange, whose JSON is short enough to be read at once.
+        """Ask for what is in the body of the exchange. Its JSON must be short enough to be read at once.
 
         Raises:
             HttpError: the request cannot be taken.
         """
         route, body = self._route, self._exchange.body
         early: Request | None = None
-        if not _may_name(body, route.json_length, slo=route.slo_ms is None):
+        if self._exchange.given is None and not _may_name(body, route.json_length, slo=route.slo_ms is None):
             early = self._admit(route.client_id)
             if self._is_over:
                 return  # turned away, and responded to
@@ -106,25 +106,31 @@ class InferCall(msgspec.Struct, eq=False):
         self.begin_parsed(parsed, early)
 
     def begin_parsed(self, parsed: InferRequest, early: Request | None = None) -> None:
-        """Ask for what `parse` returned; `early`: the scheduling side was asked for its one sample."""
+        """Ask for what `parse` returned. `early`: the request by which the dispatcher was already asked for its one
+        sample."""
         self._parsed, header = parsed, parsed.header
         if header is not PLAIN:
             self._id, self._yields = header.id, header.yields
             if header.slo_ms is not None and self._route.slo_ms is None:
-                self._slo_ms = header.slo_ms
+                self._slo_ms = min(header.slo_ms, self._exchange.patience_ms)
         self._start(parsed.parts, early)
 
     def begin_decoded(self, parts: list[InputPart]) -> None:
-        """Ask for one sample that is decoded already; the response names classes."""
+        """Ask for one sample that is already decoded. The response names classes."""
         self._start([parts], None)
 
     def parse(self, body: Buffer, slot: Slot | None = None) -> InferRequest:
-        """Return what a body asks for; `slot`: where it lies, if others can read it there. Changes nothing here.
+        """Return what a body asks for. `slot`: where the body lies, if other processes can read it there. This changes
+        nothing here.
 
         Raises:
-            BadRequestError: it is malformed, or does not fit the model.
+            BadRequestError: the body is malformed, or does not fit the model.
         """
-        parsed = self._model.reader.read(body, self._route.json_length, slot)
+        given, reader = self._exchange.given, self._model.reader
+        if given is None:
+            parsed = reader.read(body, self._route.json_length, slot)
+        else:
+            parsed = reader.read_given(given, body, slot)
         if parsed.header.outputs:
             interface = self._model.interface
             assert interface is not None
@@ -148,12 +154,13 @@ class InferCall(msgspec.Struct, eq=False):
 
     @property
     def _after_ms(self) -> float:
-        """What is kept of the deadline for the model's own hooks."""
+        """How much time before the deadline is left to the model's own hooks."""
         return self._model.after_ms if self._parsed is None else 0.0
 
     def _start(self, samples: Sequence[Sequence[InputPart]], early: Request | None) -> None:
         exchange = self._exchange
         exchange.on_left = self._cancel
+        exchange.spend(len(samples))
         name = self._service.request_id(self._id or self._route.client_id)
         for parts in samples:
             request = early or self._admit(name)
@@ -164,7 +171,7 @@ class InferCall(msgspec.Struct, eq=False):
             self._dispatching.start(request, parts, exchange.slot)
 
     def _cancel(self) -> None:
-        """The client is gone, or nobody waits for the rest of its samples."""
+        """Drop the samples that are open: the client is gone, or the request is answered without them."""
         self._is_over = True
         opened, self._open = self._open, []
         for request in opened:
@@ -174,7 +181,7 @@ class InferCall(msgspec.Struct, eq=False):
     # --- the end (Asker) ----------------------------------------------------------------------------------------
 
     def refused(self, request: Request, refused: Refused) -> None:
-        """A sample was not executed: so is the request."""
+        """Refuse the request, because one of its samples was not executed."""
         if refused.outcome is Outcome.EXPIRED:
             self._service.gave_up(request, self._model.alone_ms + self._after_ms)
         if self._is_over:
@@ -191,7 +198,7 @@ class InferCall(msgspec.Struct, eq=False):
         self._cancel()
 
     def executed(self, request: Request, executed: Executed, row: int) -> None:
-        """A sample was executed; the last one makes the response."""
+        """Keep what a sample gave, and respond when it was the last one."""
         if self._is_over:
             return
         parsed, service = self._parsed, self._service
@@ -222,7 +229,8 @@ class InferCall(msgspec.Struct, eq=False):
             self._open = []  # they hold this call
 
     def _keep_time(self, request: Request, after_ms: float) -> None:
-        """Tell the margin how much was left; `after_ms` is what comes yet, and is not the margin's to keep."""
+        """Tell the margin how much time was left. `after_ms` is for what still follows; the margin does not cover
+        it."""
         margin, left_ms = self._service.margin, request.deadline_ms - self._service.now_ms
         margin.answered(left_ms - after_ms, self._slo_ms, self._model.alone_ms, request.reserve_ms - after_ms)
 
@@ -236,7 +244,7 @@ class InferCall(msgspec.Struct, eq=False):
             self._trace_executed(request, executed)
 
     def _reply(self, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
-        """Send the response, with the trace it belongs to."""
+        """Send the response, with the header of the trace that it belongs to."""
         self._exchange.respond(status, lines if self._traced is None else lines + self._traced.header, payload)
 
     def _trace_executed(self, request: Request, executed: Executed) -> None:
@@ -270,7 +278,7 @@ class InferCall(msgspec.Struct, eq=False):
             traces.end(traced, arrived_ms=request.arrived_ms, stages=stages, about=named)
 
     def _respond(self, request: Request, executed: Executed, row: int) -> None:
-        """Send what was asked for, of every sample; the times are those of the last."""
+        """Send the outputs that were asked for, of every sample. The times are those of the last sample."""
         parsed, model = self._parsed, self._model
         shown: Shown = executed.shown or Shown.of(executed)
         lines, parameters = shown.told(request, executed)
@@ -299,7 +307,7 @@ class InferCall(msgspec.Struct, eq=False):
 
 
 class Shown:
-    """What the answers to one batch say alike, made once."""
+    """What all answers of one batch have in common. It is made once."""
 
     def __init__(self, executed: Executed) -> None:
         self._rows: JsonRows | None = None  # made for the first answer in JSON
@@ -309,7 +317,7 @@ class Shown:
 
     @classmethod
     def of(cls, executed: Executed) -> Shown:
-        """Return it, and keep it there for the rest of the batch."""
+        """Return what the batch's answers have in common. It is kept in `executed` for the rest of the batch."""
         executed.shown = made = cls(executed)
         return made
 
@@ -320,7 +328,8 @@ class Shown:
         return self._rows.text(row)
 
     def told(self, request: Request, executed: Executed) -> tuple[bytes, bytes]:
-        """Return what a response says of its execution: raw header lines, and the parameters of its JSON."""
+        """Return what a response says of how its request was executed: raw header lines, and the parameters of its
+        JSON."""
         arrived_ms = request.arrived_ms
         batching_ms = executed.sent_ms - arrived_ms
         queue, batching = b"%.3f" % (batching_ms + executed.gpulet_queue_ms), b"%.3f" % batching_ms
@@ -331,8 +340,8 @@ class Shown:
 
 
 def _may_name(body: Buffer, json_length: int | None, *, slo: bool) -> bool:
-    """Whether a body could name a priority, or with `slo` a deadline, so that it has to be parsed first. JSON may write
-    any name with `\\u`."""
+    """Whether a body could name a priority, or with `slo` a deadline. Such a body has to be parsed first. JSON may
+    write any name with `\\u`."""
     text = body if isinstance(body, bytes) and json_length is None else bytes(body[:json_length])
     if b"parameters" in text:
         return b"priority" in text or b"\\u" in text or (slo and (b"slo_ms" in text or b"timeout" in text))

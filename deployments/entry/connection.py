@@ -1,8 +1,8 @@
-"""HTTP/1.1 on the gateway's own socket: bytes in, requests handed to the service, responses out in order.
+"""HTTP/1.1 on the gateway's own socket: it reads bytes, hands requests to the service, and sends responses in order.
 
-`tenuto.deployments.entry.framing` says where requests begin and end. What is here: bodies received where gpu-lets can
-read them, the moment at which bytes arrived, and bounds on everything a client could make grow: connections, bodies,
-pipelined requests, unread answers, and the time any of them may take.
+`tenuto.deployments.entry.framing` says where requests begin and end. A connection puts large bodies where gpu-lets can
+read them, and notes when bytes arrived. Everything that a client could make grow has a bound: connections, bodies,
+pipelined requests, unread answers, and the time that each of them may take.
 """
 
 from __future__ import annotations
@@ -10,38 +10,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import math
 import socket
 import ssl
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
 from tenuto.deployments.entry.encrypted import EncryptedConnection
 from tenuto.deployments.entry.exchange import STATUS_LINES, Head, HttpError, crash, fail, too_large
 from tenuto.deployments.entry.framing import Framing, KnownHeads
-from tenuto.deployments.entry.open_connections import Limits, OpenConnections
-from tenuto.deployments.entry.turns import Turns
+from tenuto.deployments.entry.oip import Given
+from tenuto.deployments.entry.open_connections import Holder, Limits, OpenConnections, Untaken
+from tenuto.deployments.entry.turns import MOST_WORK, Turns
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.status import FrontDoorStatus
 from tenuto.deployments.wire.tensors import Buffer
 
 _READ_BYTES = 1 << 16  # limit: of one read from a socket, bodies that have a place of their own aside
 _READ_OVER_BYTES = 1 << 12  # limit: of one that is not looked at in this turn
-_SLOT_BYTES = 1 << 14  # derived: bodies from here on are received into shared memory; below, one more copy costs less
+SLOT_BYTES = 1 << 14  # derived: bodies from here on are received into shared memory; below, one more copy costs less
 _JOINED_BYTES = 1 << 15  # derived: below it, one write of a joined copy costs less than a vectored one
 MOST_PIPELINED = 16  # limit: unanswered ones of a connection; and read of one before the others have their turn
 _HEAD_S = 10.0  # limit: from the first byte of a request to the end of its headers
 _BODY_S = 60.0  # limit: from there to the end of its body; and for answers to be taken
 _IDLE_S = 300.0  # limit: between two requests
 _CHECKED = 64  # limit: connections whose time is looked at in one turn of the loop
+UNREAD_BYTES = 1 << 16  # limit: of a response in parts that its client does not read, behind what the socket takes
 _LINGER_S = 5.0  # limit: for a client that goes on sending after its last answer
 _REFUSED_S = 0.01  # limit: until one that has left altogether has refused what was sent; looked at again once a second
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Why a request was turned away before its body was taken, as operators read it.
-_REASONS = {
+REASONS = {
     400: "malformed",
     401: "key",
     403: "model",
@@ -53,13 +56,13 @@ _REASONS = {
     503: "full",
     504: "expired",
 }
-_MANY = HttpError(503, "too many connections are open. Use fewer, or connect again in a moment.", retry_after_s=1.0)
-_UNFINISHED = HttpError(503, "too many requests are unfinished. Retry in a moment.", retry_after_s=1.0)
+MANY = HttpError(503, "too many connections are open. Use fewer, or connect again in a moment.", retry_after_s=1.0)
+UNFINISHED = HttpError(503, "too many requests are unfinished. Retry in a moment.", retry_after_s=1.0)
 _FULL = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
-    STATUS_LINES[_MANY.status],
-    _MANY.lines(),
-    len(_MANY.payload()),
-    _MANY.payload(),
+    STATUS_LINES[MANY.status],
+    MANY.lines(),
+    len(MANY.payload()),
+    MANY.payload(),
 )
 
 
@@ -67,14 +70,14 @@ class Service(Protocol):
     """What answers requests."""
 
     def refusal(self, exchange: HttpExchange) -> HttpError | None:
-        """Return why a request need not send its body; called when its headers are there."""
+        """Return why the client need not send the body. It is called when the headers are there."""
 
     def handle(self, exchange: HttpExchange) -> None:
-        """Answer a request, now or later; called when its body is there."""
+        """Answer a request, now or later. It is called when the body is there."""
 
 
 class HttpExchange(msgspec.Struct, eq=False):
-    """See `tenuto.deployments.entry.exchange.Exchange`. `response` is there once it is answered."""
+    """See `tenuto.deployments.entry.exchange.Exchange`. `response` is there once the request is answered."""
 
     _connection: HttpConnection | None
     head: Head
@@ -82,19 +85,28 @@ class HttpExchange(msgspec.Struct, eq=False):
     keep_alive: bool
     body: Buffer = b""
     slot: Slot | None = None
+    given: Given | None = None
+    patience_ms: float = math.inf
     has_key: bool = False
     is_answered: bool = False
     is_parted: bool = False  # its body is sent in chunks
     response: Sequence[Buffer] = ()
+    parts: list[bytes] = []  # of a response in parts: what has not been written yet. msgspec copies defaults
+    part_bytes: int = 0
     on_left: Callable[[], object] | None = None
 
     @property
     def address(self) -> str:
-        """Where the client is; "" where that is not known."""
+        """Where the client is; "" when that is not known."""
         return "" if self._connection is None else self._connection.address
 
+    def spend(self, samples: int) -> None:
+        """Count samples beyond the first as work of this turn."""
+        if self._connection is not None:
+            self._connection.server.turns.spend_samples(samples)
+
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
-        """Send the response as soon as those of the requests before have left."""
+        """Send the response, after the responses of the requests before it."""
         if self.is_answered:
             return
         self.is_answered = True
@@ -129,32 +141,34 @@ class HttpExchange(msgspec.Struct, eq=False):
         self._send(b"%b%b%b%b\r\n" % (STATUS_LINES[status], headers, connection.server.date_line, framing))
 
     def send(self, part: bytes) -> None:
-        """Send a part of the body, as soon as the responses before have left; it must not be empty."""
+        """Send a part of the body, after the responses of the requests before it. The part must not be empty."""
         self._send(b"%x\r\n%b\r\n" % (len(part), part) if self.is_parted else part)
 
     def end(self) -> None:
-        """The body is complete."""
+        """Note that the body is complete."""
         self.is_answered = True
         self.on_left = None
         if self.is_parted:
             self._send(b"0\r\n\r\n")
         if self._connection is not None:
+            self.response, self.parts = self.parts, []
             self._connection.answered(self)
 
     def _send(self, data: bytes) -> None:
         if self._connection is not None:
-            self.response = [*self.response, data]
+            self.parts.append(data)
+            self.part_bytes += len(data)
             self._connection.goes_on(self)
 
     def _let_go(self) -> None:
-        """Give back the memory of the tensors; whoever still reads it holds it."""
+        """Give back the memory of the tensors. Whoever still reads it keeps it alive."""
         self.body = b""
         if self.slot is not None:
             self.slot.release()
             self.slot = None
 
     def leave(self) -> None:
-        """The client is gone."""
+        """Drop the request, because its client is gone."""
         self._connection = None
         left, self.on_left = self.on_left, None
         if left is not None:
@@ -198,6 +212,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport = None
         self._closes = True
         self.server.places.forget(self)
+        self.server.untaken.forget(self)
         self._rest = self._receiving = None
         self._ahead = b""
         self._forget_chunks()
@@ -208,16 +223,17 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._leave()
 
     def _leave(self) -> None:
-        """Nobody waits for what was asked here."""
+        """Drop all requests that are open, because nobody waits for them."""
         self.server.turns.spend(len(self._open))
         while self._open:
             self._open.popleft().leave()
 
     def eof_received(self) -> bool:
-        """The client sends nothing more. What it has asked for is answered (RFC 9112, 9.6); TLS has no such half.
+        """Note that the client sends nothing more. It still gets what it asked for (RFC 9112, 9.6). With TLS a
+        connection has no such half.
 
-        One that has left altogether looks the same, until something is sent to it: an interim response, which a client
-        must be able to read at any time (RFC 9110, 15.2).
+        A client that has left altogether looks the same, until something is sent to it. So it is sent an interim
+        response, which a client must be able to read at any time (RFC 9110, 15.2).
         """
         self._has_ended = True
         if not self._ahead:
@@ -231,7 +247,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return True
 
     def _forget_receiving(self) -> None:
-        """The rest of a request will not come."""
+        """Drop the request that is being received: the rest of it will not come."""
         exchange, self._receiving, self._rest = self._receiving, None, None
         if exchange is not None:
             self._open.remove(exchange)
@@ -269,20 +285,24 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._is_paused = True
         self.changed_s = time.monotonic()
         self._update_reading()
+        self._count_untaken()
 
     def resume_writing(self) -> None:
         self._is_paused = False
         self._update_reading()
+        self._count_untaken()
+        if self._open:
+            self.goes_on(self._open[0])
 
     # --- receiving ----------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Go on in a turn to come."""
+        """Wait for a later turn."""
         self._waits = self._is_first = True
         self.server.turns.wait(self)
 
     def go_on(self) -> None:
-        """Look at what was received before others had their turn."""
+        """Look at bytes that were received earlier, now that others have had their turn."""
         is_first, self._is_first, self._waits = self._is_first, False, False
         if self._transport is None:
             self._leave()
@@ -299,7 +319,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._end_if_over()
 
     def _look_at(self, came: bytes | memoryview) -> None:
-        """Take what was read at once, of one request."""
+        """Take the bytes of one read. At most one request of them is looked at now."""
         self.server.turns.spend(1)
         rest = self._rest
         if rest is None:
@@ -315,14 +335,15 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._complete(self._receiving)
 
     def _take(self, data: bytes, most: int) -> None:
-        """Take bytes that begin with a request, or go on with one; what follows so many waits for its turn."""
+        """Take bytes that begin a request or go on with one. At most `most` requests are taken; the bytes behind them
+        wait for a later turn."""
         try:
             while True:
                 data = self._take_one(data)
                 if not data or self._closes:
                     return
                 most -= 1
-                if not most or len(self._open) > MOST_PIPELINED:
+                if not most or len(self._open) > MOST_PIPELINED or self.server.turns.left <= -MOST_WORK:
                     break
         except HttpError as error:
             self._malformed(error)
@@ -365,20 +386,20 @@ class HttpConnection(asyncio.BufferedProtocol):
         return exchange
 
     def _turn_away(self, exchange: HttpExchange, error: HttpError) -> None:
-        """Answer a request whose body is not wanted."""
+        """Refuse a request before its body has come."""
         head = exchange.head
         if head.is_chunked and not error.after_s:
             self._receiving = exchange
             self._malformed(error)
             return
-        self.server.turned_away[_REASONS.get(error.status, "other")] += 1
+        self.server.turned_away[REASONS.get(error.status, "other")] += 1
         if head.expects or error.after_s:
             exchange.keep_alive = False  # nobody knows whether its body comes; and one wrong key is enough
         self._closes = not exchange.keep_alive
         self._fail(exchange, error)
 
     def _receive(self, exchange: HttpExchange, came: bytes) -> None:
-        """Take what has come of a body, and make room for the rest."""
+        """Keep what has come of a body, and make room for the rest."""
         head, self._receiving = exchange.head, exchange
         if head.is_chunked:
             return
@@ -393,20 +414,20 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._write([_CONTINUE])
 
     def _refusal(self, exchange: HttpExchange, length: int) -> HttpError | None:
-        """Return why the body need not come; else find it a place, where it is large."""
+        """Return why the body need not come. When it may come and is large, find a place for it."""
         limits = self.server.limits
         if length > limits.body_bytes:
             return too_large(limits.body_bytes)
         error = self.server.service.refusal(exchange)
         if error is None and exchange.has_key and not self.has_key and not self.server.places.has_shown_key(self):
-            error = _MANY
-        if error is not None or length < _SLOT_BYTES:
+            error = MANY
+        if error is not None or length < SLOT_BYTES:
             return error
         exchange.slot = self.server.arena.take(length)
-        return _UNFINISHED if exchange.slot is None else None
+        return UNFINISHED if exchange.slot is None else None
 
     def _complete(self, exchange: HttpExchange) -> None:
-        """A request is whole: answer it."""
+        """Let the service answer a request that is whole."""
         self._receiving = None
         self._closes = not exchange.keep_alive
         exchange.arrived_ms = self._arrived_ms
@@ -427,10 +448,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._chunk_bytes > server.limits.body_bytes:
             raise too_large(server.limits.body_bytes)
         if server.chunked_bytes > server.limits.unfinished_bytes:
-            self._malformed(_UNFINISHED)  # raised again and again, it would keep the frames of each time
+            self._malformed(UNFINISHED)  # raised again and again, it would keep the frames of each time
             return
         if is_whole:
-            exchange.body = bytes(framing.chunks) if len(framing.chunks) < _SLOT_BYTES else memoryview(framing.chunks)
+            exchange.body = bytes(framing.chunks) if len(framing.chunks) < SLOT_BYTES else memoryview(framing.chunks)
             exchange.keep_alive = False  # what follows a chunked body is not looked for
             self._forget_chunks()
             self._complete(exchange)
@@ -440,12 +461,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._chunk_bytes = size
 
     def _forget_chunks(self) -> None:
-        """The chunked body is over, complete or not. One that has brought nothing yet goes on all the same."""
+        """Forget the chunks of a body that is over, complete or not."""
         self._count_chunks(0)
         self._framing.chunks = None
 
     def _malformed(self, error: HttpError) -> None:
-        """Answer what cannot be read on, and end the connection."""
+        """Refuse a request behind which nothing can be read, and end the connection."""
         self._closes = True
         self._rest = None
         self._forget_chunks()
@@ -453,7 +474,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if exchange is None:
             exchange = self._begin(Head(b"", b"", {}, keep_alive=False))
         exchange.keep_alive = False
-        self.server.turned_away[_REASONS.get(error.status, "other")] += 1
+        self.server.turned_away[REASONS.get(error.status, "other")] += 1
         fail(exchange, error)
 
     # --- answering ----------------------------------------------------------------------------------------------
@@ -473,11 +494,11 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def gives_way(self) -> bool:
-        """Whether nobody waits for anything here: another client may have its place."""
+        """Whether nobody waits for an answer here, so that another client may have this place."""
         return not self._open or self._is_slowed
 
     def give_way(self) -> None:
-        """Close at once; a client may find an idle connection closed at any time (RFC 9112, 9.5)."""
+        """Close at once. A client must expect an idle connection to be closed at any time (RFC 9112, 9.5)."""
         self._closes = True
         self._close()
 
@@ -487,9 +508,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         return not self._open
 
     def answered(self, exchange: HttpExchange) -> None:
-        """A request has its response: send it, and those behind it that have waited for it."""
+        """Send the response of a request, and the responses behind it that waited for this one."""
         waiting = self._open
         if not waiting or waiting[0] is not exchange:
+            self._count_untaken()
             return
         was_full = len(waiting) > MOST_PIPELINED
         while True:
@@ -498,7 +520,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             if not exchange.keep_alive or not waiting or not waiting[0].is_answered:
                 break
             exchange = waiting[0]
-        self.changed_s = time.monotonic()
+        if not self._is_paused:
+            self.changed_s = time.monotonic()
+        if self._is_paused or waiting:
+            self._count_untaken()
         self.server.places.has_asked(self)
         if exchange.keep_alive and waiting:
             self.goes_on(waiting[0])
@@ -510,17 +535,36 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._end_if_over()
 
     def goes_on(self, exchange: HttpExchange) -> None:
-        """Send what there is of a response that comes in parts, when its turn has come."""
-        if self._open and self._open[0] is exchange and exchange.response:
-            self._write(exchange.response)
-            exchange.response = []
-            if not self._is_paused:  # a client that takes nothing is given up
-                self.changed_s = time.monotonic()
+        """Send the parts of a response that are there, when it is the first in line and its client reads. A client that
+        reads too slowly is given up, and its requests are dropped."""
+        if not exchange.parts:
+            return
+        if self._is_paused or not self._open or self._open[0] is not exchange:
+            if exchange.part_bytes > UNREAD_BYTES and self._transport is not None:
+                self.server.turned_away["slow"] += 1
+                self.give_up()
+        else:
+            self._write(exchange.parts)
+            exchange.parts, exchange.part_bytes = [], 0
+            self.changed_s = time.monotonic()
             if self._has_ended:
                 asyncio.get_running_loop().call_later(_REFUSED_S, self._look_if_gone)
 
+    def _count_untaken(self) -> None:
+        """Tell the server how many bytes of answers wait for this client."""
+        waiting = sum([len(part) for exchange in self._open for part in exchange.response])
+        if self._is_paused and self._transport is not None:
+            waiting += self._transport.get_write_buffer_size()
+        self.server.untaken.holds(self, waiting)
+
+    def give_up(self) -> None:
+        """Close the connection of a client that does not take its answers. What it has not taken is lost."""
+        self._closes = True
+        if self._transport is not None:
+            self._transport.abort()
+
     def _end_if_over(self) -> None:
-        """End the connection of a client that sends nothing more, once it has its answers."""
+        """End the connection when its client sends nothing more and has all its answers."""
         if self._has_ended and not self._ahead:
             self._forget_receiving()
             if not self._open:
@@ -536,7 +580,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             transport.writelines(parts)
 
     def _update_reading(self) -> None:
-        """Read nothing more from a client that does not take its answers, or sends ahead of them without end."""
+        """Stop reading from a client that does not take its answers or sends too far ahead of them; read on when it no
+        longer does."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -550,9 +595,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.server.turns.wait_behind(self)
 
     def end(self) -> None:
-        """Close the connection after what was written has left, and the client has closed its half of it (9.6).
+        """Close the connection when all that was written has left and the client has closed its half (9.6).
 
-        What it still sends is thrown away: the kernel would else reset the connection, and the answer would be lost.
+        What the client still sends is read and thrown away. Otherwise the kernel would reset the connection, and the
+        client would lose the answer.
         """
         self._closes = True
         self._ahead = b""
@@ -583,10 +629,26 @@ class HttpConnection(asyncio.BufferedProtocol):
             if passed_s > _HEAD_S:
                 self._malformed(HttpError(408, f"the headers took more than {_HEAD_S:g} s. Send them at once."))
         elif self._is_paused or self._framing.left:
-            if passed_s > _BODY_S and self._transport is not None:
-                self._transport.abort()
+            if passed_s > _BODY_S:
+                self.give_up()
         elif self.is_idle and passed_s > _IDLE_S:
             self.end()
+
+
+class ClientConnection(Holder, Protocol):
+    """A connection as its server sees it. `is_idle`: no request is under way."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def end(self) -> None:
+        """Take no more requests, and close when those that are under way are answered."""
+
+    def check_time(self, now_s: float) -> None:
+        """End the connection when it has taken too long for what it is doing. It is called once a second."""
+
+
+Speaks = Callable[[], Any]  # makes a `ClientConnection` that is a `BufferedProtocol`
 
 
 class HttpServer:
@@ -605,25 +667,36 @@ class HttpServer:
         self.room = memoryview(bytearray(_READ_BYTES))
         self.is_draining = False
         self.date_line = b""
-        self.places: OpenConnections[HttpConnection] = OpenConnections(limits, self.turned_away)
+        self.places: OpenConnections[ClientConnection] = OpenConnections(limits, self.turned_away)
+        self.untaken = Untaken(limits, self.turned_away)
         self._handshakes: OpenConnections[EncryptedConnection] = OpenConnections(limits, self.turned_away)
         self._handshakes.has_keys = True  # nobody has shown one yet
-        self._servers: dict[tuple[str, int], tuple[asyncio.Server, bool]] = {}  # and whether it is shared
+        self._servers: dict[tuple[str, int], tuple[asyncio.Server, bool, Speaks | None]] = {}
         self._ticker: asyncio.TimerHandle | None = None
 
     def status(self) -> FrontDoorStatus:
-        """Return what it holds, and whom it turned away."""
+        """Return what the server holds, and how many requests and clients it turned away."""
         held_bytes = self.arena.used_bytes + self.chunked_bytes
         return FrontDoorStatus(len(self.places.taken()), held_bytes, dict(self.turned_away))
 
-    @property
-    def addresses(self) -> list[tuple[str, int]]:
-        """Where it listens."""
-        return list(self._servers)
+    def addresses(self, speaks: Speaks | None = None) -> list[tuple[str, int]]:
+        """Return where the server listens for clients of this protocol. None: HTTP."""
+        return [where for where, (_, _, spoken) in self._servers.items() if spoken is speaks]
 
-    async def listen(self, host: str, port: int, *, is_shared: bool = False, tls: ssl.SSLContext | None = None) -> None:
-        """Listen there too; `is_shared`: with other gateways of this machine, and then with whoever else of this user
-        shares it too; `tls`: encrypted.
+    async def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        is_shared: bool = False,
+        tls: ssl.SSLContext | None = None,
+        speaks: Speaks | None = None,
+    ) -> None:
+        """Listen at one more place.
+
+        `is_shared`: other gateways of this machine listen there, too; so may any other process of this user that shares
+        the port. `tls`: the connections are encrypted. `speaks`: makes what serves a new client of another protocol
+        than HTTP/1.1.
 
         Raises:
             OSError: the port belongs to somebody else.
@@ -633,29 +706,30 @@ class HttpServer:
                 return
             await self.stop_listening(host, port)
         made = _listener(host, port, is_shared=is_shared)
-        server = await asyncio.get_running_loop().create_server(lambda: self.connection(tls), sock=made, backlog=4096)
-        self._servers[host, port] = server, is_shared
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: self.connection(tls, speaks), sock=made, backlog=4096)
+        self._servers[host, port] = server, is_shared, speaks
         if self._ticker is None:
             self.look_at_times()
 
-    def connection(self, tls: ssl.SSLContext | None) -> asyncio.BufferedProtocol:
+    def connection(self, tls: ssl.SSLContext | None, speaks: Speaks | None = None) -> asyncio.BufferedProtocol:
         """Return what serves a new client."""
-        made = HttpConnection(self)
+        made = HttpConnection(self) if speaks is None else speaks()
         return made if tls is None else EncryptedConnection(made, tls, self.turns, self._handshakes)
 
     async def stop_listening(self, host: str, port: int) -> None:
-        """Take no more connections there."""
+        """Take no more connections at this place."""
         if (host, port) in self._servers:
             self._servers.pop((host, port))[0].close()
 
     def look_at_times(self) -> None:
-        """Once a second."""
+        """Begin to look at all connections; this happens once a second."""
         self.date_line = b"date: %b\r\n" % email.utils.formatdate(usegmt=True).encode()
         self._check_time(deque(self.places.taken()))
         self._ticker = asyncio.get_running_loop().call_later(1.0, self.look_at_times)
 
-    def _check_time(self, unchecked: deque[HttpConnection]) -> None:
-        """Look at some connections in this turn of the loop, and at the others in the next ones."""
+    def _check_time(self, unchecked: deque[ClientConnection]) -> None:
+        """Look at some connections in this turn of the loop, and at the others in later turns."""
         now_s = time.monotonic()
         for _ in range(min(_CHECKED, len(unchecked))):
             unchecked.popleft().check_time(now_s)
@@ -663,20 +737,21 @@ class HttpServer:
             asyncio.get_running_loop().call_soon(self._check_time, unchecked)
 
     async def drain(self, limit_s: float) -> None:
-        """Take no more connections, answer what is under way with `connection: close`, then close the rest."""
+        """Take no more connections. Requests that are under way are answered with `connection: close`. `close` then
+        ends what is left."""
         self.is_draining = True
-        for server, _is_shared in self._servers.values():
+        for server, *_ in self._servers.values():
             server.close()
         until = time.monotonic() + limit_s
         while any(not connection.is_idle for connection in self.places.taken()) and time.monotonic() < until:
             await asyncio.sleep(0.02)
+
+    def close(self) -> None:
+        """End all timers, and every connection when all that was written to it has left."""
         for unfinished in self._handshakes.taken():
             unfinished.give_way()
         for connection in self.places.taken():
             connection.end()
-
-    def close(self) -> None:
-        """End all timers."""
         if self._ticker is not None:
             self._ticker.cancel()
 
@@ -688,7 +763,10 @@ def _listener(host: str, port: int, *, is_shared: bool) -> socket.socket:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_shared:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit these
+        # The kernel keeps what is on its way, and so much more; else 4 MiB of what a client does not read.
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNREAD_BYTES)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _BODY_S))
         made.bind(address)
     except OSError:
         made.close()

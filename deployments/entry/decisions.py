@@ -1,4 +1,5 @@
-"""What runs beside the gateways, for operators. Serve is asked only while an operator looks, and nobody waits long."""
+"""Shows operators what runs beside the gateways. Serve is asked only while an operator looks, and no question waits
+long."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ logger = logging.getLogger("ray.serve")
 AskBeside = Callable[[], Awaitable[Beside]]
 
 _EVERY_S = 2.0  # limit: between two questions to the controller, which looks as often
-_ABSENT_S = 10.0  # limit: until the next question, where none runs
+_ABSENT_S = 10.0  # limit: time until the next question, when no controller runs
 _WAITED_S = 1.0  # limit: for an answer that is under way; else the last one is shown
 _LASTS_S = 20.0  # limit: of one question
 
 
 async def nothing() -> Beside:
-    """Where there is no Serve."""
+    """The answer when there is no Serve."""
     return Beside()
 
 
@@ -28,7 +29,7 @@ class LatestBeside:
     """What last ran beside the gateways. All awaits must come from one event loop."""
 
     def __init__(self, ask: AskBeside, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take what asks Serve, and a clock in seconds."""
+        """Take the function that asks Serve, and a clock in seconds."""
         self._ask = ask
         self._clock = clock
         self._next_s = clock()
@@ -36,7 +37,7 @@ class LatestBeside:
         self._asking: asyncio.Task[None] | None = None
 
     async def read(self) -> Beside:
-        """Return it, some seconds old at most while Serve answers."""
+        """Return what runs; while Serve answers, it is some seconds old at most."""
         if self._asking is None and self._clock() >= self._next_s:
             self._asking = asyncio.create_task(self._refresh(), name="ask the controller")
         if self._asking is not None:
@@ -54,6 +55,6 @@ class LatestBeside:
             self._asking = None
 
     def close(self) -> None:
-        """Ask no more."""
+        """End the questions."""
         if self._asking is not None:
             self._asking.cancel()

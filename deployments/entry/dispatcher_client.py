@@ -1,9 +1,9 @@
-"""A gateway's side of dispatchers in other processes, fed in bundles: of each sub-cluster one schedules, and another
-waits, connected to the same gpu-lets.
+"""A gateway's side of dispatchers in other processes, to which it sends requests in bundles. In each sub-cluster one
+dispatcher schedules; another waits, connected to the same gpu-lets.
 
-When the one that schedules dies or falls silent, what it held is asked of the other at once, once. The gpu-lets begin
-nothing for the first one from then on; what had begun by then may run twice, and is answered once. With no other
-dispatcher it fails at once, with a time to retry after.
+When the first dies or falls silent, the gateway asks the second at once for the requests that the first held, once
+each. From then on the gpu-lets begin nothing for the first one. A request that had begun by then may run twice, and is
+answered once. Without a second dispatcher, the requests fail at once, with a time after which to retry.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tenuto.deployments.wire.messages import (
 from tenuto.deployments.wire.peer import Connection, Endpoint, Finder, PeerConnection
 from tenuto.deployments.wire.status import DispatchingStatus, EndedRequest, GatewayReport, GpuletStatus
 from tenuto.deployments.wire.tensors import InputPart
-from tenuto.outcome import Outcome
+from tenuto.outcome import Outcome, Rule
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.generating import Sampling
@@ -54,7 +54,7 @@ logger = logging.getLogger("ray.serve")
 _REPORT_TIMEOUT_S = 5.0  # limit: for the answers of all dispatchers to one question
 _MOST_ASKED = 8  # limit: times for another dispatcher than one that is connected, before a pause
 _DIED = "the dispatcher died; send the request again"
-_LATE = Refused(Outcome.EXPIRED, "its deadline passed before its dispatcher's death was noticed", 1.0)
+_LATE = Refused(Outcome.EXPIRED, "its deadline passed before its dispatcher's death was noticed", 1.0, rule=Rule.LOST)
 _LAST_READS_S = 10.0  # limit: after a dispatcher's death its gpu-lets may still read what they have begun
 
 DispatcherConnection = Connection[DispatcherState]
@@ -63,10 +63,10 @@ FoundT = TypeVar("FoundT")
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """One dispatcher: its connection, what waits to be sent, what it has not answered.
+    """One dispatcher: its connection, the requests that wait to be sent, and those that it has not answered.
 
-    `token` is the one it was found with last. `left` holds the memory of requests whose client went away until the
-    dispatcher says that nobody reads it.
+    `token` is the one with which it was found last. `left` holds the memory of requests whose client went away, until
+    the dispatcher says that nobody reads it.
     """
 
     group: _SubCluster
@@ -83,8 +83,8 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _SubCluster:
-    """The dispatchers of one sub-cluster. `moved` are requests that a dispatcher had when it died, which another was
-    asked then."""
+    """The dispatchers of one sub-cluster. `moved` are the requests of a dispatcher that died, for which another one was
+    asked."""
 
     name: str
     peers: list[_Peer] = field(default_factory=list)
@@ -101,11 +101,11 @@ class _SubCluster:
         return found
 
     def connected(self) -> int:
-        """Return how many of its dispatchers are there."""
+        """Return how many of its dispatchers are connected."""
         return sum(peer.connection.is_up and peer.connection.state is not None for peer in self.peers)
 
     def known(self) -> DispatcherState | None:
-        """Return what the one that schedules says, or said last where none is there."""
+        """Return what the dispatcher that schedules says; without one, what it said last."""
         peer = self.scheduling() or next((peer for peer in self.peers if peer.connection.state is not None), None)
         return None if peer is None else peer.connection.state
 
@@ -152,13 +152,15 @@ class DispatcherClient:
     ) -> None:
         """Follow a plan, with the models of every sub-cluster; dispatchers of unchanged names stay connected.
 
-        Returns when all are connected, or after `wait_s`. Of a new sub-cluster those that wait too: a gateway that knew
-        only the younger dispatcher would let it schedule the gpu-lets that the older one schedules for the others.
+        Returns when all are connected, or after `wait_s`. In a new sub-cluster the dispatchers that wait count, too: a
+        gateway that knew only the younger one would let it schedule the gpu-lets that the older one schedules for
+        others.
 
         Args:
             plan: what is served.
             sub_clusters: names of sub-clusters and of their models.
-            dispatchers: of every sub-cluster; all but one wait. Of too many those go that close their connection.
+            dispatchers: number in every sub-cluster; all but one wait. When there are more, those whose connection
+                is down are forgotten.
             wait_s: seconds.
         """
         old, self._groups = self._groups, {}
@@ -173,6 +175,11 @@ class DispatcherClient:
         for group in old.values():
             group.is_in_plan = False
             for peer in group.peers:
+                for generation in list(peer.generating.values()):
+                    other = self._group_of[generation.name].scheduling() if generation.name in self._group_of else None
+                    if other is not None:
+                        self.leave(generation)
+                        self._ask(other, generation)
                 self._fail(peer, "its sub-cluster was removed from the plan")
                 await peer.connection.stop()
                 self._by_connection.pop(id(peer.connection), None)
@@ -190,10 +197,10 @@ class DispatcherClient:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            pass  # not ready is what the gateway says until then
+            pass  # until then the gateway says that it is not ready
 
     def _connect(self, group: _SubCluster) -> None:
-        """Keep one more dispatcher of a sub-cluster connected, another than those that are."""
+        """Keep one more dispatcher of a sub-cluster connected."""
         find_any = self._find(group.name)
 
         async def find() -> Endpoint:
@@ -214,7 +221,7 @@ class DispatcherClient:
         connection.start()
 
     async def _let_go(self, peer: _Peer) -> None:
-        """Look no more for a dispatcher that is one too many."""
+        """Stop looking for a dispatcher that is not needed any more."""
         if peer in peer.group.peers:
             peer.group.peers.remove(peer)
             del self._by_connection[id(peer.connection)]
@@ -233,7 +240,7 @@ class DispatcherClient:
         reserve_ms: float = 0.0,
         yields: bool = False,
     ) -> Request:
-        """Take one request; only the absence of its dispatcher refuses it here. See `Dispatcher.admit`."""
+        """Take one request; it is refused here only when its dispatcher is absent. See `Dispatcher.admit`."""
         group = self._group_of[model]
         arrived = time.monotonic() * 1000.0 if arrived_ms is None else arrived_ms
         deadline = arrived + (self._slo_ms[model] if slo_ms is None else slo_ms)
@@ -248,7 +255,7 @@ class DispatcherClient:
         request.parts, request.memory = parts, memory
         peer = self._group_of[request.name].scheduling()
         if peer is None:  # it died since the request was admitted
-            request.asker.refused(request, Refused(Outcome.FAILED, _DIED, 1.0))
+            request.asker.refused(request, Refused(Outcome.FAILED, _DIED, 1.0, rule=Rule.LOST))
             return
         if memory is not None:
             memory.hold()
@@ -284,22 +291,29 @@ class DispatcherClient:
         peer.connection.send(generation.message(time.monotonic() * 1000.0))
 
     def leave(self, generation: OpenGeneration, *, is_answered: bool = False) -> None:
-        """Forget a generation whose client went away, or that has brought all that was wanted."""
+        """Forget a generation whose client went away, or that has all its tokens."""
         for peer in self._by_connection.values():
             if peer.generating.pop(generation.number, None) is not None:
                 peer.connection.send(StopGenerating([generation.number], is_answered))
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether a generation is open."""
+        return any(peer.generating for peer in self._by_connection.values())
+
     def _wrote(self, peer: _Peer, generated: Generated) -> None:
         """Pass on the tokens of generations, and their ends."""
+        now_ms = time.monotonic() * 1000.0
         for number, token in generated.tokens:
             generation = peer.generating.get(number)
             if generation is not None:
-                generation.tokens += 1
-                generation.asker.wrote(token)
+                generation.take(token, now_ms)
         for ended in generated.ended:
             generation = peer.generating.pop(ended.number, None)
             if generation is not None:
                 generation.gpulet = ended.gpulet
+                if not generation.tokens:
+                    generation.saw(now_ms)
                 generation.told(ended)
 
     def _put(self, peer: _Peer, request: Request) -> None:
@@ -357,7 +371,7 @@ class DispatcherClient:
         self._on_change()
 
     def peer_lost(self, connection: DispatcherConnection, reason: str) -> None:
-        """A dispatcher is gone, and what it held with it."""
+        """A dispatcher is gone, with the requests that it held."""
         peer = self._by_connection.get(id(connection))
         if peer is None or not peer.group.is_in_plan:
             return
@@ -372,7 +386,7 @@ class DispatcherClient:
         self._on_change()
 
     def _move(self, peer: _Peer, other: _Peer) -> None:
-        """Ask another dispatcher what one had that is gone, as far as that is not yet asked for the second time."""
+        """Ask another dispatcher for the requests of one that is gone, except those that were moved once before."""
         now_ms, moved = time.monotonic() * 1000.0, peer.group.moved
         again = [r for r in peer.waiting.values() if r.id not in moved and r.deadline_ms > now_ms]
         late = []
@@ -380,12 +394,12 @@ class DispatcherClient:
             del peer.waiting[request.id]
             moved.add(request.id)
             if request.memory is not None:
-                # The dead one's gpu-lets may still read it when the other one's have answered.
+                # The gpu-lets of the dead dispatcher may still read it when those of the other one have answered.
                 request.memory.hold()
                 late.append(request.memory)
             self._put(other, request)
         asyncio.get_running_loop().call_later(_LAST_READS_S, _release, late)
-        for generation in [each for each in peer.generating.values() if not each.tokens and not each.was_retried]:
+        for generation in [each for each in peer.generating.values() if not each.was_retried]:
             del peer.generating[generation.number]
             generation.was_retried = True
             self._ask(other, generation)
@@ -403,7 +417,7 @@ class DispatcherClient:
         held = [slot for slot in (*(r.memory for r in waiting.values()), *left.values()) if slot is not None]
         asyncio.get_running_loop().call_later(_LAST_READS_S, _release, held)
         peer.group.moved -= waiting.keys()
-        now_ms, failed = time.monotonic() * 1000.0, Refused(Outcome.FAILED, reason, 1.0)
+        now_ms, failed = time.monotonic() * 1000.0, Refused(Outcome.FAILED, reason, 1.0, rule=Rule.LOST)
         for request in waiting.values():
             request.asker.refused(request, failed if request.deadline_ms > now_ms else _LATE)
         generating, peer.generating = peer.generating, {}
@@ -478,11 +492,13 @@ class DispatcherClient:
                     found[gpulet.id] = replace(gpulet, up=gpulet.up and is_there)
         for planned in self._plan.gpulets if self._plan is not None else ():
             if planned.id not in found:
-                found[planned.id] = GpuletStatus(id=planned.id, gpu=planned.gpu, share_pct=planned.share_pct)
+                found[planned.id] = GpuletStatus(
+                    id=planned.id, gpu=planned.gpu, also_on=planned.also_on, share_pct=planned.share_pct
+                )
         return list(found.values())
 
     def connected(self) -> dict[str, int]:
-        """Return how many dispatchers of every sub-cluster are connected: with one alone its death fails requests."""
+        """Return how many dispatchers of every sub-cluster are connected. With one alone, its death fails requests."""
         return {name: group.connected() for name, group in self._groups.items()}
 
     def _scheduling(self) -> list[_Peer]:
@@ -506,7 +522,7 @@ class DispatcherClient:
     async def meet(self, told: GatewayReport) -> list[GatewayReport]:
         """Tell the other gateways something of this one, and return what all of them told last, this one among them.
 
-        They meet at the first dispatcher that is there; only this one is heard of where none is.
+        They meet at the first dispatcher that is connected. Without one, only this gateway is returned.
 
         Raises:
             TimeoutError: it does not answer.
@@ -516,7 +532,7 @@ class DispatcherClient:
         return reports[0] if reports else [told]
 
     async def _all(self, peers: Sequence[_Peer], ask: Callable[[int], Message], kind: type[FoundT]) -> list[FoundT]:
-        """Ask dispatchers, and return what they report; raises `TimeoutError` where one does not answer."""
+        """Ask dispatchers, and return what they report; raises `TimeoutError` if one does not answer."""
         futures = []
         for peer in peers:
             number = next(self._numbers)
@@ -527,7 +543,7 @@ class DispatcherClient:
             return [msgspec.msgpack.decode(report, type=kind) for report in await asyncio.gather(*futures)]
 
     async def close(self) -> None:
-        """Answer everything that waits as failed, and disconnect."""
+        """Fail all requests that wait, and disconnect."""
         peers = [peer for group in self._groups.values() for peer in group.peers]
         for group in self._groups.values():
             group.is_in_plan = False

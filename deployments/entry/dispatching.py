@@ -1,4 +1,4 @@
-"""What a gateway needs of the scheduling side, whether it is in the same process or in others."""
+"""The scheduling side as a gateway uses it, whether it is in the same process or in others."""
 
 from __future__ import annotations
 

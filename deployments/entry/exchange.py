@@ -1,5 +1,5 @@
-"""What HTTP requests and responses are inside the gateway, whichever way they come in: our own socket
-(`tenuto.deployments.entry.connection`) or Serve's proxies (`tenuto.deployments.entry.asgi`)."""
+"""HTTP requests and responses inside the gateway. They are the same whether they come to our own socket
+(`tenuto.deployments.entry.connection`) or through Serve's proxies (`tenuto.deployments.entry.asgi`)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from tenuto.deployments.entry.oip import Given
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 from tenuto.errors import new_incident
@@ -37,7 +38,7 @@ _MOST_MESSAGE = 4096  # limit: characters
 class HttpError(Exception):
     """A request that ends in an error status; the message says what to do. `headers` are raw lines.
 
-    `after_s`: how long the client is kept waiting for it. `param`: the field of the body that is wrong, if it is one.
+    `after_s`: how long the client waits until it is told. `param`: the field of the body that is wrong, if one is.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class HttpError(Exception):
         self.param = param
 
     def kept(self) -> HttpError:
-        """Return it as a value to keep: without the frames that it was raised in, and all that these hold."""
+        """Return the error without the frames in which it was raised, so that keeping it keeps nothing else alive."""
         self.__context__ = None
         return self.with_traceback(None)
 
@@ -72,7 +73,7 @@ class HttpError(Exception):
         return self.headers + JSON + retry_after(self.retry_after_s)
 
     def payload(self, url: bytes = b"") -> bytes:
-        """Return `{"error": …}`, in OpenAI's form where its interface was asked."""
+        """Return `{"error": …}`; in OpenAI's form when the client asked through that interface."""
         if not url.startswith(OPENAI):
             return orjson.dumps({"error": self.message, **self.details})
         kind, code = _KINDS.get(self.status, ("invalid_request_error" if self.status < 500 else "server_error", None))
@@ -81,7 +82,7 @@ class HttpError(Exception):
 
 
 def retry_after(seconds: float | None) -> bytes:
-    """Return the header that says when to try again, in whole seconds; nothing where waiting does not help."""
+    """Return the header that says when to try again, in whole seconds; nothing when waiting does not help."""
     return b"" if seconds is None else b"retry-after: %d\r\n" % max(1, round(seconds))
 
 
@@ -89,10 +90,10 @@ def retry_after(seconds: float | None) -> bytes:
 class Head:
     """The head of a request. Clients send the same one again and again, so that heads are kept and read once.
 
-    `headers` are by lower-case name. `is_old`: HTTP/1.0. `length` is that of the body, unless it comes in chunks;
-    `expects`: it comes when it is asked for. `is_agreed`: llhttp has found a request with this head to end where
-    `length` says, and has gone on behind it. `route` is what the service found the request to lead to, by the plan of
-    `generation`.
+    `headers` are by lower-case name. `is_old`: HTTP/1.0. `length` is that of the body, unless the body comes in chunks.
+    `expects`: the client sends the body when it is asked for. `is_agreed`: llhttp agrees that a request with this head
+    ends where `length` says, and has read on behind it. `route` is where the service found that the request leads, by
+    the plan of `generation`.
     """
 
     method: bytes
@@ -111,32 +112,40 @@ class Head:
 class Exchange(Protocol):
     """One HTTP request on its way to one response. `arrived_ms`: when its last bytes came, on the monotonic clock.
 
-    Where the body is large it lies in `slot`, which is the exchange's to release.
+    A large body lies in `slot`, which the exchange releases.
     `on_left` is called when the client goes away before the end of the response.
+    `given`: what a request of gRPC asks for; the body is then its tensors. None: the body says what is asked for.
+    `patience_ms`: how long the client waits, counted from `arrived_ms`.
     """
 
     head: Head
     arrived_ms: float
     body: Buffer
     slot: Slot | None
+    given: Given | None
+    patience_ms: float
     has_key: bool
     on_left: Callable[[], object] | None
 
     @property
     def address(self) -> str:
-        """Where the client is; "" where that is not known."""
+        """Where the client is; "" when that is not known."""
+
+    def spend(self, samples: int) -> None:
+        """Count the samples of the request as work of this turn of the loop."""
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
-        """Send the response; `headers` are raw lines. Only the first counts; silent when the client is gone."""
+        """Send the response; `headers` are raw lines. Only the first call counts. Nothing happens when the client is
+        gone."""
 
     def begin(self, status: int, headers: bytes) -> None:
         """Send the head of a response whose body comes in parts: `send` each, then `end`."""
 
     def send(self, part: bytes) -> None:
-        """Send a part of the body, which must not be empty; silent when the client is gone."""
+        """Send a part of the body, which must not be empty. Nothing happens when the client is gone."""
 
     def end(self) -> None:
-        """The body is complete."""
+        """Note that the body is complete."""
 
 
 def fail(exchange: Exchange, error: HttpError) -> None:
@@ -145,28 +154,28 @@ def fail(exchange: Exchange, error: HttpError) -> None:
 
 
 def crash(exchange: Exchange, error: BaseException) -> None:
-    """Respond with what nobody expected, and log it."""
+    """Log an error that nobody expected, and tell the client under which name the log has it."""
     fail(exchange, unexpected(exchange.head.url, error))
 
 
 def unexpected(asked: bytes | str, error: BaseException) -> HttpError:
-    """Log an error that nobody expected, and return what the client hears of it."""
+    """Log an error that nobody expected, and return what the client is told of it."""
     incident = new_incident()
     logger.error("a request to %r failed (%s)", asked, incident, exc_info=error)
     return HttpError(500, f"internal error. The gateway's log says more under {incident}.")
 
 
 def expired() -> HttpError:
-    """Return the refusal of a request that cannot be answered by its deadline any more."""
+    """Return the refusal of a request that can no longer be answered by its deadline."""
     details = {"outcome": Outcome.EXPIRED.word}
     return HttpError(504, "the deadline cannot be met. Raise the SLO.", retry_after_s=1.0, details=details)
 
 
 def inflated(body: Buffer, encoding: bytes, limit_bytes: int) -> bytes:
-    """Return a compressed body as it was.
+    """Return what a compressed body was before it was compressed.
 
     Raises:
-        HttpError: 413 where it inflates to more than the limit, 400 where it is damaged or of an unknown encoding.
+        HttpError: 413 when it inflates to more than the limit; 400 when it is damaged or its encoding is unknown.
     """
     if encoding not in (b"gzip", b"deflate"):
         raise HttpError(400, f"Content-Encoding {encoding!r} is not supported. Use gzip, deflate or none.")
@@ -183,5 +192,6 @@ def inflated(body: Buffer, encoding: bytes, limit_bytes: int) -> bytes:
 
 
 def too_large(limit_bytes: int) -> HttpError:
-    """Return the refusal of a body beyond the limit."""
-    return HttpError(413, f"the body exceeds the limit of {limit_bytes >> 20} MiB. Send fewer samples per request.")
+    """Return the refusal of a body that exceeds the limit."""
+    limit = f"{limit_bytes >> 20} MiB" if limit_bytes >> 20 else f"{limit_bytes >> 10} KiB"
+    return HttpError(413, f"the body exceeds the limit of {limit}. Send fewer samples per request.")

@@ -23,8 +23,8 @@ _HEAD_END = b"\r\n\r\n"
 _MOST_HEADER_BYTES = 1 << 15  # limit: of a head
 _MOST_FRAMING_BYTES = 1 << 15  # limit: of a chunked body beyond eight for each byte of it: `1 CR LF x CR LF` are five
 KEPT_HEADS = 1024  # limit: heads whose reading is remembered
-_LONGEST_KEPT_HEAD_BYTES = 2048  # limit: of a head whose reading is remembered
-# What comes once, and so does its head; and what needs a look each time.
+LONGEST_KEPT_HEAD_BYTES = 2048  # limit: of a head whose reading is remembered
+# Headers whose heads come only once, and headers that have to be read each time.
 _NOT_KEPT = frozenset((b"x-request-id", b"traceparent", b"x-request-start", b"transfer-encoding", b"upgrade"))
 _UNFIT = "its head and its length do not fit together"
 # One space between the parts (3), and a version that is ours (2.3). llhttp also takes more spaces, empty lines before,
@@ -34,7 +34,7 @@ _UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
 _ABSOLUTE = re.compile(rb"(?i)https?://([^/?]*)(.*)", re.DOTALL)
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
-# What these say would depend on which of two is read.
+# If one of these came twice, its meaning would depend on which of the two is read.
 _ONCE = frozenset(
     (
         b"host",
@@ -51,15 +51,15 @@ _ONCE = frozenset(
 
 
 def malformed(reason: object) -> HttpError:
-    """Return the refusal of bytes that no two servers are sure to read alike."""
+    """Return the refusal of bytes that two servers might read in different ways."""
     return HttpError(400, f"this is not HTTP/1.1: {reason}. Send a well-formed request.")
 
 
 class Framing:
     """The requests of one connection: a head, then the bytes of its body, then the next head.
 
-    Invariant: a head or a body ends here only where it ends for llhttp. A refusal (`HttpError`) is the end: where the
-    next request would begin is not known.
+    Invariant: a head or a body ends here only where it ends for llhttp. A refusal (`HttpError`) ends the connection,
+    because nobody knows where the next request would begin.
     """
 
     def __init__(self, known: KnownHeads) -> None:
@@ -68,12 +68,13 @@ class Framing:
         self.chunks: bytearray | None = None  # of a body without a length, what has come; then nothing follows it
         self._heads = known
         self._known = known.plain.get
-        self._before: Head | None = None  # of the request before, where nobody knows whether llhttp goes on behind it
+        self._before: Head | None = None  # of the request before, if it is not known whether llhttp goes on after it
         self.is_amid_head = False  # one has begun and is not complete
-        self._began = bytearray()  # what has come of that one
+        self._began = bytearray()  # the bytes of that head so far
         self._is_headed = self.is_over = False  # by llhttp, the head under way, and the request
         self._framing_bytes = 0
-        # None once the connection is gone: the parser and this hold each other, and only a collection would find them.
+        # None once the connection is gone: the parser and this refer to each other, and only a collection would free
+        # them.
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
 
     def close(self) -> None:
@@ -81,8 +82,8 @@ class Framing:
         self._parser = None
 
     def head(self, data: bytes) -> tuple[Head, int] | None:
-        """Take bytes of a head, and of its body as many as follow; return what it says and where in `data` it ends, or
-        None where it goes on.
+        """Take bytes of a head and of the body that may follow. Return the head and the place in `data` where it ends,
+        or None if it goes on.
 
         Raises:
             HttpError: 400 for what is not well-formed, 431 for what is too long.
@@ -100,7 +101,7 @@ class Framing:
                 if known.is_agreed and size <= came and self._before is None:
                     self.is_over = True
                     return known, end
-                # Nothing in it is new, only llhttp has to agree: once, on all that is there.
+                # The head is known. llhttp only has to agree, once, on all bytes of it.
                 left = self.left = size - came if size > came else 0
                 is_upgrade = self._feed(data if size >= came else data[:size])
                 if is_upgrade or not self._is_headed or self.is_over == (left > 0):
@@ -125,7 +126,7 @@ class Framing:
             began.clear()
             self.is_amid_head = False
         head = self._heads.find(raw)
-        if is_upgrade:  # nobody is upgraded here, and then it is a field like others (RFC 9110, 7.8)
+        if is_upgrade:  # no protocol is changed here, so it is a field like others (RFC 9110, 7.8)
             raw = _UPGRADE.sub(b"\r\nx-upgrade:", raw)
             self._begin_anew(raw)
         self.left = head.length
@@ -154,7 +155,7 @@ class Framing:
             raise malformed("its body does not end where its length says")
 
     def chunked(self, data: bytes) -> bool:
-        """Take bytes of a body without a length; return whether it is complete. Whatever follows is not looked at."""
+        """Take bytes of a body without a length; return whether it is complete. Bytes that follow are ignored."""
         assert self.chunks is not None
         held = len(self.chunks)
         try:
@@ -168,7 +169,7 @@ class Framing:
         return self.is_over
 
     def _begin_anew(self, raw: bytes) -> None:
-        """Read a head once more, with a parser that gives the chunks of a body where it has any."""
+        """Read a head once more, with a parser that gives the chunks of a body if it has any."""
         self.on_message_begin()
         self._parser = httptools.HttpRequestParser(self if self.chunks is None else _Chunked(self))
         if self._feed(raw):
@@ -204,8 +205,8 @@ class Framing:
 
 
 class _Chunked:
-    """The same for a body in chunks, after which nothing is looked at. llhttp makes a copy of what it gives away, which
-    bodies with a length need not."""
+    """The same for a body in chunks; bytes after it are ignored. llhttp copies the chunks that it hands out. Bodies
+    with a length need no such copy."""
 
     def __init__(self, framing: Framing) -> None:
         self.on_headers_complete = framing.on_headers_complete
@@ -214,9 +215,9 @@ class _Chunked:
 
 
 class KnownHeads:
-    """What heads say, by their bytes: clients send the same one again and again, and it leads to the same place.
+    """What heads say, by their bytes: clients send the same head again and again.
 
-    `plain` are those behind which a body has a length, and that ask for no other protocol.
+    `plain` are heads whose body has a length, and that ask for no other protocol.
     """
 
     def __init__(self) -> None:
@@ -227,7 +228,7 @@ class KnownHeads:
         head = self.plain.get(raw)
         if head is None:
             head = read_head(raw)
-            if len(raw) <= _LONGEST_KEPT_HEAD_BYTES and _NOT_KEPT.isdisjoint(head.headers):
+            if len(raw) <= LONGEST_KEPT_HEAD_BYTES and _NOT_KEPT.isdisjoint(head.headers):
                 if len(self.plain) >= KEPT_HEADS:
                     self.plain.clear()
                 self.plain[raw] = head
@@ -258,7 +259,7 @@ def read_head(raw: bytes) -> Head:
     """Return what a whole head says.
 
     Raises:
-        HttpError: 400 for one that is not well-formed, or that others may read in another way.
+        HttpError: 400 for a head that is not well-formed, or that others may read in another way.
     """
     line = _REQUEST_LINE.match(raw)
     if line is None:
@@ -293,8 +294,9 @@ def read_head(raw: bytes) -> Head:
 
 
 def _closes(headers: Mapping[bytes, bytes]) -> bool:
-    """Return whether nothing follows the request (9.3). llhttp says so until a request is whole, which one without a
-    body is with its head. It takes Proxy-Connection for the same, and nothing behind it either."""
+    """Return whether nothing follows the request (9.3). llhttp says this only until a request is whole, and a request
+    without a body is whole with its head. llhttp reads Proxy-Connection in the same way, and nothing follows it here,
+    either."""
     options = headers.get(b"connection", b"") + b"," + headers.get(b"proxy-connection", b"")
     return b"close" in [option.strip() for option in options.lower().split(b",")]
 

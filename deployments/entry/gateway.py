@@ -11,8 +11,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
@@ -26,7 +25,7 @@ from tenuto.deployments.entry.asgi import (
     read_request,
     send_response,
 )
-from tenuto.deployments.entry.connection import HttpExchange, HttpServer
+from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Speaks
 from tenuto.deployments.entry.decisions import AskBeside, nothing
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
@@ -37,6 +36,7 @@ from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.entry.watched import WatchedGateway
 from tenuto.deployments.operator.app import make_operator_app
+from tenuto.deployments.process.limits import GENERATIONS_END_S, REQUESTS_END_S
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for
@@ -48,16 +48,12 @@ from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import DispatchingStatus, Served
 from tenuto.errors import EnvironmentFaultError, refused
 
-if TYPE_CHECKING:
-    from tenuto.deployments.entry.grpc_server import GrpcServer
-
-_DRAIN_S = 8.0  # limit: for what is under way; Serve gives the process 10 s
 _MOST_OPERATORS = 64  # limit: connections
 _TAKEN_S = 10.0  # limit: for a port that another gateway still has
 
 
 class Entry:
-    """All of a gateway that lives on its own loop: sockets, service, dispatcher. Without Ray around it in tests."""
+    """The part of a gateway that runs on its own loop: sockets, service, dispatcher. Tests use it without Ray."""
 
     def __init__(
         self,
@@ -71,16 +67,16 @@ class Entry:
         """Prepare without a plan; must be called on the loop.
 
         Args:
-            find_gpulet: returns what finds a gpu-let by its id.
+            find_gpulet: returns the function that finds a gpu-let, by its id.
             find_dispatcher: likewise for the dispatcher of a sub-cluster.
             ask_beside: returns what Serve runs beside the gateways.
-            unfinished_mib: of the bodies of requests that are not answered.
+            unfinished_mib: most memory for the bodies of requests that are not answered.
             taken_s: how long it waits for a port that another gateway still has.
         """
         self._taken_s = taken_s
         self._find_gpulet = find_gpulet
         self._find_dispatcher = find_dispatcher
-        self._dispatching: Dispatching | None = None  # either of the next two
+        self._dispatching: Dispatching | None = None  # the client, or the dispatcher in this process
         self._client: DispatcherClient | None = None  # where dispatchers have processes of their own
         self.bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
         self.sub_clusters: dict[str, tuple[str, ...]] = {}
@@ -92,8 +88,7 @@ class Entry:
         few = Limits(body_bytes=1 << 16, connections=_MOST_OPERATORS)
         operator_app = make_operator_app(self.watched, lambda: self._operators_are_local)
         self._operators = HttpServer(_Cold(self, operator_app), self._arena, few)
-        self._grpc: GrpcServer | None = None
-        self._grpc_listens: tuple[Listen | None, bool] = None, False  # where, and whether with other gateways
+        self._grpc: Speaks | None = None  # what serves a client of gRPC, once there was a port for it
         self._app: App | None = None  # of the latest settings
         self._traces: TracesConfig | None = None
         self._encrypts = False
@@ -143,26 +138,14 @@ class Entry:
         await self._listen_for_grpc(config.grpc, is_shared=shared)
 
     async def _listen_for_grpc(self, wanted: Listen | None, *, is_shared: bool) -> None:
-        if (wanted, is_shared) == self._grpc_listens:
-            return
+        if wanted is not None and self._grpc is None:
+            try:
+                from tenuto.deployments.entry.grpc_calls import GrpcDoor
+            except ImportError as error:
+                raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
+            self._grpc = GrpcDoor(self.service, self.server).connection
         if self._grpc is not None:
-            await self._grpc.close(_DRAIN_S)
-        self._grpc, self._grpc_listens = None, (None, is_shared)
-        if wanted is None:
-            return
-        try:
-            from tenuto.deployments.entry.grpc_server import GrpcServer
-        except ImportError as error:
-            raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
-        pem = None
-        if wanted.tls_cert and wanted.tls_key:
-            _tls_context(wanted.tls_cert, wanted.tls_key)  # refuses files that gRPC would take without a word
-            pem = Path(wanted.tls_cert).read_bytes(), Path(wanted.tls_key).read_bytes()
-        server = GrpcServer(self.service, self.server.limits)
-        await self._when_free(
-            wanted, "--grpc-port", lambda: server.listen(wanted.host, wanted.port, is_shared=is_shared, tls=pem)
-        )
-        self._grpc, self._grpc_listens = server, (wanted, is_shared)
+            await self._listen(self.server, wanted, is_shared=is_shared, speaks=self._grpc)
 
     def _follow_traces(self, wanted: TracesConfig | None) -> None:
         if wanted == self._traces:
@@ -173,7 +156,8 @@ class Entry:
         self._traces = wanted
 
     def _changed(self) -> None:
-        """The plan, a gpu-let or what one holds has changed: look once for all changes of this turn of the loop."""
+        """The plan has changed, or a gpu-let, or what a gpu-let holds. All changes of a turn of the loop are handled at
+        once."""
         if self._look is None:
             self._look = asyncio.get_running_loop().call_soon(self._look_again)
 
@@ -184,22 +168,27 @@ class Entry:
         if self.bundles is not None:
             self.bundles.announce()
 
-    async def _listen(self, server: HttpServer, wanted: Listen | None, *, is_shared: bool) -> None:
-        for host, port in server.addresses:
+    async def _listen(
+        self, server: HttpServer, wanted: Listen | None, *, is_shared: bool, speaks: Speaks | None = None
+    ) -> None:
+        for host, port in server.addresses(speaks):
             if wanted is None or (host, port) != (wanted.host, wanted.port):
                 await server.stop_listening(host, port)
         if wanted is None:
             return
         tls = _tls_context(wanted.tls_cert, wanted.tls_key) if wanted.tls_cert and wanted.tls_key else None
+        if tls is not None and speaks is not None:
+            tls.set_alpn_protocols(["h2"])
+        option = "--port" if speaks is None else "--grpc-port"
         await self._when_free(
-            wanted, "--port", lambda: server.listen(wanted.host, wanted.port, is_shared=is_shared, tls=tls)
+            wanted, option, lambda: server.listen(wanted.host, wanted.port, is_shared=is_shared, tls=tls, speaks=speaks)
         )
 
     async def _when_free(self, wanted: Listen, option: str, listen: Callable[[], Awaitable[None]]) -> None:
         """Listen as soon as a gateway that is about to end has left the port.
 
         Raises:
-            EnvironmentFaultError: somebody keeps the port.
+            EnvironmentFaultError: another process keeps the port.
         """
         until = time.monotonic() + self._taken_s
         while True:
@@ -226,7 +215,7 @@ class Entry:
         self.answer_cold(exchange, self._app, caller)
 
     def answer_cold(self, exchange: Exchange, app: App, caller: Caller | None = None) -> None:
-        """Let an ASGI application answer, and let it go when the client goes."""
+        """Let an ASGI application answer, and end it when the client leaves."""
         task = asyncio.create_task(self._answer(exchange, app, caller), name="cold request")
         exchange.on_left = task.cancel
         self._keep(task)
@@ -270,15 +259,15 @@ class Entry:
         return await self.bundles.listen(host, encrypted=self._encrypts)
 
     async def close(self) -> None:
-        """Answer what is under way, fail what waits, disconnect."""
+        """Answer the requests under way, fail those that wait, and disconnect."""
         self._ticker.cancel()
         self.watched.close()
         await self._operators.drain(0.0)
-        if self._grpc is not None:
-            await self._grpc.close(_DRAIN_S)
-        await self.server.drain(_DRAIN_S)
+        is_generating = self._dispatching is not None and self._dispatching.is_generating
+        until_s = time.monotonic() + (GENERATIONS_END_S if is_generating else REQUESTS_END_S)
+        await self.server.drain(until_s - time.monotonic())
         if self.bundles is not None:
-            await self.bundles.close(0.0)
+            await self.bundles.close(until_s - time.monotonic())
         elif self._dispatching is not None:
             await self._dispatching.close()
         await asyncio.sleep(0)  # the last answers leave
@@ -296,7 +285,7 @@ class _Cold:
         self._app = app
 
     def refusal(self, _exchange: HttpExchange) -> HttpError | None:
-        """Take every body: nobody but operators comes here, and none may be larger than 64 KiB."""
+        """Take every body: only operators ask here, and no body may be larger than 64 KiB."""
         return None
 
     def handle(self, exchange: HttpExchange) -> None:
@@ -305,7 +294,7 @@ class _Cold:
 
 
 def _tls_context(certificate: str, key: str) -> ssl.SSLContext:
-    """Return what a server needs to speak TLS 1.2 or newer.
+    """Return the context of a server that speaks TLS 1.2 or newer.
 
     Raises:
         InvalidInputError: the files are absent, are no PEM, or do not belong together.
@@ -337,7 +326,7 @@ class Gateway:
     # --- Serve's side -------------------------------------------------------------------------------------------
 
     def __serve_build_asgi_app__(self) -> App:
-        """Return what answers requests that come through Serve's proxies; Serve calls this after the constructor."""
+        """Return the application for requests through Serve's proxies; Serve calls this after the constructor."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a method for ASGI 2
             await self._through_serve(scope, receive, send)
@@ -369,7 +358,7 @@ class Gateway:
         await self._entry.follow(config)
 
     async def check_health(self) -> None:
-        """Raise when no requests can be answered here any more; Serve then replaces this process."""
+        """Raise if requests cannot be answered here any more; Serve then replaces this process."""
         await self._loop.answers("the gateway")
 
     async def entry(self) -> Served | None:
@@ -387,7 +376,7 @@ class Gateway:
         return await self._loop.run(self._entry.endpoint(own_address_for(node_id)))
 
     async def __del__(self) -> None:
-        """Answer what waits and disconnect; Serve calls this after draining."""
+        """Answer the requests that wait, and disconnect; Serve calls this after draining."""
         if self._entry is not None:
             await self._loop.run(self._entry.close())
         await self._loop.close()

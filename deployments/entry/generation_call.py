@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 from tenuto.deployments.dispatch.in_flight import OpenGeneration
@@ -14,6 +15,7 @@ from tenuto.deployments.entry.texts import GrowingText, Tokenizer
 from tenuto.deployments.entry.traces import Traced
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.answers import Refused
+from tenuto.outcome import Rule
 from tenuto.profiles.networks.generating import Ending
 
 _EVENTS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
@@ -21,7 +23,7 @@ _LINES = b"x-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
 
 
 class GenerationCall:
-    """Invariant: its generation is left as soon as its client has left, or a stop string stands in its text."""
+    """Invariant: the generation ends as soon as its client has left, or a stop string is in its text."""
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class GenerationCall:
     ) -> None:
         """Prepare; `begin` asks."""
         self._caller = caller
+        self._unpaid = wanted.sampling.max_tokens  # tokens for which its client has not been charged
         self._service = service
         self._dispatching = dispatching
         self._exchange = exchange
@@ -43,16 +46,17 @@ class GenerationCall:
         self._id = client_id
         self._traced = traced
         self._text = GrowingText(tokenizer, wanted.stops)
-        self._parts: list[str] = []  # that leave with the end
+        self._parts: list[str] = []  # parts of the text that are sent with the end
         self._tokens: list[int] = []  # of an answer that is not streamed
         self._count = 0
         self._generation: OpenGeneration | None = None
         self._has_begun = self._is_over = False
-        self._first_ms = 0.0
 
     def begin(self, model: str, *, ttft_ms: float, tpot_ms: float) -> None:
         """Ask for the generation."""
         self._exchange.on_left = self._leave
+        if self._caller is not None:
+            self._caller.begin_text(len(self._wanted.prompt), self._unpaid)
         generation = self._dispatching.generate(
             model,
             self,
@@ -68,10 +72,16 @@ class GenerationCall:
 
     def _leave(self) -> None:
         """The client is gone."""
-        self._is_over = True
+        self._end()
         if self._generation is not None:
             self._dispatching.leave(self._generation)
             self._generation = None
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._caller is not None:
+            self._caller.end_text(self._unpaid)
+            self._unpaid = 0
 
     # --- what comes (TokenAsker) ------------------------------------------------------------------------------------
 
@@ -81,9 +91,8 @@ class GenerationCall:
             return
         self._count += 1
         if self._caller is not None:
-            self._caller.spend_text(1)
-        if self._count == 1:
-            self._first_ms = self._service.now_ms
+            self._caller.spend_text()
+            self._unpaid -= 1
         text = self._text.add(token)
         if self._wanted.is_streamed:
             self._stream(text, token)
@@ -92,7 +101,8 @@ class GenerationCall:
             self._tokens.append(token)
         if self._text.is_stopped:
             generation = self._generation
-            self._is_over, self._generation = True, None
+            self._end()
+            self._generation = None
             if generation is not None:
                 self._dispatching.leave(generation, is_answered=True)
             self._finish(Ending.STOP, generation)
@@ -102,8 +112,8 @@ class GenerationCall:
         if self._wanted.writer.tokenless:
             self._exchange.send(self._wanted.writer.piece(text, [token]))
         elif self._text.is_stopped:
-            self._parts.append(text)  # it leaves with the end
-        elif text:  # else it is held back: part of a character, or maybe of a stop string
+            self._parts.append(text)  # sent with the end
+        elif text:  # otherwise it is held back: it may be a part of a character or of a stop string
             self._exchange.send(self._wanted.writer.piece(text, ()))
 
     def _open(self) -> None:
@@ -118,7 +128,7 @@ class GenerationCall:
     def ended(self, finish: Ending) -> None:
         """Send the end of the answer."""
         if not self._is_over:
-            self._is_over = True
+            self._end()
             generation, self._generation = self._generation, None
             self._finish(finish, generation)
 
@@ -126,7 +136,7 @@ class GenerationCall:
         wanted, exchange = self._wanted, self._exchange
         usage = Usage(len(wanted.prompt), self._count)
         text = "".join(self._parts) + self._text.end()
-        if self._text.is_stopped:  # also in what was held back
+        if self._text.is_stopped:  # a stop string may be in the text that was held back, too
             finish = Ending.STOP
         if wanted.is_streamed:
             self._open()
@@ -135,13 +145,16 @@ class GenerationCall:
         else:
             whole = wanted.writer.whole(text, self._tokens, finish.value, usage)
             exchange.respond(200, self._lines(generation) + JSON, [whole])
-        self._trace(generation, finish.value, usage)
+        if generation is not None:
+            rule = generation.missed
+            self._trace(generation, "late" if rule else "ok", rule, {"finish_reason": finish.value, **usage._asdict()})
 
     def refused(self, generation: OpenGeneration, refused: Refused) -> None:
         """Send the refusal; amid a stream it is the last event."""
         if self._is_over:
             return
-        self._is_over, self._generation = True, None
+        self._end()
+        self._generation = None
         details = {"outcome": refused.outcome.word}
         error = HttpError(
             refused.outcome.http_status,
@@ -155,22 +168,23 @@ class GenerationCall:
             self._exchange.end()
         else:
             fail(self._exchange, error)
-        self._trace(generation, refused.outcome.word, Usage(len(self._wanted.prompt), self._count))
+        told = {"loop": refused.loop.value, **Usage(len(self._wanted.prompt), self._count)._asdict()}
+        self._trace(generation, refused.outcome.word, refused.rule, told)
 
     def _lines(self, generation: OpenGeneration | None) -> bytes:
         gpulet = b"" if generation is None else generation.gpulet.encode()
         lines = _LINES % (gpulet, self._id.encode())
         return lines if self._traced is None else lines + self._traced.header
 
-    def _trace(self, generation: OpenGeneration | None, outcome: str, usage: Usage) -> None:
+    def _trace(self, generation: OpenGeneration, outcome: str, rule: Rule, told: dict[str, Any]) -> None:
         traces, traced = self._service.traces, self._traced
-        if traces is None or traced is None or generation is None:
+        if traces is None or traced is None:
             return
         now_ms = self._service.now_ms
-        first_ms = self._first_ms or now_ms
-        about: dict[str, Any] = {"model": generation.name, "outcome": outcome, "request_id": self._id}
+        first_ms = now_ms if math.isnan(generation.first_ms) else generation.first_ms
+        about = {"model": generation.name, "outcome": outcome, "rule": rule.value, "request_id": self._id}
         stages = {"first_token": (generation.arrived_ms, first_ms), "further_tokens": (first_ms, now_ms)}
-        traces.end(traced, arrived_ms=generation.arrived_ms, stages=stages, about={**about, **usage._asdict()})
+        traces.end(traced, arrived_ms=generation.arrived_ms, stages=stages, about={**about, **told})
 
 
 class CollectedTokens:

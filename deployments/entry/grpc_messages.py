@@ -1,34 +1,38 @@
-"""The Open Inference Protocol's gRPC messages, and the HTTP requests and responses that mean the same.
+"""The Open Inference Protocol's gRPC messages: what a request asks for, and the message of an answer.
 
-Every call becomes the HTTP request that asks for the same (`tenuto.deployments.entry.service` answers both), so that
-admission, keys, deadlines, limits, traces and figures are the same by construction. Tensors travel as binary data on
-either side. Pure functions of messages and bytes: no I/O, and nothing of `grpc` itself.
+The service that answers HTTP (`tenuto.deployments.entry.service`) also answers calls. So admission, keys, deadlines,
+limits, traces and figures are the same by construction. Raw tensors never become a protobuf message. This module does
+no I/O and uses nothing of `grpc` itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import msgspec
 import numpy as np
 import orjson
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 from google.protobuf.message import DecodeError
 
 from tenuto.deployments.entry.exchange import Head, HttpError
-from tenuto.deployments.entry.oip import DATATYPES, BadRequestError, bytes_tensor, slo_from
+from tenuto.deployments.entry.oip import DATATYPES, Given, OutputGiven, RequestGiven, TensorGiven, bytes_tensor
+from tenuto.deployments.wire.tensors import Buffer
 
 Message = Any  # a class made at run time; protobuf has no type for its fields
 
-MOST_MESSAGE_BYTES = 16 << 20  # limit: gRPC's library copies a message on the loop, some ms of it
 MOST_DESCRIBED_BYTES = 1 << 18  # limit: of a message beside raw tensors: protobuf reads it at once, 10 ms or less
 _MOST_FIELDS = 1024  # limit: of a message, and of parameters of each of its parts
+_LONGEST_NAME = 1024  # limit: characters of a model and its version: the URL that is made of them is kept
 _RAW_INPUTS = 7  # format: the field number of raw_input_contents
 _LENGTH_DELIMITED = 2  # format: the wire type of strings, bytes and messages
-# What of a call's metadata goes on as a header; whatever else is there says nothing to this server.
-_HEADERS = ("authorization", "x-api-key", "x-slo-ms", "x-request-start", "traceparent")
+# format: of Triton's backend for vLLM; whether an answer is streamed, the call says.
+_TEXT_INPUTS = ("text_input", "sampling_parameters", "stream", "exclude_input_in_output")
+_NO_MESSAGE = "this is no ModelInferRequest. See open_inference.proto."
 _CONTENTS = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -62,50 +66,76 @@ InferRequest = message("inference.ModelInferRequest")
 InferResponse = message("inference.ModelInferResponse")
 
 
-class HttpRequest(NamedTuple):
-    """What is asked, as HTTP says it."""
+class AskedMessage(NamedTuple):
+    """What a `ModelInferRequest` asks of the model at `path`. `given`: it brings tensors, which are raw or in `packed`.
+    Without `given`, `body` is a picture, a text, or a request of the generate extension (`generates`)."""
 
-    head: Head
-    body: bytes
-
-
-def headers_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[bytes, bytes]:
-    """Return the headers that a call's metadata says."""
-    found = {}
-    for key, value in metadata:
-        if key in _HEADERS:
-            found[key.encode()] = value if isinstance(value, bytes) else value.encode()
-    return found
+    path: str
+    id: str
+    given: Given | None
+    packed: bytes | None = None
+    body: bytes = b""
+    generates: bool = False
 
 
-def infer_request(data: bytes) -> Message:
-    """Return a `ModelInferRequest`, which is looked at first: what is read at once must be short.
+class InferReader:
+    """Reads `ModelInferRequest`. Protobuf reads the description of the tensors, and not the tensors. A description that
+    clients send again and again is read once."""
 
-    Raises:
-        HttpError: 400 for what is no such message, 413 for one whose description is too long.
-    """
-    described, fields, at = len(data), 0, 0
+    _KEPT = 256  # limit: descriptions
+    _LONGEST_KEPT_BYTES = 2048  # limit: of one
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], AskedMessage] = {}
+
+    def read(self, data: memoryview) -> tuple[AskedMessage, Buffer]:
+        """Return what is asked for, and the tensors one behind the other. Several tensors are moved to the front of
+        `data`; a single one stays where it lies.
+
+        Raises:
+            HttpError: 400 when this is no such message or it contradicts itself; 413 when the description is too long.
+        """
+        described, raws = _split(data)
+        key = described, *[end - begin for begin, end in raws]
+        asked = self._known.get(key)
+        if asked is None:
+            asked = _asked(key, data, raws)
+            if asked.given is not None and len(described) <= self._LONGEST_KEPT_BYTES and not asked.id:
+                if len(self._known) >= self._KEPT:
+                    self._known.clear()
+                self._known[key] = asked
+        if asked.packed is not None:
+            return asked, asked.packed
+        return asked, _moved(data, raws)
+
+
+def _split(data: memoryview) -> tuple[bytes, list[tuple[int, int]]]:
+    """Return a message without its raw tensors, and where these lie. Protobuf reads only what is left, which must be
+    short."""
+    fields, at, size, described, raws = 0, 0, len(data), [], []
     try:
-        while at < len(data):
-            fields += 1
+        while at < size:
+            begin, fields = at, fields + 1
             key, at = _varint(data, at)
-            if key & 7 != _LENGTH_DELIMITED:
-                raise ValueError
             length, at = _varint(data, at)
             at += length
+            if key & 7 != _LENGTH_DELIMITED or at > size:
+                raise HttpError(400, _NO_MESSAGE)
             if key >> 3 == _RAW_INPUTS:
-                described -= length
+                raws.append((at - length, at))
+            else:
+                described.append(data[begin:at])
             if fields > _MOST_FIELDS:
                 break
-        if fields > _MOST_FIELDS or described > MOST_DESCRIBED_BYTES:
-            limits = f"{MOST_DESCRIBED_BYTES >> 10} KiB or {_MOST_FIELDS} fields"
-            raise HttpError(413, f"the message beside raw_input_contents exceeds {limits}. Send tensors in these.")
-        return InferRequest.FromString(data)
-    except (ValueError, IndexError, DecodeError):
-        raise HttpError(400, "this is no ModelInferRequest. See open_inference.proto.") from None
+    except IndexError:
+        raise HttpError(400, _NO_MESSAGE) from None
+    if fields > _MOST_FIELDS or sum(map(len, described)) > MOST_DESCRIBED_BYTES:
+        limits = f"{MOST_DESCRIBED_BYTES >> 10} KiB or {_MOST_FIELDS} fields"
+        raise HttpError(413, f"the message beside raw_input_contents exceeds {limits}. Send tensors in these.")
+    return b"".join(described), raws
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
     """Return a number of protobuf's wire format, and where it ends."""
     value = shift = 0
     while True:
@@ -116,77 +146,91 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
         shift += 7
         if shift > 63:
-            raise ValueError
+            raise IndexError
 
 
-def to_http(asked: Message, headers: Mapping[bytes, bytes], remaining_ms: float | None, slo_ms: float) -> HttpRequest:
-    """Return the HTTP request of a `ModelInferRequest`.
+def _moved(data: memoryview, raws: Sequence[tuple[int, int]]) -> memoryview:
+    """Move raw tensors to the front of their memory, one behind the other, and return them."""
+    to = 0
+    for begin, end in raws:
+        data[to : to + end - begin] = data[begin:end]
+        to += end - begin
+    return data[:to]
 
-    Args:
-        asked: the message.
-        headers: of the call.
-        remaining_ms: of the time that the client waits (`grpc-timeout`); None: as long as it takes.
-        slo_ms: that holds where the request names no other.
 
-    Raises:
-        HttpError: 400, it contradicts itself.
-    """
-    parameters = _plain(asked.parameters)
-    said = dict(headers)
-    if asked.id:
-        said[b"x-request-id"] = asked.id.encode()
-    if remaining_ms is not None and b"x-slo-ms" not in said:
-        try:
-            allowed = slo_from(parameters)
-        except BadRequestError as error:
-            raise HttpError(400, str(error)) from None
-        if remaining_ms < (slo_ms if allowed is None else allowed):
-            said[b"x-slo-ms"] = b"%.3f" % remaining_ms
-    name = quote(asked.model_name, safe="")
-    if asked.model_version:
-        name += f"/versions/{quote(asked.model_version, safe='')}"
-    if [given.datatype for given in asked.inputs] == ["BYTES"]:
-        return HttpRequest(Head(b"POST", b"/predict/" + name.encode(), said), _one_value(asked))
-    raw = list(asked.raw_input_contents)
-    if raw and len(raw) != len(asked.inputs):
-        raise HttpError(400, f"{len(asked.inputs)} inputs and {len(raw)} raw_input_contents. Give one of each.")
-    binary = raw or [_packed(given) for given in asked.inputs]
+def _asked(key: tuple[Any, ...], data: memoryview, raws: Sequence[tuple[int, int]]) -> AskedMessage:
+    """Return what a message asks for, when the same was not read before. Raises `HttpError` 400."""
+    try:
+        said = InferRequest.FromString(key[0])
+    except DecodeError:
+        raise HttpError(400, _NO_MESSAGE) from None
+    parameters = _plain(said.parameters)
+    asked = AskedMessage(_path(said.model_name, said.model_version), said.id, None)
+    if any(given.datatype == "BYTES" for given in said.inputs):
+        return _texts(asked, said, parameters, [bytes(data[begin:end]) for begin, end in raws])
+    if raws and len(raws) != len(said.inputs):
+        raise HttpError(400, f"{len(said.inputs)} inputs and {len(raws)} raw_input_contents. Give one of each.")
+    packed = None if raws else [_packed(given) for given in said.inputs]
+    sizes = key[1:] if packed is None else map(len, packed)
     inputs = [
-        {
-            "name": given.name,
-            "datatype": given.datatype,
-            "shape": list(given.shape),
-            "parameters": {**_plain(given.parameters), "binary_data_size": len(values)},
-        }
-        for given, values in zip(asked.inputs, binary, strict=True)
+        TensorGiven[Any](
+            given.name,
+            list(given.shape),
+            given.datatype,
+            parameters={**_plain(given.parameters), "binary_data_size": size},
+        )
+        for given, size in zip(said.inputs, sizes, strict=True)
     ]
-    document = {"inputs": inputs, "parameters": {**parameters, "binary_data_output": True}}
-    if asked.outputs:
-        document["outputs"] = [
-            {"name": each.name, "parameters": {**_plain(each.parameters), "binary_data": True}}
-            for each in asked.outputs
-        ]
-    text = orjson.dumps(document)
-    said[b"inference-header-content-length"] = b"%d" % len(text)
-    body = b"".join([text, *binary])
-    return HttpRequest(Head(b"POST", f"/v2/models/{name}/infer".encode(), said, length=len(body)), body)
+    outputs = [OutputGiven(each.name, {**_plain(each.parameters), "binary_data": True}) for each in said.outputs]
+    request = RequestGiven[Any](inputs, said.id, {**parameters, "binary_data_output": True}, outputs or None)
+    return asked._replace(given=Given(key, request), packed=None if packed is None else b"".join(packed))
+
+
+def _path(model: str, version: str) -> str:
+    """Return the part of a URL that names a model and its version. Raises `HttpError` 400."""
+    if len(model) + len(version) > _LONGEST_NAME:
+        raise HttpError(400, f"a model and its version have at most {_LONGEST_NAME} characters.")
+    return quote(model, safe="") + (f"/versions/{quote(version, safe='')}" if version else "")
 
 
 def _plain(given: Mapping[str, Message]) -> dict[str, Any]:
-    """Return parameters as JSON has them."""
+    """Return parameters as values of JSON."""
     if len(given) > _MOST_FIELDS:
         raise HttpError(400, f"{len(given)} parameters are more than {_MOST_FIELDS}.")
     return {key: getattr(value, value.WhichOneof("parameter_choice") or "string_param") for key, value in given.items()}
 
 
-def _one_value(asked: Message) -> Any:
-    """Return the picture or the text of a request whose one input is one BYTES value."""
-    raw, contents = asked.raw_input_contents, asked.inputs[0].contents.bytes_contents
-    if len(raw) == 1 and not contents and int.from_bytes(raw[0][:4], "little") == len(raw[0]) - 4:
-        return raw[0][4:]
-    if len(contents) != 1 or raw:
-        raise HttpError(400, "a BYTES input holds one picture or text, in bytes_contents or raw_input_contents.")
-    return contents[0]
+def _texts(asked: AskedMessage, said: Message, parameters: Mapping[str, Any], raws: Sequence[bytes]) -> AskedMessage:
+    """Return what a request of BYTES asks for: a picture, a text, or a generation as Triton's backend for vLLM takes
+    it."""
+    found = {}
+    for at, given in enumerate(said.inputs):
+        values = list(given.contents.bytes_contents) or list(given.contents.bool_contents)
+        if not values and at < len(raws):
+            raw = raws[at]
+            framed = given.datatype == "BYTES" and int.from_bytes(raw[:4], "little") == len(raw) - 4
+            values = [raw[4:]] if framed else [raw == b"\1"] if given.datatype == "BOOL" else []
+        if len(values) != 1 or (raws and len(raws) != len(said.inputs)):
+            raise HttpError(400, "a BYTES input holds one picture or text, in bytes_contents or raw_input_contents.")
+        found[given.name] = values[0]
+    if "text_input" not in found:
+        if len(found) > 1:
+            raise HttpError(400, "a picture or a text is one input of BYTES. Leave the others out.")
+        return asked._replace(body=next(iter(found.values())))
+    unknown = next((name for name in found if name not in _TEXT_INPUTS), None)
+    if unknown is not None:
+        raise HttpError(400, f"'{unknown}' is no input of a generation ({', '.join(_TEXT_INPUTS)}). Leave it out.")
+    if found.get("exclude_input_in_output", True) is not True:
+        raise HttpError(400, "'exclude_input_in_output' can only be true: an answer never has the prompt.")
+    for name, value in parameters.items():  # JSON would have null
+        if isinstance(value, float) and not math.isfinite(value):
+            raise HttpError(400, f"'parameters.{name}' is {value}. Give a finite number, or leave it out.")
+    try:
+        options = {**orjson.loads(found.get("sampling_parameters", b"{}")), **parameters}
+        body = orjson.dumps({"text_input": found["text_input"].decode(), "id": asked.id, "parameters": options})
+    except (orjson.JSONDecodeError, TypeError, AttributeError, UnicodeDecodeError):
+        raise HttpError(400, "text_input is a text in UTF-8, and sampling_parameters a JSON object.") from None
+    return asked._replace(body=body, generates=True)
 
 
 def _packed(given: Message) -> bytes:
@@ -205,44 +249,83 @@ def _packed(given: Message) -> bytes:
     return values.astype(dtype).tobytes()
 
 
-def to_answer(asked: Message, lines: bytes, payload: bytes) -> Message:
-    """Return the `ModelInferResponse` of a request that was answered."""
-    _, has_binary, length = lines.partition(b"inference-header-content-length: ")
-    text_bytes = int(length.partition(b"\r")[0]) if has_binary else len(payload)
-    document, rest = orjson.loads(payload[:text_bytes]), memoryview(payload)[text_bytes:]
-    answer = InferResponse(
-        model_name=document["model_name"],
-        model_version=document["model_version"],
-        id=asked.id,
-        parameters={
-            key: {_PARAMETERS.get(type(value), "string_param"): value} for key, value in document["parameters"].items()
-        },
-    )
-    if "predictions" in document:
-        found = document["predictions"]
-        labels = bytes_tensor(each["label"] for each in found)
-        scores = np.array([each["score"] for each in found], np.float32).tobytes()
-        for name, datatype, values in (("label", "BYTES", labels), ("score", "FP32", scores)):
-            answer.outputs.add(name=name, datatype=datatype, shape=[len(found)])
-            answer.raw_output_contents.append(values)
-    if "prediction" in document:  # of the model's own hooks: any JSON
-        answer.outputs.add(name="prediction", datatype="BYTES", shape=[1])
-        answer.raw_output_contents.append(bytes_tensor([orjson.dumps(document["prediction"]).decode()]))
-    for output in document.get("outputs", ()):
-        size = output["parameters"]["binary_data_size"]
-        answer.outputs.add(name=output["name"], datatype=output["datatype"], shape=output["shape"])
-        answer.raw_output_contents.append(bytes(rest[:size]))
-        rest = rest[size:]
+class _Output(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: dict[str, int]
+
+
+class _Class(msgspec.Struct):
+    label: str
+    score: float
+
+
+class _Answer(msgspec.Struct):
+    """The JSON of an answer of any kind."""
+
+    model_name: str
+    model_version: str
+    parameters: dict[str, bool | int | float | str | dict[str, int]] = {}
+    outputs: list[_Output] = []
+    predictions: list[_Class] | None = None
+    prediction: msgspec.Raw | None = None  # of the model's own hooks: any JSON
+    text_output: str | None = None  # of a generation, whole or in part
+    token_ids: list[int] | None = None  # of one without a tokenizer
+
+
+_read_answer: Callable[[Buffer], _Answer] = msgspec.json.Decoder(_Answer).decode
+
+
+def to_answer(id: str, payload: Sequence[Buffer]) -> Message:
+    """Return the `ModelInferResponse` of an answer, which is JSON and the tensors that the JSON describes."""
+    said = _read_answer(payload[0])
+    answer = InferResponse(model_name=said.model_name, model_version=said.model_version, id=id)
+    for key, value in said.parameters.items():
+        if isinstance(value, dict):  # the usage of a generation
+            value = orjson.dumps(value).decode()
+        setattr(answer.parameters[key], _PARAMETERS.get(type(value), "string_param"), value)
+    rest = payload[1] if len(payload) == 2 else b"".join(payload[1:])
+    at = 0
+    for output in said.outputs:
+        end = at + output.parameters["binary_data_size"]
+        _add(answer, output.name, output.datatype, output.shape, bytes(rest[at:end]))
+        at = end
+    if said.predictions is not None:
+        count = len(said.predictions)
+        _add(answer, "label", "BYTES", [count], bytes_tensor(each.label for each in said.predictions))
+        _add(
+            answer, "score", "FP32", [count], np.array([each.score for each in said.predictions], np.float32).tobytes()
+        )
+    if said.prediction is not None:
+        _add(answer, "prediction", "BYTES", [1], bytes_tensor([bytes(said.prediction).decode()]))
+    if said.text_output is not None:
+        _add(answer, "text_output", "BYTES", [1], bytes_tensor([said.text_output]))
+        if said.token_ids is not None:
+            tokens = np.array(said.token_ids, np.int32)
+            _add(answer, "token_ids", "INT32", [len(tokens)], tokens.tobytes())
+        answer.parameters["triton_final_response"].bool_param = "finish_reason" in said.parameters
     return answer
 
 
+def _add(answer: Message, name: str, datatype: str, shape: Sequence[int], values: bytes) -> None:
+    answer.outputs.add(name=name, datatype=datatype, shape=shape)
+    answer.raw_output_contents.append(values)
+
+
 class Cold(NamedTuple):
-    """A call that carries no load: the route that answers it, and what of its response holds the JSON ("": all)."""
+    """A call that carries no load: the route that answers it, its messages, and the field of its response that holds
+    the JSON ("": the whole response)."""
 
     method: bytes
     route: str
     answer: str
     under: str = ""
+
+    @property
+    def request(self) -> str:
+        """The name of the message that asks."""
+        return self.answer.replace("Response", "Request")
 
 
 COLD = {
@@ -258,11 +341,10 @@ COLD = {
 
 
 def cold_head(call: Cold, asked: Message, headers: Mapping[bytes, bytes]) -> Head:
-    """Return the head of the HTTP request that asks for the same as a call that carries no load."""
+    """Return the head of the HTTP request that asks for the same as this call. Raises `HttpError`."""
     model = ""
     if "{model}" in call.route:
-        model = f"/{quote(asked.name, safe='')}" if asked.name else ""
-        model += f"/versions/{quote(asked.version, safe='')}" if asked.version else ""
+        model = ("/" if asked.name else "") + _path(asked.name, asked.version)
     return Head(call.method, call.route.replace("{model}", model).encode(), dict(headers))
 
 

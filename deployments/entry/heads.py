@@ -1,4 +1,4 @@
-"""What the head of a request says: where it leads, which deadline, which trace, when a proxy in front took it."""
+"""Reads the head of a request: where it leads, its deadline, its trace, and when a proxy in front took it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from tenuto.deployments.security.keys import Caller
 
 
 class Route(NamedTuple):
-    """What a head leads to, with what its headers say about it; `problem` where they are wrong.
+    """Where a head leads, and what its headers say; `problem` if they are wrong.
 
-    `caller`: who asks, where clients have keys. `began_s`: when a proxy in front took the request, in Unix time.
-    `call` makes the request's call. `split`: where it leads by chance, each with what a number below 1 must be below,
-    the last one with infinity. `shadows`: the versions that get copies, likewise. `action`: what is asked for.
+    `caller`: who asks, if clients have keys. `began_s`: when a proxy in front took the request, in Unix time. `call`
+    makes the request's call. `split`: the versions among which a random number below 1 decides, each with its upper
+    bound; the bound of the last one is infinity. `shadows`: the versions that get copies, likewise. `action`: what is
+    asked for.
     """
 
     handle: Callable[[Exchange, Route], None]
@@ -60,7 +61,7 @@ def load_path(url: bytes) -> tuple[str, str, str]:
 
 
 def named_model(url: bytes) -> str:
-    """Return the model that a path names, whatever is asked of it; empty where it names none, or all of them.
+    """Return the model that a path names, whatever is asked of it; empty if it names none, or all of them.
 
     The path is read as the application reads it, which decodes all of it first.
     """
@@ -72,7 +73,7 @@ def named_model(url: bytes) -> str:
 
 
 def slo_of(headers: Mapping[bytes, bytes]) -> float | None:
-    """Return what header X-SLO-Ms says; raises `HttpError` 400 for what is no number."""
+    """Return the value of header X-SLO-Ms; raises `HttpError` 400 if it is no number."""
     raw = headers.get(b"x-slo-ms")
     if raw is None:
         return None
@@ -83,7 +84,7 @@ def slo_of(headers: Mapping[bytes, bytes]) -> float | None:
 
 
 def began_s(headers: Mapping[bytes, bytes]) -> float | None:
-    """Return when a proxy in front took a request, in Unix time; None where it does not say so in a way that is known.
+    """Return when a proxy in front took a request, in Unix time; None if it does not say so in a known form.
 
     X-Request-Start is written in seconds by nginx (`t=${msec}`), in ms by others, in µs by Apache (`t=%t`).
     """

@@ -77,7 +77,7 @@ class NotFiniteError(Exception):
 
 
 class TensorSpec(TensorSignature):
-    """One input or output of a model, as the protocol speaks of it."""
+    """One input or output of a model, in the protocol's terms."""
 
     @property
     def datatype(self) -> str:
@@ -120,7 +120,7 @@ class RequestedOutput(NamedTuple):
 
 @dataclass(slots=True)
 class InferHeader:
-    """The JSON part of a request. It says where tensors lie and not what they hold, so that one serves every request
+    """The JSON part of a request. It says where tensors lie, and not their values. So one object serves every request
     that begins with the same bytes."""
 
     id: str
@@ -130,13 +130,13 @@ class InferHeader:
     outputs: list[RequestedOutput] | None
     binary_output: bool
     slo_ms: float | None
-    yields: bool = False  # others of its model go first
+    yields: bool = False  # other requests of its model go first
 
     def fill(self, binary: memoryview, slot: Slot | None = None, at: int = 0) -> InferRequest:
-        """Return the request with what follows the JSON part; `slot` and `at` in it say where that lies.
+        """Return the request with the bytes that follow the JSON part; they lie in `slot`, from `at` on.
 
         Raises:
-            BadRequestError: it has another length than was announced, or values that the model does not know.
+            BadRequestError: the bytes have another length than announced, or hold values that the model does not know.
         """
         surplus = len(binary) - self.binary_bytes
         if surplus < 0:
@@ -199,6 +199,14 @@ class RequestGiven(msgspec.Struct, Generic[Values], gc=False):
     outputs: list[OutputGiven] | None = None
 
 
+class Given(NamedTuple):
+    """A request as gRPC gives it, without its tensors, which are binary data. Requests with the same `key` are
+    equal."""
+
+    key: tuple[Any, ...]
+    request: RequestGiven[Any]
+
+
 def request_schema() -> dict[str, Any]:
     """Return the JSON schema of a request."""
     (whole,), parts = msgspec.json.schema_components([RequestGiven[msgspec.Raw]], ref_template="{name}")
@@ -218,8 +226,8 @@ def request_schema() -> dict[str, Any]:
 class RequestReader:
     """Reads the requests of one model.
 
-    msgspec checks names and types of everything while it reads. Values in flat lists, as almost all are, are read with
-    the rest; others stay text at first, as mixed types, nested lists and long ones do.
+    msgspec checks names and types of everything while it reads. Values in flat lists are read with the rest; almost all
+    requests have these. Mixed types, nested lists and long lists stay text at first.
     """
 
     _KEPT = 256
@@ -231,14 +239,14 @@ class RequestReader:
         self._known = {spec.name: spec for spec in inputs}
         kinds = {np.dtype(dtype).kind for spec in inputs for dtype in (spec.dtype, *spec.accepts)}
         self._decode = _DECODERS[kinds.pop()] if len(kinds) == 1 else _decode_as_text
-        # How each tensor of a plain request is named and packed; none where values have to be looked at.
+        # How each tensor of a plain request is named and packed; none if values have to be checked.
         self._plain = [
             ((spec.name, spec.datatype, [1, *spec.shape]), struct.Struct(f"<{spec.elements}{_CODES[spec.dtype]}").pack)
             for spec in inputs
             if all(each.below is None for each in inputs)
         ]
         # JSON parts in front of binary tensors: clients send the same one again and again.
-        self._headers: dict[bytes, InferHeader] = {}
+        self._headers: dict[bytes | tuple[Any, ...], InferHeader] = {}
 
     def read(self, body: Buffer, header_length: int | None = None, slot: Slot | None = None) -> InferRequest:
         """Return what a request asks for.
@@ -260,17 +268,28 @@ class RequestReader:
                 f"Inference-Header-Content-Length is {header_length}, but the body has {len(whole)} bytes. "
                 "Send the length of the JSON part."
             )
-        header = self._find(whole[:header_length])
+        text = whole[:header_length]
+        if len(text) > self._LONGEST_KEPT_BYTES:
+            header = self._header(self._decoded(text))
+        else:
+            key = bytes(text)
+            header = self._find(key, lambda: self._decoded(key))
         return header.fill(whole[header_length:], slot, header_length)
 
-    def _find(self, text: memoryview) -> InferHeader:
-        """Return what a JSON part says; those with an id of their own do not come again."""
-        if len(text) > self._LONGEST_KEPT_BYTES:
-            return self._parse(text)
-        key = bytes(text)
+    def read_given(self, given: Given, binary: Buffer, slot: Slot | None = None) -> InferRequest:
+        """Return what a request over gRPC asks for; `binary`: its tensors one behind the other, at the beginning of
+        `slot` where they lie in one.
+
+        Raises:
+            BadRequestError: the tensors do not fit the signature.
+        """
+        return self._find(given.key, lambda: given.request).fill(memoryview(binary), slot)
+
+    def _find(self, key: bytes | tuple[Any, ...], read: Callable[[], RequestGiven[Any]]) -> InferHeader:
+        """Return a request that was read before; requests with an id of their own do not come again."""
         header = self._headers.get(key)
         if header is None:
-            header = self._parse(key)
+            header = self._header(read())
             if not header.id:
                 if len(self._headers) >= self._KEPT:
                     self._headers.clear()
@@ -278,8 +297,8 @@ class RequestReader:
         return header
 
     def _read_plain(self, given: RequestGiven[Any]) -> InferRequest | None:
-        """Return a request that says nothing but one sample's values, in flat lists of the signature's order and types.
-        Most do, and need no more; None for others, and for any with a fault."""
+        """Return a request that has only one sample's values, in flat lists of the signature's order and types. Most
+        requests are like this. None for others, and for any with a fault."""
         if given.id or given.parameters or given.outputs is not None or len(given.inputs) != len(self._plain):
             return None
         parts = []
@@ -295,9 +314,6 @@ class RequestReader:
             except (struct.error, OverflowError):
                 return None
         return InferRequest(PLAIN, [parts])
-
-    def _parse(self, text: Buffer) -> InferHeader:
-        return self._header(self._decoded(text))
 
     def _header(self, given: RequestGiven[Any]) -> InferHeader:
         parameters = given.parameters
@@ -359,7 +375,7 @@ class RequestReader:
 
 
 def _check_size(text: Buffer) -> None:
-    """Refuse JSON that would take long to read, before it is."""
+    """Refuse JSON that would take long to read, before reading it."""
     if len(text) > MOST_JSON_BYTES or _count(text, b",") > _MOST_JSON_VALUES:
         raise BadRequestError(JSON_TOO_LARGE)
     if _count(text, b'"') > _MOST_QUOTES:
@@ -367,7 +383,7 @@ def _check_size(text: Buffer) -> None:
 
 
 def _count(text: Buffer, mark: bytes) -> int:
-    """Return how often one byte is in a text; `bytes.count` takes five times as long where it is there often."""
+    """Return how often one byte is in a text; `bytes.count` takes five times as long if it is there often."""
     return int(np.count_nonzero(np.frombuffer(text, np.uint8) == mark[0]))
 
 
@@ -393,8 +409,8 @@ def slo_from(parameters: Mapping[str, Any]) -> float | None:
 
 
 def yields_from(parameters: Mapping[str, Any]) -> bool:
-    """Return whether Triton's `priority` ranks a request below the others of its model: 0 (none) and 1 (the highest)
-    are what every request has by the plan, whatever is above 1 is lower.
+    """Return whether Triton's `priority` ranks a request below the others of its model. 0 (none) and 1 (the highest)
+    are the rank by the plan; values above 1 are lower.
 
     Raises:
         BadRequestError: it is no whole number of at least 0.
@@ -507,11 +523,11 @@ def _skeleton(shape: Sequence[int]) -> bytes:
     return found
 
 
-# What a JSON value of a tensor is written with, beside brackets and commas.
+# The characters of JSON values of a tensor, beside brackets and commas.
 _SCALARS = b"0123456789+-.eEtrufals \t\r\n"
 # How the values of a tensor are packed.
 _CODES = dict(zip(DATATYPES.values(), "?BHIQbhiqefd", strict=True))
-# What reads them by numpy's kind of their type, and whole requests of models that have only such.
+# The readers by numpy's kind of the type, and readers of whole requests of models that have only this kind.
 _KINDS: dict[str, Any] = {"b": list[bool], "i": list[int], "u": list[int], "f": list[float]}
 _VALUE_DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
     kind: msgspec.json.Decoder(values).decode for kind, values in _KINDS.items()
@@ -535,7 +551,7 @@ def _check_range(spec: TensorSpec, part: InputPart) -> None:
 
 
 def _requested(given: list[OutputGiven], *, binary: bool) -> list[RequestedOutput]:
-    """Return the outputs a client asks for; `binary`: those it says nothing else of."""
+    """Return the outputs that a client asks for; `binary`: the form of those for which it gives none."""
     found = []
     for output in given:
         options = output.parameters or {}
@@ -606,7 +622,7 @@ def _described(tensors: Sequence[OutputTensor], binary: list[Buffer] | None) -> 
 
 
 class JsonRows:
-    """The outputs of one batch as JSON, row by row; what rows have in common is made once."""
+    """The outputs of one batch as JSON, row by row; the parts that rows have in common are made once."""
 
     def __init__(self, executed: Executed) -> None:
         self._outputs = [
@@ -628,14 +644,14 @@ class JsonRows:
 def _numbers(output: str, values: np.ndarray[Any, Any]) -> bytes:
     """Return an array as JSON; raises `NotFiniteError`."""
     numbers = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
-    if b"null" in numbers:  # which is what is written for a number that is not finite
+    if b"null" in numbers:  # a number that is not finite is written so
         raise NotFiniteError(output)
     return numbers
 
 
 @functools.lru_cache
 def _begin_output(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the JSON of what all values of an output share, up to them."""
+    """Return the JSON that precedes the values of an output, which is the same for all rows."""
     return orjson.dumps({"name": name, "datatype": _PROTOCOL_NAMES[dtype], "shape": shape})[:-1] + b","
 
 
@@ -647,7 +663,7 @@ def check_finite(tensors: Sequence[OutputTensor]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Let orjson write what it cannot itself: half-precision arrays."""
+    """Return half-precision arrays in a form that orjson can write."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(type(value).__name__)

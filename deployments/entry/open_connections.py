@@ -1,4 +1,5 @@
-"""What clients may use, and which clients may have a connection. Connections that are not used give way to others."""
+"""What clients may use, and which clients may have a connection. A connection that is not in use gives way to others,
+and so does one whose client does not take its answers."""
 
 from __future__ import annotations
 
@@ -12,11 +13,47 @@ _LOOKED_AT = 32  # limit: connections that are looked at to find one that is not
 
 @dataclass(slots=True)
 class Limits:
-    """What clients may use. `unfinished_bytes` limits the bodies in the arena, and once more those outside of it."""
+    """What clients may use. `unfinished_bytes` limits the bodies in the arena, once more those outside of it, and once
+    more the answers that clients do not take."""
 
     body_bytes: int = 64 << 20
     unfinished_bytes: int = 512 << 20
     connections: int = 4096
+
+
+class Untaken:
+    """The answers that clients have asked for and have not taken. When these are too many bytes, the client that has
+    been behind for longest is given up. A client that reads slowly is no attacker, so nothing happens before."""
+
+    class Behind(Protocol):
+        """A connection."""
+
+        def give_up(self) -> None:
+            """Close the connection at once, and drop what it has not sent."""
+
+    def __init__(self, limits: Limits, turned_away: Counter[str]) -> None:
+        """Take the limits, and the counter of clients that were given up."""
+        self._limits = limits
+        self._turned_away = turned_away
+        self._held: dict[Untaken.Behind, int] = {}  # who is behind for longest is first
+        self.bytes = 0
+
+    def holds(self, connection: Behind, size: int) -> None:
+        """Note how many bytes a connection has to send. The connection is behind while there are any."""
+        self.bytes += size - self._held.get(connection, 0)
+        if size:
+            self._held[connection] = size
+        else:
+            self._held.pop(connection, None)
+        while self.bytes > self._limits.unfinished_bytes:
+            oldest = next(iter(self._held))
+            self.forget(oldest)
+            self._turned_away["slow"] += 1
+            oldest.give_up()
+
+    def forget(self, connection: Behind) -> None:
+        """Forget a connection that is gone."""
+        self.bytes -= self._held.pop(connection, 0)
 
 
 class Holder(Protocol):
@@ -26,7 +63,7 @@ class Holder(Protocol):
 
     @property
     def gives_way(self) -> bool:
-        """Whether nobody waits for anything here: another client may have its place."""
+        """Whether nobody waits for an answer here, so that another client may have this place."""
 
     def give_way(self) -> None:
         """Close at once."""
@@ -37,7 +74,7 @@ HolderT = TypeVar("HolderT", bound=Holder)
 
 class OpenConnections(Generic[HolderT]):
     """The connections that are open. When clients have keys, connections that have shown no key share a quarter of the
-    places and never take another place."""
+    places. They never take any other place."""
 
     def __init__(self, limits: Limits, turned_away: Counter[str]) -> None:
         """Take the limits, and the counter of connections that found no place or lost theirs."""

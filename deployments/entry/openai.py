@@ -1,5 +1,5 @@
 """The protocols of generation: OpenAI's completions and chats, and the generate extension of the Open Inference
-Protocol. What a body asks for is read here, and what is answered is written here; nothing else is decided."""
+Protocol. This module reads bodies and writes answers; it decides nothing else."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from tenuto.profiles.networks.generating import Sampling
 
 DONE = b"data: [DONE]\n\n"
 _MOST_STOPS = 16  # limit: each is looked for in every piece of text
+_LONGEST_STOP = 1000  # limit: characters; so much of a text is held back, and looked at again for each token
+_MOST_CONTAINERS = 1 << 15  # limit: lists and objects of a body, those in texts too; 350,000 take 140 ms
 _SEED_BITS = 63  # format: seeds are signed 64-bit integers to the clients' JSON readers and to torch
 _DEFAULT_TOKENS = 16  # format: of /v1/completions without `max_tokens`, by OpenAI's reference
 
@@ -28,17 +30,18 @@ _Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
 _TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Stop = str | list[str] | None
+_Empty = Annotated[list[Any], Meta(max_length=0)] | None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """What a stream tells besides its text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class _Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both of OpenAI's bodies have. Fields that only one value of can be kept are there to take this value, as
-    clients send it: no penalty, one answer, no log probabilities."""
+    """The fields that both of OpenAI's bodies have. Some may have only their neutral value, which clients send: no
+    penalty, one answer, no log probabilities."""
 
     model: str
     max_tokens: _Count | None = None
@@ -51,7 +54,8 @@ class _Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    # 100,000 entries, which nobody reads, take 40 ms. A default that is no factory has no place in a schema.
+    logit_bias: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
     user: str | None = None
 
 
@@ -65,19 +69,26 @@ class CompletionBody(_Asked, kw_only=True, forbid_unknown_fields=True):
     suffix: str | None = None
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     """A part of a message."""
 
-    type: str
     text: str
 
 
-class Message(msgspec.Struct):
-    """A message of a chat; the template decides which roles there are."""
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of a chat; the template decides which roles there are. The fields that can only be empty are those of
+    answers, which clients send back."""
 
     role: str
     content: str | list[TextPart]
     name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: _Empty = None
+    tool_calls: _Empty = None
+    reasoning: None = None
+    reasoning_content: None = None
 
 
 class ChatBody(_Asked, kw_only=True, forbid_unknown_fields=True):
@@ -103,26 +114,25 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /v2/models/MODEL/generate and generate_stream."""
 
     text_input: str
-    id: str = ""
+    id: Annotated[str, Meta(max_length=128)] = ""  # limit: every part of a stream has it
     parameters: GenerateParameters = msgspec.field(default_factory=GenerateParameters)
 
 
-# The only value that can be kept, besides null.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "logit_bias": ({},),
-    "echo": (False,),
-    "logprobs": (False,),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
+# The only value that can be kept, besides null. A completion's `logprobs` is a number; its 0 asks for them, too.
+_NEUTRAL: dict[str, object] = {
+    "n": 1,
+    "best_of": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "echo": False,
+    "logprobs": False,
+    "suffix": "",
+    "response_format": {"type": "text"},
 }
 
 
 class Wanted(NamedTuple):
-    """What a generation is asked for, whichever protocol says it; `writer` writes its answer."""
+    """A request for a generation, from any of the protocols; `writer` writes its answer."""
 
     prompt: list[int]
     sampling: Sampling
@@ -155,7 +165,7 @@ class Writer(msgspec.Struct):
     chunk = "text_completion"
 
     def first(self) -> bytes:
-        """Return what a stream begins with."""
+        """Return the first part of a stream."""
         return b""
 
     def piece(self, text: str, tokens: Sequence[int]) -> bytes:
@@ -163,12 +173,12 @@ class Writer(msgspec.Struct):
         return self._event([self._choice(text, tokens, None)])
 
     def last(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
-        """Return what a stream ends with."""
+        """Return the last part of a stream."""
         end = self._event([self._choice(text, tokens, finish)])
         return end + (self._event([], usage=usage.shown()) if self.include_usage else b"") + DONE
 
     def failed(self, error: HttpError) -> bytes:
-        """Return what a stream ends with that fails after it has begun."""
+        """Return the last part of a stream that fails after it has begun."""
         return b"data: %b\n\n" % error.payload(b"/v1/") + DONE
 
     def whole(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
@@ -248,39 +258,61 @@ BodyT = TypeVar("BodyT", bound=CompletionBody | ChatBody | GenerateBody)
 
 
 def read_body(kind: type[BodyT], body: bytes | memoryview) -> BodyT:
-    """Return what a body says.
+    """Return a parsed body.
 
     Raises:
-        HttpError: 400 for what is no such body, with the field that is wrong.
+        HttpError: 400 for any other body, with the field that is wrong.
     """
+    sent = bytes(body)
+    if sent.count(b"[") + sent.count(b"{") > _MOST_CONTAINERS:
+        raise HttpError(400, f"the body has more than {_MOST_CONTAINERS} brackets. Send less of it.")
     try:
-        found = msgspec.json.decode(body, type=kind)
+        found = msgspec.json.decode(sent, type=kind)
     except msgspec.ValidationError as error:
-        raise bad_field(*_field(str(error))) from None
-    except msgspec.DecodeError as error:
-        raise HttpError(400, f"the body is no JSON: {error}. Send an object.") from None
+        raise _bad(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # of names, and of fields not asked for
+        raise HttpError(400, f"the body is no JSON: {error}. Send an object, without NaN and Infinity.") from None
+    if isinstance(found, _Asked) and bytes(found.logit_bias) not in (b"{}", b"null"):
+        raise bad_field("logit_bias", "is not empty, and only {} can be kept here. Leave it out")
     for name, kept in _NEUTRAL.items():
         value = getattr(found, name, None)
-        if value is not None and value not in kept:
-            raise bad_field(name, f"is {value!r}, and only {kept[0]!r} can be kept here. Leave it out")
+        if value is not None and (value != kept or type(value) is not type(kept)):
+            raise bad_field(name, "can only have its neutral value here. Leave it out")
     return found
+
+
+def made_body(kind: type[BodyT], **fields: Any) -> BodyT:
+    """Return the same of fields that a caller in Python gave.
+
+    Raises:
+        HttpError: 400, with the field that is wrong.
+    """
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _bad(error) from None
+
+
+def _bad(error: msgspec.ValidationError) -> HttpError:
+    return bad_field(*_field(str(error)))
 
 
 def _field(message: str) -> tuple[str, str]:
     """Return the field that msgspec's message is about, and the rest as a sentence's end."""
     what, _, place = message.partition(" - at `$")
-    if what.startswith("Object contains unknown field"):
+    at = place.rstrip("`").lstrip(".")
+    if what.startswith(("Object contains unknown field", "Object missing required field")):
         name = what.split("`")[1]
-        at = place.rstrip("`").lstrip(".")
-        return f"{at}.{name}" if at else name, "is not a field of this request. Leave it out"
-    if what.startswith("Object missing required field"):
-        return what.split("`")[1], "is missing. Give it"
-    return place.rstrip("`").lstrip("."), f"is wrong: {what[:1].lower()}{what[1:]}"
+        rule = "is missing. Give it" if "missing" in what else "is not a field of this request. Leave it out"
+        return f"{at}.{name}" if at else name, rule
+    if what.startswith("Invalid value"):  # of the only field that has one value
+        return at, "must be 'text'. Send texts only"
+    return at, f"is wrong: {what[:1].lower()}{what[1:]}"
 
 
 def bad_field(name: str, rule: str) -> HttpError:
     """Return the refusal of a field."""
-    return HttpError(400, f"'{name}' {rule}.", param=name)
+    return HttpError(400, f"'{name}' {rule}." if name else f"the body {rule}.", param=name or None)
 
 
 def wanted(
@@ -292,18 +324,18 @@ def wanted(
     is_streamed: bool = False,
     draw_seed: Callable[[], int] = lambda: secrets.randbits(_SEED_BITS),
 ) -> Wanted:
-    """Return what a body asks of a model.
+    """Return the generation that a body asks for.
 
     Args:
         body: what `read_body` returned.
-        model: what the client calls the model.
+        model: the client's name for the model.
         tokenizer: of the model, if it has one.
         limits: of the model on its gpu-lets.
-        is_streamed: what the path of the generate extension says.
-        draw_seed: the seed where the client gives none.
+        is_streamed: whether the path of the generate extension asks for a stream.
+        draw_seed: draws the seed if the client gives none.
 
     Raises:
-        HttpError: 400 where the model cannot do this, with what to change.
+        HttpError: 400 if the model cannot do this, with what to change.
     """
     if isinstance(body, GenerateBody):
         options: Any = body.parameters
@@ -321,7 +353,7 @@ def wanted(
     else:
         options, name = body, "prompt"
         writer = Writer(model, f"cmpl-{secrets.token_hex(12)}")
-        text, temperature = _one(body.prompt), 1.0
+        text, temperature = _one(body.prompt, limits), 1.0
         most, asked_as = body.max_tokens or _DEFAULT_TOKENS, "max_tokens"
     if not isinstance(body, GenerateBody):
         is_streamed = bool(body.stream)
@@ -330,7 +362,7 @@ def wanted(
             raise bad_field("stream_options", "is for streams only. Leave it out, or set stream: true")
     writer.tokenless = tokenizer is None
     prompt = _tokens(text, name, tokenizer, is_chat=isinstance(body, ChatBody))
-    stops = _stops(options.stop, tokenizer)
+    stops = _stops(options.stop, "parameters.stop" if isinstance(body, GenerateBody) else "stop", tokenizer)
     most = _checked(prompt, most, name, asked_as, limits)
     sampling = Sampling(
         most,
@@ -341,9 +373,9 @@ def wanted(
     return Wanted(prompt, sampling, stops, is_streamed, writer)
 
 
-def _one(prompt: str | list[Any]) -> str | list[int]:
-    """Return the prompt of a completion, of which there may be one."""
-    if isinstance(prompt, str) or all(isinstance(token, int) for token in prompt):
+def _one(prompt: str | list[Any], limits: GenerationLimits) -> str | list[int]:
+    """Return the only prompt of a completion. The elements of a prompt that is too long are not looked at."""
+    if isinstance(prompt, str) or len(prompt) > limits.longest or all(isinstance(token, int) for token in prompt):
         return prompt
     if len(prompt) > 1:
         raise bad_field("prompt", f"has {len(prompt)} prompts. Send one request for each")
@@ -355,18 +387,17 @@ def _chat(body: ChatBody, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         raise _no_tokenizer("messages")
     messages: list[Mapping[str, Any]] = []
-    for at, message in enumerate(body.messages):
+    for message in body.messages:
         content = message.content
         if not isinstance(content, str):
-            if any(part.type != "text" for part in content):
-                raise bad_field(f"messages[{at}].content", "has a part that is no text. Send texts only")
             content = "".join(part.text for part in content)
         named = {} if message.name is None else {"name": message.name}
         messages.append({"role": message.role, "content": content, **named})
     try:
         return tokenizer.chat(messages)
     except InvalidInputError as error:
-        raise HttpError(400, str(error), param="messages") from None
+        (problem,) = error.problems
+        raise HttpError(400, f"'messages' {problem.rule}. {problem.cure}", param="messages") from None
 
 
 def _tokens(text: str | list[int], name: str, tokenizer: Tokenizer | None, *, is_chat: bool) -> list[int]:
@@ -385,28 +416,29 @@ def _no_tokenizer(name: str) -> HttpError:
     )
 
 
-def _stops(stop: _Stop, tokenizer: Tokenizer | None) -> tuple[str, ...]:
+def _stops(stop: _Stop, name: str, tokenizer: Tokenizer | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > _MOST_STOPS or not all(stops):
-        raise bad_field("stop", f"must be at most {_MOST_STOPS} strings that are not empty")
+    if len(stops) > _MOST_STOPS or not all(0 < len(each) <= _LONGEST_STOP for each in stops):
+        rule = f"must be at most {_MOST_STOPS} strings that are not empty, of at most {_LONGEST_STOP} characters"
+        raise bad_field(name, rule)
     if stops and tokenizer is None:
-        raise _no_tokenizer("stop")
+        raise _no_tokenizer(name)
     return stops
 
 
 def _checked(prompt: Sequence[int], most: int, name: str, asked_as: str, limits: GenerationLimits) -> int:
-    """Return how many tokens are made at most; 0 asks for as many as there is room for."""
+    """Return how many tokens are made at most; 0 asks for as many as there is room."""
     if not prompt:
         raise bad_field(name, "has no token. Send at least one")
-    wrong = next((token for token in prompt if not 0 <= token < limits.vocabulary), None)
-    if wrong is not None:
-        raise bad_field(name, f"has token {wrong}; the model knows 0 to {limits.vocabulary - 1}. Use its own tokenizer")
     room = limits.longest - len(prompt)
     if room < 1:
         raise bad_field(
             name,
             f"has {len(prompt)} tokens; prompt and answer may have {limits.longest} here ({limits.why}). Shorten it",
         )
+    wrong = next((token for token in prompt if not 0 <= token < limits.vocabulary), None)
+    if wrong is not None:
+        raise bad_field(name, f"has token {wrong}; the model knows 0 to {limits.vocabulary - 1}. Use its own tokenizer")
     if most > room:
         raise bad_field(
             asked_as,

@@ -1,4 +1,4 @@
-"""A model as the gateway sees it: what the plan says of it, its tensors, and the hooks that make them of a raw body."""
+"""A model as the gateway sees it: its entry in the plan, its tensors, and the hooks that make them of a raw body."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ModelInterface:
         """Return one tensor per input from a raw body; blocking, call it off the event loop.
 
         Args:
-            body: an image or a text, or what `hooks` read.
-            hooks: those of one's own; they are run in this process.
+            body: an image or a text, or the body that `hooks` read.
+            hooks: the user's own hooks; they are run in this process.
 
         Raises:
             InvalidInputError: the body is not what the model reads.
@@ -68,30 +68,29 @@ def _part(spec: TensorSpec, array: np.ndarray[Any, Any]) -> InputPart:
 
 
 class PlannedModel:
-    """A model of the plan, or a version of one, as requests meet it. `is_ready`: a gpu-let has said what it takes, and
-    can be used."""
+    """A model of the plan, or a version of one, for requests. `is_ready`: a gpu-let has reported its tensors, and can
+    be used."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.model, self.version = split_name(name)
         named = orjson.dumps(self.model), orjson.dumps(self.version)
-        self.named = b'"model_name":%b,"model_version":%b' % named  # as answers say it
+        self.named = b'"model_name":%b,"model_version":%b' % named  # as in answers
         self.slo_ms = 0.0
         self.alone_ms = 0.0  # a batch of one, on the fastest of its gpu-lets
         self.interface: ModelInterface | None = None  # None until a gpu-let has loaded it
         self.is_ready = False
         self.reader = RequestReader(())
-        self.hooks: OwnHooks | None = None  # None: what reads pictures and texts
+        self.hooks: OwnHooks | None = None  # None: the hooks for pictures and texts
         self._hooked: tuple[HookOptions, ModelSignature, float] | None = None  # what they were made for
         self.tokenizer: Tokenizer | None = None
-        self.tokenizer_problem = ""  # why there is none, if there should be one
         self.ttft_ms = self.tpot_ms = math.inf  # the SLO of one that generates
         self._texts_of: ModelSpec | None = None  # what the tokenizer was opened for
 
     def follow(
         self, slo_ms: float, alone_ms: float, signature: ModelSignature | None, hooks: HookOptions, *, is_ready: bool
     ) -> None:
-        """Take what the plan and the gpu-lets say now; on an event loop where the model has hooks of its own."""
+        """Take the present plan and reports of gpu-lets. A model with hooks of its own needs a running event loop."""
         self.slo_ms, self.alone_ms = slo_ms, alone_ms
         if signature is not None and (self.interface is None or self.interface.signature != signature):
             self.interface = ModelInterface.of(signature)
@@ -110,17 +109,16 @@ class PlannedModel:
             self.ttft_ms, self.tpot_ms = spec.slo.ttft_ms, spec.slo.tpot_ms
         if self.interface is None or self.interface.signature.generates is None or self._texts_of == spec:
             return
-        self.tokenizer, self.tokenizer_problem, self._texts_of = None, "", spec
+        self.tokenizer, self._texts_of = None, spec
         try:
             self.tokenizer = tokenizer_of(spec)
         except (InvalidInputError, EnvironmentFaultError) as error:
-            self.tokenizer_problem = str(error)
             logger.warning("%s takes no texts: %s", self.name, error)
 
     @property
     def after_ms(self) -> float:
-        """What is kept of a deadline for what its own hooks make of its outputs: at most half of what a lone request
-        has to spare, so that requests run and it can become less."""
+        """The part of a deadline that is kept for `postprocess`: at most half of what a lone request has to spare, so
+        that requests still run and this time can be measured again."""
         return 0.0 if self.hooks is None else min(self.hooks.after_ms, max(0.0, self.slo_ms - self.alone_ms) / 2.0)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Asking a running Tenuto from Python, without HTTP: from any process of the Ray cluster it serves on.
+"""Asks a running Tenuto from Python, without HTTP, from any process of the Ray cluster on which it serves.
 
-A request through a Serve handle costs 3 to 4 ms of processor time, so none crosses one here: the entry application is
-asked once where its dispatchers listen, and requests go there over sockets in bundles, as between gateways.
+A request through a Serve handle costs 3 to 4 ms of processor time. So the handle asks the entry application only once,
+where its dispatchers listen. Requests go there over sockets in bundles, as between gateways.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import operator
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -17,11 +18,14 @@ import numpy as np
 
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
+from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.generation_call import CollectedTokens
 from tenuto.deployments.entry.margin import Margin
+from tenuto.deployments.entry.oip import BadRequestError, parse_slo
+from tenuto.deployments.entry.openai import CompletionBody, Wanted, made_body, wanted
 from tenuto.deployments.entry.planned_model import ModelInterface
 from tenuto.deployments.entry.splits import Copies, Split, splits_of
-from tenuto.deployments.entry.texts import GrowingText, tokenizer_of
+from tenuto.deployments.entry.texts import GrowingText, Tokenizer, tokenizer_of
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
@@ -35,11 +39,12 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.versions import by_model, split_name, versioned
 from tenuto.placement.workload import ModelSpec
-from tenuto.profiles.networks.generating import Ending, Sampling
+from tenuto.profiles.networks.catalogue import GenerationLimits
+from tenuto.profiles.networks.generating import Ending
 
 _SLOT_BYTES = 1 << 14  # derived: below it a copy costs less than shared memory, as for bodies of HTTP
 _ARENA_BYTES = 1 << 28  # limit: of the memory that a handle shares with gpu-lets; beyond it tensors are sent
-ALONE = "gateway"  # the only sub-cluster where the gateway itself schedules
+ALONE = "gateway"  # the only sub-cluster when the gateway itself schedules
 
 
 class RequestFailedError(UnavailableError):
@@ -65,7 +70,7 @@ class TenutoHandle:
         self._arena: Arena | None = None  # made for the first large input
         self._models: dict[str, ModelInterface] = {}
         self._copies = Copies()
-        self._plan: Plan | None = None  # that `_versioned` are the models with versions of
+        self._plan: Plan | None = None  # the plan of `_versioned`, its models with versions
         self._versioned: frozenset[str] = frozenset()
 
     @classmethod
@@ -137,7 +142,7 @@ class TenutoHandle:
         return interface
 
     def _name(self, model: str, version: str | None) -> str:
-        """Return what the plan calls a model or a version; of a model without one, the one that takes the rest."""
+        """Return the plan's name of a model or a version; without a version, that of the one that takes the rest."""
         plan = self._dispatchers.plan
         names = [spec.name for spec in plan.models] if plan is not None else []
         split = None if version else self._split(model)
@@ -156,7 +161,7 @@ class TenutoHandle:
         )
 
     def _split(self, model: str) -> Split | None:
-        """Return how requests are split that name no version; None for a model without versions."""
+        """Return the split of requests that name no version; None for a model without versions."""
         plan = self._dispatchers.plan
         if plan is None or not self._has_versions(model):
             return None
@@ -185,13 +190,14 @@ class TenutoHandle:
             inputs: one array per input of the model's signature, without the batch dimension.
             version: of the model; default: the one that the model's split chooses.
             slo_ms: time to answer, from now; default: the plan's.
-            request_id: what `/requests` and the records call it.
+            request_id: its name in `/requests` and in the records.
 
         Raises:
-            InvalidInputError: unknown model or version, or inputs that do not fit its signature.
+            InvalidInputError: unknown model or version, inputs that do not fit its signature, or no time.
             UnavailableError: none of its gpu-lets is ready.
             RequestFailedError: expired, rejected or failed.
         """
+        slo_ms = _allowed_ms(slo_ms)
         parts = _parts(self.interface(model, version), inputs)
         answer = await self.submit(model, parts, slo_ms, request_id, version)
         if answer.outcome is not Outcome.OK:
@@ -240,7 +246,7 @@ class TenutoHandle:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         slo_ms: float | None = None,
         request_id: str = "",
     ) -> AsyncIterator[str]:
@@ -251,32 +257,26 @@ class TenutoHandle:
             prompt: the text.
             max_tokens: the most tokens to be made.
             temperature: 0 for the likeliest tokens.
-            top_p: the probability that the tokens have among which one is drawn.
+            top_p: one of the likeliest tokens that together have this probability is drawn.
             seed: of the draws.
-            stop: the text ends before the first of these strings.
+            stop: the text ends before this string, or the first of these.
             slo_ms: time to the first token, from now; default: the plan's.
-            request_id: what `/requests` calls it.
+            request_id: its name in `/requests`.
 
         Raises:
-            InvalidInputError: unknown model, one that has no tokenizer, or more tokens than it can take.
+            InvalidInputError: unknown model, one that has no tokenizer, or what the model cannot do.
             UnavailableError: none of its gpu-lets is ready.
             RequestFailedError: expired, rejected or failed.
         """
         spec = self._spec(self._name(model, None))
+        self._limits(model)
         tokenizer = tokenizer_of(spec)
         if tokenizer is None:
             raise refused("prompt", prompt, f"needs a tokenizer, and '{model}' has none", "Use `generate_tokens`.")
-        text = GrowingText(tokenizer, stop)
-        tokens = self.generate_tokens(
-            model,
-            tokenizer.encode(prompt),
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            slo_ms=slo_ms,
-            request_id=request_id,
-        )
+        options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
+        asked = self._wanted(model, tokenizer, prompt=prompt, **options)
+        text = GrowingText(tokenizer, asked.stops)
+        tokens = self._tokens(model, asked, slo_ms, request_id)
         async with contextlib.aclosing(tokens):
             async for token in tokens:
                 part = text.add(token)
@@ -301,22 +301,39 @@ class TenutoHandle:
         request_id: str = "",
     ) -> AsyncGenerator[int]:
         """Let a model go on with tokens, and give out its tokens; see `generate`."""
-        name = self._name(model, None)
+        options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        tokens = self._tokens(model, self._wanted(model, None, prompt=_plain(prompt), **options), slo_ms, request_id)
+        async with contextlib.aclosing(tokens):
+            async for token in tokens:
+                yield token
+
+    def _wanted(self, model: str, tokenizer: Tokenizer | None, **fields: Any) -> Wanted:
+        """Return what is asked of a model, by the rules of /v1/completions.
+
+        Raises:
+            InvalidInputError: the model cannot do this.
+        """
+        limits = self._limits(model)
+        try:
+            return wanted(made_body(CompletionBody, model=model, **fields), model, tokenizer, limits)
+        except HttpError as error:
+            raise InvalidInputError(error.message) from None
+
+    def _limits(self, model: str) -> GenerationLimits:
         limits = self.interface(model).signature.generates
         if limits is None:
             raise refused("model", model, "has no language-modelling head", "Use `infer`.")
-        if not prompt or len(prompt) + max_tokens > limits.longest or max_tokens < 1:
-            rule = f"must be at least one, and with max_tokens at most {limits.longest} ({limits.why})"
-            raise refused("prompt", f"{len(prompt)} tokens", rule, "Shorten it, or ask for fewer tokens.")
-        if not all(0 <= token < limits.vocabulary for token in prompt):
-            raise refused("prompt", max(prompt), f"has tokens beyond {limits.vocabulary - 1}", "Use its own tokenizer.")
-        collected = CollectedTokens()
+        return limits
+
+    async def _tokens(self, model: str, asked: Wanted, slo_ms: float | None, request_id: str) -> AsyncGenerator[int]:
+        """Give out the tokens of a generation."""
+        name, collected, slo_ms = self._name(model, None), CollectedTokens(), _allowed_ms(slo_ms)
         slo = self._spec(name).slo
         generation = self._dispatchers.generate(
             name,
             collected,
-            list(prompt),
-            Sampling(max_tokens, temperature, top_p, seed),
+            asked.prompt,
+            asked.sampling,
             ttft_ms=slo_ms if slo_ms is not None else math.inf if slo is None else slo.ttft_ms,
             tpot_ms=math.inf if slo is None else slo.tpot_ms,
             client_id=request_id,
@@ -362,6 +379,22 @@ class TenutoHandle:
         await self._dispatchers.close()
         if self._arena is not None:
             self._arena.close()
+
+
+def _allowed_ms(slo_ms: float | None) -> float | None:
+    """Return the time that is allowed; raises `InvalidInputError`."""
+    try:
+        return None if slo_ms is None else parse_slo(slo_ms, "slo_ms")
+    except BadRequestError as error:
+        raise InvalidInputError(str(error)) from None
+
+
+def _plain(prompt: Sequence[int]) -> list[int]:
+    """Return tokens as integers of Python, whatever array they are in; raises `InvalidInputError`."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise refused("prompt", prompt, "is no sequence of tokens", "Give whole numbers.") from None
 
 
 def _parts(interface: ModelInterface, inputs: Mapping[str, Any]) -> list[memoryview]:

@@ -27,13 +27,13 @@ from tenuto.placement.versions import split_name, versioned
 def make_app(service: InferenceService, watched: Watched | None = None) -> FastAPI:
     """Return the application with every route that does not carry load.
 
-    `watched`: what operators are told too, where clients and operators are the same people.
+    `watched`: also answers operators, when clients and operators are the same people.
     """
     app = FastAPI(
         title="Tenuto",
         version=__version__,
         description="Multi-model inference with latency SLOs.",
-        redirect_slashes=False,  # nobody but the client knows by which name it came here
+        redirect_slashes=False,  # only the client knows the name by which it reached this server
         docs_url=None,
         redoc_url=None,
     )
@@ -86,13 +86,14 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
     @app.get("/v1/models", tags=["generation"], summary="The models of the key that generate, as OpenAI lists them")
     async def written_by(request: Request) -> dict[str, Any]:
-        return {"object": "list", "data": [_openai(name) for name in service.generative() if _may_ask(request, name)]}
+        shown = [name for name in service.generative() if _may_ask(request, name)]
+        return {"object": "list", "data": [_openai(service, name) for name in shown]}
 
     @app.get("/v1/models/{model:path}", tags=["generation"], summary="A model that generates")
     async def one_written_by(model: str) -> dict[str, Any]:
         if model not in service.generative():
             raise HttpError(404, f"no model '{model}' that generates is here. GET /v1/models lists them.")
-        return _openai(model)
+        return _openai(service, model)
 
     for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         _add_model_routes(app, service, prefix)
@@ -128,12 +129,16 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
     return app
 
 
-def _openai(model: str) -> dict[str, Any]:
-    return {"id": model, "object": "model", "created": 0, "owned_by": "tenuto"}
+def _openai(service: InferenceService, model: str) -> dict[str, Any]:
+    """Return OpenAI's form of a model, with vLLM's `max_model_len`, and the number of tokens that the model knows."""
+    limits = service.interface(model).signature.generates
+    assert limits is not None  # it generates
+    told = {"id": model, "object": "model", "created": 0, "owned_by": "tenuto"}
+    return {**told, "max_model_len": limits.longest, "vocabulary": limits.vocabulary}
 
 
 def _may_ask(request: Request, model: str) -> bool:
-    """Whether a model is among those of the client's key, where clients have keys; a key is for all its versions."""
+    """Whether a model is among those of the client's key, if clients have keys; a key is for all its versions."""
     caller: Caller | None = request.scope.get("user")
     return caller is None or caller.may_ask(split_name(model)[0])
 
@@ -143,7 +148,7 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
     document = "version}" not in prefix
 
     def named(request: Request) -> str:
-        """Return the version, "" where the path names none."""
+        """Return the version; "" if the path names none."""
         found: str = request.path_params.get("version", "")
         return found
 
@@ -239,8 +244,8 @@ _BYTES = {"schema": {"type": "string", "format": "binary"}}
 
 
 def _hot_paths(bodies: Mapping[type, Any]) -> dict[str, Any]:
-    """Return what /docs says of the paths that carry load, which are answered elsewhere. `bodies`: the schemas of those
-    that ask for generations."""
+    """Return the documentation in /docs of the paths that carry load, which are answered elsewhere. `bodies`: the
+    schemas of bodies that ask for generations."""
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     headers = [
         {"name": name, "in": "header", "required": False, "schema": {"type": kind}, "description": text}

@@ -1,5 +1,5 @@
-"""What happens to a request before it is a call: routed, its key checked, refused early where that is known, decoded in
-a thread where it is large. What becomes of it then is `InferCall`."""
+"""Handles a request before it is a call: routes it, checks its key, refuses it early if possible, and decodes large
+ones in a thread. `InferCall` does the rest."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ _PRINTABLE = "".join(chr(code) for code in range(33, 127) if code != ord("%"))
 _SITE = {name: name.encode() for name in ("host", "origin", "sec-fetch-site", "sec-fetch-mode")}
 _MOST_COLD_BYTES = 1 << 16  # limit: of requests that carry no load: the application reads them on the loop
 _COLD_TOO_LARGE = f"the body exceeds {_MOST_COLD_BYTES >> 10} KiB. Only inference takes large ones."
-_MOST_TEXT_BYTES = 1 << 20  # limit: of a text for /predict: tokenizers hold the interpreter
+_TEXT_AT_ONCE_BYTES = 1 << 12  # limit: from here on it is read aside: a tokenizer takes up to 5 ms for this
+_MOST_TEXT_BYTES = 1 << 20  # limit: of a text: a tokenizer takes 0.6 s for it
 _LONGEST_BEFORE_S = 60.0  # limit: a proxy that says more has another clock
 _WITHOUT_KEY = b"/v2/health/"  # load balancers have none
 _BEARER = b"www-authenticate: Bearer\r\n"
@@ -66,17 +67,18 @@ _MOST_DECODING = 64  # limit: pictures and texts that wait for a thread; what co
 
 
 class ReadingLag:
-    """Whether the event loop stays behind what comes in, by the rule of CoDel (RFC 8289): requests that waited too long
-    to be read are turned away only where every one has for a tenth of a second, and from then on at once until that has
-    not been so for a second.
+    """Whether the event loop reads too late, by the rule of CoDel (RFC 8289). When for a tenth of a second every
+    request has waited too long to be read, requests that waited so long are turned away at once. That ends when no
+    request has waited so long for a second.
 
-    Beyond what the processor can read, first come first served would read each request when its deadline is almost
-    over, and serve none well. A standstill of the machine is no reason: what came meanwhile may still be in time.
+    When more comes than the processor can read, first come first served would read each request when its deadline is
+    almost over, and serve none in time. A short standstill of the machine does not begin this, because the requests
+    that came meanwhile may still be in time.
     """
 
     _INTERVAL_MS = 100.0
     _ALERT_MS = 1000.0
-    _PART = 0.2  # of the SLO: what reading a request may take of it
+    _PART = 0.2  # part of the SLO that a request may wait to be read
 
     def __init__(self) -> None:
         self._behind_from_ms = math.inf
@@ -125,10 +127,10 @@ class InferenceService:
         self.lag = ReadingLag()
         self.callers = Callers()
         self.guesses = Guesses()
-        # What clients may call this server besides the names of this machine; None where they may call it anything.
+        # Names by which clients may call this server, besides those of this machine; None: any name.
         self.host_names: frozenset[str] | None = frozenset()
         self.traces: Traces | None = None
-        self.proxied: dict[str, Histogram] = {}  # by model: seconds in a proxy in front, where it says so
+        self.proxied: dict[str, Histogram] = {}  # by model: seconds in a proxy in front, if it says so
         self.max_body_bytes = 64 << 20
         self._cold = cold
         self._clock = clock
@@ -146,7 +148,8 @@ class InferenceService:
     # --- the plan -----------------------------------------------------------------------------------------------
 
     def follow(self, dispatching: Dispatching) -> None:
-        """Send requests there, by its present plan; call it again when the plan or what gpu-lets hold has changed."""
+        """Send requests to a scheduling side, by its present plan. Call this again when the plan has changed, or what
+        gpu-lets hold."""
         plan = dispatching.plan
         self._dispatching, self._plan = dispatching, plan
         self._generation += 1
@@ -170,18 +173,13 @@ class InferenceService:
         return self._dispatching
 
     def interface(self, name: str, version: str = "") -> ModelInterface:
-        """Return a model that can be asked now: a version of it, or the one that is asked where none is named.
+        """Return a model that can be asked now: the named version, or without a name the one that takes the rest.
 
         Raises:
             HttpError: 404 for a model or a version the plan does not know, 503 for one that is unserved or whose
                 gpu-lets are starting.
         """
         return self._ready(self._known(name, version))
-
-    def slo_ms(self, name: str, version: str = "") -> float:
-        """Return the SLO of a model by the plan; infinite for a model that the plan does not know."""
-        model = self._models.get(self.name(name, version))
-        return math.inf if model is None else model.slo_ms
 
     def versions(self, name: str) -> list[str]:
         """Return the versions of a model of the plan."""
@@ -193,7 +191,7 @@ class InferenceService:
         return list(dict.fromkeys(name for name, interface in found if interface and interface.signature.generates))
 
     def name(self, model: str, version: str = "") -> str:
-        """Return what the plan calls what a client names."""
+        """Return the plan's name for a client's name."""
         if version or ":" in model:  # the latter is no client's name
             return versioned(model, version or "?")
         split = self._splits.get(model)
@@ -206,7 +204,7 @@ class InferenceService:
             versions = self.versions(name)
             if versions:
                 raise HttpError(404, f"'{name}' has no version '{version}'. Versions here: {', '.join(versions)}.")
-            # What else there is may be another client's.
+            # The names of other models may be secrets of other clients.
             names = dict.fromkeys(model.model for model in self._models.values())
             known = "" if self.callers else f" Models here: {', '.join(names) or '(none)'}."
             raise HttpError(404, f"unknown model '{name}'.{known}")
@@ -226,7 +224,7 @@ class InferenceService:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def refusal(self, exchange: Exchange) -> HttpError | None:
-        """Return why a request need not send its body; called once, when its head is there."""
+        """Return why a request is refused before its body; called once, when its head is there."""
         head = exchange.head
         route: Route = head.route if head.generation == self._generation else self._route(head)
         problem = route.problem
@@ -280,7 +278,7 @@ class InferenceService:
         return route
 
     def _check_site(self, head: Head) -> None:
-        """Raise `HttpError` 403 for what another site's page may have asked, where only this machine may ask."""
+        """Raise `HttpError` 403 if the page of another site may have asked and only this machine may ask."""
         if self.host_names is not None:
             said = {name: head.headers[key].decode("latin-1") for name, key in _SITE.items() if key in head.headers}
             reason = why_foreign(said, self.host_names)
@@ -293,7 +291,7 @@ class InferenceService:
         self._cold(exchange, route.caller)
 
     def _caller(self, head: Head, model: str) -> Caller | None:
-        """Return who asks; None where nobody has to say so.
+        """Return who asks; None if clients need no keys.
 
         Raises:
             HttpError: 401 without a key that is known, 403 for a model that is not among those of the key.
@@ -386,14 +384,14 @@ class InferenceService:
 
     def _infer(self, exchange: Exchange, route: Route) -> None:
         model: Any = route.model  # a `PlannedModel`: only routes of models lead here
-        slo_ms = model.slo_ms if route.slo_ms is None else route.slo_ms
+        slo_ms = min(model.slo_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
         now_ms = self._clock() * 1000.0
         if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
             raise _behind()
         call: InferCall
         call, encoding = self._call(exchange, route, model, slo_ms), route.encoding
         json_bytes = len(exchange.body) if route.json_length is None else route.json_length
-        if encoding is None and json_bytes <= JSON_AT_ONCE_BYTES:
+        if encoding is None and (json_bytes <= JSON_AT_ONCE_BYTES or exchange.given is not None):
             call.begin()
             return
         limit = MOST_JSON_BYTES if route.json_length is None else self.max_body_bytes
@@ -414,7 +412,7 @@ class InferenceService:
                 body = inflated(body, route.encoding, _MOST_TEXT_BYTES)
             return self._wanted(body, route)
 
-        if route.encoding is None and len(exchange.body) <= JSON_AT_ONCE_BYTES:
+        if route.encoding is None and len(exchange.body) <= _TEXT_AT_ONCE_BYTES:
             self._begin_generation(exchange, route, *read())
         else:
             self._aside(exchange, read, lambda found: self._begin_generation(exchange, route, *found))
@@ -439,24 +437,24 @@ class InferenceService:
         limits = self._ready(model).signature.generates
         if limits is None:
             raise HttpError(400, f"'{model.model}' has no language-modelling head. Ask /v2/models/MODEL/infer.")
-        if model.tokenizer_problem:
-            raise HttpError(400, model.tokenizer_problem)
         is_streamed = route.action == "generate_stream"
         return model, wanted(parsed, model.model, model.tokenizer, limits, is_streamed=is_streamed), own_id
 
     def _begin_generation(
         self, exchange: Exchange, route: Route, model: PlannedModel, asked: Wanted, own_id: str
     ) -> None:
-        ttft_ms = model.ttft_ms if route.slo_ms is None else route.slo_ms
+        ttft_ms = min(model.ttft_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
         now_ms = self._clock() * 1000.0
         if self.lag.is_behind(now_ms - exchange.arrived_ms, ttft_ms, now_ms):
             raise _behind()
         if route.caller is not None:
-            wait_s = route.caller.text_wait_s(now_ms / 1000.0)
+            most = asked.sampling.max_tokens
+            wait_s = route.caller.text_wait_s(now_ms / 1000.0, len(asked.prompt) + most)
             if wait_s > 0.0:
-                reason = f"'{route.caller.name}' uses more tokens than its key allows. See Retry-After."
+                reason = (
+                    f"'{route.caller.name}' uses more tokens than its key allows. See Retry-After, or ask for less."
+                )
                 raise HttpError(429, reason, retry_after_s=wait_s)
-            route.caller.spend_text(len(asked.prompt))
         traced = None if self.traces is None else self.traces.begin(route.traceparent)
         name = self.request_id(own_id or route.client_id)
         call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced, route.caller)
@@ -471,7 +469,7 @@ class InferenceService:
         limit = self.max_body_bytes if hooks is not None or interface.signature.text is None else _MOST_TEXT_BYTES
         if len(exchange.body) > limit:
             raise HttpError(413, f"a text may have {limit >> 10} KiB. Send less of it.")
-        slo_ms = model.slo_ms if route.slo_ms is None else route.slo_ms
+        slo_ms = min(model.slo_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
         due_ms = exchange.arrived_ms + slo_ms
         latest_ms = due_ms - model.alone_ms - model.after_ms
         if self._clock() * 1000.0 > latest_ms:
@@ -551,16 +549,17 @@ class InferenceService:
             crash(exchange, error)
 
     def request_id(self, raw: str) -> str:
-        """Return what a request is called: what its client calls it, else a name made here.
+        """Return the name of a request: its client's name for it, else one that is made here.
 
-        It goes into headers and logs, so that what is not printable ASCII is percent-encoded, and 128 characters kept.
+        The name goes into headers and logs. So characters that are not printable ASCII are percent-encoded, and 128
+        characters are kept.
         """
         if not raw:
             return f"{self._id_prefix}-{next(self._numbers)}"
         return raw[:128] if raw.isascii() and raw.isprintable() else quote(raw, safe=_PRINTABLE)[:128]
 
     def gave_up(self, request: Request, alone_ms: float) -> None:
-        """A request expired: note where only the margin was in its way."""
+        """A request expired: note whether only the margin prevented it."""
         allowance_ms = self.margin.allowance_ms(request.deadline_ms - request.arrived_ms, alone_ms)
         if self._clock() * 1000.0 + alone_ms <= request.deadline_ms - allowance_ms:
             self.margin.refused_for_it()

@@ -1,4 +1,4 @@
-"""How the requests of a model that name no version are split among its versions, and the copies that shadows get."""
+"""Splits the requests of a model that name no version among its versions, and sends shadows their copies."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MOST_COPIES = 64  # limit: that wait at once for the versions of one process; n
 
 
 class Split(NamedTuple):
-    """What the versions of a model are sent, by their names in the plan: each with what a random number in [0, 1) must
-    be below. `rest` takes what is below none."""
+    """The versions of a model by their names in the plan, each with its upper bound for a random number in [0, 1).
+    `rest` gets the requests whose number is below no bound."""
 
     rest: str
     canaries: tuple[tuple[float, str], ...]
@@ -35,8 +35,8 @@ class Split(NamedTuple):
 
 
 def splits_of(specs: Sequence[ModelSpec], dispatching: Dispatching) -> dict[str, Split]:
-    """Return the splits of a plan's models that have versions. What cannot be asked now, or takes other tensors than
-    the version that takes the rest, has no part in them."""
+    """Return the splits of a plan's models that have versions. A version has no part in them while it cannot be asked,
+    or if it takes other tensors than the version that takes the rest."""
     found = {}
     for model, versions in by_model(specs).items():
         rest = taking_the_rest(versions)
@@ -66,8 +66,8 @@ def _why_other(rest: str, name: str, dispatching: Dispatching) -> str | None:
 
 
 class Copies:
-    """Sends shadows copies of requests that have been answered, so that no answer waits for them. Their gpu-lets take
-    them after everything else; what comes of them is counted there and goes nowhere."""
+    """Sends shadows copies of requests that have been answered, so that no answer waits for them. Gpu-lets take copies
+    after everything else. Their answers are counted, and go nowhere."""
 
     def __init__(self, draw: Callable[[], float] = random.random) -> None:
         """`draw` returns random numbers in [0, 1)."""
@@ -82,8 +82,8 @@ class Copies:
         slot: Slot | None,
         client_id: str,
     ) -> None:
-        """Copy a request of one or more samples, which lie in `slot` where they are large. Nothing is copied where many
-        copies wait, or memory for requests grows scarce."""
+        """Copy a request of one or more samples; large ones lie in `slot`. Nothing is copied when many copies wait, or
+        when memory for requests is scarce."""
         if slot is not None and slot.is_scarce:
             return
         for below, name in shadows:
@@ -102,7 +102,7 @@ class Copies:
 
 
 class _Copy:
-    """Asks for a copy, and hears its answer."""
+    """Asks for a copy, and receives its answer."""
 
     __slots__ = ("_copies", "is_over")
 
@@ -125,7 +125,7 @@ class _Copy:
 
 
 class CopiedCall(InferCall):
-    """A call whose request goes to shadows too, once it has been answered."""
+    """A call whose request goes to shadows, too, once it has been answered."""
 
     _copies: Copies | None = None
     _samples: Sequence[Sequence[InputPart]] = ()

@@ -1,5 +1,5 @@
-"""Texts of generative models: what makes tokens of them and back, chat templates, and a text that grows token by
-token until a stop string stands in it."""
+"""Texts of generative models: tokenizers, chat templates, and a text that grows token by token until it has a stop
+string."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ class FileTokenizer:
 
     def encode(self, text: str, *, is_chat: bool = False) -> list[int]:
         """Return the tokens of a text."""
-        found: list[int] = self._fast.encode(text, add_special_tokens=not is_chat).ids
+        # Of the two, only this call lets go of the interpreter: a text of 1 MiB takes 0.6 s.
+        found: list[int] = self._fast.encode_batch([text], add_special_tokens=not is_chat)[0].ids
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -152,9 +153,17 @@ def tokenizer_of(spec: ModelSpec) -> Tokenizer | None:
         InvalidInputError: it cannot be read.
         EnvironmentFaultError: the package `tokenizers` is not installed.
     """
+    return open_tokenizer(_named(spec), spec.weights_path or spec.source)
+
+
+def place_of(spec: ModelSpec) -> Path:
+    """Return the file or folder in which the tokenizer of a model may be."""
+    return Path(_named(spec) or spec.weights_path or spec.source or BYTES)
+
+
+def _named(spec: ModelSpec) -> str | None:
     origin = f"options of {spec.name}"
-    named = ModelOptions.parse(spec.options, origin).checked_build(origin).tokenizer
-    return open_tokenizer(named, spec.weights_path or spec.source)
+    return ModelOptions.parse(spec.options, origin).checked_build(origin).tokenizer
 
 
 def open_tokenizer(named: str | None, weights: str | None) -> Tokenizer | None:
@@ -192,7 +201,7 @@ class GrowingText:
         return self._cut(self._read(), is_last=False)
 
     def end(self) -> str:
-        """Return what was held back: no token comes any more."""
+        """Return the text that was held back; no token comes any more."""
         return "" if self._tokenizer is None or self.is_stopped else self._cut(self._read(is_last=True), is_last=True)
 
     def _read(self, *, is_last: bool = False) -> str:
@@ -208,7 +217,7 @@ class GrowingText:
         return text[len(before) :]
 
     def _cut(self, text: str, *, is_last: bool) -> str:
-        """Return what can be given out; everything up to the first stop string when there is one."""
+        """Return the text that can be given out: with a stop string, everything up to the first one."""
         text = self._held + text
         at = min((found for stop in self._stops if (found := text.find(stop)) >= 0), default=-1)
         if at >= 0:

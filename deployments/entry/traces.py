@@ -46,12 +46,12 @@ class Traces:
         clock: Callable[[], float] = time.monotonic,
         wall_clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Take where spans go.
+        """Prepare.
 
         Args:
             exporter: see `otlp` for the usual one.
-            ratio: share of the requests without a `traceparent` that are traced; those with one say so themselves.
-            draw: which of them, and the ids.
+            ratio: share of the requests without a `traceparent` that are traced; a `traceparent` decides for itself.
+            draw: draws which of them are traced, and the ids.
             clock: monotonic seconds, the clock of requests' times.
             wall_clock_ns: Unix time in ns, the clock of spans.
         """
@@ -139,5 +139,5 @@ class Traces:
         self._exporter.on_end(whole)
 
     def close(self) -> None:
-        """Hand over what is left."""
+        """Hand over the spans that are left."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]

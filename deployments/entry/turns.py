@@ -1,5 +1,5 @@
-"""The turns of the gateway's event loop: how much work is done in one turn, however many clients ask at once, and when
-the bytes arrived that are read in it."""
+"""The turns of the gateway's event loop. They bound how much work is done in one turn, however many clients ask at
+once, and say when the bytes arrived that are read in it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 MOST_WORK = 16  # limit: requests in a turn, which take 0.1 to 0.3 ms each
+_WORK_SAMPLES = 16  # derived: taking so many more samples of a request takes as long as one request
 _WORK_BYTES = 1 << 12  # derived: reading this many bytes of JSON or of chunks takes as long as one request
 
 
@@ -17,20 +18,20 @@ class Asking(Protocol):
     """A connection that has received bytes and has not looked at them yet."""
 
     def go_on(self) -> None:
-        """Look at these bytes: at one request of a client that asks now, at several of a client that sent ahead."""
+        """Look at the bytes: at one request when the client asks once, at several when it has sent ahead."""
 
 
 class Turns:
     """The turns of a loop, and the connections that wait for the next turns.
 
     In each turn, at most `MOST_WORK` requests of clients that ask once are answered, in the order in which they came.
-    Then one connection goes on with requests that it has sent ahead, one TLS handshake goes on by a step, and one
-    request that carries no load is answered. When the work of a turn is used up, a connection keeps the bytes that it
-    has read, and reads no more.
+    Then one connection goes on with requests that it has sent ahead, one TLS handshake or ending goes on by a step, and
+    one request that carries no load is answered. When the work of a turn is used up, a connection keeps the bytes that
+    it has read, and reads no more.
 
     The loop reads bytes later than they come: its next poll finds what came while it worked. When a poll has slept, its
-    bytes came just now. When it has not, the bytes came between the poll before and this one. The earlier moment is
-    taken then, so that no client waits longer than the server thinks.
+    bytes came just now. When a poll has not slept, its bytes came after the poll before it. The moment of that earlier
+    poll is taken then, so that no client waits longer than the server thinks.
 
     `left`: the work that may still be done in this turn; 0 or less: none.
     """
@@ -44,7 +45,7 @@ class Turns:
         self._clock = clock
         self._first: deque[Asking] = deque()
         self._ahead: deque[Asking] = deque()
-        self._handshakes: deque[Asking] = deque()
+        self._tls: deque[Asking] = deque()
         self._cold: deque[asyncio.Future[None]] = deque()
         self._handle: asyncio.Handle | None = None
         self._has_read = False  # in this turn
@@ -54,10 +55,10 @@ class Turns:
     @property
     def waiting(self) -> int:
         """How many connections and requests wait for a turn."""
-        return len(self._first) + len(self._ahead) + len(self._handshakes) + len(self._cold)
+        return len(self._first) + len(self._ahead) + len(self._tls) + len(self._cold)
 
     def arrived_ms(self) -> float:
-        """Return when the bytes came that are read now, in ms on the monotonic clock; call it once for every read."""
+        """Return when the bytes came that are read now, in ms on the monotonic clock. Call it once for every read."""
         if not self._has_read:
             self._has_read = True
             self._schedule()
@@ -73,6 +74,11 @@ class Turns:
         if self._handle is None:
             self._schedule()
 
+    def spend_samples(self, samples: int) -> None:
+        """Count the work for a request that has so many samples."""
+        if samples >= _WORK_SAMPLES:
+            self.spend(samples // _WORK_SAMPLES)
+
     def wait(self, asking: Asking) -> None:
         """Let a connection go on after those that wait already."""
         self._first.append(asking)
@@ -83,9 +89,9 @@ class Turns:
         self._ahead.append(asking)
         self._schedule()
 
-    def wait_for_handshake(self, asking: Asking) -> None:
-        """Let a handshake go on by a step, after the others that have done so."""
-        self._handshakes.append(asking)
+    def wait_for_tls(self, asking: Asking) -> None:
+        """Let a handshake or the end of a TLS connection go on by a step, after the others that wait to do so."""
+        self._tls.append(asking)
         self._schedule()
 
     async def cold(self) -> None:
@@ -100,15 +106,15 @@ class Turns:
             self._handle = self._loop.call_soon(self._next)
 
     def _next(self) -> None:
-        """Begin the next turn: let the connections go on that waited for it. The loop polls afterwards."""
+        """Begin the next turn: the connections that waited for it go on. The loop polls afterwards."""
         self._handle = None
         self.left = MOST_WORK
         while self._first and self.left > 0:
             self._first.popleft().go_on()
         if self._ahead:
             self._ahead.popleft().go_on()
-        if self._handshakes:
-            self._handshakes.popleft().go_on()
+        if self._tls:
+            self._tls.popleft().go_on()
         while self._cold:
             turn = self._cold.popleft()
             if not turn.done():  # its client has not left

@@ -1,7 +1,7 @@
-"""What the gateways of one system tell each other and operators: what each has counted.
+"""The figures that the gateways of one system tell each other and operators.
 
-So operators see all gateways whichever one answers, and a key's rate holds for the system and not for each gateway.
-Gateways exchange their figures at a dispatcher that all of them know. A gateway that schedules by itself is alone.
+So operators see all gateways, whichever one answers, and a key's rate holds for the whole system. Gateways exchange
+their figures at a dispatcher that all of them know. A gateway that schedules by itself is alone.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tenuto.deployments.wire.status import EndedRequest, GatewayReport, GatewayS
 
 
 class WatchedGateway:
-    """What this gateway says of itself, and what all of them said; see `tenuto.deployments.operator.app.Watched`."""
+    """The figures of this gateway, and of all; see `tenuto.deployments.operator.app.Watched`."""
 
     def __init__(self, service: InferenceService, server: HttpServer, ask_beside: AskBeside) -> None:
-        """Take the clients' service and their socket, and what asks for what runs beside."""
+        """Take the clients' service, their socket, and the function that asks what runs beside the gateways."""
         self._service = service
         self._server = server
         self._beside = LatestBeside(ask_beside)
@@ -78,7 +78,7 @@ class WatchedGateway:
         self._asked_rps = self._service.callers.count(max(1e-3, now_s - self._counted_s))
         self._counted_s = now_s
         try:
-            if self._dispatching.connected():  # else nobody else is asked
+            if self._dispatching.connected():  # otherwise there is no other gateway to ask
                 self._service.callers.share([report.asked_rps for report in await self._all()])
         except TimeoutError:
             pass
@@ -104,5 +104,5 @@ class WatchedGateway:
         return await dispatching.meet(own)
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """End the questions."""
         self._beside.close()

@@ -23,6 +23,7 @@ from tenuto.deployments.gpulet.executors.streamed import make_streaming
 from tenuto.deployments.gpulet.mps_sharing import SharedGpu, bound, join_shared_gpu, turn_of
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.worker import WorkerThread
+from tenuto.deployments.process.limits import GENERATIONS_END_S
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for
@@ -193,10 +194,11 @@ class LocalReplica:
         """Finish the batches that run, then release the device."""
         if not self._has_started:
             return
-        self._look.cancel()
         await self._programs.close()
         self._channel.tell(GpuletCloses("it is shutting down"))
-        await self._worker.stop(10.0 if self._shared is None else 6.0)
+        # A server that ends lets its gateways say so to their clients first.
+        await self._worker.stop(10.0 if self._shared is None else 6.0, GENERATIONS_END_S + 1.0)
+        self._look.cancel()
         if self._shared is not None and self._worker.is_alive:
             # Serve will soon kill this process, and a client that is killed at work harms its neighbours.
             await asyncio.get_running_loop().run_in_executor(None, self._shared.terminate)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tenuto.batching.core.step_scheduler import StepScheduler
-from tenuto.batching.core.token_admission import TokenAdmission, TokenLoad
 from tenuto.deployments.gpulet.channel import ArrivedSequence, LeftSequences, Peer
-from tenuto.deployments.wire.messages import EndedSequence, Generated
+from tenuto.deployments.wire.answers import Refused
+from tenuto.deployments.wire.messages import EndedSequence, Generated, HeldBlocks
 from tenuto.errors import new_incident
-from tenuto.outcome import Outcome
+from tenuto.outcome import Outcome, Rule
 from tenuto.profiles.networks.generating import Generator, StepRan
 
 logger = logging.getLogger("ray.serve")
@@ -31,16 +31,10 @@ _GONE = "the plan has changed and the model left this gpu-let; send the request 
 
 @dataclass(slots=True)
 class _Open:
-    """An open sequence: whose it is and its number there, when its first token is due, the mean time for a further one,
-    tokens of its prompt that have not run, and tokens that have."""
+    """An open sequence: whose it is, and its number there."""
 
     peer: Peer
     number: int
-    first_by_ms: float
-    tpot_ms: float
-    unread: int
-    run: int = 0
-    is_begun: bool = False
 
 
 class OpenSequences:
@@ -52,7 +46,6 @@ class OpenSequences:
         program: str,
         generator: Generator,
         scheduler: StepScheduler,
-        admission: TokenAdmission | None,
         failed: Callable[[Exception, str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,8 +55,7 @@ class OpenSequences:
             gpulet_id: the id for answers and logs.
             program: the name of the model.
             generator: runs the steps.
-            scheduler: decides them.
-            admission: says which sequences can keep their SLO; None where nobody knows what a step costs.
+            scheduler: decides them, and which sequences can keep their SLO.
             failed: logs a step that failed, under an incident; returns whether nothing can run here any more.
             clock: monotonic seconds.
         """
@@ -71,10 +63,10 @@ class OpenSequences:
         self.program = program
         self.generator = generator
         self._scheduler = scheduler
-        self._admission = admission
         self._failed = failed
         self._clock = clock
         self._next = 0
+        self._preempted = 0
         self._open: dict[int, _Open] = {}  # by our number
         self._numbers: dict[tuple[Peer, int], int] = {}
 
@@ -85,36 +77,32 @@ class OpenSequences:
     def _now_ms(self) -> float:
         return self._clock() * 1000.0
 
+    @property
+    def _held(self) -> HeldBlocks:
+        blocks = self.generator.blocks
+        free = self.generator.free_blocks if self._open else blocks
+        return HeldBlocks(free, blocks, self._scheduler.waiting, self._preempted)
+
     def take(self, arrived: ArrivedSequence) -> None:
         """Take a sequence, or answer that it cannot be kept."""
         message, peer = arrived.message, arrived.peer
-        prompt, sampling = message.prompt, message.sampling
+        prompt, sampling, made = message.prompt, message.sampling, message.made
         first_by_ms = arrived.received_at * 1000.0 + message.first_in_ms
-        first_in_ms = first_by_ms - self._now_ms
-        outcome, why = Outcome.EXPIRED, _DUE if first_in_ms <= 0.0 else None
-        if why is None and self._admission is not None:
-            outcome = Outcome.REJECTED
-            why = self._admission.refusal(len(prompt), first_in_ms, message.tpot_ms, self._load())
+        now_ms = self._now_ms
         number, self._next = self._next, self._next + 1
-        if why is None:
-            outcome = Outcome.REJECTED
-            why = self._scheduler.add(number, len(prompt), sampling.max_tokens)
-        if why is not None:
-            self._refuse(peer, message.number, outcome, why, retry_after_s=1.0)
+        if first_by_ms <= now_ms:
+            self._refuse(peer, message.number, self._due(Rule.TOO_LATE))
             return
-        self._open[number] = _Open(peer, message.number, first_by_ms, message.tpot_ms, len(prompt))
+        lengths = len(prompt) + len(made), sampling.max_tokens - len(made)
+        bounds = now_ms, first_by_ms, message.tpot_ms
+        unkept = self._scheduler.add(number, *lengths, *bounds, has_begun=bool(made))
+        if unkept is not None:
+            rejected = Refused(Outcome.REJECTED, unkept.why, 1.0, self._id, unkept.rule)
+            self._refuse(peer, message.number, rejected)
+            return
+        self._open[number] = _Open(peer, message.number)
         self._numbers[peer, message.number] = number
-        self.generator.add(number, prompt, sampling)
-
-    def _load(self) -> TokenLoad:
-        load = TokenLoad()
-        for each in self._open.values():
-            load.unread_tokens += each.unread
-            load.least_tpot_ms = min(load.least_tpot_ms, each.tpot_ms)
-            if not each.unread:
-                load.decoding += 1
-                load.context_tokens += each.run
-        return load
+        self.generator.add(number, prompt, sampling, made)
 
     def leave(self, left: LeftSequences) -> None:
         """Forget sequences of clients that have left, and free their memory."""
@@ -122,7 +110,7 @@ class OpenSequences:
         for number in found:
             self._forget(number)
         if found:
-            self._tell(left.peer, Generated([], [], self.generator.free_blocks))
+            self._tell(left.peer, Generated([], [], self._held))
 
     def step(self) -> float:
         """Run one step, if there is one; return for how many s nothing else needs to be done."""
@@ -130,16 +118,14 @@ class OpenSequences:
             if not peer.is_obeyed():
                 for number in [number for number, each in self._open.items() if each.peer is peer]:
                     self._forget(number)
-        now_ms = self._now_ms
-        for number in [number for number, each in self._open.items() if not each.is_begun]:
-            if self._open[number].first_by_ms <= now_ms:
-                self._end(number, Outcome.EXPIRED, _DUE, retry_after_s=1.0)
-        step = self._scheduler.decide()
+        step = self._scheduler.decide(self._now_ms)
+        expired, self._scheduler.expired = self._scheduler.expired, []
+        for number in expired:
+            self._end(number, self._due(Rule.CUT))
         if step is None:
             return _LATER_S
         for number in step.preempted:
-            each = self._open[number]
-            each.unread, each.run = each.run + 1, 0
+            self._preempted += 1
             self.generator.preempt(number)
         chunks = [(number, tokens) for number, tokens, _ in step.chunks]
         chunks += [(number, 1) for number in self._scheduler.decoding(step)]
@@ -150,11 +136,6 @@ class OpenSequences:
             self._give_up(chunks, error)
             return 0.0
         self._scheduler.done(step, tuple(ran.ended))
-        for number, taken in chunks:
-            each = self._open[number]
-            each.is_begun = True
-            each.run += taken
-            each.unread = max(0, each.unread - taken)
         self._send(ran)
         return 0.0
 
@@ -169,15 +150,16 @@ class OpenSequences:
             each = self._open.pop(number)
             del self._numbers[each.peer, each.number]
             ended[each.peer].append(EndedSequence(each.number, finish.value, gpulet=self._id))
-        free, execution_ms = self.generator.free_blocks, ran.execution_ms
+        held, execution_ms = self._held, ran.execution_ms
         for peer in tokens.keys() | ended.keys():
-            self._tell(peer, Generated(tokens[peer], ended[peer], free, execution_ms))
+            self._tell(peer, Generated(tokens[peer], ended[peer], held, execution_ms))
             execution_ms = 0.0  # it is counted once
 
     def end_all(self, why: str = _GONE) -> None:
-        """Answer every sequence that it cannot go on here."""
-        for number in list(self._open):
-            self._end(number, Outcome.FAILED, why, may_retry=True)
+        """Answer every sequence that it cannot go on here. The generator may be closed already."""
+        refused = Refused(Outcome.FAILED, why, None, self._id, Rule.LOST)
+        for each in [self._forget(number) for number in list(self._open)]:
+            self._refuse(each.peer, each.number, refused, may_retry=True)
 
     def _give_up(self, chunks: Sequence[tuple[int, int]], error: Exception) -> None:
         """End the sequences of a step that failed; the others go on."""
@@ -187,7 +169,8 @@ class OpenSequences:
         what = "there was not enough memory for a step" if is_memory else "a step failed"
         why = f"{what} of '{self.program}'; the log of gpu-let {self._id} says more under {incident}"
         for number in list(self._open) if is_lost else [number for number, _ in chunks]:
-            self._end(number, Outcome.FAILED, why, may_retry=is_lost)
+            failed = Refused(Outcome.FAILED, why, None, self._id, Rule.LOST if is_lost else Rule.NONE)
+            self._end(number, failed, may_retry=is_lost)
 
     def _forget(self, number: int) -> _Open:
         each = self._open.pop(number)
@@ -196,13 +179,16 @@ class OpenSequences:
         self._scheduler.cancel(number)
         return each
 
-    def _end(self, number: int, outcome: Outcome, why: str, **more: float | bool | None) -> None:
-        each = self._forget(number)
-        self._refuse(each.peer, each.number, outcome, why, **more)
+    def _due(self, rule: Rule) -> Refused:
+        return Refused(Outcome.EXPIRED, _DUE, 1.0, self._id, rule)
 
-    def _refuse(self, peer: Peer, theirs: int, outcome: Outcome, why: str, **more: float | bool | None) -> None:
-        ended = EndedSequence(theirs, "", int(outcome), why, gpulet=self._id)._replace(**more)  # type: ignore[arg-type]
-        self._tell(peer, Generated([], [ended], self.generator.free_blocks))
+    def _end(self, number: int, refused: Refused, *, may_retry: bool = False) -> None:
+        each = self._forget(number)
+        self._refuse(each.peer, each.number, refused, may_retry=may_retry)
+
+    def _refuse(self, peer: Peer, theirs: int, refused: Refused, *, may_retry: bool = False) -> None:
+        ended = EndedSequence.failed(theirs, refused, may_retry=may_retry)
+        self._tell(peer, Generated([], [ended], self._held))
 
     def _tell(self, peer: Peer, generated: Generated) -> None:
         peer.connection.send(generated)

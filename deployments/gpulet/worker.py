@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.step_scheduler import StepLimits, StepScheduler
-from tenuto.batching.core.token_admission import TokenAdmission
 from tenuto.deployments.gpulet.channel import Arrived, ArrivedBatch, ArrivedSequence, LeftSequences
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
@@ -24,6 +24,7 @@ from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.sequences import OpenSequences
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
 from tenuto.deployments.serve.user_config import GeneratesEntry
+from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.arena import MappedArenas
 from tenuto.deployments.wire.bundles import read_parts
 from tenuto.deployments.wire.messages import BatchFailed, BatchRan, EndedSequence, Generated, Message
@@ -102,11 +103,13 @@ class WorkerThread:
         """Return when the oldest batch on the device began (monotonic s), and its program; None if none runs."""
         return next(iter(self._begun.copy().values()), None)
 
-    async def stop(self, timeout_s: float) -> None:
-        """Finish all batches that have come, and end the thread. Returns after `timeout_s` even if it still runs."""
-        self._ends_s = time.monotonic() + timeout_s / 2.0
+    async def stop(self, batches_s: float, generations_s: float) -> None:
+        """Finish all batches and generations that have come, and end the thread. What is left of these is ended after
+        `generations_s`. Returns `batches_s` later even if the thread still runs."""
+        self._ends_s = time.monotonic() + generations_s
         self._inbox.close()
-        await self._loop.run_in_executor(None, self._thread.join, timeout_s)
+        limit_s = batches_s + (generations_s if self._sequences else 0.0)
+        await self._loop.run_in_executor(None, self._thread.join, limit_s)
 
     def records(self) -> list[dict[str, Any]]:
         """Return the last batches, oldest first: requests by their clients' ids, start and end on this node's monotonic
@@ -204,9 +207,8 @@ class WorkerThread:
         if entry is None:
             why = f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed"
         if why is not None or entry is None:
-            ended = EndedSequence(
-                arrived.message.number, "", int(Outcome.FAILED), why or "", gpulet=self._id, may_retry=True
-            )
+            refused = Refused(Outcome.FAILED, why or "", None, self._id)
+            ended = EndedSequence.failed(arrived.message.number, refused, may_retry=True)
             arrived.peer.connection.send(Generated([], [ended]))
             return
         sequences = self._sequences.get(name)
@@ -216,9 +218,9 @@ class WorkerThread:
 
     def _sequences_of(self, name: str, entry: GeneratesEntry) -> OpenSequences:
         most = entry.max_batch_tokens
-        order = StepScheduler(StepLimits(entry.max_sequences, most, entry.kv_tokens, entry.block_tokens))
-        admission = None if entry.steps is None else TokenAdmission(entry.steps, most)
-        return OpenSequences(self._id, name, self._executor.generator(name), order, admission, self._step_failed)
+        order = None if entry.steps is None else DeferredSteps(entry.steps, most)
+        steps = StepScheduler(StepLimits(entry.max_sequences, most, entry.kv_tokens, entry.block_tokens), order)
+        return OpenSequences(self._id, name, self._executor.generator(name), steps, self._step_failed)
 
     def _step_failed(self, error: Exception, incident: str) -> bool:
         """Log a step that failed; return whether the device is lost."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
@@ -61,10 +60,10 @@ def _inventory_or_reason(read: Callable[[], tuple[GpuDevice, ...]]) -> tuple[Gpu
         return str(error)
 
 
-def cluster_of(nodes: Mapping[str | None, Sequence[GpuDevice]], *, name: str = "n0", mig: MigUse = "fixed") -> Cluster:
+def cluster_of(nodes: Mapping[str | None, Sequence[GpuDevice]], *, mig: MigUse = "fixed") -> Cluster:
     """Return the cluster file's content: nodes `n0`, `n1`, … by address; equal neighbours make one group.
 
-    A node without an address is this machine alone, called `name`. A GPU that is cut is told with its MIG instances
+    A node without an address is this machine alone. A GPU that is cut is told with its MIG instances
     and where they begin; where the driver does not tell that, MIG devices are GPUs of their own types. `mig`: what may
     be done to the layouts.
 
@@ -83,8 +82,7 @@ def cluster_of(nodes: Mapping[str | None, Sequence[GpuDevice]], *, name: str = "
         for _, together in groupby(devices, key=lambda device: device.parent_uuid or device.is_mig):
             parts = list(together)
             groups += _cut_group(parts, mig) or _plain_groups(parts, mig)
-        label = re.sub(r"[^A-Za-z0-9._-]", "-", name) if address is None else f"n{index}"
-        made.append(Node(name=label, gpus=tuple(groups), address=address))
+        made.append(Node(name=f"n{index}", gpus=tuple(groups), address=address))
     return Cluster(nodes=tuple(made))
 
 

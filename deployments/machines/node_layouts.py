@@ -19,7 +19,6 @@ from tenuto.mps.inventory import GpuDevice
 from tenuto.mps.mig_layout import MigCut, MigDevice, apply_layout, read_mig_devices
 from tenuto.placement import Plan
 from tenuto.placement.plan import PlannedGpu
-from tenuto.profiles.mig_instances import instance_type_of
 
 logger = logging.getLogger("ray.serve")
 
@@ -48,8 +47,7 @@ class CutOrder:
 
 def cut_of(gpu: PlannedGpu) -> MigCut | None:
     """Return the instance that a place of a plan is; None for a whole GPU."""
-    mig = instance_type_of(gpu.type)
-    return None if mig is None or gpu.instance is None else MigCut(mig.profile, gpu.instance.start)
+    return None if gpu.cut_as is None or gpu.instance is None else MigCut(gpu.cut_as.profile, gpu.instance.start)
 
 
 class NodeLayouts:
@@ -146,7 +144,7 @@ def check_layouts(plan: Plan, read: Callable[[], Mapping[str, Sequence[GpuDevice
     Raises:
         InvalidInputError: with every GPU that is not as the plan needs it, and the cure.
     """
-    held = {gpulet.gpu for gpulet in plan.gpulets}
+    held = set(plan.used_gpus)
     places = [gpu for gpu in plan.gpus if gpu.id in held and gpu.type != "cpu" and _uuid_of(gpu) is not None]
     if not any(gpu.mig is not None or gpu.instance is not None or gpu.uuid is not None for gpu in places):
         return

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Generic, TypeVar
 
-from tenuto.deployments.wire.status import Buckets, ModelStatus, SystemStatus
+from tenuto.deployments.wire.status import Buckets, GpuletStatus, ModelStatus, SystemStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -111,13 +111,13 @@ def _requests(status: SystemStatus) -> Iterator[Metric]:
     yield each.counter("batches", "Batches sent to gpu-lets.", lambda m: m.batches)
     yield each.counter("batched_requests", "Requests in these batches.", lambda m: m.batched)
     yield each.gauge("queue_length", "Requests that wait for a batch.", lambda m: m.queued)
-    writing = _Rows(("model",), (((name,), model) for name, model in models.items() if sum(model.ttft_s.counts)))
+    writing = _Rows(("model",), (((name,), model) for name, model in models.items() if model.written_tokens))
     yield writing.histogram("time_to_first_token_seconds", "Arrival to first token.", lambda m: m.ttft_s)
     yield writing.histogram(
-        "time_per_output_token_seconds", "Mean time of the tokens after the first.", lambda m: m.tpot_s
+        "request_time_per_output_token_seconds", "Mean time of the tokens after the first.", lambda m: m.tpot_s
     )
     yield writing.counter("prompt_tokens", "Tokens of prompts that were answered.", lambda m: m.prompt_tokens)
-    yield writing.counter("generation_tokens", "Tokens of answers that ended.", lambda m: m.generated_tokens)
+    yield writing.counter("generation_tokens", "Tokens that were made.", lambda m: m.written_tokens)
 
 
 def _planned(status: SystemStatus) -> Iterator[Metric]:
@@ -132,17 +132,32 @@ def _planned(status: SystemStatus) -> Iterator[Metric]:
     yield each.gauge("planned_duration_seconds", "Latency that the plan expects.", lambda m: m.planned_latency_ms, 1e-3)
 
 
+def _gpus(gpulet: GpuletStatus) -> str:
+    """Return the GPU of a gpu-let, or all of them: `n0/0+n0/1`."""
+    return "+".join((gpulet.gpu, *gpulet.also_on))
+
+
 def _gpulets(status: SystemStatus) -> Iterator[Metric]:
-    each = _Rows(("gpulet", "gpu"), (((gpulet.id, gpulet.gpu), gpulet) for gpulet in status.gpulets))
+    each = _Rows(("gpulet", "gpu"), (((gpulet.id, _gpus(gpulet)), gpulet) for gpulet in status.gpulets))
     yield each.gauge("gpulet_up", "1 while a gpu-let is connected.", lambda g: g.up)
     yield each.gauge("gpulet_share_ratio", "Share of the GPU that its process may use.", lambda g: g.share_pct, 1e-2)
     yield each.counter("gpulet_busy_seconds", "Time spent executing.", lambda g: g.busy_s)
     yield each.counter("gpulet_batches", "Batches executed.", lambda g: g.batches)
     yield each.counter("gpulet_predicted_seconds", "Time that these batches take by the plan.", lambda g: g.predicted_s)
     yield each.counter("gpulet_lost", "How often the connection to a gpu-let ended.", lambda g: g.lost)
-    writing = _Rows(("gpulet", "gpu"), (((g.id, g.gpu), g) for g in status.gpulets if g.free_blocks is not None))
-    yield writing.gauge("num_requests_running", "Generations that are open.", lambda g: g.generating)
-    yield writing.gauge("free_kv_blocks", "Memory blocks that no sequence holds.", lambda g: g.free_blocks)
+    writing = _Rows(("gpulet", "gpu"), (((g.id, _gpus(g)), g) for g in status.gpulets if g.free_blocks is not None))
+    yield writing.gauge(
+        "num_requests_running", "Generations that read or write.", lambda g: max(0, g.generating - g.waiting)
+    )
+    yield writing.gauge("num_requests_waiting", "Generations that wait for memory.", lambda g: g.waiting)
+    yield writing.gauge(
+        "kv_cache_usage_perc",
+        "Share of the memory for keys and values that generations hold (1: all of it).",
+        lambda g: 1.0 - (g.free_blocks or 0) / g.blocks if g.blocks else None,
+    )
+    yield writing.counter(
+        "num_preemptions", "How often a generation lost its memory, and was read again.", lambda g: g.preempted
+    )
     places = _Rows(("place",), (((place,), place) for place in status.drained))
     yield places.gauge("drained", "1 for a drained node, rack or GPU, which must hold nothing.", lambda _place: True)
 

@@ -19,7 +19,8 @@ class ModelFigures:
 
     `ended_rps` counts requests that ended with any outcome; `attainment` is the part of them that was ok. `p50_ms` and
     `p99_ms` are interpolated inside histogram buckets, so they are as exact as the buckets are narrow: to a few percent
-    around the SLO. `unknown_proxy_share` is the share of requests for which no proxy said when they began.
+    around the SLO. `unknown_proxy_share` is the share of requests for which no proxy said when they began. Of a model
+    that generates, `mean_ttft_ms`, `mean_tpot_ms` and `tokens_rps` are those of generations that ended.
     """
 
     offered_rps: float
@@ -30,6 +31,9 @@ class ModelFigures:
     p99_ms: float | None
     mean_batch: float | None
     unknown_proxy_share: float | None
+    mean_ttft_ms: float | None = None
+    mean_tpot_ms: float | None = None
+    tokens_rps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ def _model(before: ModelStatus, after: ModelStatus, seconds: float) -> ModelFigu
     batches = _grown(before.batches, after.batches)
     latency = _grown_buckets(before.latency_s, after.latency_s)
     p50_s, p99_s = (quantile_s(latency, quantile) for quantile in (0.5, 0.99))
+    ttft, tpot = _grown_buckets(before.ttft_s, after.ttft_s), _grown_buckets(before.tpot_s, after.tpot_s)
+    tokens = _grown(before.written_tokens, after.written_tokens) / seconds
     proxied = sum(_grown_buckets(before.proxy_s or Buckets(), after.proxy_s or Buckets()).counts)
     return ModelFigures(
         offered_rps=submitted / seconds,
@@ -107,6 +113,9 @@ def _model(before: ModelStatus, after: ModelStatus, seconds: float) -> ModelFigu
         p99_ms=None if p99_s is None else p99_s * 1000.0,
         mean_batch=_grown(before.batched, after.batched) / batches if batches else None,
         unknown_proxy_share=max(0.0, 1.0 - proxied / submitted) if submitted else None,
+        mean_ttft_ms=mean_ms(ttft),
+        mean_tpot_ms=mean_ms(tpot),
+        tokens_rps=tokens if after.written_tokens else None,
     )
 
 
@@ -127,4 +136,10 @@ def _grown_buckets(then: Buckets, now: Buckets) -> Buckets:
     """Return by how much a histogram grew. When its buckets changed or it was reset, return all of it."""
     if then.le != now.le or sum(then.counts) > sum(now.counts):
         return now
-    return Buckets(now.le, [b - a for a, b in zip(then.counts, now.counts, strict=True)])
+    return Buckets(now.le, [b - a for a, b in zip(then.counts, now.counts, strict=True)], now.sum - then.sum)
+
+
+def mean_ms(histogram: Buckets) -> float | None:
+    """Return the mean of a histogram of seconds, in ms; None if it is empty."""
+    count = sum(histogram.counts)
+    return 1000.0 * histogram.sum / count if count else None

@@ -33,7 +33,7 @@ _LOOK_S = 1.0  # limit: time between looks at the processes below; a death must 
 _HUNG_S = 10.0  # limit: a process that is stopped this long counts as dead and is killed, so that it can be replaced
 # limit: time until the command serves; the longest part, loading models, has a shorter limit of its own
 _START_S = 900.0
-# limit: Serve gives the entry, then gpu-lets, 10 s each to finish; a busy machine takes three times that
+# limit: Serve gives all processes `UserConfig.ends_s` to end, 40 s at most; a busy machine takes longer for the rest
 DRAIN_S = 60.0
 _LEFT_S = 5.0  # limit: time for other processes to end after the process behind has ended
 _LOST = 3  # format: exit code: the environment failed, and a supervisor may start the command again

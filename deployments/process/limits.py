@@ -1,5 +1,8 @@
-"""A limit for every call that may block. Most calls of Ray and Serve have no timeout and wait for ever for a stopped
-process. `tests/deployments/process/test_limits.py` finds calls without a limit."""
+"""A limit for every call that may block, and the time that answers have to end.
+
+Most calls of Ray and Serve have no timeout and wait for ever for a stopped process.
+`tests/deployments/process/test_limits.py` finds calls without a limit.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,10 @@ T = TypeVar("T")
 # Fitted: on two busy cores Ray and Serve answered all calls but a start within 3 s. When the limit is too long, users
 # wait that long for a Ray that hangs. When it is too short, a cluster that is only slow is refused.
 ANSWER_S = 20.0
+# limit: for requests under way when their process is told to end; no batch takes that long
+REQUESTS_END_S = 8.0
+# limit: for generations then, which take longer: as long as Kubernetes gives a pod to end by default
+GENERATIONS_END_S = 30.0
 
 
 def within(limit_s: float, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

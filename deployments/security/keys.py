@@ -23,6 +23,9 @@ ENVIRONMENT = "TENUTO_API_KEYS"
 _PREFIX = "tenuto_"  # lets scanners for leaked secrets find keys
 _MOST_KEY_BYTES = 512  # limit: bytes of a key in a head
 _RECENT_WEIGHT = 0.5  # derived: weight of the last second in a mean, so that two seconds weigh three quarters
+_CLAIMED_S = (
+    60.0  # limit: what answers under way may cost beyond the rate; a minute, in which other services count tokens
+)
 _LEAST_PART = 0.01  # limit: the part of a key's rate that every gateway may use, whatever the other gateways get
 
 
@@ -105,6 +108,7 @@ class Caller:
     __slots__ = (
         "_asked",
         "_burst",
+        "_claimed",
         "_filled_s",
         "_gateways",
         "_part",
@@ -126,6 +130,7 @@ class Caller:
         self._filled_s = 0.0
         self._text = entry.tokens_per_s or 0.0  # tokens that models may read and write now; a second's worth at most
         self._text_filled_s = 0.0
+        self._claimed = 0  # tokens that answers under way may still come to have
 
     @property
     def name(self) -> str:
@@ -150,18 +155,39 @@ class Caller:
             return 0.0
         return (1.0 - self._tokens) / rate
 
-    def text_wait_s(self, now_s: float) -> float:
-        """Return how long to wait until models may read and write for this client again; 0 where they may now."""
+    def text_wait_s(self, now_s: float, most: int) -> float:
+        """Return how long to wait until models may read and write for this client again; 0 where they may now.
+
+        Answers under way may come to cost what the rate gives in a minute: whoever asks for many at once is told to
+        wait. One answer alone may cost more.
+
+        Args:
+            now_s: the clock.
+            most: tokens of the prompt and of the longest answer.
+        """
         if self.entry.tokens_per_s is None:
             return 0.0
         rate = self.entry.tokens_per_s * self._part
         self._text = min(rate, self._text + rate * max(0.0, now_s - self._text_filled_s))
         self._text_filled_s = now_s
-        return 0.0 if self._text > 0.0 else (1.0 - self._text) / rate
+        if self._text <= 0.0:
+            return (1.0 - self._text) / rate
+        beyond = self._claimed + most - _CLAIMED_S * rate if self._claimed else 0.0
+        return max(0.0, min(beyond / rate, _CLAIMED_S))
 
-    def spend_text(self, tokens: int) -> None:
-        """Note that a model reads or writes so many tokens. What is begun goes on, and later requests wait for it."""
-        self._text -= tokens
+    def begin_text(self, prompt: int, most: int) -> None:
+        """Note that a model reads a prompt of so many tokens, and may write `most`."""
+        self._text -= prompt
+        self._claimed += most
+
+    def spend_text(self) -> None:
+        """Note that a model has written a token. What is begun goes on, and later requests wait for it."""
+        self._text -= 1.0
+        self._claimed -= 1
+
+    def end_text(self, left: int) -> None:
+        """Note that an answer is over that might have had so many tokens more."""
+        self._claimed -= left
 
     def count(self, seconds: float) -> None:
         """Update `asked_rps` by the requests since the last call, `seconds` ago."""

@@ -112,6 +112,15 @@ class Applications:
         }
         return [*(["Ray's head"] if is_head else []), *sorted(kinds)]
 
+    def gateways_elsewhere(self) -> list[str]:
+        """Return the addresses of the nodes that have gateways; empty if the node of this process has one."""
+        import ray
+
+        there = {each.node_id for each in serve_processes() if each.application == ENTRY_APPLICATION}
+        if ray.get_runtime_context().get_node_id() in there:
+            return []
+        return sorted(str(node["NodeManagerAddress"]) for node in _alive_nodes() if node["NodeID"] in there)
+
     def count_nodes(self) -> int:
         """Return how many nodes are alive."""
         return len(_alive_nodes())

@@ -29,7 +29,6 @@ from tenuto.deployments.serve.user_config import (
     GeneratesEntry,
     GpuletConfig,
     GpuletSpec,
-    GpuOfGpulet,
     Listen,
     MemberEntry,
     Options,
@@ -39,6 +38,7 @@ from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import refused
 from tenuto.mps.share import client_environment
 from tenuto.placement import Gpulet, Plan, Workload
+from tenuto.placement.cluster import Placed
 from tenuto.placement.plan import GpuletProcess, PlanField
 from tenuto.placement.program import Program, Replica
 from tenuto.placement.workload import ModelSpec
@@ -210,8 +210,8 @@ class Deployment(StrictModel):
             standby: idle gpu-lets beside the plan's; schedulers keep connected to them.
 
         Raises:
-            InvalidInputError: the partition leaves out a model of the plan or cuts a gpu-let in two, or the gateways
-                would be open to others without keys.
+            InvalidInputError: the partition leaves out a model of the plan or cuts a gpu-let in two, the gateways would
+                be open to others without keys, or a gpu-let on several GPUs would run on torch.
         """
         plan = plan or self.plan
         gateways = max(1, self.gateways)
@@ -276,6 +276,14 @@ class Deployment(StrictModel):
         return -(-processes // self.nodes) if self.nodes > 1 < processes else None
 
     def _gpulet(self, plan: Plan, gpulet: Gpulet, process: GpuletProcess) -> ServeApplication[GpuletConfig]:
+        on_torch = self.executor == "torch" or (self.executor == "auto" and process.uuid is not None)
+        if process.also_on and on_torch:
+            rule = "the torch executor runs a model on one GPU"
+            cure = (
+                "Plan with a profile without step times for several GPUs (tensor_parallel), on GPUs that hold the "
+                "model, or emulate."
+            )
+            raise refused(f"gpulets.{gpulet.id}.also_on", ", ".join(process.also_on), rule, cure)
         return ServeApplication(
             application_name(gpulet.id),
             "gpulet",
@@ -285,13 +293,14 @@ class Deployment(StrictModel):
             ),
             spec=GpuletSpec(
                 gpulet=gpulet.id,
-                gpu=GpuOfGpulet(id=process.gpu, type=process.gpu_type, uuid=process.uuid, instance=process.instance),
+                gpu=Placed(id=process.gpu, type=process.gpu_type, uuid=process.uuid, instance=process.instance),
                 share_pct=process.share_pct,
                 memory_mib=process.memory_mib,
                 executor=self.executor,
                 mps=process.mps,
                 cuda_mps=process.cuda_mps,
                 streaming=process.streaming,
+                also_on=process.also_on,
             ),
             actor=_actor_options(process),
         )

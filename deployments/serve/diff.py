@@ -12,7 +12,6 @@ from typing import Any, Literal
 from tenuto.placement.cluster import excludes
 from tenuto.placement.plan import GpuletProcess, Plan, PlannedGpu
 from tenuto.placement.program import Gpulet
-from tenuto.profiles.mig_instances import instance_type_of
 
 ChangeKind = Literal["route-only", "reconfigure", "restart", "start", "stop"]
 
@@ -89,8 +88,7 @@ def _places(plan: Plan) -> dict[str, list[PlannedGpu]]:
 
 
 def _cut_as(gpu: PlannedGpu) -> str:
-    mig = instance_type_of(gpu.type)
-    return "all" if gpu.instance is None or mig is None else f"{mig.profile} at {gpu.instance.start}"
+    return "all" if gpu.instance is None or gpu.cut_as is None else f"{gpu.cut_as.profile} at {gpu.instance.start}"
 
 
 def _restart(gpulet: str, before: GpuletProcess, after: GpuletProcess) -> GpuletChange | None:

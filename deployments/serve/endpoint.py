@@ -83,6 +83,12 @@ def model_metadata(url: str, model: str) -> dict[str, Any]:
     return found
 
 
+def generating_model(url: str, model: str) -> dict[str, Any]:
+    """Return what GET /v1/models says of a model that generates, or the endpoint's `{"error": …}`."""
+    found: dict[str, Any] = get_json(f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}")
+    return found
+
+
 def served_plan(url: str) -> dict[str, Any]:
     """Return the plan a Tenuto endpoint serves, as plain data.
 

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.deployments.process.limits import ANSWER_S, GENERATIONS_END_S, within
 from tenuto.deployments.process.ray_address import (
     QUIET,
     KnownDeployment,
@@ -46,7 +46,8 @@ RAY_ENVIRONMENT = {
 }
 _JOIN_S = 60.0  # limit: Ray itself gives a cluster's processes 30 s
 _SERVE_STARTS_S = 180.0  # limit: Serve's proxy gets 60 s (above); on a busy machine its controller takes as long before
-_SERVE_ENDS_S = 40.0  # limit: Serve's own limit is 30 s
+# limit: for the end of all processes at once (`UserConfig.ends_s`), and for the words about it
+_SERVE_ENDS_S = GENERATIONS_END_S + 15.0
 
 
 def start_local_ray(num_gpus: int) -> None:
@@ -183,6 +184,7 @@ class Launcher:
             contextlib.redirect_stderr(io.StringIO()),
         ):
             if self.owns_ray:
+                within(_SERVE_ENDS_S, serve_client().shutdown, _SERVE_ENDS_S - 5.0)  # by itself it waits 30 s
                 within(_SERVE_ENDS_S, serve.shutdown)
             elif self._has_begun:
                 running = Applications()

@@ -154,7 +154,7 @@ def cut_plan(
     for index in sorted({index for found in places.values() for index in found}):
         names = {name for name, found in places.items() if index in found}
         gpulets = tuple(gpulet for gpulet in plan.gpulets if index in of_gpulet[gpulet.id])
-        used = {gpulet.gpu for gpulet in gpulets}
+        used = {gpu for gpulet in gpulets for gpu in gpulet.gpus}
         expected = {name: value for name, value in plan.expected.models.items() if name in names}
         cut[str(index)] = plan.model_copy(
             update={

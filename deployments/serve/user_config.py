@@ -6,17 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.process.limits import GENERATIONS_END_S, REQUESTS_END_S
 from tenuto.deployments.security.keys import KeyEntry, read_keys
 from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import refused
 from tenuto.placement import Plan
-from tenuto.placement.cluster import InstancePlace
+from tenuto.placement.cluster import Placed
 from tenuto.placement.plan import PlanField
 from tenuto.profiles.generation import BLOCK_TOKENS, StepCost, pairs_of
 from tenuto.profiles.latency import LatencyField
@@ -25,8 +26,21 @@ from tenuto.profiles.networks.catalogue import GenerationLimits
 C = TypeVar("C", bound="DispatcherConfig")
 
 
+_LAST_S = 2.0  # limit: for what a process does after its last answer
+
+
 class UserConfig(StrictModel):
     """Base of settings that change in place, without a restart."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether generations may be under way when the process is told to end."""
+        return False
+
+    @property
+    def ends_s(self) -> float:
+        """How long Serve waits for the process to end before it kills it."""
+        return (GENERATIONS_END_S if self.generates else 0.0) + REQUESTS_END_S + _LAST_S
 
     def to_data(self) -> dict[str, Any]:
         """Return the settings as plain data, in the form that Serve passes on."""
@@ -36,40 +50,31 @@ class UserConfig(StrictModel):
 # --- gpu-lets ---------------------------------------------------------------------------------------------------------
 
 
-class GpuOfGpulet(StrictModel):
-    """The GPU of a gpu-let; see `PlannedGpu`. Without `uuid` and with a place on a real GPU, it is the MIG instance
-    that is there when the process starts."""
-
-    id: str
-    type: str
-    uuid: str | None = None
-    instance: InstancePlace | None = None
-
-    @property
-    def device(self) -> str:
-        """The id of the physical GPU: its own, or that of the GPU it is an instance of."""
-        return self.id if self.instance is None else self.instance.gpu
-
-    @property
-    def is_real(self) -> bool:
-        """Whether it is bound to hardware."""
-        return self.uuid is not None or (self.instance is not None and self.instance.gpu_uuid is not None)
-
-
 class GpuletSpec(StrictModel):
     """`args` of a gpu-let's application: settings that only a restart can change.
 
-    `cuda_mps`: whether the process joins the CUDA MPS daemon of its GPU.
+    `gpu` is where it runs; without a `uuid` and with a place on a real GPU, the MIG instance that is there when the
+    process starts. `cuda_mps`: whether the process joins the CUDA MPS daemon of its GPU. `also_on`: the
+    GPUs beside `gpu` on which it has the same share.
     """
 
     gpulet: str
-    gpu: GpuOfGpulet
+    gpu: Placed
     share_pct: Annotated[float, Field(gt=0, le=100)] | None = None
     memory_mib: Annotated[float, Field(gt=0)] | None = None
     executor: Literal["auto", "torch", "emulated"] = "auto"
     mps: Literal["off", "auto", "required"] = "auto"
     cuda_mps: bool = False
     streaming: bool = False
+    also_on: tuple[str, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _of_one_gpu(self, handler: Any) -> Any:
+        """Leave `also_on` out where it is empty, as for most gpu-lets."""
+        data = handler(self)
+        if not self.also_on:
+            data.pop("also_on", None)
+        return data
 
 
 class MemberEntry(StrictModel):
@@ -162,6 +167,11 @@ class GpuletConfig(UserConfig):
     hangs_s: Annotated[float, Field(gt=0)] = HANGS_S
     encrypt: bool = False
 
+    @property
+    def generates(self) -> bool:
+        """Whether one of its programs does."""
+        return any(program.generates is not None for program in self.programs)
+
 
 def read_gpulet_config(raw: Mapping[str, Any], gpulet: str) -> GpuletConfig:
     """Read the `user_config` of a gpu-let; raises `InvalidInputError` with every problem found."""
@@ -250,6 +260,11 @@ class DispatcherConfig(Options, UserConfig):
         """Return the settings as plain data. Settings that were given are written even if they are the defaults, so
         that a plan file shows its scheduler and addresses."""
         return self.model_dump(mode="json", exclude_unset=True)
+
+    @property
+    def generates(self) -> bool:
+        """Whether one of the plan's models does."""
+        return any(spec.generates is not None for spec in self.plan.models)
 
     def build_scheduler(self, plan: Plan, network: NetworkDelay) -> Scheduler:
         """Return the scheduler core of a plan."""

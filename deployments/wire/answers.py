@@ -9,18 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from tenuto.deployments.wire.tensors import OutputTensor, RowOutput
-from tenuto.outcome import Outcome
-
-
-class Rule(StrEnum):
-    """The rule that refused a request which was not executed."""
-
-    TOO_LATE = "too late on arrival"
-    CUT = "no batch that meets its deadline"
-    BEYOND_PLAN = "beyond the planned rate"
-    FULL = "queue full"
-    YIELDED = "lower priority, and a full batch waits"
-    NONE = ""  # the request failed
+from tenuto.outcome import Outcome, Rule
 
 
 class Loop(StrEnum):

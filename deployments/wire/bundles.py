@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from tenuto.deployments.wire.answers import Executed, Loop, Refused, Rule
+from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import MappedArenas
 from tenuto.deployments.wire.messages import MOST_BUNDLED_BYTES, Answers, ExecutedRows, PartPlace, RefusedRow
 from tenuto.deployments.wire.tensors import Buffer, InputPart, cut_rows
@@ -173,5 +173,5 @@ def unpack_answers(message: Answers, body: memoryview, ahead_ms: float) -> Itera
         for row, number in enumerate(numbers):
             yield AnsweredRequest(number, executed, row)
     for number, outcome, reason, retry_after_s, gpulet, rule, loop in message.refused:
-        refused = Refused(Outcome(outcome), reason, retry_after_s, gpulet, Rule(rule), Loop(loop))
+        refused = Refused(Outcome(outcome), reason, retry_after_s, gpulet, rule, loop)
         yield AnsweredRequest(number, refused)

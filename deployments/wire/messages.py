@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from tenuto.deployments.wire.answers import Refused
+from tenuto.deployments.wire.answers import Loop, Refused
 from tenuto.deployments.wire.status import GatewayReport, GpuletMode, GpuletStatus, MpsStatus
 from tenuto.deployments.wire.tensors import RowOutput, most_batch_bytes, most_row_bytes
-from tenuto.outcome import Outcome
+from tenuto.outcome import Outcome, Rule
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.generating import Sampling
 
@@ -151,7 +151,8 @@ class BatchFailed(_Message, tag=6):
 
 class Generate(_Message, tag=18):
     """Generate after this prompt. The sender numbers its sequences. `first_in_ms`: the time that is left for the first
-    token; `tpot_ms`: the mean time allowed for each further one. Both are infinite where there is no bound."""
+    token; `tpot_ms`: the mean time allowed for each further one. Both are infinite where there is no bound. `made` are
+    tokens that the sequence got elsewhere: it goes on behind them."""
 
     number: int
     model: str
@@ -160,6 +161,7 @@ class Generate(_Message, tag=18):
     first_in_ms: float
     tpot_ms: float
     client_id: str
+    made: list[int] = []  # msgspec copies defaults
 
 
 class StopGenerating(_Message, tag=19):
@@ -180,23 +182,40 @@ class EndedSequence(NamedTuple):
     reason: str = ""
     retry_after_s: float | None = None
     gpulet: str = ""
+    rule: Rule = Rule.NONE
     may_retry: bool = False
+
+    @classmethod
+    def failed(cls, number: int, refused: Refused, *, may_retry: bool = False) -> EndedSequence:
+        """Return the end of a sequence that failed."""
+        told = int(refused.outcome), refused.reason, refused.retry_after_s, refused.gpulet, refused.rule
+        return cls(number, "", *told, may_retry)
 
     def refused(self) -> Refused:
         """Return how it failed."""
-        return Refused(Outcome(self.outcome), self.reason, self.retry_after_s, self.gpulet)
+        return Refused(Outcome(self.outcome), self.reason, self.retry_after_s, self.gpulet, self.rule)
+
+
+class HeldBlocks(NamedTuple):
+    """What the sequences of a gpu-let hold: of its `blocks` of memory all but `free_blocks` (-1: not known). `waiting`
+    is how many sequences hold none, and `preempted` how often one has lost its own."""
+
+    free_blocks: int = -1
+    blocks: int = 0
+    waiting: int = 0
+    preempted: int = 0
 
 
 class Generated(_Message, tag=20):
     """What one step brought: the next token of each sequence that got one, and the sequences that ended with it.
 
-    `free_blocks`: the memory that no sequence holds after the step, in blocks of the gpu-let's model; -1 from a
-    dispatcher. `execution_ms`: how long the step took; 0 where there was none, or where another dispatcher is told.
+    `held`: what the gpu-let's sequences hold after the step; from a dispatcher it is empty. `execution_ms`: how long
+    the step took; 0 where there was none, or where another dispatcher is told.
     """
 
     tokens: list[tuple[int, int]]
     ended: list[EndedSequence]
-    free_blocks: int = -1
+    held: HeldBlocks = HeldBlocks()
     execution_ms: float = 0.0
 
 
@@ -269,8 +288,8 @@ class RefusedRow(NamedTuple):
     reason: str
     retry_after_s: float | None
     gpulet: str
-    rule: str
-    loop: str
+    rule: Rule
+    loop: Loop
 
 
 class Answers(_Message, tag=11):

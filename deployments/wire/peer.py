@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -126,7 +125,6 @@ class PeerConnection(Generic[StateT]):
         self._is_up = False
         self._ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._is_stopping = False
 
     @property
     def is_up(self) -> bool:
@@ -143,14 +141,15 @@ class PeerConnection(Generic[StateT]):
         self._task = asyncio.create_task(self._keep_connected(), name=f"connection {self._name}")
 
     async def stop(self) -> None:
-        """Close the connection and stop looking."""
-        self._is_stopping = True
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        if self._protocol is not None:
-            self._protocol.close()
+        """Close the connection and stop looking. Its owner hears of the loss before this returns, and of nothing
+        more."""
+        while self._task is not None and not self._task.done():
+            self._task.cancel()  # again: who waits for Ray may be told of it as of any error
+            await asyncio.wait([self._task], timeout=_RETRY_S[0])
+        protocol, self._protocol = self._protocol, None
+        if protocol is not None:
+            protocol.close()
+        self._lost(f"{self._name} is not needed any more")
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send a message; silent when the connection has just gone (`peer_lost` follows)."""
@@ -201,8 +200,11 @@ class PeerConnection(Generic[StateT]):
             self._protocol = None
         self._ended.set()
         if self._is_up:
-            self._is_up = False
             reason = f"{self._name} closed its connection" + (f" ({error})" if error else "")
-            if not self._is_stopping:
-                logger.warning("%s", reason)
+            logger.warning("%s", reason)
+            self._lost(reason)
+
+    def _lost(self, reason: str) -> None:
+        if self._is_up:
+            self._is_up = False
             self._events.peer_lost(self, reason)

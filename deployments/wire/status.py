@@ -43,7 +43,7 @@ class ModelCounts(msgspec.Struct, kw_only=True):
     arrival to refusal, summed over refused requests, `last_ms` when the last answer left (Unix time in ms). `queued`
     requests wait for a batch now. Planned figures are None where the plan expects nothing. Its dispatcher counts in it.
     `share_pct` and `shadow`: what a version is sent of its model's requests. `prompt_tokens` and `generated_tokens`:
-    those of generations that ended.
+    those of generations that ended; `written_tokens`: all that came, whatever becomes of their generation.
     """
 
     counted_at_s: float = 0.0
@@ -69,6 +69,7 @@ class ModelCounts(msgspec.Struct, kw_only=True):
     shadow: bool = False
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    written_tokens: int = 0
 
     @property
     def by_outcome(self) -> dict[str, int]:
@@ -152,9 +153,10 @@ class GpuletStatus(_Told, frozen=True, kw_only=True):
 
     `models`: the largest batch of every program it holds. `merged`: figures of merging, by program. `busy_s`: measured
     time of its batches; `predicted_s`: planned time of its batches. `lost`: how often its connection ended.
-    `slowdown`: measured over planned latency of recent batches, by program. `generating`: its open generations, and
-    `free_blocks` the memory that none of them held after the last step. Fields that only the gpu-let knows are None
-    or empty before it connects.
+    `slowdown`: measured over planned latency of recent batches, by program. `generating`: its open generations.
+    `free_blocks` of `blocks` is the memory that none of them held after the last step, `waiting` how many of them held
+    none, and `preempted` how often one has lost its own. `also_on` are the GPUs beside `gpu` that it lies on. Fields
+    that only the gpu-let knows are None or empty before it connects.
     """
 
     id: str
@@ -182,6 +184,10 @@ class GpuletStatus(_Told, frozen=True, kw_only=True):
     slowdown: dict[str, float] = {}
     generating: int = 0
     free_blocks: int | None = None
+    blocks: int = 0
+    waiting: int = 0
+    preempted: int = 0
+    also_on: tuple[str, ...] = ()
 
 
 # --- dispatchers ------------------------------------------------------------------------------------------------------
@@ -216,9 +222,9 @@ class AdviceStatus(_Told, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         delta = self.delta_gpus
-        what = f"add {delta}" if delta > 0 else f"release {-delta}" if delta < 0 else "keep"
+        what = f"add {delta} to" if delta > 0 else f"release {-delta} of" if delta < 0 else "keep"
         return (
-            f"{what} of {self.gpus} GPUs ({self.bad_rate:.1%} of {self.requests} requests bad, "
+            f"{what} {self.gpus} GPUs ({self.bad_rate:.1%} of {self.requests} requests bad, "
             f"GPUs idle {self.idle_fraction:.0%} of the time)"
         )
 

@@ -1,7 +1,7 @@
 """Let a real Prometheus scrape a made-up server and evaluate every alert and every expression of the dashboard.
 
-Run with `python -m lab.benchmarks.ask_prometheus`; needs `prometheus` in the path. Prints which found nothing: alerts
-that have no reason to fire should be the only ones.
+Run with `python -m lab.benchmarks.ask_prometheus`; needs `prometheus` in the path. It prints the expressions that found
+nothing. These should only be alerts that have no reason to fire.
 """
 
 from __future__ import annotations

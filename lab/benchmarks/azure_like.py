@@ -1,8 +1,8 @@
 """A day of invocations per function and minute, in the format of the Azure Functions trace of 2019, made up.
 
-The published files are too large to be shipped. What they are known for is imitated: few functions make most of the
-load, most follow the time of day, some come with the regularity of timers, some in bursts of minutes to hours. Figures
-made with it say "Azure-like"; the same benchmarks run on the published files (`--trace`).
+The published files are too large to be shipped. The day imitates their known traits: few functions make most of the
+load; most follow the time of day; some come as regularly as timers, some in bursts of minutes to hours. Figures made
+with it say "Azure-like". The same benchmarks run on the published files (`--trace`).
 """
 
 from __future__ import annotations

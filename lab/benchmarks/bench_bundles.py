@@ -1,8 +1,8 @@
 """What a request costs more when its gateway feeds a dispatcher in another process in bundles, against a dispatcher in
 the gateway's own process: added latency and processor time per request.
 
-Neither HTTP nor a model is in the way: requests are submitted open-loop, Poisson, and the gpu-let answers at once from
-inside the dispatcher's process, so that what is left is the dispatcher and the wire to it.
+There is neither HTTP nor a model. Requests are submitted open-loop, Poisson, and the gpu-let answers at once from
+inside the dispatcher's process. So only the dispatcher and the wire to it are measured.
 """
 
 from __future__ import annotations

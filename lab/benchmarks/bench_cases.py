@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
-from scenes import Model, arguments, available, goodput_rps, poisson, print_machine, uniform_system
+from scenes import Model, arguments, goodput_rps, poisson, print_machine, uniform_system
 
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
@@ -58,7 +58,7 @@ def flat_top(quick: bool) -> None:
 
 def by_batching_effect(quick: bool) -> None:
     """Alpha 1 ms, SLO 2 l(8), 32 GPUs, 10 models: the ratio deferred / eager over beta/alpha."""
-    names = available(["deferred", "eager"])
+    names = ["deferred", "eager"]
     print("\nFigure 6a: alpha 1 ms, SLO 2 l(8), 32 GPUs, 10 models, goodput r/s (paper: equal at 1, growing above)")
     print("beta/alpha " + "".join(f"{name:>10s}" for name in names) + "     ratio")
     for beta in (1, 3, 6, 10, 15) if quick else range(1, 16):
@@ -73,7 +73,7 @@ def by_batching_effect(quick: bool) -> None:
 
 def by_slo(quick: bool) -> None:
     """20 ResNet50-like models on 32 GPUs: SLO, popularity and burstiness."""
-    names = available(["deferred", "eager", "clockwork", "nexus", "shepherd"])
+    names = ["deferred", "eager", "clockwork", "nexus", "shepherd"]
     print("\nFigure 11: 20 ResNet50-like models (1.053 b + 5.072 ms), 32 GPUs, goodput r/s, every model at 99 %")
     print(f"{'arrivals':12s} {'popularity':10s} {'SLO ms':>6s} " + "".join(f"{name:>10s}" for name in names))
     popularities = {"equal": [1.0] * 20, "Zipf(0.9)": [1.0 / (rank + 1) ** 0.9 for rank in range(20)]}

@@ -1,8 +1,9 @@
 """What each fitted constant of the scheduler is worth: requests lost when it is halved and when it is doubled.
 
-A constant is fitted if the comment behind it says so (`NAME = 0.5  # fitted: ...`); whatever else steers is derived,
-from a paper, or an option. Each is halved and doubled over the same random scenarios (`regret_scenarios.py`), and the
-change of the mean attainment is printed in points. What cannot show half a point in either direction can go.
+A constant is fitted if the comment behind it says so (`NAME = 0.5  # fitted: ...`); all others that steer are derived,
+from a paper, or options. Each fitted one is halved and doubled over the same random scenarios (`regret_scenarios.py`),
+and the change of the mean attainment is printed in points. A constant that changes less than half a point both ways can
+be removed.
 
     python lab/benchmarks/bench_constants.py [--quick] [--count 30] [--seed 1] [--only NAME ...] [--list]
 """

@@ -9,7 +9,7 @@
 waves: gpulet's test (section 6.5): 1,800 s, two waves, the second higher, five models, four V100 of iGniter's profile.
 day: 20 models of Symphony's zoo with a day of Azure-like rates (`azure_like.py`) or of the published file, on a cluster
 that grows. incidents: a rate times three, a GPU lost and back, batches slower than profiled. standby: iGniter's figure
-17, a model whose batches take longer than profiled by what 10 % more share cures, with and without standby processes.
+17, with and without standby processes: batches of a model take longer than profiled, so that it needs 10 % more share.
 
 "clairvoyant" plans every period with the rates it really had, and changes at no cost. Latencies are those of the
 shipped profiles: these are simulated figures.

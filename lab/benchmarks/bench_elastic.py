@@ -1,15 +1,15 @@
 """What policy `tenuto` buys of three GPU types, against its own starts and every small cluster that is cheaper.
 
 Scenes are drawn from a seed: 1 to 8 models of the thesis on a V100 and on scaled A100s and T4s, with half to twice the
-list prices, SLOs that only some types hold, and rates of half a V100 to three in all. Three things are counted, each
-judged on Poisson arrivals of a seed that no planner uses, under `deferred`:
+list prices, SLOs that only some types hold, and rates of half a V100 to three in all. Three counts are made, each on
+Poisson arrivals of a seed that no planner uses, under `deferred`:
 
-* models below 99 % that the plan does not name (its reason for serving less than in full); below 99 % among 20,000
-  requests of all models, 300,000 others decide;
-* plans dearer than the elastic plan of one of the policy's own starts that stands the planner's trial and keeps every
-  model; one that failed that trial may never be bought, and is counted apart where the judge's arrivals are kinder;
+* models below 99 % that the plan does not name as served in part. When a model is below 99 % among 20,000 requests of
+  all models, 300,000 others decide;
+* plans dearer than the elastic plan of one of the policy's own starts that passes the planner's trial and keeps every
+  model. A start that failed the trial may not be bought; it is counted apart when it keeps every model here;
 * plans dearer than a cluster of up to `--most` GPUs on which some candidate of the policy keeps every model, among the
-  20,000 and the 300,000: of many candidates that miss 99 % by little, some have luck with few arrivals.
+  20,000 and the 300,000: of many candidates that miss 99 % by little, some are lucky with few arrivals.
 
 Run: python lab/benchmarks/bench_elastic.py [--seeds 40] [--first-seed 1] [--most 5]
 """

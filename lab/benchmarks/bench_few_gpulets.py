@@ -1,4 +1,4 @@
-"""Few gpu-lets, few models, SLOs of a few batch latencies: where holding a batch until frontrun meets a busy gpu-let.
+"""Few gpu-lets, few models, SLOs of a few batch latencies: a batch that is held until frontrun often meets no idle one.
 
 Symphony's evaluation has 8 GPUs and more. Here 1 to 4 gpu-lets each hold 2 or 6 ResNet50-like models (1.053 b + 5.072
 ms); goodput with 99 % of every model in time (objective `each`), beside eager and Symphony as published.

@@ -9,7 +9,7 @@ import argparse
 import itertools
 
 import numpy as np
-from scenes import arguments, available, goodput_rps, print_machine, uniform_system, zoo
+from scenes import arguments, goodput_rps, print_machine, uniform_system, zoo
 
 MODELS = ("DenseNet121", "InceptionV3", "ResNet50V2", "VGG16", "Xception", "BERT")
 N_MODELS = (8, 16, 24, 32, 48, 64)
@@ -26,9 +26,6 @@ def more(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     chosen = arguments(__doc__ or "", more)
     print_machine()
-    if not available([chosen.against]):
-        print(f"scheduler '{chosen.against}' is not installed")
-        return
     lines = {name: (alpha, beta) for name, alpha, beta, _, _ in zoo("1080ti")}
     grid = [
         point

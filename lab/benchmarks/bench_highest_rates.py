@@ -6,8 +6,8 @@ carries every rate. The latency tables of the paper (RTX 2080 Ti) were never pub
 `igniter-v100` profile with stand-ins, SLO = twice the solo latency at a batch of 32 on the whole GPU:
 LeNet alexnet, GoogLeNet and ResNet-50 resnet50, SSD-MobileNet ssd, VGG-16 vgg19.
 
-The factor is bisected to 0.2 %. A policy may accept more after it refused less, so that six rates up to 10 % above what
-was found are tried as well.
+The factor is bisected to 0.2 %. A policy may refuse a rate and accept a higher one. So six rates up to 10 % above the
+result are tried as well.
 
 Run: python lab/benchmarks/bench_highest_rates.py [--gpus 4] [--policies "ideal;gpulet"]
 """

@@ -2,13 +2,14 @@
 
     sudo python lab/benchmarks/bench_hosts.py [--redis PROGRAM] [--only worker,head|cut] [--rps 40]
 
-Every host has an address of its own on a bridge; clients come from outside to the front doors of two of them. worker:
-the line of one of these is cut, and its processes are killed behind it, so that nobody sees them end. head: the same
-with the host that runs the head of Ray, whose state lies in a Redis outside; it is started again 10 s later. Before
-that the dispatchers of the other hosts are killed once, so that the one that schedules, the oldest, is on the head's.
-cut: the line of a worker is cut for 3 s, that of the head for 3 s, that between the front door of a worker and the
-dispatcher that schedules for 10 s, and that of a worker for a minute; nothing is killed. Ray gives a host up that it
-has not heard for half a minute, and ends itself there: it is started again then, as a supervisor does.
+Every host has an address of its own on a bridge. Clients come from outside to the gateways of two of them.
+
+worker: the line of a host with a gateway is cut, and then its processes are killed, so that no other host sees them
+end. head: the same with the host that runs the head of Ray, whose state lies in a Redis outside. It is started again
+10 s later. Before that, the dispatchers of the other hosts are killed once: the oldest dispatcher schedules, and this
+puts it on the head's host. cut: four lines are cut, and nothing is killed: a worker's for 3 s, the head's for 3 s, the
+one between a worker's gateway and the dispatcher that schedules for 10 s, and a worker's for a minute. When Ray has not
+heard a host for half a minute, it ends itself there; then it is started again, as a supervisor would do.
 
 Namespaces, bridge and processes are removed at the end. Needs root, `ip` of iproute2, and for head a redis-server.
 """

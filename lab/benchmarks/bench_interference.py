@@ -3,7 +3,7 @@
 The error is |predicted - measured| / measured of a batch's latency beside one neighbour, given its latency alone. A
 model is judged on three kinds of rest: a random 30 % of the pair measurements (five draws), all measurements of one of
 the six pairs of networks (six rounds), all measurements with one of the four networks (four rounds). iGniter's analytic
-model has no constants from pairs, so all it is judged on is new to it; its own latencies alone are judged as well.
+model has no constants from pairs, so every pair is new to it; its latencies of a batch alone are judged as well.
 
 Published: gpulet 90 % of its pairs within 10.26 %, 95 % within 13.98 % (RTX 2080 Ti, 2,500 slowdowns, 30 % left out).
 iGniter 3.82 % in the mean for ResNet-50 on a V100, and gpulet's model there 4.15 %.

@@ -1,4 +1,4 @@
-"""One model sends eight times its plan: does another that keeps to its own pay for it?
+"""One model gets eight times its planned rate: does another model, which keeps to its plan, lose requests by it?
 
 Gold (weight 10) and bronze (weight 1) share gpu-lets; attainment of both when each keeps to its plan and when bronze
 sends eight times its own, under every scheduler, Poisson arrivals, 120 s.

@@ -1,6 +1,6 @@
-"""Many models on many gpu-lets, every one on each, beside the floor: starts of our own server, each measured from its
-first second, in which the scheduler knows nothing yet and rehearsals take what they may. The floor is measured again
-before every fifth start. With `--gateways-only` the gpu-lets stay: a start kills the gateway, which holds the
+"""Many models on many gpu-lets, every model on each, beside the floor. Starts of our own server are measured from their
+first second on, in which the scheduler knows nothing yet and rehearsals use their whole budget. The floor is measured
+again before every fifth start. With `--gateways-only` the gpu-lets stay: a start kills the gateway, which holds the
 scheduler, and Serve starts another one.
 
 Scenes are drawn from the seed: l(b) of 1 to 6 ms per request and 2 to 10 ms fixed, SLOs of 6 to 12 times l(1), rates

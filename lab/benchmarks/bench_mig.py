@@ -32,7 +32,6 @@ from tenuto.documents import load_document
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, PolicyUsed, Workload, load_policy, solve
 from tenuto.profiles import Profiles
-from tenuto.profiles.mig_instances import instance_type_of
 from tenuto.profiles.shipped import load_shipped
 
 PROFILES = Profiles([load_shipped("parvagpu-a100")])
@@ -105,7 +104,7 @@ def cut_as(plan: Plan, *, elastic: bool) -> Cluster:
         cut = [
             {"profile": mig.profile, "start": gpu.instance.start}
             for gpu in plan.gpus
-            if gpu.device == device and gpu.instance and (mig := instance_type_of(gpu.type))
+            if gpu.device == device and gpu.instance and (mig := gpu.cut_as)
         ]
         groups.append({"type": "a100-80gb", "mig": "managed", "instances": cut})
     return Cluster.model_validate({"nodes": [{"name": "n0", "gpus": groups}], "elastic": elastic})

@@ -1,4 +1,5 @@
-"""MuxServe's experiment in virtual time: 16 LLaMAs on 32 A100s at five peaks; also its spatial baseline, and gpu-lets.
+"""MuxServe's experiment in virtual time: 16 LLaMAs on 32 A100s at five peaks; also its spatial baseline and
+policy `tenuto`.
 
 python lab/benchmarks/bench_muxserve.py FACTS.json [--seeds 5] [--first-seed 0] [--plans]
 
@@ -31,13 +32,13 @@ def main() -> None:
     )
     for peak in sorted(experiment.workloads):
         meshes = {"muxserve": experiment.muxserve_units(peak), "spatial": experiment.spatial_units(peak)}
-        units, carried = experiment.gpulet_units(peak)
-        scores: dict[str, list[Score]] = {"muxserve": [], "spatial": [], "gpu-lets": []}
+        plan = experiment.gpulet_plan(peak)
+        scores: dict[str, list[Score]] = {"muxserve": [], "spatial": [], "tenuto": []}
         for seed in seeds:
             for name, runs in scores.items():
                 requests = experiment.requests(peak, seed)
-                if name == "gpu-lets":
-                    experiment.served_by_gpulets(units, requests)
+                if name == "tenuto":
+                    experiment.served_by_gpulets(plan, requests)
                 else:
                     experiment.served_by_meshes(meshes[name], requests)
                 runs.append(experiment.score(peak, requests))
@@ -52,10 +53,11 @@ def main() -> None:
         if chosen.plans:
             for mesh in meshes["muxserve"]:
                 print(f"     muxserve  {mesh.gpus} GPUs: {', '.join(f'{m.name} {s:g} %' for m, s in mesh.models)}")
-            for unit in units:
-                print(f"     gpu-lets  {unit.gpus} GPUs: "
-                      f"{', '.join(f'{g.model.name} {g.share:g} %' for g in unit.gpulets)}")  # fmt: skip
-            print(f"     gpu-lets  carry {carried:.2f} times the load within their part of the SLO")
+            for gpulet in plan.gpulets:
+                print(f"     tenuto    {len(gpulet.gpus)} GPUs from {gpulet.gpu}: {gpulet.models[0].name} "
+                      f"{gpulet.effective_share_pct:g} %")  # fmt: skip
+            for note in (*plan.notes, *plan.unserved_reasons.items()):
+                print(f"     tenuto    {note}")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@
 kill: `kill -9` of controller, gateway, dispatcher, gpu-let, Serve's proxy and the raylet of a worker node, one after
 another; or, with --signal STOP, they are stopped.
 change: every gpu-let restarts, without spare room and with it. triple: the rate of one model is multiplied by
-three; a controller finds it room. standby: iGniter's figure 17: batches of a model take longer than profiled by what
-10 % more share make up for, with a process on standby and without. waves: gpulet's test (bench_controller.py) on
-emulated GPUs that are as much slower as the rates are lower, and in a sixth of the time. head: the process in which the
+three; a controller finds room for it. standby: iGniter's figure 17, with a process on standby and without: batches of a
+model take longer than profiled, so that it needs 10 % more share. waves: gpulet's test (bench_controller.py) in a sixth
+of the time, on emulated GPUs that are slower by the factor by which the rates are lower. head: the process in which the
 head keeps the cluster's state, in an external Redis, is killed and started again. end: `tenuto serve` on a Ray of its
 own gets SIGINT, and another SIGTERM.
 
-Open loop: requests leave on schedule, each on a connection of its own, and are counted by what came back. Only
+Open loop: requests leave on schedule, each on a connection of its own, and are counted by their answers. Only
 processes that descend from this one are killed.
 """
 
@@ -283,7 +283,7 @@ def kill(args: argparse.Namespace) -> None:
 def controller_answers(operator: Operations) -> bool:
     """Whether the controller has begun."""
     try:
-        return bool(operator.controller.state())
+        return bool(operator.ask(lambda controller: controller.state()))
     except EnvironmentFaultError:
         return False
 
@@ -291,7 +291,7 @@ def controller_answers(operator: Operations) -> bool:
 def _show_log(operator: Operations, since_s: float) -> None:
     """Print what the controller did, in seconds since then."""
     began_s = time.time() - time.monotonic() + since_s
-    for line in operator.controller.log(500):
+    for line in operator.ask(lambda controller: controller.log(500)):
         if line.at_s >= began_s:
             took = f" (planned in {line.data['planning_s']} s)" if "planning_s" in line.data else ""
             print(f"  {line.at_s - began_s:6.1f} s {line.kind}: {line.text}{took}", flush=True)
@@ -391,7 +391,8 @@ def head(args: argparse.Namespace) -> None:
                 back_s = until(lambda: controller_answers(operator))
                 print(f"head away for {args.watch_s:g} s; the controller answers {back_s:.1f} s after its return")
                 versions = [version.why for version in operator.history.all()]
-                print(f"history: {versions}; log of the controller: {len(operator.controller.log(100))} entries")
+                log = operator.ask(lambda controller: controller.log(100))
+                print(f"history: {versions}; log of the controller: {len(log)} entries")
                 away = load.counts(since_s)
                 print(f"{sum(away.values())} requests from its death until then: {shown(away)}")
                 wider = make_plan({"n0/0/a": (50.0, ["one"]), "n1/0/b": (45.0, ["one", "two"])}, args.rps / 2)
@@ -615,7 +616,7 @@ def waves(args: argparse.Namespace) -> None:
                 held.append((at_s, sum(shares) / 100.0))
                 time.sleep(0.5)
         began_s = time.time() - time.monotonic() + since_s
-        log = [(line.at_s - began_s, line) for line in operator.controller.log(500)]
+        log = [(line.at_s - began_s, line) for line in operator.ask(lambda controller: controller.log(500))]
         operator.delete()
     counts = load.counts()
     total = sum(counts.values())

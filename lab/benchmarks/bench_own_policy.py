@@ -1,9 +1,9 @@
 """Tenuto's own policy on the ground of each published system: same models, GPUs, rates and SLOs, and a judge's seed.
 
-Every plan is judged in virtual time on arrivals no planner saw. Batching is `deferred` for all, so that placement is
-compared; beside it stands what the published policy reaches with the router it was made for, where there is one.
-Interference in the judge's run is that of the published system (measured pairs for the thesis, iGniter's model for
-iGniter and gpulet's for gpulet), not the one the own policy plans with unless that is said.
+Every plan is judged in virtual time on arrivals that no planner saw. Batching is `deferred` for all, so that placement
+is compared. A published policy is also run with the router for which it was made, if there is one. Interference in the
+judge's run is that of the published system (measured pairs for the thesis, iGniter's model for iGniter, gpulet's for
+gpulet). It is the model that our own policy plans with only if the output says so.
 
 Run: python lab/benchmarks/bench_own_policy.py [--quick] [thesis igniter gpulet usher symphony starts each]
 """

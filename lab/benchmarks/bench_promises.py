@@ -1,9 +1,9 @@
 """What plans promise against what they serve in virtual time: every policy on random workloads nobody tuned on.
 
-Workloads draw models, rates, SLOs, GPUs and how much of the cluster is asked for (`load`, of what the policy `symphony`
-keeps busy). Plans are simulated under the scheduler `deferred` with Poisson arrivals of a seed that no planner uses.
-Printed per policy: the error of the total, the plans within 2 %, and the models promised in full that got less than
-98 %, and those promised in full or not that got 99 %. What the policy believed itself stands beside it.
+Workloads draw models, rates, SLOs, GPUs, and the part of the cluster that they need (`load`, as policy `symphony`
+counts it). Plans are simulated under the scheduler `deferred` with Poisson arrivals of a seed that no planner uses.
+Printed for each policy: the error of the total, the plans within 2 %, the models promised in full that got less than
+98 %, and the models that got 99 %, promised in full or not. The policy's own figures (`believed`) stand beside these.
 
 Run: python lab/benchmarks/bench_promises.py [--seeds 20] [--first-seed 1000] [--policies ffd,usher]
 """

@@ -4,8 +4,8 @@
 
 Every server runs alone in a process, on uvloop, and answers a POST with twelve bytes of JSON once the body is there.
 The processor time of that process, divided by the requests it answered, depends little on what else the machine does;
-requests per second do. uvicorn reads with httptools, as ours does; aiohttp with a parser of its own in C. What ours
-does besides: it dates bytes by when they came, puts large bodies where gpu-lets can read them, and bounds what a client
+requests per second do. uvicorn reads with httptools, as ours does; aiohttp with a parser of its own in C. Ours does
+three things more: it notes when bytes arrived, puts large bodies where gpu-lets can read them, and bounds what a client
 may hold. Closed loop, 16 connections, one after the other and in turns; medians of the rounds.
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import time
 
-from scenes import RESNET50, Model, arguments, available, poisson, print_machine, uniform_system, zoo
+from scenes import RESNET50, Model, arguments, poisson, print_machine, uniform_system, zoo
 
 from tenuto.batching.core.scheduler import Dispatch
 from tenuto.batching.core.system import System
@@ -85,7 +85,7 @@ def main() -> None:
         system = uniform_system(models, gpus)
         still = simulated(system, rate, requests, "deferred", {"rehearse": "false"})
         print(f"{label:44s} {'not rehearsed':13s} {still:9,.0f}", flush=True)
-        for name in available(["deferred", "symphony", "eager", "timeout", "clockwork", "nexus", "shepherd"]):
+        for name in ("deferred", "symphony", "eager", "timeout", "clockwork", "nexus", "shepherd"):
             if name != "deferred" and chosen.quick:
                 continue
             print(f"{label:44s} {name:10s} {simulated(system, rate, requests, name):12,.0f}", flush=True)

@@ -1,5 +1,5 @@
-"""What streaming brings: requests answered in time by one gpu-let with and without it, by scheduler and by the part of
-a batch that its copies take.
+"""What streaming gains: requests in time of one gpu-let with and without it, by scheduler and by the part of a batch
+that its copies take.
 
 The gpu-let, its socket and the dispatcher are real, the GPU is emulated: a batch of four takes 40 ms, copies included.
 Poisson arrivals from inside the process, SLO 300 ms, at a rate between what the gpu-let can do without streaming and

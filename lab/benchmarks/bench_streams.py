@@ -1,5 +1,5 @@
-"""What the way of a token costs: many streams of an emulated model whose steps take the same time, asked over HTTP from
-another process. The gateway's share of a stream's TPOT is what it hears beyond the mean step of the gpu-let."""
+"""What a token's way to the client costs: many streams of an emulated model with steps of equal length, over HTTP from
+another process. A stream's TPOT less the mean step of the gpu-let is the share of dispatcher, gateway and client."""
 
 from __future__ import annotations
 

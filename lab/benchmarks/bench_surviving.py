@@ -2,11 +2,11 @@
 
 Workloads draw models, rates, SLOs, nodes, racks, GPUs and load; each model draws `spread` and `survive`. Policies take
 turns. Every GPU, node or rack that holds a replica of such a model is lost in a run of its own, a third of the way in,
-under the scheduler `deferred` with Poisson arrivals of a seed that no planner uses. A model holds where at least 99 %
-of `survive` times its planned part is in time, of what arrives after the loss. Where it is less, six times as many
-other arrivals decide: 10,000 are a few seconds, in which one burst of a model's 200 requests is more than 1 %. Both are
-counted (`short`: less of the first; `broken`: less of the others, too). Models that do not survive, as the plan says
-itself, are counted apart.
+under the scheduler `deferred` with Poisson arrivals of a seed that no planner uses. A model survives when, of the
+requests after the loss, at least 99 % of `survive` times its planned part are in time. When fewer are, six times as
+many other arrivals decide, because 10,000 arrivals are a few seconds, in which one burst of a model's 200 requests is
+more than 1 %. Both are counted (`short`: too few of the first arrivals; `broken`: also too few of the others). Models
+of which the plan itself says that they do not survive are counted apart.
 
 Run: python lab/benchmarks/bench_surviving.py [--seeds 40] [--first-seed 5000] [--elastic]
 """
@@ -26,7 +26,8 @@ from tenuto.batching.planning.losses import LossTrials
 from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.placement.surviving import domain_of, not_surviving
+from tenuto.placement.surviving import not_surviving
+from tenuto.placement.whereabouts import domain_of
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 

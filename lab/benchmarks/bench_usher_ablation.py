@@ -1,5 +1,5 @@
-"""What each ingredient of USHER is worth: goodput on a fixed cluster and GPUs on an elastic one, without it; and what
-merging is worth at most.
+"""What each ingredient of USHER gains: goodput on a fixed cluster and GPUs on an elastic one, without it; and what
+merging gains at most.
 
 The paper's own ablation (OSDI 2024: 24.3 to 51.6 % goodput against variants without one ingredient, 55.7 % against
 USHER without merging operators) was measured on a cluster with unpublished requirements and cannot be recomputed; this

@@ -1,5 +1,5 @@
 """The served path through each way in, with Tenuto's own load client: HTTP and the Python handle. Share in time, and
-the front door: what of an executed request's latency is neither waiting, nor a gpu-let's queue, nor execution.
+the front door: the latency of an executed request less waiting, the gpu-let's queue and execution.
 
 Symphony's ResNet50, l(b) = 1.053 b + 5.072 ms, SLO 25 ms, on two emulated GPUs, a Ray of its own.
 """

@@ -10,18 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from scenes import (
-    RESNET50,
-    Model,
-    arguments,
-    available,
-    goodput_rps,
-    poisson,
-    print_machine,
-    spread,
-    uniform_system,
-    zoo,
-)
+from scenes import RESNET50, Model, arguments, goodput_rps, poisson, print_machine, spread, uniform_system, zoo
 
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
@@ -48,7 +37,7 @@ def main() -> None:
     print_machine()
     seeds = range(chosen.seeds or (1 if chosen.quick else 3))
     duration_s = 15.0 if chosen.quick else 60.0
-    names = available(chosen.schedulers.split(","))
+    names = chosen.schedulers.split(",")
     print(f"64 GPUs, equal popularity, Poisson, no network delay, {duration_s:g} s, goodput in r/s: mean (range)")
     print(f"{'zoo':14s} {'scheduler':10s} {'criterion':9s} {'goodput':>24s} {'original':>9s} {'gain':>7s}")
     for (gpu_type, part), (all_rps, each_rps, shepherd_rps, nexus_rps) in PUBLISHED.items():

@@ -1,15 +1,19 @@
-"""Send a gateway random requests over real sockets, and count what becomes of them: framing, bodies, tensors, keys.
+"""Send a gateway random requests over real sockets, and count the answers: framing, bodies, tensors, keys, gRPC.
 
     python lab/benchmarks/fuzz_door.py [--requests 100000] [--seed 0] [--together 32] [-o FILE.json]
 
-The gateway is the product's own, in a process of its own with two gpu-lets that answer at once and two keys. Counted
-are answers, clear refusals (4xx, 429, 503 and 504 with an `error` in JSON), faults (any other 5xx, answers that are
-neither), connections that got no end, how long the gateway's loop stood, and the memory it grew by. The loop beats each
-millisecond. Between two beats `turn_ms` is the processor time of its own thread; `stood_ms` the processor time of all
-threads of the process, at most the wall time in which the loop did not wait for a core: other threads may hold Python's
-lock, other programs do not count. The exit code is 1 where anything is wrong.
+The gateway is the product's own and runs in a process of its own. It has two gpu-lets that answer at once, a gpu-let in
+another process that generates on an emulated GPU, and two keys. Some clients of streams leave in the middle. Every case
+closes its half of the connection after its last byte, so every connection must end. Conversations of HTTP/2 are made up
+as in tests/deployments/entry/test_http2_differential.py; no request may be answered that h2 does not read in them.
 
-Every case closes its half of the connection when it has sent what it has, so that each must come to an end.
+Counted are answers; clear refusals (4xx, 429, 503 and 504 with an `error` in JSON; over gRPC a status with a message);
+faults (any other 5xx, gRPC's INTERNAL and UNKNOWN, and answers that are neither); connections that did not end; memory
+of sequences that is still held at the end; how long the gateway's loop stood; and by how much its memory grew. The loop
+beats each millisecond. Between two beats, `turn_ms` is the processor time of its own thread. `stood_ms` is the
+processor time of all threads of the process, because they may hold Python's lock; it is at most the wall time in which
+the loop did not wait for a core, so other programs do not count. The exit code is 1 when anything is wrong. SIGTERM
+ends it early, with what it has by then.
 """
 
 from __future__ import annotations
@@ -19,8 +23,10 @@ import asyncio
 import contextlib
 import gzip
 import hashlib
+import itertools
 import json
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -30,7 +36,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_HUNG_S = 40.0  # longer than the server waits for headers; a whole request is answered or refused long before
+_HUNG_S = 240.0  # longer than a generation waits for its turn (60 s) and then takes for all the tokens that fit
 _TURN_MS = 20.0
 _GROWTH_MIB = 16.0  # a leak of 500 bytes a request would be 25 MiB over half of 100,000
 _SHOWN = 20
@@ -46,6 +52,7 @@ class Case(NamedTuple):
     kind: str
     sent: bytes
     is_whole: bool
+    leaves_at: int = 0  # bytes of the answer after which the client leaves; 0: it stays
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
@@ -225,6 +232,166 @@ def _good_case(chance: random.Random) -> bytes:
     return _request(text + bytes(8), f"Inference-Header-Content-Length: {len(text)}")
 
 
+_GENERATION = {"model": "w", "prompt": [1, 2, 3], "max_tokens": 4}
+_CHAT = {"model": "w", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+_GENERATE = {"text_input": "hi", "parameters": {"max_tokens": 4}}
+_GENERATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/completions", _GENERATION),
+    ("/v1/chat/completions", _CHAT),
+    ("/v2/models/w/generate", _GENERATE),
+    ("/v2/models/w/generate_stream", _GENERATE),
+)
+_FIELDS = [
+    *("model", "prompt", "messages", "text_input", "parameters", "max_tokens", "max_completion_tokens", "temperature"),
+    *(
+        "top_p",
+        "seed",
+        "stop",
+        "stream",
+        "stream_options",
+        "n",
+        "best_of",
+        "echo",
+        "logprobs",
+        "top_logprobs",
+        "suffix",
+    ),
+    *("presence_penalty", "logit_bias", "user", "response_format", "top_k", "tools", "id", "more"),
+]
+
+
+def _steered(chance: random.Random) -> Any:
+    """Return a value that a field of a generation may have, or nearly."""
+    size = chance.choice([1, 2, 17, 300, 5000, 100_000])
+    return chance.choice(
+        [
+            lambda: [1] * size,
+            lambda: [chance.choice([-1, 2**31, 2**63, 2**64, 10**400, 1.5, "1", None, [1], True])] * min(size, 300),
+            lambda: "x" * size,
+            lambda: ["x" * chance.choice([0, 1, 2000])] * min(size, 300),
+            lambda: ["a"] * size,
+            lambda: {str(number): 1.0 for number in range(min(size, 5000))},
+            lambda: [{"role": "user", "content": "x"}] * min(size, 5000),
+            lambda: [{"role": "user", "content": [{"type": "text", "text": "x"}], "more": _absurd(chance)}],
+            lambda: {"include_usage": chance.choice([True, False, None, 1]), "more": 1},
+            lambda: chance.choice([0, 1, 2, 16, 5000, 2**31 - 1, 2**31, 2**63, 2**64, -1, 1e308]),
+            lambda: _absurd(chance),
+        ]
+    )()
+
+
+def _generation_case(chance: random.Random) -> bytes:
+    path, document = chance.choice(_GENERATIONS)
+    document = {**document, **({"stream": True} if path.startswith("/v1") and chance.random() < 0.5 else {})}
+    for name in chance.sample(_FIELDS, chance.choice([0, 1, 1, 2, 3])):
+        document[name] = _steered(chance)
+    body = json.dumps(document).encode("utf-8", "surrogatepass")
+    kind = chance.random()
+    if kind < 0.1:
+        depth = chance.choice([10, 1000, 100_000])
+        nested = b'"more":' + chance.choice([b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth])
+        inside = b'{"model":"w","messages":[{"role":"user","content":"x",' + nested + b"}]}"
+        body = chance.choice([body[:-1] + b"," + nested + b"}", inside])
+    elif kind < 0.15:
+        body = body[: chance.randrange(len(body))]
+    elif kind < 0.2:
+        place = chance.randrange(len(body))
+        body = body[:place] + chance.randbytes(chance.randrange(1, 9)) + body[place + 1 :]
+    lines = [f"X-SLO-Ms: {chance.choice(['0', '1', '3600000', '1e9', 'nan', 'x'])}"] if chance.random() < 0.1 else []
+    if chance.random() < 0.05:
+        body, lines = gzip.compress(body, mtime=0), [*lines, "Content-Encoding: gzip"]
+    key = chance.choice([_KEY["anna"]] * 20 + [_KEY["ben"], None, "x"])
+    return _request(body, *lines, path=path, key=key)
+
+
+def _stream_case(chance: random.Random) -> bytes:
+    """A stream as it should be."""
+    path, document = chance.choice([each for each in _GENERATIONS if each[0] != "/v2/models/w/generate"])
+    most = chance.choice([1, 5, 50, 200])
+    if path.startswith("/v1"):
+        document = {**document, "stream": True, "max_tokens": most}
+    else:
+        document = {**document, "parameters": {"max_tokens": most}}
+    return _request(json.dumps(document).encode(), path=path)
+
+
+def _message(name: str) -> bytes:
+    """Return a good request of gRPC, as a call has it."""
+    from tenuto.deployments.entry.grpc_messages import InferRequest
+
+    asked = InferRequest(model_name="m", id=name, raw_input_contents=[bytes(8)])
+    asked.inputs.add(name="x", datatype="FP32", shape=[1, 2])
+    return _prefixed(asked.SerializeToString())
+
+
+def _prefixed(data: bytes, flag: int = 0) -> bytes:
+    return bytes((flag,)) + len(data).to_bytes(4, "big") + data
+
+
+def _conversation_case(chance: random.Random) -> bytes:
+    from tests.deployments.entry.test_http2_differential import made_up
+
+    return made_up(chance, (b"x-api-key", _KEY["anna"].encode()), message=_message)
+
+
+def _call_case(chance: random.Random) -> bytes:
+    """One call, whose frames are as they should be; its metadata and its messages need not be."""
+    from tenuto.deployments.entry import http2
+    from tenuto.deployments.entry.grpc_messages import COLD, SERVICE, InferRequest
+
+    paths = [f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"] * 6
+    paths += [f"{SERVICE}/{name}" for name in COLD] + ["no.Such/Call", "x/../y"]
+    paths += ["grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch"]
+    paths += ["grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
+    sent = []
+    for _ in range(chance.choice([0, 1, 1, 1, 1, 1, 2, 20])):
+        model = chance.choice(["m"] * 6 + ["w"] * 3 + ["n", "", "x" * 9000, "m/../n", "ü"])
+        asked = InferRequest(model_name=model, id=chance.choice(["", "1", "x" * 300]))
+        for _ in range(chance.choice([1, 1, 1, 1, 0, 2])):
+            shape = chance.choice([[1, 2], [1, 2], [1, 2], [], [2], [-1, 2], [2**62, 4], [0, 2], [1] * 3000, [1]])
+            kind = chance.choice(["FP32"] * 4 + ["BYTES", "BYTES", "UINT8", "", "FP99"])
+            tensor = asked.inputs.add(name=chance.choice(["x", "text_input", "y"]), datatype=kind, shape=shape)
+            match chance.randrange(4):
+                case 0:
+                    tensor.contents.fp32_contents.extend([1.0] * chance.choice([2, 2, 0, 3, 20_000]))
+                case 1:
+                    tensor.contents.bytes_contents.append(chance.randbytes(chance.choice([0, 3, 300])))
+                case _:
+                    asked.raw_input_contents.append(bytes(chance.choice([8, 8, 8, 0, 7, 9, 1 << 16])))
+        if model == "w" and chance.random() < 0.7:
+            asked = InferRequest(model_name="w")
+            asked.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"hi")
+            asked.parameters["max_tokens"].int64_param = chance.choice([1, 4, 50, 0, -1, 2**40])
+        if chance.random() < 0.2:
+            name = chance.choice(["timeout", "priority", "slo_ms", "temperature", "stop", "seed", "stream", "x"])
+            if chance.random() < 0.5:
+                asked.parameters[name].string_param = chance.choice(["", "1", "nan", "x" * 300])
+            else:
+                asked.parameters[name].int64_param = chance.choice([0, 1, -1, 2**62])
+        data = asked.SerializeToString()
+        if chance.random() < 0.15:
+            data = chance.choice([data[: len(data) // 2], chance.randbytes(chance.randrange(300)), b"", data + b"\xff"])
+        sent.append(_prefixed(data, chance.choice([0] * 30 + [1, 2])))
+    said = {":method": "POST", ":scheme": "http", ":path": f"/{chance.choice(paths)}", ":authority": "x"}
+    said |= {"te": "trailers", "content-type": "application/grpc"}
+    keys = [_KEY["anna"]] * 12 + [_KEY["ben"], "", "x", "x" * 9000]
+    said["x-api-key"] = chance.choice(keys)
+    for name, values in {
+        "grpc-timeout": ["10S", "1m", "0n", "999999999S", "x"],
+        "grpc-encoding": ["identity", "gzip", "x"],
+        "content-type": ["application/grpc+proto", "application/json", ""],
+        ":method": ["GET", "OPTIONS"],
+        "x-slo-ms": ["1", "nan", "1e9"],
+    }.items():
+        if chance.random() < 0.05:
+            said[name] = chance.choice(values)
+    block = b"".join(http2.literal(name.encode(), value.encode()) for name, value in said.items())
+    body = b"".join(sent)
+    frames = [http2.frame(http2.DATA, 0, 1, body[at : at + 9000]) for at in range(0, len(body), 9000)]
+    begun = http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0) + http2.frame(http2.HEADERS, 4, 1, block)
+    return begun + b"".join(frames) + http2.frame(http2.DATA, 1, 1)
+
+
 KINDS: dict[str, tuple[int, Callable[[random.Random], bytes]]] = {
     "good": (10, _good_case),
     "framing": (30, _framing_case),
@@ -233,17 +400,24 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], bytes]]] = {
     "tensor": (20, _tensor_case),
     "binary": (8, _binary_case),
     "key": (7, _key_case),
+    "generation": (15, _generation_case),
+    "stream": (4, _stream_case),
+    "left stream": (4, _stream_case),
+    "conversation": (15, _conversation_case),
+    "call": (15, _call_case),
 }
-_ANSWERED = ("good", "body", "tensor", "key")  # well framed: each is owed an answer
+_OVER_GRPC = ("conversation", "call")
+_ANSWERED = ("good", "body", "tensor", "key", "generation", "stream")  # well framed: each is owed an answer
 
 
-def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield the cases of a seed; each can be made again from its number."""
+def cases(seed: int, count: int, first: int = 0) -> Iterator[Case]:
+    """Yield the cases of a seed from `first` on; each can be made again from its number."""
     names = list(KINDS)
-    for number in range(count):
+    for number in range(first, count):
         chance = random.Random(f"{seed} {number}")
         (kind,) = chance.choices(names, [KINDS[name][0] for name in names])
-        yield Case(kind, KINDS[kind][1](chance), kind in _ANSWERED)
+        sent = KINDS[kind][1](chance)
+        yield Case(kind, sent, kind in _ANSWERED, chance.randrange(1, 3000) if kind == "left stream" else 0)
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
@@ -255,6 +429,8 @@ def verdict_of(case: Case, answer: bytes, *, is_ended: bool) -> str:
         return "!hung"
     if not answer:
         return "!no answer" if case.is_whole else "closed"
+    if case.kind in _OVER_GRPC:
+        return _verdict_of_frames(case, answer)
     last = ""
     rest = answer
     while rest:
@@ -266,6 +442,16 @@ def verdict_of(case: Case, answer: bytes, *, is_ended: bool) -> str:
         if status < 200:
             continue
         fields = {name.strip().lower(): value.strip() for name, _, value in map(_field, head.split(b"\r\n")[1:])}
+        if fields.get(b"transfer-encoding") == b"chunked":
+            events, rest = _unchunked(rest)
+            if events is None:
+                return "closed" if case.leaves_at else "!cut answer"
+            if b'"error"' in events and case.kind != "stream":
+                last = last or "refused amid the stream"
+            elif not events.startswith(b"data: ") or b'"error"' in events:
+                return "!no events"
+            last = last or "answered"
+            continue
         length = int(fields.get(b"content-length", b"0"))
         if case.sent.startswith(b"HEAD") and (not rest or rest.startswith(b"HTTP/1.1 ")):
             length = 0
@@ -285,6 +471,66 @@ def verdict_of(case: Case, answer: bytes, *, is_ended: bool) -> str:
     return last or ("!no answer" if case.is_whole else "closed")
 
 
+def frames_of(answer: bytes) -> Iterator[tuple[int, int, int, bytes]]:
+    """Yield kind, flags, stream and payload of whole frames."""
+    while len(answer) >= 9 and len(answer) >= 9 + (size := int.from_bytes(answer[:3], "big")):
+        yield answer[3], answer[4], int.from_bytes(answer[5:9], "big"), answer[9 : 9 + size]
+        answer = answer[9 + size :]
+
+
+def _verdict_of_frames(case: Case, answer: bytes) -> str:
+    from jh2.hpack import Decoder
+
+    from tenuto.deployments.entry import http2
+    from tenuto.deployments.entry.grpc_messages import InferResponse
+    from tests.deployments.entry.test_http2_differential import InvalidBodyLengthError, theirs
+
+    bodies: dict[int, bytes] = {}
+    others: set[int] = set()
+    word, decoder = "", Decoder()
+    for kind, flags, stream, payload in frames_of(answer):
+        if kind == http2.DATA:
+            bodies[stream] = bodies.get(stream, b"") + payload
+        elif kind == http2.HEADERS:
+            said = {name: value for name, value, *_ in decoder.decode(payload, True)}
+            status = said.get(b"grpc-status")
+            if said.get(b":status") == b"415":
+                others.add(stream)  # not gRPC; the status behind it is for who reads no other
+            if status in (b"2", b"13") and stream not in others:
+                return f"!fault {said!r}"
+            if flags & 1 and status is None:
+                return "!no status"
+            if status not in (None, b"0"):
+                if not said.get(b"grpc-message"):
+                    return f"!unclear {said!r}"
+                word = word or f"refused by gRPC {status.decode()}"
+            elif status is not None:
+                word = "answered"
+        elif kind == http2.GOAWAY and payload[4:8] != bytes(4):
+            word = word or ("refused by HTTP/2" if payload[8:] else "!unclear end")
+    if case.kind == "call":
+        return word or "!no answer"
+    whole = [body[5:] for body in bodies.values() if len(body) == 5 + int.from_bytes(body[1:5], "big")]
+    told = {InferResponse.FromString(body).id for body in whole}
+    with contextlib.suppress(InvalidBodyLengthError):  # ends a connection of h2, and here a call
+        if not told <= theirs(case.sent)[0]:
+            return "!answered what h2 refuses"
+    return word or "closed"
+
+
+def _unchunked(data: bytes) -> tuple[bytes | None, bytes]:
+    """Return a body that came in chunks, None where it is cut, and what follows it."""
+    parts = []
+    while True:
+        size, found, data = data.partition(b"\r\n")
+        if not found or len(data) < int(size, 16) + 2:
+            return None, b""
+        part, data = data[: int(size, 16)], data[int(size, 16) + 2 :]
+        if not part:
+            return b"".join(parts), data
+        parts.append(part)
+
+
 def _field(line: bytes) -> tuple[bytes, bytes, bytes]:
     return line.partition(b":")
 
@@ -294,7 +540,10 @@ def _is_clear(body: bytes) -> bool:
         found = json.loads(body)
     except ValueError:
         return False
-    return isinstance(found, dict) and isinstance(found.get("error"), str) and bool(found["error"])
+    error = found.get("error") if isinstance(found, dict) else None
+    if isinstance(error, dict):  # OpenAI's form
+        error = error.get("message")
+    return isinstance(error, str) and bool(error)
 
 
 async def send(port: int, case: Case, number: int) -> tuple[str, bytes]:
@@ -306,13 +555,20 @@ async def send(port: int, case: Case, number: int) -> tuple[str, bytes]:
     async def read() -> None:
         while data := await reader.read(1 << 16):
             answer.extend(data)
+            if case.leaves_at and len(answer) >= case.leaves_at:
+                writer.transport.abort()
+                return
 
     try:
         reading = asyncio.ensure_future(read())
         writer.write(case.sent)
         with contextlib.suppress(OSError):
             await asyncio.wait_for(writer.drain(), _HUNG_S)
-            if case.is_whole:  # a client that has closed its half may be taken for one that has left
+            if case.kind in _OVER_GRPC:
+                await _until_quiet(answer, reading, is_one=case.kind == "call")
+            elif (
+                case.is_whole or case.leaves_at
+            ):  # a client that has closed its half may be taken for one that has left
                 await _until_answered(answer, reading)
             writer.write_eof()
         is_ended = True
@@ -331,32 +587,50 @@ async def _until_answered(answer: bytearray, reading: asyncio.Future[None]) -> N
     until = time.monotonic() + _HUNG_S
     while not reading.done() and time.monotonic() < until:
         head, found, _ = bytes(answer[:20_000]).partition(b"\r\n\r\n")
-        if found:
+        if found and b"transfer-encoding: chunked" in head:
+            if answer.endswith(b"0\r\n\r\n"):
+                return
+        elif found:
             length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0].strip() or b"0"
             if len(answer) >= len(head) + 4 + int(length):
                 return
         await asyncio.sleep(0.002)
 
 
+async def _until_quiet(answer: bytearray, reading: asyncio.Future[None], *, is_one: bool) -> None:
+    """Wait for the end of the one call, or until nothing more comes."""
+    until, came, quiet = time.monotonic() + _HUNG_S, -1, 0
+    while not reading.done() and time.monotonic() < until and (is_one or quiet < 10):
+        quiet = quiet + 1 if len(answer) == came else 0
+        if is_one and not quiet and any(kind == 1 and flags & 1 for kind, flags, _, _ in frames_of(bytes(answer))):
+            return
+        came = len(answer)
+        await asyncio.sleep(0.005)
+
+
 async def fuzz(
-    port: int, seed: int, count: int, together: int, figures: Callable[[], dict[str, Any]]
+    port: int, grpc_port: int, seed: int, first: int, count: int, together: int, figures: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """Send all cases and return what became of them."""
     seen: Counter[str] = Counter()
     by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     wrong: list[dict[str, Any]] = []
     memory: list[float] = []
-    numbered = enumerate(cases(seed, count))
-    every = max(1, count // 20)
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    numbered = enumerate(itertools.takewhile(lambda _: not stopped.is_set(), cases(seed, count, first)), first)
+    every = max(1, (count - first) // 20)
 
     async def work() -> None:
         for number, case in numbered:
             try:
-                word, answer = await send(port, case, number)
+                word, answer = await send(grpc_port if case.kind in _OVER_GRPC else port, case, number)
             except OSError as error:
                 word, answer = f"!no connection ({error.strerror})", b""
             seen[word] += 1
             by_kind[case.kind][word] += 1
+            if word.startswith("!"):
+                print(f"case {number}, {case.kind}: {word}", file=sys.stderr, flush=True)
             if word.startswith("!") and len(wrong) < _SHOWN:
                 wrong.append(
                     {
@@ -382,7 +656,7 @@ async def fuzz(
     early, late = memory[len(memory) // 4 : len(memory) // 2], memory[3 * len(memory) // 4 :]
     return {
         "seed": seed,
-        "requests": count,
+        "requests": seen.total(),
         "seen": dict(sorted(seen.items())),
         "by_kind": {kind: dict(sorted(counts.items())) for kind, counts in by_kind.items()},
         "wrong": wrong,
@@ -397,17 +671,27 @@ async def fuzz(
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-def serve(port: int) -> None:
+def serve(port: int, grpc_port: int) -> None:
     """Run a gateway until the standard input ends; each line on it asks for figures."""
     import uvloop
 
     from tenuto.deployments.entry.gateway import Entry
     from tenuto.deployments.process.own_loop import spare_the_collector
     from tenuto.deployments.serve.user_config import read_gateway_config
-    from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
+    from tenuto.deployments.wire.peer import Endpoint
+    from tests.instruments.fake_gpulet import FakeGpulet, finder
 
-    plan = make_plan(("a", ("m",)), ("b", ("n",)), slo_ms=60_000.0)
+    plan = _plan()
     gpulets = {"a": FakeGpulet("a", ("m",)), "b": FakeGpulet("b", ("n",))}
+    command = [sys.executable, __file__, "--generate"]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    assert writer.stdin is not None
+    endpoint = Endpoint(*json.loads(writer.stdout.readline()))
+
+    async def find_writer() -> Endpoint:
+        return endpoint
+
     hashes = [{"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()} for name, key in _KEY.items()]
     hashes[1]["models"] = ["n"]  # type: ignore[assignment]
     beside = asyncio.new_event_loop()
@@ -431,9 +715,11 @@ def serve(port: int) -> None:
         loop.call_later(0.001, beat)
 
     async def begin() -> Entry:
-        entry = Entry(finder(gpulets))
+        entry = Entry(lambda name: find_writer if name == "w" else finder(gpulets)(name))
         config = {"plan": plan.to_data(), "scheduler": {"name": "eager"}, "keys": hashes}
-        await entry.follow(read_gateway_config({**config, "listen": {"host": "127.0.0.1", "port": port}}))
+        for name, its_port in (("listen", port), ("grpc", grpc_port)):
+            config[name] = {"host": "127.0.0.1", "port": its_port}
+        await entry.follow(read_gateway_config(config))
         while not entry.service.dispatching.is_ready():
             await asyncio.sleep(0.01)
         spare_the_collector()
@@ -447,39 +733,84 @@ def serve(port: int) -> None:
         for gpulet in gpulets.values():  # they keep what they were asked, for tests
             for kept in (gpulet.sizes, gpulet.messages, gpulet.bodies):
                 kept.clear()
+        print(file=writer.stdin, flush=True)
+        held_blocks = int(writer.stdout.readline())
         said = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         found = {
             **{name: round(value, 1) for name, value in longest.items()},
             "memory_mib": round(int(said["RssAnon"].split()[0]) / 1024, 1),
             "shared_mib": round(int(said["RssShmem"].split()[0]) / 1024, 1),  # slots for bodies, which are kept
+            "held_blocks": held_blocks,
             "unfinished_bytes": entry.server.status().unfinished_bytes,
             "connections": entry.server.status().connections,
         }
         print(json.dumps(found), flush=True)
 
 
+def _plan() -> Any:
+    """Two networks on gpu-lets that answer at once, and one that generates, whose steps take 1 ms."""
+    from tenuto.placement import Plan
+    from tenuto.profiles.generation import StepCost
+    from tests.instruments.fake_gpulet import make_plan
+
+    data = make_plan(("a", ("m",)), ("b", ("n",)), slo_ms=60_000.0).to_data()
+    steps = StepCost.line(1.0, 0.0, 0.0, 0.0, 0.0).model_dump(mode="json")
+    lengths = {"prompt_tokens": 20, "output_tokens": 20, "max_sequences": 64, "max_batch_tokens": 512}
+    model = {"name": "w", "batch_size": 64, "kv_tokens": 16_384, "steps": steps}
+    data["gpus"].append({"id": "v", "type": "v100"})
+    data["gpulets"].append({"id": "w", "gpu": "v", "share_pct": 50, "models": [model]})
+    slo = {"ttft_ms": 60_000, "tpot_ms": 60_000}
+    options = {"tokenizer": "bytes"}
+    data["models"].append({"name": "w", "rate_rps": 10, "slo": slo, "generates": lengths, "options": options})
+    return Plan.from_data(data)
+
+
+def generate() -> None:
+    """Run the gpu-let that generates until the standard input ends; each line on it asks for the blocks that are
+    held."""
+    from tenuto.deployments.gpulet.replica import LocalReplica
+    from tenuto.deployments.serve.deployment import Deployment
+
+    (config,) = [each for each in Deployment(plan=_plan()).config().gpulets if each.spec and each.spec.gpulet == "w"]
+
+    async def run() -> None:
+        replica = await LocalReplica.start(config.spec, config.user_config)
+        print(json.dumps(await replica.endpoint()), flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            generator = replica.executor.generator("w")
+            print(generator.blocks - generator.free_blocks, flush=True)
+        await replica.close()
+
+    asyncio.run(run())
+
+
 def main() -> None:
     """Fuzz, print the result, and end with 1 where something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--together", type=int, default=32, help="connections at a time")
     parser.add_argument("--case", type=int, help="print what this case of the seed sends, and nothing else")
-    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=int, nargs=2, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--generate", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the result there as well")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2]))
     if args.serve is not None:
-        serve(args.serve)
+        serve(*args.serve)
+        return
+    if args.generate:
+        generate()
         return
     if args.case is not None:
-        *_, case = cases(args.seed, args.case + 1)
+        (case,) = cases(args.seed, args.case + 1, args.case)
         sys.stdout.buffer.write(case.sent)
         return
     from tenuto.deployments.serve.launcher import unused_port
 
-    port = unused_port()
-    command = [sys.executable, __file__, "--serve", str(port)]
+    port, grpc_port = unused_port(), unused_port()
+    command = [sys.executable, __file__, "--serve", str(port), str(grpc_port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
         assert server.stdout is not None
@@ -494,7 +825,7 @@ def main() -> None:
 
         began_at = time.monotonic()
         try:
-            result = asyncio.run(fuzz(port, args.seed, args.requests, args.together, figures))
+            result = asyncio.run(fuzz(port, grpc_port, args.seed, args.first, args.requests, args.together, figures))
         finally:
             server.stdin.close()
     result["seconds"] = round(time.monotonic() - began_at, 1)
@@ -503,6 +834,7 @@ def main() -> None:
     faults += [f"the loop stood for {last['stood_ms']} ms, {last['over']} times too long"] if last["over"] else []
     grown = result["memory_growth_mib"]
     faults += [f"memory grew by {grown} MiB"] if grown > _GROWTH_MIB else []
+    faults += [f"{last['held_blocks']} blocks of sequences are kept"] if last["held_blocks"] else []
     faults += ["bodies are kept"] if last["unfinished_bytes"] else []
     faults += [f"{last['connections']} connections are kept"] if last["connections"] else []
     result["faults"] = faults

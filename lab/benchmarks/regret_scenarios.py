@@ -1,4 +1,4 @@
-"""Random serving scenarios for `bench_regret.py`, far wider than what any scheduler here was written for.
+"""Random serving scenarios for `bench_regret.py`, far wider than those for which any scheduler here was written.
 
 A scenario is 1 to 20 models on 1 to 32 GPUs at 0.5 to 1.2 of what full staggered batches could carry. Models: l(1) of 2
 to 50 ms, fixed over marginal cost 0.3 to 20, an SLO of 1.6 to 12 l(1). Arrivals: uniform, Poisson, gamma of shape 0.1

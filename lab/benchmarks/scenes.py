@@ -1,9 +1,8 @@
-"""What the batching benchmarks share: published set-ups, goodput by name of scheduler, and how results are printed."""
+"""Shared by the batching benchmarks: published set-ups, goodput by name of scheduler, and the output of results."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import statistics
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from tenuto import version
 from tenuto.batching.core.system import NetworkDelay, System
-from tenuto.batching.registry import SCHEDULERS, make_scheduler
+from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.goodput import Criterion, Goal, Trial, try_arrivals
 from tenuto.batching.virtual.highest_rate import SearchLimits, find_highest_rate
 from tenuto.profiles.shipped import load_shipped
@@ -104,16 +103,6 @@ def goodput_rps(
 def uniform_system(models: Sequence[Model], gpus: int, network: NetworkDelay | None = None) -> System:
     """Return the plain setting: every GPU holds every model."""
     return everywhere_linear(models, gpus, network or NetworkDelay())
-
-
-def available(wanted: Sequence[str]) -> list[str]:
-    """Return those schedulers whose module is installed."""
-    return [
-        name
-        for name in wanted
-        if importlib.util.find_spec(SCHEDULERS[name].partition(":")[0].rpartition(".")[0])
-        and importlib.util.find_spec(SCHEDULERS[name].partition(":")[0])
-    ]
 
 
 def arguments(description: str, more: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:

@@ -2,10 +2,10 @@
 replica on a GPU of its own, scaled by the number of ongoing requests.
 
 The rule is that of Ray Serve 2.60 with its defaults: every 10 s the ongoing requests, averaged over 30 s, are divided
-by `target_ongoing_requests`; more replicas are started once that has asked for more for 30 s, fewer are kept once it
-has asked for fewer for 600 s. A careful user's settings otherwise: batches as large as two of them fit into the SLO, a
-target of one batch per replica, and requests that wait for a batch no longer than half of the SLO leaves. It flatters
-Serve: one queue per model (no router that errs), and nothing between client and replica takes time.
+by `target_ongoing_requests`. When the result was higher than the replicas for 30 s, more are started; when it was lower
+for 600 s, some end. The other settings are those of a careful user: the largest batch of which two fit into the SLO, a
+target of one batch per replica, and requests that wait for a batch for at most the rest of half the SLO. This flatters
+Serve: a model has one queue (no router that errs), and nothing between client and replica takes time.
 """
 
 from __future__ import annotations

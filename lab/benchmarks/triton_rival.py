@@ -1,6 +1,6 @@
 """NVIDIA Triton (the CPU binary of the `nvidia-pytriton` wheel, Python backend) as a rival over the same HTTP.
 
-Installed on demand into an environment of its own that is thrown away by hand; never a dependency of the project. Its
+Installed on demand into an environment of its own, which you remove by hand; never a dependency of the project. Its
 settings are those that served most here: batches of at most 7, a queue policy that rejects after 12 of 25 ms, four HTTP
 threads, no metrics. Each model instance is a process of its own, as gpu-lets are.
 """

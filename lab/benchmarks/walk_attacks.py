@@ -1,5 +1,5 @@
 """Play the attacks on the front door against a real `tenuto serve --emulate`, over its own socket and behind HAProxy,
-and print a table of what became of each.
+and print a table of their results.
 
     python lab/benchmarks/walk_attacks.py [--tenuto COMMAND]
 
@@ -32,11 +32,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hpack import Decoder, Encoder
 from serving import BODY, PATH, heading, synthetic_plan
 
+from tenuto.deployments.entry import http2
+from tenuto.deployments.entry.grpc_messages import SERVICE, InferRequest
 from tenuto.deployments.serve.launcher import unused_port
+from tenuto.profiles.generation import StepCost
 
-_KEY, _GUEST = "the key of the honest client", "the key of another client"
+_KEY, _GUEST, _PAID = "the key of the honest client", "the key of another client", "a key of 100 tokens a second"
 _MIB = 1 << 20
 _LONGEST_S = 60.0
 _NUMBERS = b'{"inputs":[{"name":"INPUT0","shape":[1,1],"datatype":"FP32","data":[%b1]}]}'
@@ -67,6 +71,12 @@ def request(
     size = f"Content-Length: {len(body) if length is None else length}"
     head = [f"POST {path} HTTP/1.1", "Host: localhost", *([size] if length != "" else []), *shown, *lines]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+def asked(prompt: Any = "x", most: int = 100, key: str | None = _KEY, **more: Any) -> bytes:
+    """Return a request for a stream."""
+    document = {"model": "writer", "prompt": prompt, "max_tokens": most, "stream": True, **more}
+    return request(json.dumps(document).encode(), path="/v1/completions", key=key)
 
 
 def answer(connection: socket.socket) -> tuple[int, bytes]:
@@ -129,8 +139,9 @@ def be_honest(port: int) -> None:
 class Served:
     """`tenuto serve --emulate` of a build, with keys, and what its gateway's process holds."""
 
-    def __init__(self, port: int, operators: int, gateway: int) -> None:
+    def __init__(self, port: int, grpc_port: int, operators: int, gateway: int) -> None:
         self.port = port
+        self.grpc_port = grpc_port
         self.operators = operators
         self.gateway = gateway  # its pid
         self._most_mib = 0.0
@@ -174,18 +185,33 @@ def _nothing(seconds: float) -> str:
 @contextlib.contextmanager
 def served(command: str, folder: Path) -> Iterator[Served]:
     """Serve until the end of the block."""
-    port, operators, proxy = unused_port(), unused_port(), unused_port()
+    port, grpc_port, operators, proxy = unused_port(), unused_port(), unused_port(), unused_port()
     plan, keys = folder / "plan.yaml", folder / "keys.yaml"
-    plan.write_text(yaml.safe_dump(synthetic_plan(0.1, 1.0, 2000.0, 100.0, 1, 8).to_data()))
+    plan.write_text(yaml.safe_dump(_plan()))
     entries = [
         {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), "models": [models]}
-        for name, key, models in (("honest", _KEY, "*"), ("guest", _GUEST, "guest*"))
+        for name, key, models in (("honest", _KEY, "*"), ("guest", _GUEST, "guest*"), ("paid", _PAID, "writer"))
     ]
+    entries[-1]["tokens_per_s"] = 100.0
     keys.write_text(yaml.safe_dump({"keys": entries}))
     ports = ["--port", str(port), "--operator-port", str(operators), "--proxy-port", str(proxy)]
     log = (folder / "log").open("wb")
     server = subprocess.Popen(
-        [command, "serve", str(plan), "--emulate", "--keys", str(keys), "--gateways", "1", *ports],
+        [
+            command,
+            "serve",
+            str(plan),
+            "--emulate",
+            "--address",
+            "local",
+            "--keys",
+            str(keys),
+            "--gateways",
+            "1",
+            "--grpc-port",
+            str(grpc_port),
+            *ports,
+        ],
         stdout=log,
         stderr=log,
         cwd=folder,
@@ -199,13 +225,27 @@ def served(command: str, folder: Path) -> Iterator[Served]:
             if server.poll() is not None or time.monotonic() > until:
                 raise SystemExit((folder / "log").read_text())
             time.sleep(0.5)
-        yield Served(port, operators, _listener(port))
+        yield Served(port, grpc_port, operators, _listener(port))
     finally:
         server.send_signal(signal.SIGINT)
         try:
             server.wait(60.0)
         except subprocess.TimeoutExpired:
             server.kill()
+
+
+def _plan() -> dict[str, Any]:
+    """One model that answers a request, and one that writes 200 tokens a second for each of up to 32 at a time."""
+    data = synthetic_plan(0.1, 1.0, 2000.0, 100.0, 1, 8).to_data()
+    steps = StepCost.line(5.0, 0.0, 0.0, 0.0, 0.0).model_dump(mode="json")
+    lengths = {"prompt_tokens": 20, "output_tokens": 20, "max_sequences": 32, "max_batch_tokens": 512}
+    slo = {"ttft_ms": 10_000, "tpot_ms": 1000}
+    data["gpus"].append({"id": "n0/1", "type": "v100"})
+    replica = {"name": "writer", "batch_size": 32, "kv_tokens": 1 << 18, "steps": steps}
+    data["gpulets"].append({"id": "n0/1/a", "gpu": "n0/1", "models": [replica]})
+    options = {"tokenizer": "bytes"}
+    data["models"].append({"name": "writer", "rate_rps": 1, "slo": slo, "generates": lengths, "options": options})
+    return data
 
 
 def _listener(port: int) -> int:
@@ -314,8 +354,8 @@ def pipelined(port: int, many: int) -> str:
     return f"{told} in {time.monotonic() - began_at:.1f} s"
 
 
-def idle(port: int, count: int) -> str:
-    """Hold connections without a key, and ask with one."""
+def idle(port: int, count: int, answers: Callable[[], bool], begun: bytes = b"") -> str:
+    """Hold connections without a key that have said so much, and ask with one on others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, count + 1000), hard))
     held = []
@@ -325,17 +365,22 @@ def idle(port: int, count: int) -> str:
             connection.bind((f"127.0.0.{2 + number % 200}", 0))
             connection.settimeout(10.0)
             connection.connect(("127.0.0.1", port))
+            connection.sendall(begun)
             held.append(connection)
         time.sleep(1.0)
-        began_at, statuses = time.monotonic(), []
-        for _ in range(20):
-            with contextlib.suppress(OSError):
-                statuses.append(ask(port, request(), timeout_s=10.0))
-        return f"of 20 new connections with a key {statuses.count(200)} answered in {time.monotonic() - began_at:.1f} s"
+        began_at, answered = time.monotonic(), sum(answers() for _ in range(20))
+        return f"of 20 new connections with a key {answered} answered in {time.monotonic() - began_at:.1f} s"
     finally:
         for connection in held:
             connection.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def is_answered(port: int) -> bool:
+    """Ask once with a key; return whether that was answered."""
+    with contextlib.suppress(OSError):
+        return ask(port, request(), timeout_s=10.0) == 200
+    return False
 
 
 def guessed(port: int, seconds: float) -> str:
@@ -371,6 +416,244 @@ def mapped(port: int) -> str:
         return f"register {begun}, as an output {asked}; the file is {kept}"
     finally:
         file.unlink()
+
+
+def streamed(port: int, count: int, what: bytes, seconds: float, leaves_at: int | None) -> str:
+    """Ask for so many streams at once; read no answer (`leaves_at` None), or leave after so many bytes. Then say what
+    they were told, when an honest stream beside them began, and when one behind them was whole."""
+    open_sockets: dict[socket.socket, bytes] = {}
+    for number in range(count):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.bind((f"127.0.0.{2 + number % 200}", 0))
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(what)
+        open_sockets[connection] = b""
+    beside_s = _first_s(port)
+    statuses, until = Counter[str](), time.monotonic() + seconds
+    if leaves_at is None:
+        time.sleep(seconds)
+    while open_sockets and (leaves_at is None or time.monotonic() < until):
+        for connection, came in list(open_sockets.items()):
+            connection.settimeout(0.01)
+            is_over, more = leaves_at is None, b""
+            try:
+                more = connection.recv(65536)
+                is_over |= not more
+            except TimeoutError:
+                pass
+            except OSError:
+                statuses["ended by the server"] += leaves_at is None
+                is_over = True
+            came = open_sockets[connection] = came + more
+            if is_over or (leaves_at is not None and len(came) >= leaves_at):
+                statuses[came[9:12].decode() or "no answer"] += 1
+                connection.close()
+                del open_sockets[connection]
+    statuses["still open"] += len(open_sockets)
+    for connection in open_sockets:
+        connection.close()
+    began_at = time.monotonic()
+    behind = ask_whole(port)
+    told = ", ".join(f"{number:,} x {status}" for status, number in sorted(statuses.items()) if number)
+    return f"{told}; a stream beside them began after {beside_s:.1f} s; {behind} {time.monotonic() - began_at:.1f} s"
+
+
+def _first_s(port: int) -> float:
+    began_at = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), _LONGEST_S) as connection, contextlib.suppress(OSError):
+        connection.sendall(asked(most=2))
+        while b"data: " not in (more := connection.recv(65536)) and more:
+            pass
+    return time.monotonic() - began_at
+
+
+def ask_whole(port: int) -> str:
+    """Ask for an answer that needs nearly all memory for keys and values; say whether it came."""
+    body = json.dumps({"model": "writer", "prompt": [1] * ((1 << 18) - 10_000), "max_tokens": 2}).encode()
+    return f"one that needs nearly all memory {ask(port, request(body, path='/v1/completions'))} after"
+
+
+# --- attacks by HTTP/2 ------------------------------------------------------------------------------------------------
+
+_BEGUN = http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0)
+_NO_WINDOW = http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0, b"\0\4" + bytes(4))
+
+
+def said(key: str | None = _KEY, name: str = f"{SERVICE}/ModelInfer") -> list[tuple[str, str]]:
+    """Return a call's metadata."""
+    headers = [(":method", "POST"), (":scheme", "http"), (":path", f"/{name}"), (":authority", "localhost")]
+    headers += [("te", "trailers"), ("content-type", "application/grpc")]
+    return [*headers, ("x-api-key", key)] if key else headers
+
+
+def block_of(headers: list[tuple[str, str]]) -> bytes:
+    """Return a header block."""
+    return b"".join(http2.literal(name.encode(), value.encode()) for name, value in headers)
+
+
+def called(stream: int = 1, key: str | None = _KEY, name: str = f"{SERVICE}/ModelInfer") -> bytes:
+    """Return the frames of a call."""
+    asked = InferRequest(model_name="synthetic", raw_input_contents=[bytes(4)])
+    asked.inputs.add(name="INPUT0", datatype="FP32", shape=[1, 1])
+    data = asked.SerializeToString() if name.endswith("Infer") else b""
+    message = b"\0" + len(data).to_bytes(4, "big") + data
+    head: bytes = http2.frame(http2.HEADERS, 4, stream, block_of(said(key, name)))
+    return head + http2.frame(http2.DATA, 1, stream, message)
+
+
+def reset_at_once(stream: int) -> bytes:
+    """Return the frames of a call that its client gives up at once."""
+    return called(stream) + http2.frame(http2.RST_STREAM, 0, stream, (8).to_bytes(4, "big"))
+
+
+def call(port: int, timeout_s: float = 10.0) -> bool:
+    """Return whether a call on a connection of its own is answered."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout_s) as connection:
+        connection.sendall(_BEGUN + called())
+        frames = connection.makefile("rb")
+        while len(head := frames.read(9)) == 9:
+            payload = frames.read(int.from_bytes(head[:3], "big"))
+            if head[3] == http2.HEADERS and head[4] & 1:
+                return dict(Decoder().decode(payload)).get("grpc-status") == "0"
+    return False
+
+
+def framed(port: int, *blocks: bytes, seconds: float = 20.0, reads: bool = True, connections: int = 1) -> str:
+    """Send these blocks one after the other on each connection, in a while; say how much was taken and how the
+    connections ended."""
+    told, taken = Counter[str](), 0
+    open_sockets: dict[socket.socket, tuple[int, memoryview, bytearray]] = {}
+    for number in range(connections):
+        connection = socket.socket()
+        connection.bind((f"127.0.0.{2 + number % 200}", 0))
+        connection.settimeout(10.0)
+        connection.connect(("127.0.0.1", port))
+        connection.setblocking(False)
+        open_sockets[connection] = 0, memoryview(blocks[0]), bytearray()
+    until = time.monotonic() + seconds
+    while open_sockets and time.monotonic() < until:
+        is_still = True
+        for connection, (index, rest, came) in list(open_sockets.items()):
+            try:
+                if rest:
+                    size = connection.send(rest[: 1 << 20])
+                    rest, taken, is_still = rest[size:], taken + size, False
+                    if not rest and index + 1 < len(blocks):
+                        index, rest = index + 1, memoryview(blocks[index + 1])
+            except BlockingIOError:
+                pass
+            except OSError:
+                is_still = False
+            open_sockets[connection] = index, rest, came
+            if not reads:
+                continue
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    more = connection.recv(1 << 18)
+                except ConnectionResetError:
+                    more = b""
+                came += more
+                if not more:
+                    told[_end_of(came)] += 1
+                    connection.close()
+                    del open_sockets[connection]
+                is_still = False
+        if is_still:
+            time.sleep(0.01)
+    told["still open"] += len(open_sockets)
+    for connection, (_, _, came) in open_sockets.items():
+        if len(open_sockets) == 1 and reads:
+            told[f"{_statuses(came)}"] += 1
+        connection.close()
+    words = ", ".join(f"{number} x {word}" if connections > 1 else word for word, number in told.items() if number)
+    return f"{words}; {taken / _MIB:.1f} of {connections * sum(map(len, blocks)) / _MIB:.1f} MiB taken"
+
+
+def _frames(data: bytes | bytearray) -> Iterator[tuple[int, int, bytes]]:
+    at = 0
+    while len(data) - at >= 9:
+        end = at + 9 + int.from_bytes(data[at : at + 3], "big")
+        yield data[at + 3], data[at + 4], bytes(data[at + 9 : end])
+        at = end
+
+
+def _end_of(data: bytearray) -> str:
+    for kind, _, payload in _frames(data):
+        if kind == http2.GOAWAY:
+            return f"ended with code {payload[7]}, {payload[8:].decode() or 'no reason'}"
+    return "closed"
+
+
+def _statuses(data: bytearray) -> str:
+    decoder, found = Decoder(), Counter[str]()
+    for kind, flags, payload in _frames(data):
+        if kind == http2.HEADERS:
+            headers = dict(decoder.decode(payload))
+            found[f"status {headers.get('grpc-status')}"] += flags & 1
+        elif kind in (http2.RST_STREAM, http2.PING):
+            found["refused" if kind == http2.RST_STREAM else "pongs"] += 1
+    return ", ".join(f"{number:,} {word}" for word, number in found.items() if number) or "nothing told"
+
+
+def attacks_by_http2(port: int) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield attacks on the socket of gRPC."""
+    resets = b"".join(reset_at_once(stream) for stream in range(1, 20_000, 2))
+    yield "gRPC: 10,000 calls reset at once, with a key", lambda: framed(port, _BEGUN + resets)
+    yield "gRPC: the same on each of 100 connections", lambda: framed(port, _BEGUN + resets, connections=100)
+    strangers = b"".join(
+        called(stream, None) + http2.frame(http2.RST_STREAM, 0, stream, bytes(4)) for stream in range(1, 20_000, 2)
+    )
+    yield "gRPC: without a key on 100", lambda: framed(port, _BEGUN + strangers, connections=100)
+    head = http2.frame(http2.HEADERS, 0, 1, block_of(said()))
+    on = http2.frame(http2.CONTINUATION, 0, 1, http2.literal(b"a", b"b" * 100) * 150)
+    yield "gRPC: 100 MiB of CONTINUATION", lambda: framed(port, _BEGUN + head, on * (100 * _MIB // len(on)))
+    empty = http2.frame(http2.CONTINUATION, 0, 1) * _MIB
+    yield "gRPC: a million empty ones", lambda: framed(port, _BEGUN + head, empty)
+    encoder = Encoder()
+    first = encoder.encode([*said(), ("a", "x" * 3900)])
+    bombs = [http2.frame(http2.HEADERS, 4, 1, first)]
+    again = encoder.encode([("a", "x" * 3900)])
+    bombs += [http2.frame(http2.HEADERS, 4, stream, again * 16_000) for stream in range(3, 2000, 2)]
+    yield "gRPC: 16,000 times a header of 3.9 KiB in each block of 16 KiB", lambda: framed(port, _BEGUN, *bombs)
+    for name, begun in {
+        "that say nothing": b"",
+        "that have begun": _BEGUN,
+        "with a call that is not whole": _BEGUN + called(1, None)[:-30],
+        "with half a header block": _BEGUN + head,
+    }.items():
+        asking = functools.partial(call, port)
+        yield f"gRPC: 4,096 connections without a key {name}", functools.partial(idle, port, 4096, asking, begun)
+    live = b"".join(called(stream, None, f"{SERVICE}/ServerLive") for stream in range(1, 4000, 2))
+    infer = b"".join(called(stream) for stream in range(1, 4000, 2))
+    for name, asked in {"without a window": _NO_WINDOW, "with one": _BEGUN}.items():
+        unread = functools.partial(framed, port, asked + live, seconds=10.0, reads=False, connections=300)
+        yield f"gRPC: 2,000 calls of ServerLive on each of 300 connections {name}, no answer read", unread
+        unread = functools.partial(framed, port, asked + infer, seconds=10.0, reads=False, connections=300)
+        yield f"gRPC: the same for inference with a key, {name}", unread
+    for name, block in {
+        "PING": http2.frame(http2.PING, 0, 0, bytes(8)),
+        "SETTINGS": http2.frame(http2.SETTINGS, 0, 0, b"\0\4\0\1\0\0"),
+        "empty DATA": http2.frame(http2.DATA, 0, 1),
+        "PRIORITY": http2.frame(http2.PRIORITY, 0, 3, bytes(5)),
+        "WINDOW_UPDATE": http2.frame(http2.WINDOW_UPDATE, 0, 1, b"\0\0\0\1"),
+        "unknown frames": http2.frame(99, 0, 0),
+    }.items():
+        opened = _BEGUN + http2.frame(http2.HEADERS, 4, 1, block_of(said(name=f"{SERVICE}/ModelStreamInfer")))
+        flood = block * (20 * _MIB // len(block))
+        yield f"gRPC: 20 MiB of {name}", functools.partial(framed, port, opened, flood)
+        if name in ("PING", "SETTINGS"):
+            unread = functools.partial(framed, port, opened, flood, seconds=5.0, reads=False, connections=20)
+            yield f"gRPC: the same on each of 20 connections, no answer read ({name})", unread
+    bomb = gzip.compress(bytes(64 * _MIB))
+    packed = dict(said()) | {"grpc-encoding": "gzip"}
+    opened = _BEGUN + http2.frame(http2.HEADERS, 4, 1, block_of(list(packed.items())))
+    parts = [http2.frame(http2.DATA, 0, 1, bomb[at : at + 16_000]) for at in range(0, len(bomb), 16_000)]
+    sent_bomb = opened + http2.frame(http2.DATA, 0, 1, b"\1" + len(bomb).to_bytes(4, "big")) + b"".join(parts)
+    yield "gRPC: 64 MiB of zeros in a compressed message", lambda: framed(port, sent_bomb, seconds=2.0)
+    opened = _BEGUN + http2.frame(http2.HEADERS, 4, 1, block_of(said()))
+    promise = http2.frame(http2.DATA, 0, 1, b"\0" + (1 << 30).to_bytes(4, "big"))
+    yield "gRPC: a message of 1 GiB", lambda: framed(port, opened + promise, seconds=2.0)
 
 
 def stolen_token(command: str, folder: Path) -> str:
@@ -414,6 +697,10 @@ def stolen_token(command: str, folder: Path) -> str:
     return f"{len(told)} bytes came to the other socket, {'THE TOKEN AMONG THEM' if b'5' * 64 in told else 'no token'}"
 
 
+def _told(port: int, sent: bytes) -> str:
+    return str(ask(port, sent))
+
+
 def by_head(port: int, *lines: str) -> str:
     """Ask for the status with these headers."""
     with socket.create_connection(("127.0.0.1", port), 10.0) as connection:
@@ -455,11 +742,28 @@ def attacks(gateway: Served, command: str, folder: Path) -> Iterator[tuple[str, 
     yield "the same at once with a key, for inference", lambda: piled(port, 300, request(), 2000, 10.0)
     for many in (2000, 10_000):
         yield f"{many:,} requests for inference at once with a key", functools.partial(pipelined, port, many)
-    yield "4,096 idle connections without a key", lambda: idle(port, 4096)
+    yield "4,096 idle connections without a key", lambda: idle(port, 4096, lambda: is_answered(port))
     yield "keys tried for 20 s", lambda: guessed(port, 20.0)
     yield "a file of root in shared memory", lambda: mapped(port)
     yield "another's model", lambda: str(ask(port, request(key=_GUEST)))
     yield "no key", lambda: str(ask(port, request(key=None)))
+    yield "1,000 streams at once without a key", lambda: streamed(port, 1000, asked(key=None), 20.0, 1)
+    yield "1,000 streams at once with one", lambda: streamed(port, 1000, asked(), 60.0, 1)
+    yield "30 streams of 20,000 tokens, no answer read", lambda: streamed(port, 30, asked(most=20_000), 40.0, None)
+    yield "1,000 streams left after a few bytes", lambda: streamed(port, 1000, asked(most=20_000), 60.0, 300)
+    paid = asked(most=500, key=_PAID)
+    yield "100 streams of 500 tokens at once, key of 100 tokens/s", lambda: streamed(port, 100, paid, 30.0, 1)
+    deep = b'{"model":"writer","messages":[{"role":"user","content":"x","more":' + b"[" * 500_000
+    for name, sent_body in {
+        "a prompt of 1 MiB of text": json.dumps({"model": "writer", "prompt": "x " * 500_000}).encode(),
+        "of 500,000 tokens": json.dumps({"model": "writer", "prompt": [1] * 340_000}).encode(),
+        "100,000 stop strings": json.dumps({"model": "writer", "prompt": "x", "stop": ["y"] * 200_000}).encode(),
+        "500,000 brackets in a message": deep,
+        "2 MiB": bytes(2 * _MIB),
+    }.items():
+        path = "/v1/chat/completions" if sent_body is deep else "/v1/completions"
+        yield f"for a stream: {name}", functools.partial(_told, port, request(sent_body, path=path))
+    yield from attacks_by_http2(gateway.grpc_port)
     foreign = f"Host: evil.example:{operators}"
     yield "operators' status with another Host", lambda: by_head(operators, foreign)
     here = f"Host: 127.0.0.1:{operators}"

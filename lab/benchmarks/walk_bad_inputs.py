@@ -1,8 +1,8 @@
-"""Send a served system what clients get wrong, over real sockets, and show what each is told; then look whether
-anything was lost by it: connections, shared memory, requests.
+"""Send a served system the mistakes of clients, over real sockets, and show the answers. Then look whether they cost
+connections, shared memory or requests.
 
-Run with `python lab/benchmarks/walk_bad_inputs.py`: it serves one emulated model on a Ray of its own. The exit code
-is 1 where an answer is not the one that belongs to the mistake.
+Run with `python lab/benchmarks/walk_bad_inputs.py`: it serves one emulated model on a Ray of its own. The exit code is
+1 when an answer is not the one that belongs to the mistake.
 """
 
 from __future__ import annotations

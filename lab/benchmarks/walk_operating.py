@@ -1,5 +1,5 @@
 """Walk the way that lab/journal/faults.md shows, from the first deploy to the delete on a real Ray of two nodes, with
-emulated GPUs, and print every command with what it said.
+emulated GPUs, and print every command with its output.
 
     python lab/benchmarks/walk_operating.py
 
@@ -69,7 +69,12 @@ class Walk:
 
     def until_logged(self, word: str, timeout_s: float) -> None:
         """Wait until the controller's log has an entry with this in it; not by a command, which takes seconds."""
-        until(lambda: any(word in f"{line.kind}: {line.text}" for line in self._operator.controller.log(50)), timeout_s)
+
+        def is_there() -> bool:
+            lines = self._operator.ask(lambda controller: controller.log(50))
+            return any(word in f"{line.kind}: {line.text}" for line in lines)
+
+        until(is_there, timeout_s)
 
 
 def main() -> None:

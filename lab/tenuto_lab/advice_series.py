@@ -15,8 +15,8 @@ from tenuto.outcome import Outcome
 def advice_over_time(result: SimulationResult, options: AutoscaleOptions | None = None) -> list[Advice]:
     """Return the advice of every full window of a run, warm-up included, without following it.
 
-    A request counts in the window of its answer, or of its deadline when it had none. Busy time is that of GPUs: where
-    gpu-lets share one, it is busy while any of them is (their sum, limited to the window).
+    A request counts in the window of its answer; without an answer, in that of its deadline. A GPU with several
+    gpu-lets is busy for the sum of their times, at most the whole window.
 
     Raises:
         InvalidInputError: options out of range.
@@ -29,7 +29,7 @@ def advice_over_time(result: SimulationResult, options: AutoscaleOptions | None 
         return []
     slo = np.array([model.slo_ms for model in result.system.models], dtype=np.float64)
     ended_ms = np.where(np.isnan(result.answered_ms), result.arrival_ms + slo[result.model], result.answered_ms)
-    arrived = ~np.isnan(ended_ms)  # stages of applications that were never due are no requests
+    arrived = ~np.isnan(ended_ms)  # a stage of an application that was never due counts as no request
     window = np.floor(ended_ms[arrived] / (1000.0 * options.window_s)).astype(np.int64)
     is_good = result.outcome[arrived] == Outcome.OK
     good = np.bincount(window[is_good], minlength=windows)

@@ -1,8 +1,8 @@
 """The Azure Functions traces as arrivals: the per-minute counts of 2019 and the single invocations of 2021.
 
-A stream is one function of one app, since function names are unique only within an app. The streams that have
-arrivals in the slice are dealt to `parts` models, either striped (stream i to part i mod n) or in blocks (part
-floor(n*i/streams), what AlpaServe calls round robin). Counts per minute carry no times, so those inside a minute are
+A stream is one function of one app, because function names are unique only within an app. Streams that have arrivals
+in the slice are dealt to `parts` models. They are dealt striped (stream i to part i mod n) or in blocks (part
+floor(n*i/streams), which AlpaServe calls round robin). Counts per minute have no times, so times within a minute are
 drawn; see `_is_drawn`.
 
     arrival:
@@ -32,19 +32,19 @@ from tenuto.placement.arrivals.arrival_processes import Recorded
 
 Times = NDArray[np.float64]
 _MINUTE_S, _DAY_MIN = 60.0, 1440  # unit
-# paper: AlpaServe (OSDI 2023), whose code finds rate and variation in windows of this length, and takes the rate that
-# was counted where the one from the gaps is this many times as high
+# paper: AlpaServe (OSDI 2023). Its code finds rate and variation in windows of this length. When the rate from the gaps
+# is this many times the counted rate, its code takes the counted one.
 _WINDOW_2021_S, _WILD_RATE = 5400.0, 5.0
-_FEW_GAPS = 2  # limit: of fewer there is no variation
+_FEW_GAPS = 2  # limit: fewer gaps give no variation
 
 
 class AzureOptions(StrictModel):
     """Options of both formats.
 
     `part` of `parts`: which share of the streams this model gets. `start_s`: where in the trace the slice begins.
-    `rescale`: bring the slice to the workload's rate; otherwise the trace's own. 2019: `cv` of the gaps inside a
-    minute (1: Poisson). 2021: with `rescale` or a `cv_scale` other than 1 the arrivals are drawn anew, in windows of
-    `window_s` with the rate and variation found there; otherwise they are the recorded ones."""
+    `rescale`: bring the slice to the workload's rate; otherwise the trace's own rate counts. 2019: `cv` is that of the
+    gaps inside a minute (1: Poisson). 2021: with `rescale`, or a `cv_scale` other than 1, arrivals are drawn anew in
+    windows of `window_s`, with the rate and variation of each window; otherwise they are the recorded ones."""
 
     part: Annotated[int, Field(ge=0, strict=True)] = 0
     parts: Annotated[int, Field(ge=1, strict=True)] = 1
@@ -135,7 +135,7 @@ def _from_counts(
         factor = rate_rps / (counts.sum() / (len(counts) * _MINUTE_S)) if options.rescale else 1.0
         minutes = [_gamma(factor * count / _MINUTE_S, options.cv, _MINUTE_S, generator) for count in counts.tolist()]
     else:
-        # As many as were counted, at times as a Poisson process has them given their number.
+        # The counted number of arrivals, at times as a Poisson process has them when their number is given.
         minutes = [np.sort(generator.random(count)) * _MINUTE_S for count in counts.tolist()]
     times = np.concatenate([part + index * _MINUTE_S for index, part in enumerate(minutes)]) - offset
     return times[(times >= 0) & (times < duration_s)]

@@ -1,9 +1,9 @@
-"""Comparing runs: differences with the spread that belongs to them, and "no difference" when the gap lies inside it.
+"""Compares runs: differences with their intervals, and "no difference" when the interval contains zero.
 
 A side of a comparison is one run, or a folder of repeats. Over repeats the interval is Student's: paired when both
-sides saw the same schedules one by one, Welch's otherwise. A single run against a single run is compared over 20
-parts of its measured time, paired because both saw the same requests; that interval knows nothing of the spread
-between runs, and says so. A 99th percentile of so short a part is none, so it is judged over repeats only."""
+sides saw the same schedules one by one, Welch's otherwise. Two single runs are compared over 20 parts of their measured
+time, paired because both saw the same requests. That interval does not know the spread between runs, and the comparison
+says so. So short a part has no 99th percentile, so that figure is judged over repeats only."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tenuto.loadgen.records import Records
 from tenuto.loadgen.run import Run, load_document, load_run
 from tenuto.outcome import Outcome
 
+_TOKENS = ("mean_ttft_ms", "mean_tpot_ms", "tokens_per_s")  # of models that generate
 CONFIDENCE = 0.95  # unit: of intervals, two-sided
 _PARTS = 20  # unit: parts of a run, whose means are compared (batch means)
 _LEAST_PARTS = 5  # limit: below it no interval is given
@@ -64,7 +65,7 @@ class Difference:
 
     @property
     def conclusion(self) -> str:
-        """`higher`, `lower`, `no difference`, or `unknown` where the spread is not known."""
+        """`higher`, `lower`, `no difference`, or `unknown` if the spread is not known."""
         gap = self.difference
         if gap is None:
             return "unknown"
@@ -79,7 +80,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sides, what differs, how the spread was found, and what the reader must know."""
+    """Two sides, their differences, how the spread was found, and notes for the reader."""
 
     first: Side
     second: Side
@@ -136,6 +137,8 @@ def compare(first: Side, second: Side, *, different_schedules: bool = False) -> 
     for model, metric in _metrics(models):
         if metric == "mean_batch" and model not in first.documents[0]["models"]:
             continue  # an application has no batches of its own
+        if metric in _TOKENS and any(metric not in _rows(side.documents[0])[str(model)] for side in (first, second)):
+            continue
         values = [_values(side, model, metric, order=paired) for side in (first, second)]
         means = [float(np.nanmean(v)) if not np.isnan(v).all() else None for v in values]
         if single:
@@ -185,7 +188,9 @@ def _rows(document: Mapping[str, Any]) -> dict[str, Any]:
 def _metrics(models: Sequence[str]) -> list[tuple[str | None, str]]:
     whole: list[tuple[str | None, str]] = [(None, "goodput_rps"), (None, "attainment")]
     return whole + [
-        (name, metric) for name in models for metric in ("attainment", "p50_ms", "p90_ms", "p99_ms", "mean_batch")
+        (name, metric)
+        for name in models
+        for metric in ("attainment", "p50_ms", "p90_ms", "p99_ms", "mean_batch", *_TOKENS)
     ]
 
 
@@ -215,7 +220,7 @@ def _half_width(first: NDArray[np.float64], second: NDArray[np.float64], *, pair
 
 
 def _paired_half_width(gaps: NDArray[np.float64], *, least: int) -> float | None:
-    """Return half the interval of the mean of differences that belong together; None where fewer than so many are."""
+    """Return half the interval of the mean of paired differences; None if there are too few of them."""
     gaps = gaps[~np.isnan(gaps)]
     return _student(float(gaps.std(ddof=1)) / math.sqrt(len(gaps)), len(gaps) - 1) if len(gaps) >= least else None
 
@@ -230,7 +235,7 @@ def _student(error: float, freedom: float) -> float:
 
 
 def _parts_of(first: Side, second: Side) -> tuple[Run, Run, NDArray[np.float64]] | None:
-    """Return both runs and the edges of the parts of the time that both measured; None when it is too short."""
+    """Return both runs and the edges of the parts of the time that both measured; None if this time is too short."""
     runs = (load_run(first.folders[0]), load_run(second.folders[0]))
     begin, end = max(r.begin_ms for r in runs), min(r.end_ms for r in runs)
     return None if end <= begin else (*runs, np.linspace(begin, end, _PARTS + 1))
@@ -265,6 +270,13 @@ def _figure(records: Records, metric: str, length_s: float) -> float:
     if metric == "mean_batch":
         sizes = records.batch_size[records.batch_size > 0]
         return float(sizes.size / (1.0 / sizes).sum()) if sizes.size else math.nan
+    if metric in _TOKENS:
+        answered = records.where(records.status == 200)
+        if metric == "tokens_per_s":
+            return float(answered.output_tokens.sum()) / length_s
+        values = answered.ttft_ms if metric == "mean_ttft_ms" else answered.tpot_ms
+        values = values[~np.isnan(values)]
+        return float(values.mean()) if values.size else math.nan
     latency = records.latency_ms[records.status == 200]
     latency = latency[~np.isnan(latency)]
     return float(np.percentile(latency, 50 if metric == "p50_ms" else 90)) if latency.size else math.nan

@@ -1,4 +1,4 @@
-"""How full plans make each GPU, as USHER counts it (section 3.3): the sums of Creq and Mreq of the replicas there."""
+"""Counts how full a plan makes each GPU by USHER's measure (section 3.3): the sums of Creq and Mreq of its replicas."""
 
 from __future__ import annotations
 

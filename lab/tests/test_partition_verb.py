@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tenuto.errors import InvalidInputError
-from tenuto_lab.verbs.partition import command
+from tenuto.errors import InvalidInputError, raise_if_any
+from tenuto.placement.policies.symphony.partition import PartitionLimits, PartitionModel, partition
+from tenuto_lab.verbs.partition import command, gpus_of, members_of, partition_problems
 
 WORKLOAD = """models:
 - {name: a, rate_rps: 900, slo_ms: 50, latency: {alpha_ms: 1, beta_ms: 5}}
@@ -72,3 +73,39 @@ def test_one_impossible_model_does_not_keep_the_others_from_being_parted(tmp_pat
     assert "unserved: gpt2: its 900 r/s alone are above the 500 of a sub-cluster" in ran.stdout
     data = json.loads(CliRunner().invoke(command, [*arguments, "--json"], catch_exceptions=False).stdout)
     assert (data["assignment"], list(data["unserved"])) == ({"bert": 0}, ["vgg19", "gpt2"])
+
+
+def model(name: str, rate_rps: float = 100.0, need: float = 1.0, memory: float = 100.0) -> PartitionModel:
+    return PartitionModel(name, need, rate_rps, memory)
+
+
+def test_a_sub_cluster_gets_the_gpus_it_keeps_busy() -> None:
+    found = partition([model("a", need=9.0), model("b", need=0.5)], 2)
+    assert gpus_of(found, 10)[found.assignment["a"]] == 9
+    assert [len(members_of(found, k)) for k in range(2)] == [1, 1]
+    with pytest.raises(InvalidInputError):
+        gpus_of(found, 1)
+
+
+@pytest.mark.parametrize(
+    ("models", "count", "limits"),
+    [
+        ([], 1, PartitionLimits()),
+        ([model("a")], 2, PartitionLimits()),
+        ([model("a", need=0.0)], 1, PartitionLimits()),
+        ([model("a")], 0, PartitionLimits()),
+        ([model("a", float("nan"))], 1, PartitionLimits()),
+        ([model("a", memory=9e9)], 1, PartitionLimits(memory_mib=10.0)),
+        ([model("a", 900.0)], 1, PartitionLimits(max_rate_rps=10.0)),
+        ([model("a"), model("b"), model("c")], 2, PartitionLimits(max_models=1)),
+    ],
+)
+def test_wrong_numbers_and_impossible_limits_are_refused(
+    models: list[PartitionModel], count: int, limits: PartitionLimits
+) -> None:
+    def partitioned() -> None:
+        raise_if_any(partition_problems(models, count, limits, {}, 1.0))
+        partition(models, count, limits=limits)
+
+    with pytest.raises(InvalidInputError):
+        partitioned()

@@ -7,6 +7,7 @@ its times come from its own clock, so no difference between two machines' clocks
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,12 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.loadgen.application_load import ApplicationLoad, Joins
 from tenuto.loadgen.clients.precise_timer import PreciseTimer, Timer
 from tenuto.loadgen.clients.priority import Priority, preferred
 from tenuto.loadgen.records import NAN, Records, request_id
 from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
+from tenuto.loadgen.senders.payloads import Prompts
 from tenuto.outcome import OUTCOMES, Outcome
+from tenuto.placement.generates import TokenSlo
 
 _LONGEST_ERROR = 160  # limit: characters of an error that are kept
 _KINDS_OF_ERROR = 50  # limit: kinds of errors that are counted apart
@@ -28,13 +32,23 @@ _KINDS_OF_ERROR = 50  # limit: kinds of errors that are counted apart
 
 @dataclass(frozen=True)
 class ModelTarget:
-    """A model to send requests to, with `bodies` in turn."""
+    """A model to send requests to, with `bodies` in turn; or one that generates, with `prompts` and an `slo`."""
 
     name: str
     slo_ms: float
     bodies: tuple[Body, ...]
     is_stage: bool = False  # of an application: every request carries what is left of its deadline
     asked: str = ""  # NAME:VERSION, where a version has to be named
+    prompts: Prompts | None = None
+    slo: TokenSlo | None = None
+
+    def outcome(self, reply: Reply, latency_ms: float, slo_ms: float) -> Outcome:
+        """Return the outcome of an answer with its latency from the scheduled time. Of a stream both bounds count."""
+        if self.slo is None or reply.status != 200:
+            return outcome_of(reply.status, latency_ms, slo_ms)
+        tpot_ms = reply.writing_ms / (reply.tokens - 1) if reply.tokens > 1 else 0.0
+        in_time = latency_ms - reply.writing_ms <= self.slo.ttft_ms and tpot_ms <= self.slo.tpot_ms
+        return Outcome.OK if in_time else Outcome.LATE
 
 
 @dataclass(frozen=True)
@@ -55,9 +69,15 @@ class ClientJob:
     via: str = "http"  # http, or handle: the Python handle on the Ray cluster
     run: str = ""  # the beginning of the requests' ids; see `request_id`
     load: ApplicationLoad | None = None
+    tokens: RequestTokens | None = None  # of each request, when a model generates
     priority: Priority = "realtime"  # priority of the sending thread, if the system allows it
     key: str = field(default="", repr=False)  # the API key for the server
     measured_from_ms: float = 0.0  # errors of requests that were scheduled earlier are not counted
+
+    def answer_s(self, row: int) -> float:
+        """Return how long a stream may take by its SLO; 0 for other requests."""
+        slo = self.targets[self.model_index[row]].slo
+        return 0.0 if slo is None or self.tokens is None else slo.answer_ms(float(self.tokens.output[row])) / 1000.0
 
 
 @dataclass
@@ -93,6 +113,9 @@ class _Columns:
         self.batch_size = array("i", [0]) * total
         self.outcome = array("b", [int(Outcome.FAILED)]) * total
         self.gpulet = [""] * total
+        self.first_token_ms = array("d", [NAN]) * total
+        self.prompt_tokens = np.zeros(total, np.int64) if job.tokens is None else job.tokens.prompt
+        self.output_tokens = array("q", [0]) * total
         self.ended: list[int] | None = None  # rows that ended since they were last taken; None: nobody takes them
 
     def add(self, row: int, answered_ms: float, outcome: Outcome, reply: Reply) -> None:
@@ -108,6 +131,8 @@ class _Columns:
             self.execution_ms[row] = reply.execution_ms
             self.batch_size[row] = reply.batch_size
             self.gpulet[row] = reply.gpulet
+            self.first_token_ms[row] = answered_ms - reply.writing_ms
+            self.output_tokens[row] = reply.tokens
 
     def records(self, rows: Sequence[int] | None = None) -> Records:
         """Return these rows, or by default all but requests of stages that were never due."""
@@ -175,13 +200,7 @@ class Client:
         job, sender = self._job, self._sender
         self._joins = Joins(job.load) if job.load is not None else None
         await sender.open(job.connections, lambda row, reply: self._handle_reply(row, reply))
-        self._requests = [
-            [
-                sender.prepare(t.asked or t.name, body, t.slo_ms if job.send_slo and not t.is_stage else None)
-                for body in t.bodies
-            ]
-            for t in job.targets
-        ]
+        self._requests = [[self._prepared(target, body) for body in target.bodies] for target in job.targets]
 
     async def run(self, start_at: float) -> ClientReport:
         """Send every request at its time, wait for late answers up to the grace period, and return one row per request.
@@ -203,10 +222,9 @@ class Client:
         times = columns.scheduled_ms  # times of later stages are filled in when they are due
         models = np.asarray(job.model_index).tolist()
         numbers = np.asarray(job.request).tolist()
-        slos = [target.slo_ms for target in job.targets]
+        targets = job.targets
         joins = self._joins
         deadlines = job.load.deadlines_ms.tolist() if job.load is not None else []
-        is_stage = [target.is_stage for target in job.targets]
         timer = self._make_timer()
         now = timer.now
         # The wall clock is read once, so that its adjustment during the run cannot bend the schedule.
@@ -215,19 +233,19 @@ class Client:
         idle = asyncio.Event()
 
         def send_row(row: int, kind: str) -> None:
-            model = models[row]
-            pool = self._requests[model]
+            target, pool = targets[models[row]], self._requests[models[row]]
+            prepared = pool[row % len(pool)] if target.prompts is None else self._prompt(row)
             pending.add(row)
             now_ms = columns.sent_ms[row] = (now() - origin) * 1000.0
             counts[kind] += 1
-            left_ms = deadlines[row] - now_ms if is_stage[model] else None
-            send(pool[row % len(pool)], request_id(job.run, numbers[row]), row, left_ms)
+            left_ms = deadlines[row] - now_ms if target.is_stage else None
+            send(prepared, request_id(job.run, numbers[row]), row, left_ms)
 
         def on_reply(row: int, reply: Reply) -> None:
             answered_ms = (now() - origin) * 1000.0
-            model = models[row]
-            slo_ms = deadlines[row] - times[row] if is_stage[model] else slos[model]
-            outcome = outcome_of(reply.status, answered_ms - times[row], slo_ms)
+            target = targets[models[row]]
+            slo_ms = deadlines[row] - times[row] if target.is_stage else target.slo_ms
+            outcome = target.outcome(reply, answered_ms - times[row], slo_ms)
             columns.add(row, answered_ms, outcome, reply)
             counts["answered"] += 1
             counts[OUTCOMES[outcome]] += 1
@@ -256,22 +274,46 @@ class Client:
                 break
             send_row(row, "sent")
         timer.close()
-        await self._await_stragglers(idle, pending, job.grace_s)
+        wait_s = await self._await_stragglers(idle, pending)
+        if self._stopped:
+            now_ms = (now() - origin) * 1000.0
+            for row in [row for row in pending if now_ms < times[row] + 1000.0 * job.answer_s(row)]:
+                columns.sent_ms[row] = NAN  # nobody knows how it would have ended
+                pending.discard(row)
         self._handle_reply = lambda _row, _reply: None
         if silent := sum(times[row] >= job.measured_from_ms for row in pending):
-            errors[f"no answer within {job.grace_s:g} s after the last request"] += silent
+            errors[f"no answer within {wait_s:g} s after the last request"] += silent
         self._sender.close()
         return ClientReport(columns.records(), errors)
 
-    @staticmethod
-    async def _await_stragglers(idle: asyncio.Event, pending: set[int], grace_s: float) -> None:
-        """Wait for the answers to open requests. A request without an answer in time stays failed."""
-        idle.clear()
-        if pending:
-            try:
-                await asyncio.wait_for(idle.wait(), grace_s)
-            except TimeoutError:
-                return
+    def _prompt(self, row: int) -> Any:
+        """Return the request of a model that generates, as the sender prepared it."""
+        job, tokens = self._job, self._job.tokens
+        target = job.targets[job.model_index[row]]
+        assert target.prompts is not None
+        assert tokens is not None
+        lengths = int(tokens.prompt[row]), int(tokens.output[row])
+        return self._prepared(target, target.prompts.body(int(job.request[row]), *lengths))
+
+    def _prepared(self, target: ModelTarget, body: Body) -> Any:
+        slo_ms = target.slo_ms if target.slo is None else target.slo.ttft_ms
+        sends_slo = self._job.send_slo and not target.is_stage
+        return self._sender.prepare(target.asked or target.name, body, slo_ms if sends_slo else None)
+
+    async def _await_stragglers(self, idle: asyncio.Event, pending: set[int]) -> float:
+        """Wait for the answers to open requests: for the grace period, and as long as their SLO lets streams take,
+        unless the run is ended early. Return that time in s; a request without an answer by then stays failed."""
+        job = self._job
+        streams_s = max((job.answer_s(row) for row in pending), default=0.0)
+        begun_at = asyncio.get_running_loop().time()
+        while True:
+            wait_s = job.grace_s + (0.0 if self._stopped else streams_s)
+            left_s = wait_s - (asyncio.get_running_loop().time() - begun_at)
+            if not pending or left_s <= 0.0:
+                return wait_s
+            idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(idle.wait(), min(left_s, 0.25))  # so that `stop` works here too
 
 
 def _count_error(errors: Counter[str], text: str) -> None:

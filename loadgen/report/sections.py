@@ -14,6 +14,7 @@ from tenuto.loadgen.report.series import (
     Prediction,
     Timeline,
     batch_counts,
+    bin_edges_ms,
     binned,
     cdf,
     timeline,
@@ -57,7 +58,8 @@ def applications(run: Run, styles: Styles) -> Iterator[Figure]:
 def load(run: Run, styles: Styles) -> Iterator[Figure]:
     """Draw goodput, latency, where the time goes, and the load and the queue over time."""
     yield from _goodput(run, styles)
-    yield _latency_of_models(run, styles)
+    if len(run.token_slos) < len(run.names):
+        yield _latency_of_models(run, styles)
     yield where_the_time_goes(
         "Where the time goes",
         {name: model.get("split_p95_ms") for name, model in run.document["models"].items()},
@@ -71,6 +73,30 @@ def load(run: Run, styles: Styles) -> Iterator[Figure]:
     queue.line(at_s, under_way, _OFFERED, "not yet answered", width=2.5)
     queue.line(at_s, waiting, _TEXT, "not yet executing", width=1.5)
     yield Figure("Queue over time", queue, "Requests waiting over time")
+
+
+def tokens(run: Run, styles: Styles) -> Iterator[Figure]:
+    """Draw the distributions of TTFT and TPOT as multiples of their bounds, and the tokens over time."""
+    written = {name: mine.where(mine.status == 200) for name, mine in run.by_model().items() if name in run.token_slos}
+    offered = {name: len(mine) for name, mine in run.by_model().items()}
+    for word, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
+        curves = []
+        for name, mine in written.items():
+            values, shares = cdf(getattr(mine, key), offered[name])
+            curves.append((name, values / getattr(run.token_slos[name], key), shares))
+        bounds = ", ".join(f"{name} {getattr(slo, key):g} ms" for name, slo in run.token_slos.items())
+        yield _latency(word, curves, styles, f"Bounds: {bounds}.", f"No answer has a {word}.", of="bound")
+    rates = {}
+    edges = bin_edges_ms(run)
+    for name, mine in written.items():
+        ended, counts = mine.answered_ms, mine.output_tokens.astype(float)
+        rates[name] = np.histogram(ended, edges, weights=counts)[0] / (np.diff(edges) / 1000.0)
+    top = max((float(rate.max(initial=0.0)) for rate in rates.values()), default=0.0)
+    if top:
+        plot = _over_time(run, top * 1.08, "tokens per second", x_label="time at which answers ended in s")
+        for name, rate in rates.items():
+            plot.line((edges[:-1] + edges[1:]) / 2000.0, rate, styles[name], name)
+        yield Figure("Tokens over time", plot, "Tokens of the answers that ended")
 
 
 def _goodput(run: Run, styles: Styles) -> Iterator[Figure]:
@@ -108,25 +134,36 @@ def _outcomes(rows: Mapping[str, Mapping[str, Any]], notes: Mapping[str, str]) -
 
 
 def _latency_of_models(run: Run, styles: Styles) -> Figure:
-    """Draw latency distributions on one scale, as multiples of the models' SLOs if all SLOs are known."""
-    slos = {name: run.slo_ms(name) for name in run.names}
+    """Draw latency distributions on one scale, as multiples of the models' SLOs if all SLOs are known. Models that
+    generate have figures of their own."""
+    slos = {name: run.slo_ms(name) for name in run.names if name not in run.token_slos}
     known = all(slos.values()) and bool(slos)
     curves = []
     for name, mine in run.by_model().items():
+        if name not in slos:
+            continue
         values, shares = cdf(mine.where(mine.status == 200).latency_ms, len(mine))
         curves.append((name, values / (slos[name] or 1.0) if known else values, shares))
     note = "Counted from the scheduled time. A curve ends below 100 % where requests were not answered."
     if known:
-        note += " SLOs: " + ", ".join(f"{name} {round(slos[name] or 0.0, 1):g} ms" for name in run.names) + "."
+        note += " SLOs: " + ", ".join(f"{name} {round(slo or 0.0, 1):g} ms" for name, slo in slos.items()) + "."
     if known and run.applications:
         note += " Later stages of applications had what was left of the split, often more than that."
     return _latency("Latency", curves, styles, note, "No request was answered.", by_slo=known)
 
 
 def _latency(
-    heading: str, curves: Iterable[Curve], styles: Styles, note: str, if_none: str, *, by_slo: bool = True
+    heading: str,
+    curves: Iterable[Curve],
+    styles: Styles,
+    note: str,
+    if_none: str,
+    *,
+    by_slo: bool = True,
+    of: str = "SLO",
 ) -> Figure:
-    """Draw names with their latencies (multiples of the SLO, or ms) and the shares of the offered requests."""
+    """Draw names with their latencies (multiples of the SLO, or ms) and the shares of the offered requests. `of`: what
+    the multiples are of."""
     shown = [curve for curve in curves if curve[1].size]
     if not shown:
         return Figure(heading, if_none)
@@ -134,15 +171,15 @@ def _latency(
     plot = Plot(
         (0.0, max(1.2, min(longest, 3.0)) if by_slo else longest),
         (0.0, 1.0),
-        x_label="latency as a multiple of the SLO" if by_slo else "latency in ms",
+        x_label=f"{'latency' if of == 'SLO' else heading} as a multiple of the {of}" if by_slo else "latency in ms",
         y_label="share of offered",
         percent_y=True,
     )
     for name, values, shares in shown:
         plot.line(np.append(0.0, values), np.append(0.0, shares), styles[name], name)
     if by_slo:
-        plot.mark_x(1.0, "SLO")
-    return Figure(heading, plot, "Latency distribution", note)
+        plot.mark_x(1.0, of)
+    return Figure(heading, plot, f"Distribution of {heading}" if of != "SLO" else "Latency distribution", note)
 
 
 def where_the_time_goes(

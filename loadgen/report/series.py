@@ -48,7 +48,8 @@ def timeline(run: Run, at_ms: Floats, outcome: NDArray[np.int8]) -> Timeline:
 def waiting_and_under_way(run: Run) -> tuple[Floats, Floats, Floats]:
     """Return times (s), requests not yet executing, and requests not yet answered, at 240 instants.
 
-    Execution is taken to end when the answer arrives, so it includes the way back. A request that was never answered
+    Execution is taken to end when the answer arrives, so it includes the way back; a generation executes from its first
+    token on. A request that was never answered
     waits until its deadline, if the SLO is known."""
     records = run.records
     instants = np.linspace(0.0, max(run.end_ms, 1.0), 2 * _BINS)
@@ -56,6 +57,7 @@ def waiting_and_under_way(run: Run) -> tuple[Floats, Floats, Floats]:
     deadline = records.scheduled_ms + slo[records.model] if len(records) else np.empty(0)
     end = np.where(np.isnan(records.answered_ms), deadline, records.answered_ms)
     begin = end - np.nan_to_num(records.execution_ms)
+    begin = np.where(np.isnan(records.first_token_ms), begin, records.first_token_ms)
     arrived = np.searchsorted(np.sort(records.scheduled_ms), instants, side="right")
     ended = np.searchsorted(np.sort(end), instants, side="right")
     begun = np.searchsorted(np.sort(begin), instants, side="right")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
+import math
+import time
 from typing import Any
 
 from tenuto.deployments.entry.oip import BadRequestError, RequestReader
-from tenuto.deployments.entry.python_handle import TenutoHandle
+from tenuto.deployments.entry.python_handle import RequestFailedError, TenutoHandle
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, TenutoError, UnavailableError
 from tenuto.loadgen.sender import Body, OnReply, Reply
 
-Prepared = tuple[str, list[Any], float | None]  # model, parts, SLO in ms
+Prepared = tuple[str, list[Any] | Body, float | None]  # model, parts or a prompt, SLO in ms
 
 
 class HandleSender:
@@ -23,6 +26,7 @@ class HandleSender:
         self._handle = handle
         self._on_reply: OnReply = lambda _token, _reply: None
         self._closing: asyncio.Task[None] | None = None
+        self._streams: set[asyncio.Task[None]] = set()
 
     async def open(self, connections: int, on_reply: OnReply) -> None:  # noqa: ARG002
         """Connect. One connection per dispatcher carries all requests."""
@@ -32,12 +36,14 @@ class HandleSender:
             self._handle = await TenutoHandle.connect()
 
     def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> Prepared:
-        """Cut a request into the buffers of its only sample.
+        """Cut a request into the buffers of its only sample, if it is not a prompt.
 
         Raises:
             EnvironmentFaultError: the model cannot be asked, or the body does not fit it.
         """
         assert self._handle is not None
+        if body.is_streamed:
+            return model, body, slo_ms
         try:
             name, _, version = model.partition(":")
             interface = self._handle.interface(name, version or None)
@@ -57,8 +63,38 @@ class HandleSender:
         model, parts, prepared_slo_ms = prepared
         name, _, version = model.partition(":")
         allowed_ms = prepared_slo_ms if slo_ms is None else slo_ms
+        if isinstance(parts, Body):
+            task = asyncio.ensure_future(self._write(self._handle, name, parts, request_id, token, allowed_ms))
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
+            return
         future = self._handle.submit(name, parts, allowed_ms, request_id, version or None)
         future.add_done_callback(functools.partial(self._answered, token))
+
+    async def _write(
+        self, handle: TenutoHandle, model: str, body: Body, request_id: str, token: int, ttft_ms: float | None
+    ) -> None:
+        asked = json.loads(body.data)
+        reply, first_at = Reply(200), math.nan
+        try:
+            async for _ in handle.generate_tokens(
+                model,
+                asked["prompt"],
+                max_tokens=asked["max_tokens"],
+                temperature=1.0,  # what OpenAI's interface takes where nothing is said
+                seed=asked["seed"],
+                slo_ms=ttft_ms,
+                request_id=request_id,
+            ):
+                now = time.monotonic()
+                first_at = first_at if reply.tokens else now
+                reply.tokens += 1
+                reply.writing_ms = (now - first_at) * 1000.0
+        except RequestFailedError as error:
+            reply = Reply(error.answer.outcome.http_status, error=str(error))
+        except TenutoError as error:
+            reply = Reply(0, error=str(error))
+        self._on_reply(token, reply)
 
     def _answered(self, token: int, future: asyncio.Future[Answer]) -> None:
         if future.cancelled():
@@ -82,6 +118,8 @@ class HandleSender:
         """Disconnect soon; open requests get no answer any more."""
         if self._handle is not None:
             self._on_reply = lambda _token, _reply: None
+            for task in self._streams:
+                task.cancel()
             self._closing = asyncio.ensure_future(self._handle.close())
 
 

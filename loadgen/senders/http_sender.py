@@ -1,5 +1,5 @@
-"""A lean HTTP/1.1 sender for load. It keeps connections alive, prepares the bytes of requests, and reads only the
-headers that matter.
+"""A lean HTTP/1.1 sender for load. It keeps connections alive and prepares the bytes of requests; httptools reads the
+answers.
 
 A general HTTP client costs several times as much processor time per request. On a shared machine that would slow the
 server under test."""
@@ -7,9 +7,7 @@ server under test."""
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
-import sys
 import time
 from collections.abc import Mapping
 from typing import cast
@@ -37,9 +35,11 @@ class _Connection(asyncio.Protocol):
     """One keep-alive connection with at most one open request."""
 
     def __init__(self, sender: HttpSender) -> None:
+        from tenuto.loadgen.senders.answer_reader import AnswerReader  # which planning in virtual time does not need
+
         self._sender = sender
         self._transport: asyncio.Transport | None = None
-        self._buffer = b""
+        self._answers = AnswerReader()
         self._token = -1
         self._idle_at = time.monotonic()
 
@@ -63,97 +63,35 @@ class _Connection(asyncio.Protocol):
             self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        self._buffer = data if not self._buffer else self._buffer + data
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
+        try:
+            reply = self._answers.feed(data)
+        except ValueError as error:
+            self.close()
+            self._answered(Reply(0, error=f"the answer cannot be read ({error})"))
             return
-        head = self._buffer[:end].lower()
-        if not head.startswith(b"http/1."):
-            self._fail("the answer is not HTTP/1.1")
+        if reply is None:
             return
-        length = _number(head, b"content-length: ")
-        if length is not None:
-            if len(self._buffer) < end + 4 + int(length):
-                return
-        elif b"transfer-encoding: chunked" in head:
-            if not self._buffer.endswith(b"\r\n0\r\n\r\n") and not self._buffer.endswith(b"\r\n\r\n0\r\n\r\n"):
-                return
-        else:
-            self._fail("the answer states no length")
-            return
-        reply = _reply(head, self._buffer, end)
-        self._buffer = b""
-        token, self._token = self._token, -1
         if self.is_open:
-            if b"connection: close" in head:
-                self.close()
-            else:
+            if self._answers.keeps_connection:
                 self._idle_at = time.monotonic()
                 self._sender.idle.append(self)
+            else:
+                self.close()
+        self._answered(reply)
+
+    def _answered(self, reply: Reply) -> None:
+        token, self._token = self._token, -1
         if token >= 0:
             self._sender.answered(token, reply)
-
-    def _fail(self, reason: str) -> None:
-        token, self._token = self._token, -1
-        self._buffer = b""
-        self.close()
-        if token >= 0:
-            self._sender.answered(token, Reply(0, error=reason))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._sender.forget(self)
-        token, self._token = self._token, -1
-        if token >= 0:
-            self._sender.answered(
-                token, Reply(0, error=f"the connection closed before an answer came ({exc or 'by the server'})")
-            )
+        self._answered(Reply(0, error=f"the connection closed before an answer came ({exc or 'by the server'})"))
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
-
-
-def _reply(head: bytes, buffer: bytes, end: int) -> Reply:
-    reply = Reply(int(head[9:12]))
-    if (batching := _number(head, b"x-tenuto-batching-ms: ")) is not None:
-        reply.batching_ms = batching
-        reply.gpulet_queue_ms = (_number(head, b"x-tenuto-queue-ms: ") or 0.0) - batching
-        reply.execution_ms = _number(head, b"x-tenuto-execution-ms: ") or 0.0
-        reply.batch_size = int(_number(head, b"x-tenuto-batch-size: ") or 0)
-        reply.gpulet = _text(buffer[:end], head, b"x-tenuto-gpulet: ")
-    if reply.status != 200:
-        reply.error = f"HTTP {reply.status}: {_reason(buffer[end + 4 :]) or 'no reason given'}"
-    return reply
-
-
-def _reason(body: bytes) -> str:
-    try:
-        document = json.loads(body)
-    except ValueError:
-        return body[:300].decode("utf-8", "replace").strip()
-    return str(document.get("error", document)) if isinstance(document, dict) else str(document)
-
-
-def _number(head: bytes, name: bytes) -> float | None:
-    at = head.find(b"\r\n" + name)
-    if at < 0:
-        return None
-    start = at + 2 + len(name)
-    end = head.find(b"\r\n", start)
-    try:
-        return float(head[start : end if end >= 0 else len(head)])
-    except ValueError:
-        return None
-
-
-def _text(original: bytes, head: bytes, name: bytes) -> str:
-    at = head.find(b"\r\n" + name)
-    if at < 0:
-        return ""
-    start = at + 2 + len(name)
-    end = head.find(b"\r\n", start)
-    return sys.intern(original[start : end if end >= 0 else len(original)].decode("latin-1"))
 
 
 class HttpSender:
@@ -207,6 +145,8 @@ class HttpSender:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         path = f"/predict/{path_of(model)}" if body.is_raw else f"/v2/models/{path_of(model)}/infer"
+        if body.is_streamed:
+            path = "/v1/completions"
         if body.is_raw:
             headers["Content-Type"] = "application/octet-stream"
         line, rest = post_bytes(path, body.data, headers, self._host).split(b"\r\n", 1)

@@ -1,5 +1,6 @@
-"""Request bodies in the binary or the JSON tensor form, or the user's own files. Bodies of tensors are made once from a
-model's metadata; clients send the bodies in turn."""
+"""Request bodies in the binary or the JSON tensor form, the user's own files, or prompts. Bodies of tensors are made
+once from a model's metadata, and clients send them in turn; a prompt is made for each request, as long as it has to be.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ _DTYPES = {
     "FP32": np.float32,
     "FP64": np.float64,
 }
+_STARTS = 4096  # limit: places where prompts begin; more would only make them differ more
 _LARGEST_TOKEN = 20_000  # limit: smaller than the vocabulary of every model in the catalogue
 
 
@@ -77,12 +79,46 @@ def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, 
     return bodies
 
 
+class Prompts:
+    """Prompts of a model that generates. Each is a piece of one text of random token ids, so that a prompt costs little
+    to make, needs no tokenizer, and is the beginning of few others."""
+
+    def __init__(self, model: str, longest: int, vocabulary: int, generator: np.random.Generator) -> None:
+        """Draw the text.
+
+        Args:
+            model: as requests name it.
+            longest: the most tokens that a prompt will have.
+            vocabulary: tokens that the model knows.
+            generator: source of randomness.
+        """
+        ids = [b"%d" % token for token in generator.integers(0, vocabulary, longest + _STARTS).tolist()]
+        self._model = model
+        self._text = b",".join(ids)
+        self._begins = np.cumsum([0, *(len(token) + 1 for token in ids)])
+
+    def body(self, number: int, prompt_tokens: int, output_tokens: int) -> Body:
+        """Return the body of request `number` of a run, which is also the seed of its answer."""
+        start = number * 2_654_435_761 % _STARTS  # source: Knuth's multiplicative hash: neighbours begin far apart
+        asked = {
+            "model": self._model,
+            "max_tokens": output_tokens,
+            "seed": number,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        begin, end = self._begins[[start, start + prompt_tokens]].tolist()
+        return Body(
+            b'%b,"prompt":[%b]}' % (json.dumps(asked).encode()[:-1], self._text[begin : end - 1]), is_streamed=True
+        )
+
+
 def read_bodies(path: str, hooks: str | None) -> list[Body]:
     """Return a file, or every file of a folder in the order of their names, as raw bodies for a model's hooks.
 
     Args:
-        path: of them.
-        hooks: the model's own, None where it has none.
+        path: the file or the folder.
+        hooks: the model's own hooks; None if it has none.
 
     Raises:
         InvalidInputError: there is none, or one cannot be read.

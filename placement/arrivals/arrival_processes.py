@@ -19,6 +19,7 @@ from pydantic import Field, StrictBool, model_validator
 from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement.arrivals.arrival import Arrival
+from tenuto.placement.arrivals.servegen import ServegenOptions, client_arrivals, client_tokens, usual_tokens
 from tenuto.plugins import ARRIVALS, cure_of_unknown, entry_point, registered
 
 Times = NDArray[np.float64]
@@ -31,7 +32,7 @@ class NoOptions(StrictModel):
 
 
 class OnOffOptions(StrictModel):
-    """How long requests come, and for how long none do."""
+    """Seconds with requests and seconds without, in turn."""
 
     on_s: Positive = 1.0
     off_s: NotNegative = 1.0
@@ -45,7 +46,7 @@ class DiurnalOptions(StrictModel):
 
 
 class StepsOptions(StrictModel):
-    """`factors` of the rate, each for an equal part of the duration, in order; one at least is above 0."""
+    """`factors` of the rate, each for an equal part of the duration; at least one is above 0."""
 
     factors: Annotated[tuple[NotNegative, ...], Field(min_length=1)] = (1.0,)
 
@@ -57,7 +58,7 @@ class StepsOptions(StrictModel):
 
 
 class TraceOptions(StrictModel):
-    """`rescale`: stretch the trace so that it has the workload's rate."""
+    """`rescale`: stretch the trace to the workload's rate."""
 
     rescale: StrictBool = False
 
@@ -112,6 +113,10 @@ def _steps(rate_rps: float, duration_s: float, options: StepsOptions, generator:
     return np.concatenate(parts) if parts else np.empty(0)
 
 
+def _servegen(rate_rps: float, duration_s: float, options: ServegenOptions, generator: np.random.Generator) -> Times:
+    return client_arrivals(rate_rps, duration_s, options, generator)[0]
+
+
 def _renewal(gaps: Callable[[int], Times], rate_rps: float, duration_s: float) -> Times:
     """Sum independent gaps until the duration is passed."""
     expected = rate_rps * duration_s
@@ -122,7 +127,7 @@ def _renewal(gaps: Callable[[int], Times], rate_rps: float, duration_s: float) -
     return times[times < duration_s]
 
 
-# By name what draws the times; of all, what they take as options: traces are read instead.
+# Processes that draw times, and the options of all processes: traces are read instead.
 PROCESSES: Mapping[str, tuple[Process, type[StrictModel]]] = {
     "poisson": (_poisson, NoOptions),
     "uniform": (_uniform, NoOptions),
@@ -130,6 +135,7 @@ PROCESSES: Mapping[str, tuple[Process, type[StrictModel]]] = {
     "on_off": (_on_off, OnOffOptions),
     "diurnal": (_diurnal, DiurnalOptions),
     "steps": (_steps, StepsOptions),
+    "servegen": (_servegen, ServegenOptions),
 }
 
 
@@ -148,10 +154,10 @@ class Recorded:
 
 
 def process_of(name: str, where: str = "arrival") -> Recorded | None:
-    """Return the process of that name where it reads a file; None for one that draws. `where` names it in errors.
+    """Return the process of that name when it reads a file; None when it draws. `where` names it in errors.
 
     Raises:
-        InvalidInputError: there is none of that name; the message lists the known ones.
+        InvalidInputError: no such process; the message lists the known ones.
     """
     if name in PROCESSES:
         return None
@@ -171,10 +177,10 @@ def arrival_times(
 
     Args:
         model: name of the model, which selects its rows of a trace.
-        rate_rps: mean rate; a trace is rescaled in time to have it only with `options: {rescale: true}`.
+        rate_rps: mean rate; a trace keeps its own unless `options: {rescale: true}`.
         duration_s: length of the schedule.
         arrival: the process.
-        generator: source of randomness for this model alone.
+        generator: randomness for this model alone.
 
     Raises:
         InvalidInputError: unknown process or option, or an unusable trace; the message names line and cure.
@@ -192,7 +198,7 @@ def arrival_times(
 
 
 def _checked(where: str, arrival: Arrival, kind: type[StrictModel]) -> StrictModel:
-    """Return the options of the arrival's process; raises `InvalidInputError` with all that is wrong."""
+    """Return the options of the arrival's process; raise `InvalidInputError` with everything that is wrong."""
     problems: list[Problem] = []
     options = None
     try:
@@ -216,7 +222,7 @@ def _checked(where: str, arrival: Arrival, kind: type[StrictModel]) -> StrictMod
 
 @dataclass(frozen=True)
 class Trace:
-    """What a trace has in its lines: times in seconds, and the other columns, where it has them."""
+    """The lines of a trace: times in seconds, and the other columns that it has."""
 
     times_s: Times
     models: list[str] | None
@@ -281,7 +287,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _rows(model: str, arrival: Arrival) -> Trace:
-    """Return the lines of a trace that are of a model."""
+    """Return the lines of a trace for one model."""
     trace = read_trace(str(arrival.path))
     if trace.models is None:
         return trace
@@ -297,7 +303,47 @@ def _rows(model: str, arrival: Arrival) -> Trace:
     return Trace(trace.times_s[mine], None, *(None if column is None else column[mine] for column in columns))
 
 
-def trace_tokens(model: str, arrival: Arrival) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+Tokens = tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]  # of prompts and of outputs; None: not known
+HAVE_LENGTHS = ("trace", "servegen")
+
+
+def arrival_tokens(
+    model: str,
+    rate_rps: float,
+    duration_s: float,
+    arrival: Arrival,
+    generator: np.random.Generator,
+    of_lengths: np.random.Generator,
+) -> Tokens:
+    """Return the tokens of what `arrival_times` returns for the same arguments; for a trace those of all its lines.
+
+    `generator` is in the state that it had there; `of_lengths` draws the lengths.
+    """
+    if arrival.process == "trace":
+        return trace_tokens(model, arrival)
+    if arrival.process != "servegen":
+        return None, None
+    options = _servegen_options(model, arrival)
+    _, places = client_arrivals(rate_rps, duration_s, options, generator)
+    return (
+        client_tokens("prompt_tokens", options, places, of_lengths),
+        client_tokens("output_tokens", options, places, of_lengths),
+    )
+
+
+def usual_lengths(model: str, arrival: Arrival) -> Tokens:
+    """Return tokens as the arrivals of a process that knows lengths have them, for a plan."""
+    if arrival.process == "trace":
+        return trace_tokens(model, arrival)
+    options = _servegen_options(model, arrival)
+    return usual_tokens("prompt_tokens", options), usual_tokens("output_tokens", options)
+
+
+def _servegen_options(model: str, arrival: Arrival) -> ServegenOptions:
+    return cast(ServegenOptions, _checked(f"models.{model}.arrival", arrival, ServegenOptions))
+
+
+def trace_tokens(model: str, arrival: Arrival) -> Tokens:
     """Return the tokens of prompts and outputs in a model's lines of a trace; None for a column it does not have.
 
     Raises:

@@ -1,22 +1,24 @@
-"""What a plan serves: what its gpu-lets carry of each program within the deadlines, as a flow. The one model that plans
-promise by, and by which the planner and the controller judge plans under other rates.
+"""What a plan serves: the flow of each program that its gpu-lets carry within the deadlines. Plans promise by this
+model, and the planner and the controller judge plans by it.
 
-Requests of a model wait in one queue for all gpu-lets that host it. A batch is gathered for as long as its deadline
-allows, so that its size follows from rate and SLO: the largest b with l(b) + (b - 1/2) / rate <= SLO, at most the
-planned one (with b in place of b - 1/2 where a gpu-let is always busy: Symphony, section 3.3; with b - 1 where one is
-always free). Gpu-lets that share programs, directly or through others, are one *component*, which serves what
-fits into the time of its gpu-lets, less what waiting costs (`queueing`).
+A model's requests wait in one queue for all gpu-lets that host it. A batch is gathered for as long as its deadline
+allows, so its size follows from rate and SLO: the largest b with l(b) + (b - 1/2) / rate <= SLO, at most the planned
+one. (Symphony, section 3.3, has b in place of b - 1/2, for a gpu-let that is always busy; for one that is always free
+it is b - 1.) Gpu-lets that share programs, directly or through others, form one *component*. It serves what fits into
+the time of its gpu-lets, less what waiting costs (`queueing`).
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 
+from tenuto.placement.carrying import Carries, carried
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.queueing import MeanBatch, Stream, blocked_part, lost_parts, used_part
 from tenuto.placement.expectation.sharing import listed
@@ -26,22 +28,22 @@ from tenuto.placement.solver import linear_program
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Latency
 
-ROUNDS = 6  # limit: of adapting slowdowns to how busy neighbours are
-IN_FULL = 0.99  # paper: Symphony counts what serves 99 % in time; of a promise near the limit so much is kept
-# Load that a promise in full has to stand. Fitted on 102 plans for random workloads (`bench_promises.scenes` from seed
-# 940000), with the formula of before: 4 of 285 models promised in full get less than 98 %; halved 7 of 338, doubled 0
-# of 223, without 17 of 396.
+ROUNDS = 6  # limit: rounds of adapting slowdowns to how busy neighbours are
+IN_FULL = 0.99  # paper: Symphony asks for 99 % in time; a promise near the limit keeps this part
+# Additional load that a full promise has to stand. Fitted on 102 plans for random workloads (`bench_promises.scenes`
+# from seed 940000), with an earlier formula: 4 of 285 models promised in full got less than 98 %; with the constant
+# halved 7 of 338, doubled 0 of 223, at zero 17 of 396.
 MORE = 0.1
-# Fitted: the part of their time that gpu-lets work which have just room for equal parts of all rates, when requests
-# beyond these are turned away, so that none wait to fill gaps. At 0.99 the worst served model of ParvaGPU's S6 on two
-# thirds of the GPUs gets 3 points less than the mean.
+# Fitted: the busy part of gpu-lets that just have room for equal parts of all rates. Requests beyond these are turned
+# away, so none wait to fill gaps. At 0.99 the worst served model of ParvaGPU's S6 on two thirds of the GPUs gets 3
+# points less than the mean.
 EVENED_OUT = 0.97
-NOTHING = 1e-4  # limit: a part this small that is lost is below what formulas and measurements can tell
+NOTHING = 1e-4  # limit: formulas and measurements cannot tell a smaller lost part from none
 
 
 @dataclass
 class _Kind:
-    """Gpu-lets that are alike: the same programs at the same latencies beside the same neighbours."""
+    """Gpu-lets that are alike: same programs, same latencies, same neighbours."""
 
     programs: tuple[Program, ...]
     gpulets: list[int] = field(default_factory=list)
@@ -51,7 +53,7 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a model is asked for; or a program: the rate of all its models, and the strictest of their SLOs."""
+    """The demand for a model, or for a program: the rate of all its models and their strictest SLO."""
 
     rate_rps: float
     slo_ms: float
@@ -61,10 +63,10 @@ class _Asked:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests that models are offered: per second on average, and the index of dispersion of their number in a second
-    (1 of Poisson arrivals, which is what a model has that is not named).
+    """Requests that models are offered: the mean per second, and the index of dispersion of the number in a second (1
+    for Poisson arrivals, the default).
 
-    `sigmas`: how many standard deviations more a second may bring; as rarely as requests may be lost.
+    `sigmas`: how many standard deviations more a second may bring, as rarely as requests may be lost.
     """
 
     mean_rps: Mapping[str, float]
@@ -73,14 +75,14 @@ class Traffic:
 
     @property
     def burst_rps(self) -> dict[str, float]:
-        """By how much a second may exceed the mean rate of each model."""
+        """How far a second may exceed the mean rate of each model."""
         return {
             name: self.sigmas * math.sqrt(self.dispersion.get(name, 1.0) * mean) for name, mean in self.mean_rps.items()
         }
 
     @property
     def upper_rps(self) -> dict[str, float]:
-        """Mean and burst of every model, as each needs them where it has its gpu-lets for itself."""
+        """Mean and burst of every model: what each needs when it shares no gpu-lets."""
         return {name: self.mean_rps[name] + burst for name, burst in self.burst_rps.items()}
 
 
@@ -88,10 +90,10 @@ class Traffic:
 class Outlook:
     """What a plan is expected to serve.
 
-    `parts` says how much of each model's requests is in time. `load` is the largest part of their time that gpu-lets
-    which share programs would need for all requests; beyond 1 some are lost. By gpu-let, in the order of the plan:
-    `busy` is the part of the time it runs batches, `carried` the rate it takes of each program in requests per second,
-    `batches` the sizes that are gathered. A program that is not merged has the name of its model.
+    `parts` is the part of each model's requests in time. `load` is the largest part of their time that gpu-lets which
+    share programs would need for all requests; above 1 some are lost. By gpu-let, in the order of the plan: `busy` is
+    the part of the time it runs batches, `carried` the rate of each program in requests per second, `batches` the
+    gathered sizes. A program of one model has the model's name.
     """
 
     parts: Mapping[str, float]
@@ -102,25 +104,27 @@ class Outlook:
 
 
 class Outlooks:
-    """Outlooks of plans that have most of their gpu-lets in common, as the stages of a change: what gpu-lets serve that
-    share programs or GPUs is found out once."""
+    """Outlooks of plans that have most gpu-lets in common, such as the stages of a change. What connected gpu-lets
+    serve is computed once."""
 
-    def __init__(self, slowdowns: Mapping[str, float] | None = None) -> None:
-        """Take what batches of a program really take over what plans say, where that is not 1."""
+    def __init__(self, slowdowns: Mapping[str, float] | None = None, carries: Carries = carried) -> None:
+        """Take what batches of a program really take over what plans say, where that is not 1, and what judges a
+        gpu-let that generates."""
+        self._carries = carries
         self._slowdowns = {name: factor for name, factor in (slowdowns or {}).items() if factor != 1.0}
-        self._known: dict[object, tuple[_ServedInTime, object]] = {}  # beside it the programs that its key identifies
-        self._slowed: dict[tuple[int, float], tuple[Latency, Latency]] = {}  # by identity and factor: it, and it now
+        self._known: dict[object, tuple[_ServedInTime, object]] = {}  # with the programs whose ids the key uses
+        self._slowed: dict[tuple[int, float], tuple[Latency, Latency]] = {}  # by identity and factor: original, slowed
         self._told: dict[int, _Told] = {}  # by identity
-        self._members: dict[object, tuple[object, dict[str, _Asked]]] = {}  # by the identity of what is beside them
+        self._members: dict[object, tuple[object, dict[str, _Asked]]] = {}  # by identity of what stands with them
         self._islands: dict[object, _Island] = {}
 
     def of(self, plan: Plan, traffic: Traffic | None = None, *, is_cautious: bool = False) -> Outlook:
         """Return what a plan is expected to serve.
 
         Args:
-            plan: with latencies and slowdowns.
-            traffic: of its models, which are not served where they have none; default: the rates it was made for.
-            is_cautious: at `MORE` load, with requests that wait as if all neighbours always ran.
+            plan: has latencies and slowdowns.
+            traffic: of its models; a model without any is not served. Default: the rates the plan was made for.
+            is_cautious: at `MORE` more load, with neighbours that always run.
         """
         members = self._asked_of(plan.models, traffic, 1.0 + MORE if is_cautious else 1.0)
         islands = self._islands_of(plan, members, is_cautious)
@@ -140,7 +144,12 @@ class Outlooks:
                     busy_of[index], carried[index], batches[index] = shown.busy, shown.carried, shown.batches
         load = max((turn.load for turn in turns), default=0.0)
         in_order = {name: part for index in sorted(parts) for name, part in parts[index].items() if name in members}
-        if plan.objective == "each" and load > 1.0:  # what is beyond is turned away for as long as others get less
+        for name, room_rps in _room_to_generate(plan, self._carries).items():
+            if name in members:  # what a share carries has its own margin
+                rate_rps = members[name].rate_rps / (1.0 + MORE if is_cautious else 1.0)
+                in_order[name] = min(1.0, room_rps / rate_rps)
+                load = max(load, rate_rps / max(room_rps, 1e-9))
+        if plan.objective == "each" and load > 1.0:  # a model's excess is turned away while others get less
             least = EVENED_OUT * min(in_order.values(), default=0.0)
             for name, room_rps in provided_rps(plan).items():
                 if name in in_order:
@@ -148,15 +157,15 @@ class Outlooks:
         return Outlook(in_order, load, busy_of, carried, batches)
 
     def promised(self, plan: Plan, traffic: Traffic | None = None) -> tuple[dict[str, float], list[str]]:
-        """Return which part of each model's requests a plan promises in time, and the models of which less is promised
-        than the formulas give: those that would be late at a tenth more load, or if their neighbours always ran."""
+        """Return the part of each model's requests that a plan promises in time, and the models promised less than the
+        formulas give. These would be late at a tenth more load, or if their neighbours always ran."""
         parts = dict(self.of(plan, traffic).parts)
         at_most = self.of(plan, traffic, is_cautious=True).parts
         near = [name for name, part in parts.items() if part >= IN_FULL and at_most[name] < IN_FULL]
         return parts | {name: IN_FULL * parts[name] - NOTHING for name in near}, near
 
     def kept(self, plan: Plan, traffic: Traffic, attainment: float) -> dict[str, float]:
-        """Return of each model which part of `attainment` a plan promises of its requests, at most 1."""
+        """Return for each model which part of `attainment` a plan promises, at most 1."""
         promised, _ = self.promised(plan, traffic)
         return {
             name: min(1.0, promised.get(name, 0.0) / attainment)
@@ -165,7 +174,7 @@ class Outlooks:
         }
 
     def _asked_of(self, models: tuple[ModelSpec, ...], traffic: Traffic | None, more: float) -> dict[str, _Asked]:
-        """Return what models are asked for, those that are asked for anything."""
+        """Return the demand for each model that has any."""
         key = id(models), id(traffic), more
         if key not in self._members:
             rates = {spec.name: spec.rate_rps for spec in models} if traffic is None else traffic.mean_rps
@@ -181,19 +190,24 @@ class Outlooks:
     def _islands_of(
         self, plan: Plan, members: Mapping[str, _Asked], is_cautious: bool
     ) -> list[tuple[_Island, list[int]]]:
-        """Return the gpu-lets that share programs or GPUs, directly or through others, and their places in the plan."""
+        """Return the gpu-lets that share programs or GPUs, directly or through others, with their places in the
+        plan."""
         told_of = [self._what_is_told(gpulet) for gpulet in plan.gpulets]
-        alike = dict.fromkeys(told.models for told in told_of)  # of thousands of gpu-lets most hold the same
-        groups = [((gpulet.gpu,), *told.models[:1]) for gpulet, told in zip(plan.gpulets, told_of, strict=True)]
+        alike = dict.fromkeys(told.models for told in told_of)  # most of thousands of gpu-lets hold the same
+        groups = [
+            (*((gpu,) for gpu in gpulet.gpus), *told.models[:1])
+            for gpulet, told in zip(plan.gpulets, told_of, strict=True)
+        ]
         together = connected_components([*groups, *alike])
         island_of = {member: index for index, each in enumerate(together) for member in each}
         places: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for index, gpulet in enumerate(plan.gpulets):
-            places[island_of[gpulet.gpu,]][gpulet.gpu].append(index)
+            for gpu in gpulet.gpus:
+                places[island_of[gpu,]][gpu].append(index)
         asked = {names: tuple(map(members.get, names)) for names in alike}
         found = []
         for by_gpu in places.values():
-            indices = sorted(index for there in by_gpu.values() for index in there)
+            indices = sorted({index for there in by_gpu.values() for index in there})
             own_of = {index: own for own, index in enumerate(indices)}
             gpus = tuple(tuple(own_of[index] for index in there) for there in by_gpu.values())
             own_told = [told_of[index] for index in indices]
@@ -248,9 +262,23 @@ class Outlooks:
         return self._known[key][0]
 
 
+def _room_to_generate(plan: Plan, carries: Carries) -> dict[str, float]:
+    """Return the requests per second that gpu-lets carry of models that generate, of lengths that the plan knows."""
+    specs = {spec.name: spec for spec in plan.models if spec.generates is not None}
+    found = dict.fromkeys(specs, 0.0)
+    for replica in (replica for gpulet in plan.gpulets for replica in gpulet.models if replica.name in specs):
+        spec = specs[replica.name]
+        if spec.generates is None or replica.steps is None:
+            continue
+        if spec.generates.prompt_tokens is None or spec.generates.output_tokens is None:
+            found[replica.name] = math.inf  # nothing is known against it
+        else:
+            found[replica.name] += carries(spec, replica.steps, replica.kv_tokens or sys.maxsize)[0]
+    return found
+
+
 def provided_rps(plan: Plan) -> dict[str, float]:
-    """Return the requests per second for which a plan says that its gpu-lets have room, of models whose planned rate is
-    higher."""
+    """Return the requests per second for which a plan says it has room, for models with a higher planned rate."""
     said: dict[str, list[float | None]] = defaultdict(list)
     for gpulet in plan.gpulets:
         for replica in gpulet.models:
@@ -260,19 +288,20 @@ def provided_rps(plan: Plan) -> dict[str, float]:
     return {name: rps for name, rps in room.items() if 0.0 < rps < IN_FULL * rates.get(name, 0.0)}
 
 
-def expected_of(plan: Plan, *, with_margin: bool = True) -> Expected:
-    """Return what a plan promises of each model, and the latency of its slowest replica's batch.
+def expected_of(plan: Plan, *, with_margin: bool = True, carries: Carries = carried) -> Expected:
+    """Return what a plan promises of each model, and the batch latency of its slowest replica.
 
     Args:
-        plan: with latencies and slowdowns.
-        with_margin: promise less than in full where that is near what the gpu-lets can do.
+        plan: has latencies and slowdowns.
+        with_margin: promise less than everything near the limit of the gpu-lets.
+        carries: judges gpu-lets that generate.
     """
-    outlooks, latency = Outlooks(), slowest_ms(plan.gpulets)
+    outlooks, latency = Outlooks(carries=carries), slowest_ms(plan.gpulets)
     parts, near = outlooks.promised(plan) if with_margin else (outlooks.of(plan).parts, [])
     models = {
         spec.name: ExpectedModel(goodput_rps=round(parts[spec.name] * spec.rate_rps, 6), latency_ms=latency[spec.name])
         for spec in plan.models
-        if spec.name in parts
+        if spec.name in parts and spec.name in latency
     }
     why = (
         f"promised {100 * (1 - IN_FULL):.0f} % less than the formulas give, because with {100 * MORE:.0f} % more "
@@ -286,8 +315,8 @@ def expected_of(plan: Plan, *, with_margin: bool = True) -> Expected:
 
 
 def _impatient(plan: Plan, outlook: Outlook) -> tuple[str, ...]:
-    """Return a line on the models that can wait, on every gpu-let that hosts them, for less time than the mean batch of
-    some neighbour takes; nothing where there are none."""
+    """Return a line on models whose requests can wait, on every gpu-let that hosts them, for less than the mean batch
+    of some neighbour takes; empty when there are none."""
     slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
     is_short: dict[str, bool] = {}
     for gpulet, sizes in zip(plan.gpulets, outlook.batches, strict=True):
@@ -302,23 +331,24 @@ def _impatient(plan: Plan, outlook: Outlook) -> tuple[str, ...]:
     if not found:
         return ()
     return (
-        "beside neighbours whose batches take longer than requests can wait on every gpu-let, so that some are lost "
-        f"while all of these run: {listed(found)}",
+        "some requests are lost while, on every gpu-let of their model, a neighbour's batch runs longer than they can "
+        f"wait: {listed(found)}",
     )
 
 
 def told(gpulet: Gpulet) -> tuple[object, ...]:
-    """Return what a gpu-let serves by, wherever it is; of one workload on GPUs of known types."""
+    """Return all that decides what a gpu-let serves, wherever it is: for one workload on GPUs of known types."""
     return (
         gpulet.share_pct,
-        tuple((r.name, r.batch_size, r.slowdown, r.latency_ms) for r in gpulet.models),
+        tuple((r.name, r.batch_size, r.slowdown, r.latency_ms, r.kv_tokens) for r in gpulet.models),
         tuple(group.models for group in gpulet.merge),
+        len(gpulet.gpus),
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _Told:
-    """What a gpu-let serves by, see `told`, and its programs whose latency is known."""
+    """What `told` returns for a gpu-let, and its programs with known latency."""
 
     gpulet: Gpulet
     told: tuple[object, ...]
@@ -331,14 +361,14 @@ class _Told:
 
     @cached_property
     def exactly(self) -> tuple[object, ...]:
-        """What is told, and which latencies these are: what is told identifies them among gpu-lets of one plan."""
+        """What is told, and the identities of its latencies: unique among gpu-lets of one plan."""
         return self.told, tuple(id(program.latency) for program in self.programs)
 
 
 class _Island:
-    """Gpu-lets that share programs or GPUs, directly or through others: what they serve depends on no other one.
+    """Gpu-lets that share programs or GPUs, directly or through others. What they serve depends on no other gpu-let.
 
-    Neighbours slow each other down by how busy they are, which follows from how slow they are: hence the turns.
+    How busy neighbours are decides how slow they are, and the other way round: hence the turns.
     """
 
     def __init__(
@@ -364,7 +394,7 @@ class _Island:
         self._components = list(_connected_kinds(kinds.values()))
 
     def turn(self, count: int) -> _Turn:
-        """Return what they serve after so many turns; before the first one all are always busy."""
+        """Return what the gpu-lets serve after so many turns; at first all count as always busy."""
         while len(self._turns) < count:
             found = [(component, self._served(component, self._asked)) for component in self._components]
             change = 0.0
@@ -377,7 +407,7 @@ class _Island:
 
 @dataclass(frozen=True)
 class _Shown:
-    """What gpu-lets of one kind are expected to do, as in `Outlook`."""
+    """What gpu-lets of one kind are expected to do; see `Outlook`."""
 
     gpulets: Sequence[int]
     parts: Mapping[str, float]
@@ -388,7 +418,7 @@ class _Shown:
 
 @dataclass(frozen=True)
 class _Turn:
-    """What the components of an island serve, and by how much the busiest change of any gpu-let differs from before."""
+    """What the components of an island serve, and the largest change of any gpu-let's busy part in this turn."""
 
     asked: Mapping[str, _Asked]
     served: Sequence[tuple[Sequence[_Kind], _ServedInTime]]
@@ -401,7 +431,7 @@ class _Turn:
 
     @cached_property
     def shown(self) -> list[_Shown]:
-        """What follows for each kind."""
+        """The figures of each kind."""
         found = []
         for component, served in self.served:
             for k, kind in enumerate(component):
@@ -443,8 +473,8 @@ def _connected_kinds(kinds: Collection[_Kind]) -> Iterable[list[_Kind]]:
 
 @dataclass(frozen=True)
 class _ServedInTime:
-    """What a component serves of every program in time, the time it would need for all, how busy its gpu-lets are, what
-    they take of each program and in which batches, by kind."""
+    """What a component serves of every program in time, the time it would need for everything, and by kind: how busy
+    its gpu-lets are, what they take of each program and in which batches."""
 
     load: float
     done: Mapping[str, float]
@@ -492,7 +522,7 @@ def _served_in_time(
     }
     used = used_part(load, list(streams.values()), gpulets)
     lost = dict(zip(streams, lost_parts(list(streams.values()), (load - used) * gpulets), strict=True))
-    if objective == "each" and load > 0.0:  # who lost most is served first
+    if objective == "each" and load > 0.0:  # the model that lost most is served first
         lost = dict.fromkeys(streams, 1.0 - used / load)
     if load > 1.0:
         flows = _overloaded(names, component, batches, asked, objective, used, lost)
@@ -521,9 +551,8 @@ def _overloaded(
     used: float,
     lost: Mapping[str, float],
 ) -> dict[tuple[str, int], float]:
-    """Return the flows where not everything can be served: midway between the best by the objective and what is left of
-    each program if all lose. A scheduler sees deadlines before costs, so that the truth lies between the two; midway
-    errs least at worst."""
+    """Return the flows under overload: midway between the best flow by the objective and equal losses of all programs.
+    A scheduler sees deadlines before costs, so the truth lies between; the middle has the least worst-case error."""
     best = _flows(names, component, batches, asked, objective, used)
     if objective == "each":
         return best
@@ -543,7 +572,7 @@ def _blocked(
     asked: _Asked,
     flows: Mapping[tuple[str, int], float],
 ) -> float:
-    """Return the part of a program's requests that come behind batches of others that run for too long."""
+    """Return the part of a program's requests that come behind another program's batch that runs too long."""
     found, hosts = 1.0, False
     for k, kind in enumerate(component):
         own = next((p for p in kind.programs if p.name == name), None)
@@ -560,7 +589,7 @@ def _blocked(
 
 
 def _mean_slowdown(program: Program, neighbours: Sequence[_Kind]) -> float:
-    """Return the slowdown with neighbours that run part of the time."""
+    """Return the slowdown beside neighbours that run part of the time."""
     if not neighbours:
         return 1.0
     return 1.0 + (program.slowdown - 1.0) * sum(kind.busy for kind in neighbours) / len(neighbours)
@@ -569,21 +598,21 @@ def _mean_slowdown(program: Program, neighbours: Sequence[_Kind]) -> float:
 def _gathered(
     program: Program, asked: _Asked, slowdown: float, *, is_alone: bool, is_cautious: bool
 ) -> MeanBatch | None:
-    """Return the mean batch that is gathered in time; None: not even one request is.
+    """Return the mean batch that is gathered in time; None when not even one request is.
 
-    Also where a smaller one takes less time per request: a scheduler gathers as long as the deadline allows. Where no
-    others take turns with it, it is a fraction: the deadline allows another request in some batches only. A batch that
-    is as large as planned is so in the mean of what comes until it has to begin.
+    A scheduler gathers as long as the deadline allows, even when a smaller batch takes less time per request. A batch
+    that shares its gpu-let with no other has a fractional mean, as the deadline allows one more request in some batches
+    only. A batch limited by its planned size has the mean of what comes until it must begin.
     """
     latency, largest = program.latency, program.batch_size
     assert latency is not None
     gap_ms = 1000.0 / asked.rate_rps
-    if latency.at(1) * program.slowdown > asked.slo_ms:  # beside neighbours that are busy nothing is in time
+    if latency.at(1) * program.slowdown > asked.slo_ms:  # nothing is in time beside busy neighbours
         return None
     stated = program.slowdown if is_cautious else slowdown
 
     def over_ms(size: int) -> float:
-        """Return by how much a batch that gathers so many is late; the more, the later."""
+        """Return by how much a batch of so many is late; it grows with the size."""
         return latency.at(size) * stated + (size - 0.5) * gap_ms - asked.slo_ms
 
     size = 1 + bisect_right(range(2, largest + 1), 0.0, key=over_ms)
@@ -602,7 +631,8 @@ def _gathered(
 
 @cache
 def mean_of_capped(largest: int, come: float) -> float:
-    """Return the mean of min(largest, 1 + N), N from a Poisson distribution: what gathers until a batch must begin."""
+    """Return the mean of min(largest, 1 + N) with N from a Poisson distribution of mean `come`: the requests gathered
+    until a batch must begin."""
     if come > 2.0 * largest + 50.0:
         return float(largest)
     mean, exactly, at_most = 1.0, math.exp(-come), 0.0
@@ -621,15 +651,15 @@ def _flows(
     objective: str,
     used: float,
 ) -> dict[tuple[str, int], float]:
-    """Return how much of each program every kind of gpu-let serves: the best flow by the workload's objective.
+    """Return how much of each program every kind of gpu-let serves: the best flow by the objective.
 
     Args:
-        names: of the programs.
+        names: the programs.
         component: the kinds of gpu-lets.
-        batches: by kind, those of the programs that can be in time there.
-        asked: by program.
-        objective: of the workload.
-        used: the part of the gpu-lets' time that there is.
+        batches: by kind, of the programs that can be in time there.
+        asked: the demand by program.
+        objective: the workload's.
+        used: the usable part of the gpu-lets' time.
     """
     times = [{name: batch.time_s for name, batch in own.items()} for own in batches]
     if len(component) == 1:
@@ -644,7 +674,7 @@ def _flows(
 def _in_one(
     names: Sequence[str], times: Mapping[str, float], asked: Mapping[str, _Asked], gpulets: float, objective: str
 ) -> dict[str, float]:
-    """Return what alike gpu-lets serve: everything, or the cheapest first, or all in the same proportion."""
+    """Return what gpu-lets of one kind serve: everything, or the cheapest first, or all in proportion."""
     able = [name for name in names if name in times]
     load = sum(asked[name].rate_rps * times[name] for name in able)
     if load <= gpulets:
@@ -661,7 +691,7 @@ def _in_one(
 def _evenly(
     name: str, gpulets: Sequence[float], times: Sequence[Mapping[str, float]], rate_rps: float
 ) -> dict[tuple[str, int], float]:
-    """Return what gpu-lets of one program serve: one queue keeps all of them equally busy."""
+    """Return what gpu-lets of one program serve: its queue keeps all of them equally busy."""
     able_rps = {k: gpulets[k] / own[name] for k, own in enumerate(times) if name in own}
     part = min(1.0, rate_rps / sum(able_rps.values())) if any(able_rps.values()) else 0.0
     return {(name, k): part * able for k, able in able_rps.items()}
@@ -674,8 +704,8 @@ def _best_flows(
     asked: Mapping[str, _Asked],
     objective: str,
 ) -> dict[tuple[str, int], float]:
-    """Return the same for gpu-lets that differ, as a linear program."""
-    # A third of what it takes to import this package, which every gpu-let's process does and none asks this.
+    """Return the same for gpu-lets that differ, by a linear program."""
+    # Imported here: scipy takes a third of this package's import time, and gpu-lets never need it.
     from scipy.sparse import coo_array
 
     pairs = [(name, k) for k, own in enumerate(times) for name in own]
@@ -688,7 +718,7 @@ def _best_flows(
     upper = [asked[name].rate_rps for name in names] + list(gpulets)
     total = sum(asked[name].rate_rps for name in names)
     worth = [-(asked[name].weight if objective == "weighted" else 1.0) / total for name, _ in pairs]
-    if objective == "each":  # the least part of any rate first, then as much as possible on top
+    if objective == "each":  # first the least part of any rate, then the sum
         able = {name for name, _ in pairs}
         for name in able:
             rows.append(len(upper))

@@ -1,4 +1,4 @@
-"""What random arrivals cost: requests that wait too long although the GPUs would have time for them on average.
+"""What random arrivals cost: requests that wait too long although the GPUs have enough time on average.
 
 There are three causes, each with a formula of queueing theory.
 
@@ -10,8 +10,8 @@ There are three causes, each with a formula of queueing theory.
   is lost unless another gpu-let is free.
 - *Blocking*. The same happens behind a batch of another program.
 
-The scheduler chooses which requests are lost to the first two causes. It gives up those that serve least per ms of GPU
-time. Among these, the ones that can wait least come too late first.
+The scheduler chooses which requests the first two causes cost: those that serve least per ms of GPU time. Among these,
+the ones that can wait least come too late first.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NO_WAIT_S = 1e-4  # limit: the least that requests are taken to wait for: a tenth of a millisecond
+NO_WAIT_S = 1e-4  # limit: shortest assumed wait
 
 
 @dataclass(frozen=True)
 class MeanBatch:
     """The batch in which a program's requests run on a gpu-let: its mean size, and its time beside the neighbours.
 
-    `stated_ms` is the time that a scheduler expects, if that is longer: the scheduler gives requests up by it.
+    `stated_ms` is the time that the scheduler expects, and gives requests up by, if that is longer.
     """
 
     size: float
@@ -42,8 +42,8 @@ class MeanBatch:
 
 @dataclass(frozen=True)
 class Stream:
-    """Requests of one program: how many per second, in which batches, in time after how long, what each counts, and the
-    index of dispersion of their number in a second."""
+    """Requests of one program: how many per second, in which batches, how long they may take, what each counts, and the
+    index of dispersion of the number in a second."""
 
     rate_rps: float
     batch: MeanBatch
@@ -64,42 +64,40 @@ class Stream:
 def used_part(load: float, streams: Sequence[Stream], gpulets: int) -> float:
     """Return the part of their time that gpu-lets work on requests in time, at a load per gpu-let.
 
-    Arrivals are Poisson, or others by their index of dispersion.
-
-    At most 1, and at most the load. 0 load gives 0.
+    Arrivals are Poisson, or as their index of dispersion says. The result is at most 1 and at most the load.
     """
     work = sum(stream.work for stream in streams)
     if load <= 0.0 or work <= 0.0:
         return 0.0
     variance_s = sum(stream.dispersion * stream.work * stream.batch.time_s for stream in streams) / gpulets**2
-    # The harmonic mean: one program that can wait for long does not help another that cannot.
+    # The harmonic mean: a patient program does not help an impatient one.
     may_wait_s = work / sum(stream.work / max(NO_WAIT_S, stream.may_wait_s) for stream in streams)
     batch_s = sum(stream.work * stream.batch.latency_ms / 1000.0 for stream in streams) / work
-    # Who finds the next batch full waits for whole batches, not for requests: half a batch more in the mean.
+    # A request that finds the next batch full waits for whole batches: half a batch more on average.
     others_s = sum(stream.work * (stream.batch.latency_ms / 1000.0 - stream.batch.time_s) for stream in streams) / work
     patience_s = max(NO_WAIT_S, may_wait_s - 0.5 * others_s / gpulets)
     kept = 1.0 - _turned_away(load, 2.0 * load * patience_s / variance_s, gpulets)
-    # Gpu-lets of one program run out of phase: one is free within a part of a batch, where others come and go.
+    # Gpu-lets of one program run out of phase, so one becomes free within part of a batch.
     phases = gpulets if len(streams) == 1 else 1
     free = _found_free(load, max(0.0, 1.0 - phases * may_wait_s / batch_s), gpulets)
     used = min(1.0, load, load * min(kept, free))
     if load <= 1.0 or len(streams) > 1:
         return used
-    # Where requests are lost one that can wait is there whenever a batch ends. Idle are at most the gaps between
-    # requests, one per batch.
+    # Under losses, a waiting request is there whenever a batch ends. The idle time is at most one gap between requests
+    # per batch.
     at_once = streams[0].rate_rps * batch_s / gpulets
     return max(used, at_once / (1.0 + at_once))
 
 
 def lost_parts(streams: Sequence[Stream], lost: float) -> list[float]:
-    """Return which part of each program's requests is lost where this much work is, in seconds of a gpu-let per second.
+    """Return the lost part of each program's requests when so much work is lost, in seconds of a gpu-let per second.
 
-    The parts are as GPU time per request over how long it may wait and what it counts, at most 1.
+    The parts are in proportion to GPU time per request, divided by how long it may wait and what it counts, at most 1.
     """
     per_part = [s.batch.time_s / max(NO_WAIT_S, s.may_wait_s) / max(1e-9, s.weight) for s in streams]
     parts = [0.0] * len(streams)
     left, rest = lost, [index for index, stream in enumerate(streams) if stream.work > 0.0]
-    while rest and left > 0.0:  # those of which all is lost leave the rest more
+    while rest and left > 0.0:  # programs lost whole leave more to the rest
         scale = left / sum(streams[index].work * per_part[index] for index in rest)
         gone = [index for index in rest if scale * per_part[index] >= 1.0]
         for index in gone or rest:
@@ -113,12 +111,12 @@ def _turned_away(load: float, patience: float, gpulets: int) -> float:
     """Return the part of requests that find more work than they may wait for.
 
     Args:
-        load: of a gpu-let.
-        patience: what they may wait for, in services of all gpu-lets together (twice that for services without
+        load: per gpu-let.
+        patience: how long a request may wait, in services of all gpu-lets together (twice that for services without
             variance).
-        gpulets: that serve one queue.
+        gpulets: that serve the queue.
     """
-    blocked = 1.0  # Erlang's formula for one gpu-let less
+    blocked = 1.0  # Erlang's formula for one gpu-let fewer
     for count in range(1, gpulets):
         blocked = load * gpulets * blocked / (count + load * gpulets * blocked)
     drift = (1.0 - load) * patience
@@ -132,9 +130,8 @@ def _turned_away(load: float, patience: float, gpulets: int) -> float:
 
 
 def _found_free(load: float, too_long: float, gpulets: int) -> float:
-    """Return the part of requests that come while a gpu-let is free, or has been busy for longer than the first
-    `too_long` part of a batch. The busy time follows from what is kept, so that it is the root of y = 1 - (load y
-    too_long)^n, found by halving."""
+    """Return the part of requests that arrive while a gpu-let is free, or already past the first `too_long` part of a
+    batch. The busy time depends on what is kept: the root of y = 1 - (load y too_long)^n, found by halving."""
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2.0
@@ -151,8 +148,8 @@ def blocked_part(may_wait_ms: float, running: Sequence[tuple[float, float]], gpu
 
     Args:
         may_wait_ms: SLO less the time of a batch of one.
-        running: of the other programs of a gpu-let, the part of its time and the time of a batch in ms.
-        gpulets: that could run it.
+        running: for each other program of a gpu-let: the part of its time, and its batch time in ms.
+        gpulets: that could run the program.
     """
     one = sum(part * max(0.0, 1.0 - may_wait_ms / batch_ms) for part, batch_ms in running if batch_ms > 0.0)
     return min(1.0, one) ** gpulets

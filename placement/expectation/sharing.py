@@ -1,4 +1,4 @@
-"""What a batch takes on its replica's share beside its neighbours: the same rules for every plan, whoever made it."""
+"""What a batch takes on its replica's share beside its neighbours: the same rules for every plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tenuto.placement.program import Gpulet, Replica
 from tenuto.profiles import Latency, Profiles
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT, with_share
 
-INTERFERENCE = "contention"  # needs latencies only, so that it can judge every plan
+INTERFERENCE = "contention"  # needs only latencies, so it can judge every plan
 
 _RULES = {
     "continued": "the line through the two nearest measured shares continued",
@@ -26,7 +26,7 @@ _RULES = {
 
 @dataclass
 class Sharing:
-    """Completes the replicas of a plan. `costs` by model and GPU type."""
+    """Completes the replicas of a plan. `costs` are by model and GPU type."""
 
     costs: Mapping[str, Mapping[str, ModelOnGpu]]
     profiles: Profiles
@@ -36,10 +36,10 @@ class Sharing:
     _slowed: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
     def completed(self, plan: Plan) -> Plan:
-        """Return the plan with the latency of every replica alone on its share, its slowdown while all neighbours run,
-        and its memory.
+        """Return the plan with every replica's latency alone on its share, its slowdown while all neighbours run, and
+        its memory.
 
-        Where the profiles know nothing of a model, what the policy says of its replica is kept.
+        When the profiles lack a model, the policy's own figures stay.
         """
         types = {gpu.id: gpu.type for gpu in plan.gpus}
         alike: dict[object, tuple[Gpulet, ...]] = {}
@@ -49,7 +49,7 @@ class Sharing:
             if kind is None:
                 found |= {gpulet.id: gpulet for gpulet in gpulets}
                 continue
-            # Plans have thousands of GPUs of a few kinds; replicas are shared between gpu-lets that are alike.
+            # Plans have thousands of GPUs of a few kinds; alike gpu-lets share replicas.
             key = (kind, *((g.share_pct, tuple(_told(r) for r in g.models)) for g in gpulets))
             if key not in alike:
                 alike[key] = self._on_one_gpu(kind, gpulets)
@@ -73,6 +73,9 @@ class Sharing:
             others = [other for place, other in enumerate(alone) if place != index]
             models = []
             for replica in gpulet.models:
+                if replica.steps is not None:
+                    models.append(replica)
+                    continue
                 slowdown = round(self._slowdown(replica, gpulet, others, kind), 6)
                 update: dict[str, object] = {"slowdown": slowdown}
                 if replica.latency is not None:
@@ -83,6 +86,8 @@ class Sharing:
 
     def _alone(self, replica: Replica, kind: str, gpulet: Gpulet) -> Replica:
         """Return a replica with its latency and memory alone on its share."""
+        if replica.steps is not None:
+            return replica  # what its steps cost and its memory were planned with it
         on = self.costs.get(replica.name, {}).get(kind)
         update: dict[str, object] = {"slowdown": 1.0}
         if on is not None:
@@ -92,7 +97,7 @@ class Sharing:
                 latency = on.cut(share_pct, replica.batch_size)
                 update["latency_rule"] = on.rule(share_pct)
             except MissingProfileError:
-                pass  # what the policy says of it is all there is
+                pass  # only the policy's figures exist
             update["latency"] = latency
             if latency is not None:
                 update["latency_ms"] = round(latency.at(replica.batch_size), 6)
@@ -110,10 +115,10 @@ class Sharing:
     def _slowdown(self, replica: Replica, gpulet: Gpulet, others: Sequence[Gpulet], kind: str) -> float:
         """Return the factor while all neighbours run.
 
-        Neighbours without a share of their own are as slow as was measured of equal processes, see `_among_equals`.
-        Where that was not measured they run in time slices: beside n of them a batch takes n + 1 times as long (the
-        thesis' own observation, which had no CUDA MPS for them; with it they are no slower). Shares that add up to more
-        than the GPU are worth that much less.
+        Neighbours without shares are as slow as measured among equal processes, see `_among_equals`. When that was not
+        measured, they run in time slices: beside n of them a batch takes n + 1 times as long (as in the thesis, which
+        ran them without CUDA MPS; with it they are no slower). Shares that sum to more than the GPU shrink in
+        proportion.
         """
         if gpulet.share_pct is None or any(other.share_pct is None for other in others):
             together = self._among_equals(replica, [gpulet, *others], kind)
@@ -128,11 +133,11 @@ class Sharing:
         return factor * self._model(kind).slowdown(own, known)
 
     def _among_equals(self, replica: Replica, gpulets: Sequence[Gpulet], kind: str) -> float | None:
-        """Return what a batch of the first of gpu-lets without shares takes longer beside the others; None where it was
-        not measured of every model.
+        """Return how much longer a batch of the first gpu-let takes beside the others, all without shares; None when
+        this was not measured of every model.
 
-        Measured is how much slower as many equal processes are. A process among unequal ones is taken to be as slow as
-        the mean of what the models are among their equals: each uses the device as much as it does there.
+        Measurements give the slowness of as many equal processes. Unequal ones are assumed as slow as the mean over the
+        models, as each uses the device as much as among its equals.
         """
         factors = [self._among_itself(replica, kind, len(gpulets))]
         for other in gpulets[1:]:
@@ -147,7 +152,7 @@ class Sharing:
         return None if on is None else on.profile.beside_itself(replica.batch_size, processes)
 
     def _worst(self, own: Resident | None, other: Gpulet, kind: str) -> Resident | None:
-        """Return the batch of a neighbour that disturbs most: its models take turns."""
+        """Return the neighbour's batch that disturbs most; its models take turns."""
         residents = [r for replica in other.models if (r := self._resident(replica, other, kind)) is not None]
         if own is None or not residents:
             return None
@@ -156,7 +161,7 @@ class Sharing:
         return max(residents, key=lambda resident: self._model(kind).slowdown(own, (resident,)))
 
     def _resident(self, replica: Replica, gpulet: Gpulet, kind: str) -> Resident | None:
-        """Return a replica as interference models see it; None where its latency is not known."""
+        """Return a replica as interference models see it; None when its latency is unknown."""
         share_pct = gpulet.effective_share_pct
         key = (replica.name, kind, replica.batch_size, share_pct)
         if key not in self._residents:
@@ -175,7 +180,7 @@ class Sharing:
         return self._interference[kind]
 
     def assumptions(self, plan: Plan) -> list[str]:
-        """Return where latencies had to be modelled, and by which model."""
+        """Return which latencies had to be modelled, and how."""
         by_rule: dict[str, set[str]] = {}
         types = {gpu.id: gpu.type for gpu in plan.gpus}
         crowded = set()
@@ -209,11 +214,11 @@ class Sharing:
 
 
 def _told(replica: Replica) -> tuple[object, ...]:
-    """Return what the costs of a replica depend on."""
+    """Return all that decides the costs of a replica."""
     return replica.name, replica.batch_size, replica.memory_mib, id(replica.latency) if replica.latency else None
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """Return names in a line, the first few of many."""
+    """Return names in one line; of many, the first few."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

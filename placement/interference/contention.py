@@ -1,7 +1,7 @@
-"""Tenuto's own interference model: a trend in latencies and shares, corrected for pairs of networks that were measured.
+"""Tenuto's own interference model: a trend in latencies and shares, corrected for measured pairs of networks.
 
-It needs nothing of a profile but latencies by batch size and share. docs/reference/interference.md says how it was
-found, and how far it is off on pairs, and on networks, that it was not fitted on.
+It needs only latencies by batch size and share. docs/reference/interference.md says how it was found, and its error on
+pairs and networks that it was not fitted on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile
 ALIKE = 0.1
 """Two networks are alike as exp(-d^2/2), d = (difference of ln GPU time per request) / ALIKE: within about 10 %.
 
-Fitted on the 600 V100 pairs: of pairs left out 0.60 % wrong, halved 0.60 %, doubled 0.70 %."""
+Fitted on the 600 V100 pairs: the error on pairs left out is 0.60 %, 0.60 % with ALIKE halved, 0.70 % doubled."""
 
 TERMS = 10  # derived: of a polynomial of degree 2 in three variables
 
@@ -35,8 +35,7 @@ Positive = Annotated[float, Field(gt=0)]
 class Trend(StrictModel):
     """factor = constant + latency_ratio * ln(l_own / l_other) + share_product * share_own * share_other.
 
-    l is the latency of the batch alone in ms, kept such that ln(l_own / l_other) is within +-`largest_ratio`; shares
-    are fractions.
+    l is the batch's latency alone in ms. ln(l_own / l_other) is kept within +-`largest_ratio`; shares are fractions.
     """
 
     constant: float
@@ -46,10 +45,10 @@ class Trend(StrictModel):
 
 
 class Pair(StrictModel):
-    """What the trend misses when one network was slowed down by another, by batch sizes and share.
+    """What the trend misses for one network slowed down by another, by batch sizes and share.
 
     `coefficients` belong to 1, x, y, z, x^2, xy, xz, y^2, yz, z^2 with x = (log2 b_own - 3)/2, y = (log2 b_other - 3)/2
-    and z = (share_own - 0.5)/0.3, each kept within `bounds`, the smallest and largest x, y and z measured.
+    and z = (share_own - 0.5)/0.3. Each is kept within `bounds`, the smallest and largest x, y and z measured.
     """
 
     own: str
@@ -61,7 +60,7 @@ class Pair(StrictModel):
 
 
 class Constants(StrictModel):
-    """The fitted constants as they are shipped, with what they were fitted on."""
+    """Fitted constants, with what they were fitted on."""
 
     schema_version: SchemaVersion = SCHEMA
     name: str
@@ -75,19 +74,19 @@ class Constants(StrictModel):
 
 
 class Contention:
-    """Trend plus correction, at least 1; several neighbours add what each of them costs beyond 1.
+    """Trend plus correction, at least 1; with several neighbours, what each one costs beyond 1 adds up.
 
-    The correction is the mean of the measured pairs' corrections, weighted by how much the two networks are like those
-    measured (`ALIKE`), which is told by their GPU time per request (`gpu_ms`) and not by their names: the same network
-    under another runtime is another network. Far from all measured pairs the trend stands alone.
+    The correction is the mean of the measured pairs' corrections, weighted by how alike the networks are (`ALIKE`). GPU
+    time per request (`gpu_ms`) decides that, not names: the same network under another runtime is another network. Far
+    from all measured pairs the trend stands alone.
 
-    The sum over neighbours is an assumption: the pairs say nothing of it. In iGniter's analytic model, which rests on
-    measurements with up to five residents, two neighbours that share the room of one cost 1.2 to 2.6 times as much.
+    The sum over neighbours is an assumption: no pair can show it. In iGniter's analytic model, which rests on
+    measurements with up to five residents, two neighbours in the room of one cost 1.2 to 2.6 times as much.
     """
 
     def __init__(self, constants: Constants | None = None) -> None:
-        """Take fitted constants; by default those shipped, fitted on pairs on a V100."""
-        # What is remembered by a profile's id keeps the profile, so that the id stays its own.
+        """Take fitted constants; default: those fitted on V100 pairs."""
+        # Caches by a profile's id also hold the profile, so that no other object gets its id.
         self._constants = constants if constants is not None else shipped_constants()
         self._latencies: dict[tuple[int, float], tuple[ModelProfile, LatencyTable | LinearLatency]] = {}
         self._alike: dict[tuple[int, int], tuple[ModelProfile, ModelProfile, Vector | None]] = {}
@@ -115,7 +114,7 @@ class Contention:
         return ratio, own.share_pct * other.share_pct / 1e4
 
     def _weights(self, own: ModelProfile, other: ModelProfile) -> Vector | None:
-        """Return the weight of each measured pair, together 1 at most; None where no measured pair is alike."""
+        """Return the weight of each measured pair, 1 at most in total; None when no measured pair is alike."""
         key = (id(own), id(other))
         if key not in self._alike:
             _make_room(self._alike)
@@ -134,9 +133,9 @@ class Contention:
 
 
 def gpu_ms(profile: ModelProfile) -> float:
-    """Return the time of the whole GPU in ms that a request takes where the network uses its share best.
+    """Return the whole-GPU time in ms of a request where the network uses its share best.
 
-    The least latency * share / batch size of all measured points; for a line, its slope.
+    This is the least latency * share / batch size of all measured points; for a line, its slope.
     """
     if not profile.points and profile.line is not None:
         return profile.line.alpha_ms

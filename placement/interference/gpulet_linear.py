@@ -17,12 +17,12 @@ from tenuto.placement.interference.utilisation import Utilisations
 class GpuletLinear:
     """factor = c1*l2_own + c2*l2_other + c3*dram_own + c4*dram_other + c5, at least 1; the largest pairwise factor.
 
-    Utilisations are fractions of the GPU's peak, measured alone: the metrics `l2_util_pct` and `dram_util_pct` of the
-    profile. Beside several neighbours the one that disturbs most counts alone (the rule of gpulet's repository), so
-    that the model never says that a third gpu-let costs more than the second.
+    Utilisations are fractions of the GPU's peak, measured alone: metrics `l2_util_pct` and `dram_util_pct` of the
+    profile. Of several neighbours only the one that disturbs most counts (the rule of gpulet's repository). So in this
+    model a third gpu-let never costs more than the second.
 
-    `whole_gpu` says how they were measured: False, on the share itself; True, on the whole GPU, to be multiplied by the
-    share, as gpulet's repository does.
+    `whole_gpu`: False when utilisations were measured on the share; True when they were measured on the whole GPU and
+    are multiplied by the share, as in gpulet's repository.
     """
 
     l2_own: float
@@ -44,7 +44,7 @@ class GpuletLinear:
 
 
 def l2_and_dram(resident: Resident, whole_gpu: bool, utilisations: Utilisations) -> tuple[float, float]:
-    """Return L2 and DRAM utilisation as fractions; raises `MissingProfileError` where they were not measured."""
+    """Return L2 and DRAM utilisation as fractions; raise `MissingProfileError` when they were not measured."""
     alone = replace(resident, share_pct=100.0) if whole_gpu else resident
     scale = resident.share_pct / 100.0 if whole_gpu else 1.0
     return scale * utilisations.of(alone, "l2_util_pct"), scale * utilisations.of(alone, "dram_util_pct")

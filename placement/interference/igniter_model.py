@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 @functools.cache
 def _names(kind: Any) -> tuple[str, ...]:
-    """Return what profiles call the fields of a class: what stands in their annotation, else their own names."""
+    """Return the names that profiles use for the fields of a class: the annotation's, else the field's."""
     hints = get_type_hints(kind, include_extras=True)
     return tuple(getattr(hint, "__metadata__", (name,))[0] for name, hint in hints.items())
 
 
 def _read(kind: Callable[..., T], values: Mapping[str, float], path: str) -> T:
-    """Return constants from a profile's coefficients; raises `InvalidInputError` with those that are missing."""
+    """Return constants from a profile's coefficients; raise `InvalidInputError` with the missing ones."""
     missing = [name for name in _names(kind) if name not in values]
     if missing:
         cure = "Use a profile with iGniter's coefficients, such as --profiles igniter-v100, or fit them."

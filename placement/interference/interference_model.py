@@ -19,7 +19,7 @@ class Resident:
 
 
 class InterferenceModel(Protocol):
-    """Predicts the cost of sharing a GPU. Models never look at anything but the residents."""
+    """Predicts the cost of sharing a GPU from the residents alone."""
 
     def slowdown(self, gpulet: Resident, neighbours: Sequence[Resident]) -> float:
         """Return latency beside the neighbours over latency alone; at least 1.0, and 1.0 without neighbours.

@@ -1,4 +1,4 @@
-"""The interference models by name, as policies' options choose them."""
+"""The interference models by name, for policies' options."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ from tenuto.profiles import Profiles
 
 FROM_FILE = "contention:"
 NAMES = ("none", "gpulet", "igniter", "contention")
-_SYNONYMS = {
-    "false": "none",
-    "no": "none",
-    "off": "none",
-    "0": "none",
-    "true": "gpulet",
-    "yes": "gpulet",
-    "on": "gpulet",
-    "1": "gpulet",
-}
+_SYNONYMS = dict.fromkeys(("false", "no", "off", "0"), "none") | dict.fromkeys(("true", "yes", "on", "1"), "gpulet")
 
 
 def canonical_name(choice: bool | str) -> str:
-    """Return the name in `NAMES` that is meant, or `contention:FILE`; true is gpulet's own model, false is none.
+    """Return the name in `NAMES`, or `contention:FILE`; True means gpulet's own model, False none.
 
     Raises:
         InvalidInputError: there is no such model or file.
@@ -49,8 +40,8 @@ def interference_models(name: str, gpu_types: Iterable[str], profiles: Profiles)
     """Return the model of that name for each GPU type.
 
     `gpulet` has constants for V100, 2080 Ti and 3080; other types use those of the V100. `contention` was fitted on a
-    V100; other types use its trend, as GPU times tell alike networks on one type only. `contention:FILE` takes own
-    constants, for all types.
+    V100; other types use only its trend, as GPU times compare networks on one type only. `contention:FILE` uses the
+    file's constants for all types.
 
     Raises:
         InvalidInputError: no such model, a malformed file, or the profiles lack iGniter's hardware coefficients for a
@@ -71,7 +62,7 @@ def interference_models(name: str, gpu_types: Iterable[str], profiles: Profiles)
 
 
 def stand_ins(name: str, gpu_types: Iterable[str]) -> tuple[str, ...]:
-    """Return a note per GPU type for which constants of the V100 are used because there are none of its own."""
+    """Return a note for each GPU type that has no constants of its own and uses the V100's."""
     known = {"gpulet": tuple(CONSTANTS), "contention": ("v100",)}.get(name)
     return tuple(
         f"interference on {kind}: fitted on a V100, since no constants for {kind} are known"

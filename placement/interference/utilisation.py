@@ -1,4 +1,4 @@
-"""Utilisations of a GPU by a batch running alone, the input of interference models fitted on measurements."""
+"""GPU utilisations of a batch that runs alone: the input of fitted interference models."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from tenuto.errors import MissingProfileError
 from tenuto.placement.interference.interference_model import Resident
 from tenuto.profiles import ModelProfile
 
-_KEPT = 64  # limit: profiles of which the tables are remembered
+_KEPT = 64  # limit: profiles whose tables are kept
 
 _Table = dict[float, tuple[list[int], list[float]]]  # by share in percent: batch sizes, ascending, and values
 
 
 class Utilisations:
-    """Metrics of profiles as fractions, as measured alone at a batch size and a share.
+    """Metrics of profiles as fractions, measured alone at a batch size and a share.
 
-    Between measured batch sizes, and between measured shares, the line through the two nearest is used (gpulet's
-    repository does so for batch sizes). Tables are built once per profile and metric, since policies ask often.
+    Between measured batch sizes, and between measured shares, values follow the line through the nearest two (gpulet's
+    repository does so for batch sizes). Tables are built once per profile and metric.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class Utilisations:
         """Return a metric in percent as a fraction.
 
         Raises:
-            MissingProfileError: batch size or share are outside of what was measured, or the metric was not measured.
+            MissingProfileError: batch size or share outside the measured range, or the metric was not measured.
         """
         table = self._table(resident.profile, metric)
         if not table:
-            raise MissingProfileError(f"metric '{metric}' is in none of the points. Profile the model with it.")
+            raise MissingProfileError(f"no point has metric '{metric}'. Profile the model with it.")
         shares = sorted(table)
         below, above, weight = _bracket(shares, resident.share_pct, f"metric '{metric}', share")
         low = _at(table[below], resident.batch_size, metric)
@@ -64,11 +64,11 @@ def _at(column: tuple[list[int], list[float]], batch_size: int, metric: str) -> 
 
 
 def _bracket(known: Sequence[float], wanted: float, what: str) -> tuple[float, float, float]:
-    """Return the nearest known values around the wanted one and how far it is between them, 0 to 1."""
+    """Return the nearest known values around the wanted one, and its position between them, 0 to 1."""
     index = bisect_left(known, wanted)
     if index < len(known) and known[index] == wanted:
         return wanted, wanted, 0.0
     if index in (0, len(known)):
-        raise MissingProfileError(f"{what} {wanted:g} is outside of what was measured ({known[0]:g} to {known[-1]:g}).")
+        raise MissingProfileError(f"{what} {wanted:g} is outside the measured range ({known[0]:g} to {known[-1]:g}).")
     below, above = known[index - 1], known[index]
     return below, above, (wanted - below) / (above - below)

@@ -1,8 +1,8 @@
-"""A plan as an SVG picture: one bar per GPU, its gpu-lets side by side by share, one colour per model; models that run
-as one merged program have one label over all their colours. MIG instances are framed, as wide as their compute.
+"""A plan as an SVG picture: one bar per GPU, its gpu-lets side by side by share, one colour per model. A merged program
+has one label over all its models' colours. MIG instances are framed, as wide as their compute.
 
-Self-contained and readable on light and dark pages; the colours can be told apart with every common colour-vision
-deficiency, and every part is labelled as well or has a tooltip.
+The picture needs no other file and is readable on light and dark pages. Its colours can be told apart with every common
+colour-vision deficiency, and every part has a label or a tooltip.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from tenuto.placement.copy_times import hidden_copies_ms
 from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.program import Gpulet, Program
 from tenuto.placement.shown.table import totals_of, why_unserved
-from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of
 
 # Okabe and Ito's palette without black, then three of Tol's muted set; with more models colours repeat, labels do not.
 PALETTE = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#D55E00", "#0072B2", "#DDCC77", "#882255", "#44AA99")
@@ -30,9 +29,9 @@ def draw(plan: Plan, colours: Mapping[str, str] | None = None) -> str:
     """Return the picture as SVG text.
 
     Args:
-        plan: what is drawn.
-        colours: CSS colours by model, for pages whose charts have some already; shown as strips below the labels, as
-            nothing is known of their contrast with text.
+        plan: the plan.
+        colours: CSS colours by model, for pages whose charts have some already. They are strips below the labels, as
+            their contrast with text is unknown.
     """
     colours = _colours(plan) if colours is None else colours
     totals = totals_of(plan)
@@ -59,8 +58,8 @@ def draw(plan: Plan, colours: Mapping[str, str] | None = None) -> str:
 
 @dataclass(frozen=True)
 class _Bar:
-    """One physical GPU, or several with the same gpu-lets. `gpulets` are with where they begin and their width, in
-    percent of the bar, and so are `instances`, MIG instances by profile."""
+    """One physical GPU, or several with the same gpu-lets. `gpulets` and `instances` (MIG instances by profile) come
+    with their start and width in percent of the bar."""
 
     label: str
     detail: str
@@ -83,15 +82,13 @@ def _bars(plan: Plan) -> list[_Bar]:
 
 
 def _bar(places: Sequence[PlannedGpu], by_gpu: Mapping[str, Sequence[Gpulet]], ids: Sequence[str]) -> _Bar:
-    first, mig = places[0], instance_type_of(places[0].type)
-    kind = first.type if first.instance is None or mig is None else mig.base
+    first, kind = places[0], places[0].whole_type
     label, detail = (ids[0], kind) if len(ids) == 1 else (f"{len(ids)} GPUs", f"{kind}, {ids[0]} …")
     if first.instance is None:
         return _Bar(label, detail, list(_gpulets(by_gpu[first.id])), ())
     gpulets, instances, at = [], [], 0.0
     for place in sorted(places, key=lambda each: each.instance.start if each.instance is not None else 0):
-        size = instance_type_of(place.type)
-        width = 100.0 * (ALL_GPCS if size is None else size.gpcs) / ALL_GPCS
+        size, width = place.cut_as, 100.0 * place.part
         instances.append((place.type if size is None else size.profile, round(at, 3), round(width, 3)))
         inside = _gpulets(by_gpu[place.id])
         gpulets += [
@@ -102,8 +99,8 @@ def _bar(places: Sequence[PlannedGpu], by_gpu: Mapping[str, Sequence[Gpulet]], i
 
 
 def _gpulets(gpulets: Sequence[Gpulet]) -> Iterator[tuple[Gpulet, float, float]]:
-    """Give each gpu-let of a GPU or instance with where it begins and its width, in percent: its share; equal parts
-    where gpu-lets are unrestricted, less where they over-commit."""
+    """Yield each gpu-let of a GPU or instance with its start and width in percent. The width is its share; unrestricted
+    gpu-lets get equal parts, over-committed ones less."""
     at, total = 0.0, max(100.0, sum(gpulet.effective_share_pct for gpulet in gpulets))
     equal = len(gpulets) > 1 and any(gpulet.share_pct is None for gpulet in gpulets)
     for gpulet in gpulets:
@@ -118,7 +115,7 @@ def _colours(plan: Plan) -> dict[str, str]:
 
 
 def _fills(program: Program, colours: Mapping[str, str]) -> tuple[str, str, Sequence[str]]:
-    """Return the colours of a program's box and of its label, and of the strip below it, if it has one."""
+    """Return the colours of a program's box, of its label, and of the strip below it, if any."""
     shown = [colours.get(replica.name, PALETTE[0]) for replica in program.members]
     if program.is_merged or shown[0] not in PALETTE:
         return MERGED, "#1b1f24", shown
@@ -129,6 +126,7 @@ def _tooltip(gpulet: Gpulet, program: Program, plan: Plan) -> str:
     batch = "one merged program, joint batch" if program.is_merged else "batch"
     facts = [f"{program.name} on {gpulet.id}: {batch} {program.batch_size}"]
     facts.append("unrestricted" if gpulet.share_pct is None else f"share {gpulet.share_pct:g} %")
+    facts += [f"on {len(gpulet.gpus)} GPUs together: {', '.join(gpulet.gpus)}"] if gpulet.also_on else []
     others = [other.name for other in gpulet.programs if other.name != program.name]
     if others:
         facts.append("takes turns with " + ", ".join(others))
@@ -145,7 +143,7 @@ def _tooltip(gpulet: Gpulet, program: Program, plan: Plan) -> str:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """Give the unserved models with reasons, and what frames and colours mean."""
+    """Yield the unserved models with reasons, and what frames and colours mean."""
     for name, reason in why_unserved(plan):
         yield f"unserved: {name}: {reason}"
     if any(gpulet.share_pct is None for gpulet in plan.gpulets):

@@ -15,8 +15,8 @@ class PlanRow:
     """One replica, or one merged group as `a+b`: where it is, what it runs and what is expected of it; None where
     unknown.
 
-    `share_pct` None: the gpu-let is unrestricted. `latency_ms` is that of one full batch, neighbours included, and
-    `hidden_ms` what streaming hides of it. A group's SLO is its strictest, its rate that of all its models.
+    `share_pct` None: the gpu-let is unrestricted. `latency_ms` is that of one full batch beside its neighbours;
+    streaming hides `hidden_ms` of it. A group has its strictest SLO and the sum of its rates.
     """
 
     gpu: str
@@ -34,8 +34,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlanTotals:
-    """What a plan costs and yields as a whole; `believed_rps` is what its policy believed, None where it stated
-    nothing."""
+    """What a whole plan costs and yields; `believed_rps` is the policy's own figure, None when it gave none."""
 
     goodput_rps: float
     believed_rps: float | None
@@ -48,7 +47,8 @@ class PlanTotals:
 
 
 def rows_of(plan: Plan) -> list[PlanRow]:
-    """Return a row per replica or merged group, in the order of GPUs, gpu-lets and models of the plan."""
+    """Return a row per replica or merged group, in the order of GPUs, gpu-lets and models of the plan. A gpu-let on
+    several GPUs has a row on each, and its rate on the first."""
     slos = {spec.name: spec.slo_ms for spec in plan.models}
     rows = []
     by_gpu = plan.by_gpu()
@@ -66,7 +66,7 @@ def rows_of(plan: Plan) -> list[PlanRow]:
                         program.batch_size,
                         program.latency_ms,
                         slo_ms,
-                        program.rate_rps,
+                        program.rate_rps if gpu.id == gpulet.gpu else None,
                         program.memory_mib,
                         _hidden_ms(plan, program),
                     )
@@ -101,7 +101,7 @@ def why_unserved(plan: Plan) -> list[tuple[str, str]]:
 
 
 def why_below(plan: Plan) -> list[tuple[str, str]]:
-    """Return (model, figure and reason) of every served model that is expected to stay below its attainment."""
+    """Return (model, figure and reason) of every served model that should stay below its attainment."""
     reasons = plan.unserved_reasons
     return [
         (spec.name, reasons[spec.name])
@@ -111,8 +111,8 @@ def why_below(plan: Plan) -> list[tuple[str, str]]:
 
 
 def losses_told(plan: Plan) -> list[str]:
-    """Return what the loss of each GPU, node or rack takes from models that are spread or to survive it, a line each;
-    one line for all losses that take nothing."""
+    """Return a line for the loss of each GPU, node or rack: what it takes from models with `spread` or `survive`. One
+    line stands for all losses that take nothing."""
     lines, harmless = [], 0
     for loss in plan.expected.losses:
         promised = {name: model.goodput_rps for name, model in plan.expected.models.items()}
@@ -128,10 +128,10 @@ def losses_told(plan: Plan) -> list[str]:
 
 
 def compare_rows(plans: Mapping[str, Plan]) -> list[tuple[str, dict[str, str]]]:
-    """Return plans side by side: per model a text by policy, `replicas×batch on share: expected rps`.
+    """Return plans side by side: for each model a text by policy, `replicas×batch on share: expected rps`.
 
-    Replicas with the same batch and share are counted together; of a merged model (`in a+b`) the batch is the joint
-    one. An unserved model reads `-`.
+    Replicas with the same batch and share are counted together. A merged model (`in a+b`) has the joint batch. An
+    unserved model reads `-`.
     """
     names = list(dict.fromkeys(spec.name for plan in plans.values() for spec in plan.models))
     return [(name, {policy: _summary(plan, name) for policy, plan in plans.items()}) for name in names]

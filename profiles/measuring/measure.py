@@ -28,6 +28,10 @@ from tenuto.profiles.profile import Measured, ModelProfile, Profile, ProfilePoin
 
 WORKER = ["-m", "tenuto.profiles.measuring.profile_worker"]
 
+NO_SHARES = (
+    "a share of a CUDA device needs CUDA MPS, which is not running here. Start it (see `tenuto doctor`), or measure "
+    "the whole device with --shares 100."
+)
 STOPPED = "stopped before every point was measured; run it again with --resume"
 
 
@@ -243,10 +247,7 @@ def _parts(request: MeasureRequest, shares: Shares | None) -> Iterator[MeasureRe
         yield replace(request, device="cpu")
         return
     if shares is None:
-        raise EnvironmentFaultError(
-            "a share of a CUDA device needs CUDA MPS, which is not running here. Start it (see `tenuto doctor`), or "
-            "measure the whole device with --shares 100."
-        )
+        raise EnvironmentFaultError(NO_SHARES)
     have = {(batch, share) for batch, share, _ in request.known}
     for share in sorted(request.shares, reverse=True):
         if all((batch, share) in have for batch in request.batch_sizes):
@@ -278,8 +279,14 @@ def _events(request: MeasureRequest, shares: Shares | None) -> Iterator[Event]:
         worker.end()
 
 
-def assemble(measurements: Sequence[Measurement], *, name: str, command: str | None = None) -> Profile:
-    """Return the profile file of models measured on one device.
+def assemble(
+    measurements: Sequence[Measurement],
+    *,
+    name: str,
+    command: str | None = None,
+    source: str = "measured by `tenuto profile`; latency is from numpy to numpy, copies included",
+) -> Profile:
+    """Return the profile file of models measured on one device; `source` says how.
 
     Raises:
         InvalidInputError: two models of the same row, or of different devices.
@@ -301,7 +308,7 @@ def assemble(measurements: Sequence[Measurement], *, name: str, command: str | N
     return Profile(
         name=name,
         gpu_type=machine.gpu_type,
-        source="measured by `tenuto profile`; latency is from numpy to numpy, copies included",
+        source=source,
         measured=Measured(
             hardware=machine.hardware, date=datetime.now(UTC).date().isoformat(), versions=versions, command=command
         ),

@@ -75,10 +75,10 @@ def measure_into(
     machine = describe_machine("cpu")
     signatures = {name: loaded.signature for name, loaded in models.items()}
     networks = [MergedNetwork([found], {name: signatures[name] for name in found.names}) for found in merged]
-    measured = [
-        measure_joint(network, models, batch_sizes, shares=shares, repetitions=repetitions, report=say)
-        for network in networks
-    ]
+    measured = []
+    for network in networks:
+        splits = [split for size in batch_sizes for split in splits_of(tuple(network.signatures), size)]
+        measured.append(measure_joint(network, models, splits, shares=shares, repetitions=repetitions, report=say))
     merged.clear()
     models.clear()
     gc.collect()
@@ -107,32 +107,31 @@ def splits_of(names: Sequence[str], size: int) -> list[dict[str, int]]:
 def measure_joint(
     merged: MergedNetwork,
     models: Mapping[str, LoadedModel],
-    batch_sizes: Sequence[int],
+    splits: Sequence[Mapping[str, int]],
     *,
     shares: Sequence[float] = (100.0,),
-    repetitions: int = 7,
+    repetitions: int,
     report: Callable[[str], None] = lambda _text: None,
 ) -> list[JointTimes]:
-    """Time every split of every joint batch both ways on the CPU.
+    """Time splits of joint batches both ways on the CPU.
 
     All of them run in turns, round after round, so that a slow phase of a shared machine falls on all alike.
 
     Args:
         merged: the merged program, while it still has the originals.
         models: the originals.
-        batch_sizes: sizes of joint batches.
+        splits: rows of each model.
         shares: percentages of the CPU's cores, as threads.
         repetitions: timed runs of each way, after one that is not counted.
         report: is called with lines of progress.
     """
-    names, together = tuple(merged.signatures), ProgramRunner(merged)
-    apart = {name: lone_program(name, models[name], PLAIN) for name in names}
+    together = ProgramRunner(merged)
+    apart = {name: lone_program(name, models[name], PLAIN) for name in merged.signatures}
     found = []
     threads = torch.get_num_threads()
     try:
         for share in shares:
             torch.set_num_threads(cpu_threads(share))
-            splits = [split for size in batch_sizes for split in splits_of(names, size)]
             samples: list[tuple[list[float], list[float]]] = [([], []) for _ in splits]
             for repetition in range(repetitions + 1):
                 for split, (together_ms, apart_ms) in zip(splits, samples, strict=True):

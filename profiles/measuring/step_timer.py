@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
-from tenuto.profiles.generation import StepCost
+from tenuto.profiles.generation import Knots, StepCost
 from tenuto.profiles.networks.generating import Generator, Sampling, blocks_of
 
 _SHORT = 16
@@ -23,22 +24,15 @@ class StepTimer:
     """Times steps of a model on whose device nothing else runs."""
 
     def __init__(
-        self,
-        model: Generator,
-        *,
-        budget_s: float,
-        clock_s: Callable[[], float] = time.perf_counter,
-        on_step: Callable[[str, float], None] = lambda _what, _ms: None,
+        self, model: Generator, *, budget_s: float, on_step: Callable[[str, float], None] = lambda _what, _ms: None
     ) -> None:
         """Args:
         model: with no open sequence.
         budget_s: time for the repetitions of one kind of step.
-        clock_s: monotonic clock.
         on_step: takes what was timed, and its median in ms.
         """
         self._model = model
         self._budget_s = budget_s
-        self._clock_s = clock_s
         self._on_step = on_step
         self._numbers = count()
         self.disturbed: list[str] = []  # what was timed beside other work
@@ -97,8 +91,8 @@ class StepTimer:
 
     def _median(self, what: str, run: Callable[[], float], at_most: int = 1000) -> float:
         run()
-        began_s, times = self._clock_s(), [run() for _ in range(_FEWEST)]
-        while self._clock_s() - began_s < self._budget_s and len(times) < at_most - 1:
+        began_s, times = time.perf_counter(), [run() for _ in range(_FEWEST)]
+        while time.perf_counter() - began_s < self._budget_s and len(times) < at_most - 1:
             times.append(run())
         first, median, third = statistics.quantiles(times, n=4)
         if third - first > _NOISY_PART * median:
@@ -117,13 +111,21 @@ def measure_steps(timer: StepTimer, *, max_sequences: int, max_batch_tokens: int
         longest: the most tokens of a sequence.
     """
     most = max(_SHORT, min(longest, max_batch_tokens) - 2 * _SHORT)
-    prefill = [(float(n), round(timer.prefill_ms(n, most), 4)) for n in _powers(_SHORT, max_batch_tokens)]
-    decode = [(float(n), round(timer.decode_ms(n, _SHORT, max_batch_tokens), 4)) for n in _powers(1, max_sequences)]
+    prefill = _rising({n: timer.prefill_ms(n, most) for n in _powers(_SHORT, max_batch_tokens)})
+    decode = _rising({n: timer.decode_ms(n, _SHORT, max_batch_tokens) for n in _powers(1, max_sequences)})
     few, long = max(1, min(8, max_sequences)), max(_SHORT + 1, longest - 2 * _SHORT)
     more_ms = timer.decode_ms(few, long, max_batch_tokens) - dict(decode)[few]
-    return StepCost(
-        prefill_ms=tuple(prefill), decode_ms=tuple(decode), context_token_ms=max(0.0, more_ms) / (few * (long - _SHORT))
-    )
+    return StepCost(prefill_ms=prefill, decode_ms=decode, context_token_ms=max(0.0, more_ms) / (few * (long - _SHORT)))
+
+
+def _rising(measured_ms: Mapping[int, float]) -> Knots:
+    """Return times by amount of which none is above that of a larger amount: more takes at least as long, and other
+    work only makes a time longer."""
+    least, knots = math.inf, []
+    for amount, ms in sorted(measured_ms.items(), reverse=True):
+        least = min(least, ms)
+        knots.append((float(amount), round(least, 4)))
+    return tuple(reversed(knots))
 
 
 def blocks_needed(*, max_sequences: int, max_batch_tokens: int, longest: int, block_tokens: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Sampling(NamedTuple):
@@ -52,9 +52,10 @@ class Generator(Protocol):
     def free_blocks(self) -> int:
         """The blocks that no sequence holds."""
 
-    def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling) -> None:
+    def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling, made: Sequence[int] = ()) -> None:
         """Take a sequence with a number that no open one has. Its prompt has at least one token; none of it runs
-        yet."""
+        yet. `made` are tokens that it has from elsewhere: steps run them with its prompt, and `max_tokens` counts
+        them. What is made of it then is what would have been made there."""
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
         """Run one step over these sequences, with so many tokens of each: those of its prompt that have not run, or
@@ -72,6 +73,13 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Release the model and all memory."""
+
+
+def longest_sequence(config: Any) -> int | None:
+    """Return how many tokens a model's positions reach, by its configuration; None when they have no end."""
+    text = config.get_text_config()
+    found = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return None if found is None else int(found)
 
 
 def blocks_of(tokens: int, block_tokens: int) -> int:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, first_line, refused
+from tenuto.errors import EnvironmentFaultError, first_line, refused
 from tenuto.profiles.networks.generating import Ending, Sampling, StepRan
 from tenuto.profiles.networks.places import check_path
-from tenuto.profiles.networks.text_networks import prepare_transformers
+from tenuto.profiles.networks.text_networks import load_complete, prepare_transformers
 
 _CHECKED = ("5.23",)  # releases of transformers whose private calls are those used below
 _RANDOM = "transformers/"  # sources of random weights: `transformers/llama`
@@ -58,8 +59,6 @@ def load_language_model(
             torch.manual_seed(seed)
             return transformers.AutoModelForCausalLM.from_config(made).eval()
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        if isinstance(error, InvalidInputError):
-            raise
         raise refused(
             "model",
             folder or source,
@@ -74,35 +73,17 @@ def _from_folder(folder: Path, config: Mapping[str, Any]) -> Any:
         raise refused(
             "options.config", config, "a folder brings its own configuration", "Remove it, or `weights_path`."
         )
-    network, report = transformers.AutoModelForCausalLM.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=False, output_loading_info=True
-    )
-    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if missing:
-        raise refused(
-            "model",
-            str(folder),
-            f"lacks weights of its network: {', '.join(missing[:5])}",
-            "Save the language model itself, with its head, not the network below it.",
-        )
-    return network.eval()
-
-
-def longest_sequence(config: Any) -> int | None:
-    """Return how many tokens a model's positions reach; None when they have no end."""
-    text = config.get_text_config()
-    found = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    return None if found is None else int(found)
+    cure = "Save the language model itself, with its head, not the network below it."
+    return load_complete(transformers.AutoModelForCausalLM, folder, cure).eval()
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """An open sequence: what draws its tokens, and those that it has."""
+    """An open sequence, with the tokens that it has."""
 
     prompt: list[int]
     sampling: Sampling
-    draws: torch.Generator | None
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
 
 
 class LanguageModel:
@@ -179,11 +160,10 @@ class LanguageModel:
         pool, cache = self._batches.cache.pool, self._batches.cache
         return int(pool.num_free_sectors * cache.num_blocks // cache.num_sectors)
 
-    def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling) -> None:
+    def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling, made: Sequence[int] = ()) -> None:
         """Take a sequence."""
-        draws = torch.Generator().manual_seed(sampling.seed) if sampling.temperature > 0.0 else None
-        self._open[sequence] = _Sequence(list(prompt), sampling, draws)
-        self._turns.add(sequence, prompt)
+        self._open[sequence] = _Sequence(list(prompt), sampling, list(made))
+        self._turns.add(sequence, [*prompt, *made])
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
         """Run one step."""
@@ -237,19 +217,23 @@ class LanguageModel:
         making = [each for each in self._batches.inputs_and_outputs.requests_in_batch if each.has_new_token]
         for row, each in enumerate(making):
             sequence = self._open[int(each.state.request_id)]
-            if sequence.draws is not None:
-                tokens[row] = _drawn(rows[row].cpu(), sequence.sampling, sequence.draws)
+            if sequence.sampling.temperature > 0.0:
+                tokens[row] = _drawn(rows[row].cpu(), sequence.sampling, len(sequence.tokens))
         output_ids[0, : len(tokens)].copy_(tokens)
 
 
-def _drawn(scores: torch.Tensor, sampling: Sampling, draws: torch.Generator) -> int:
+def _drawn(scores: torch.Tensor, sampling: Sampling, place: int) -> int:
     """Return a token drawn among the likeliest that have `top_p` of the probability, the likeliest always among
-    them."""
-    likely, tokens = torch.softmax(scores / sampling.temperature, dim=-1).sort(descending=True, stable=True)
+    them. The draw depends on the seed and the token's place in the answer alone, so any process can go on with it."""
+    least = torch.finfo(scores.dtype).tiny  # a divisor of 0 would leave no number
+    steep = (scores - scores.max()) / max(sampling.temperature, least)
+    likely, tokens = torch.softmax(steep, dim=-1).sort(descending=True, stable=True)
     before = likely.cumsum(dim=-1) - likely
     likely[before >= sampling.top_p] = 0.0
     likely[0] = max(float(likely[0]), torch.finfo(likely.dtype).tiny)
-    return int(tokens[torch.multinomial(likely, 1, generator=draws)])
+    reached = likely.double().cumsum(dim=-1)
+    drawn = np.random.default_rng((sampling.seed % 2**64, place)).random() * float(reached[-1])
+    return int(tokens[min(int(torch.searchsorted(reached, drawn, right=True)), len(tokens) - 1)])
 
 
 def _end_tokens(network: Any) -> frozenset[int]:

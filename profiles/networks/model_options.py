@@ -35,7 +35,7 @@ class BuildOptions(StrictModel):
     tokenizer: str | None = None
 
 
-Runtime = Literal["torch", "aot_inductor", "onnxruntime", "tensorrt"]
+Runtime = Literal["torch", "aot_inductor", "onnxruntime", "tensorrt", "vllm"]
 
 
 class RunOptions(StrictModel):
@@ -48,7 +48,7 @@ class RunOptions(StrictModel):
     `cudnn_benchmark` lets cuDNN try its algorithms for every size. `pad_batches` fills every batch up with blank rows
     to the next planned size. `uint8_input`: pictures are sent as uint8 pixels, a quarter of the bytes, and normalised
     on the device; normalised float32 is taken too. `runtime` executes the model: PyTorch, a program that `torch.export`
-    and AOTInductor compiled, or ONNX Runtime with or without TensorRT.
+    and AOTInductor compiled, ONNX Runtime with or without TensorRT, or vLLM for a model that generates.
     """
 
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"

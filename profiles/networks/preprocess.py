@@ -153,7 +153,8 @@ def _hashed_ids(text: str, spec: TextInput) -> list[int]:
 
 def _tokenizer_ids(text: str, spec: TextInput) -> list[int]:
     tokenizer = _open_tokenizer(str(spec.tokenizer_path), spec.sequence_length)
-    ids: list[int] = tokenizer.encode(text).ids
+    # Unlike `encode` it lets go of the interpreter.
+    ids: list[int] = tokenizer.encode_batch([text])[0].ids
     return ids
 
 

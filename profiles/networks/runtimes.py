@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenuto.errors import EnvironmentFaultError, first_line
+from tenuto.errors import EnvironmentFaultError, first_line, refused
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,10 @@ def run_elsewhere(
 
     Raises:
         EnvironmentFaultError: the runtime is not installed, has no provider for the device, or cannot take the model.
+        InvalidInputError: the runtime is one of models that generate.
     """
+    if runtime == "vllm":
+        raise refused("runtime", runtime, f"runs models that generate, and '{name}' does not", "Remove it.")
     if runtime == "aot_inductor":
         return _aot_inductor(module, name, examples, device, sizes)
     providers = _providers(stream, with_tensorrt=runtime == "tensorrt")  # converting takes seconds

@@ -117,14 +117,9 @@ def load_directory(directory: Path, expected: str | None) -> Any:
                 f"holds a '{config.model_type}', not a '{expected}'",
                 "Give the directory of the model asked for.",
             )
-        network, report = transformers.AutoModelForSequenceClassification.from_pretrained(
-            str(directory),
-            config=config,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            dtype=torch.float32,
-        )
+        cure = "Save the classifier itself, with its trained head, not the language model below it."
+        kind = transformers.AutoModelForSequenceClassification
+        return load_complete(kind, directory, cure, config=config, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError) as error:
         raise refused(
             "model",
@@ -132,12 +127,18 @@ def load_directory(directory: Path, expected: str | None) -> Any:
             f"cannot be loaded as a sequence classifier ({first_line(error)})",
             "Save it again with save_pretrained.",
         ) from error
+
+
+def load_complete(kind: Any, directory: Path, cure: str, **how: Any) -> Any:
+    """Return a network of a class of Transformers, from a local directory that has all of its weights.
+
+    Raises:
+        InvalidInputError: some are missing; `cure` says what to do.
+    """
+    network, report = kind.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False, output_loading_info=True, **how
+    )
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if missing:
-        raise refused(
-            "model",
-            str(directory),
-            f"lacks weights of its network: {', '.join(missing[:5])}",
-            "Save the classifier itself, with its trained head, not the language model below it.",
-        )
+        raise refused("model", str(directory), f"lacks weights of its network: {', '.join(missing[:5])}", cure)
     return network

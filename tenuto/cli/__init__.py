@@ -46,8 +46,9 @@ BRINGS = {
     "tenuto[serve]": "PIL aiohttp cryptography fastapi httptools httpx orjson pynvml ray safetensors starlette sympy "
     "tokenizers torch torchvision transformers uvloop",
     "tenuto[tracing]": "opentelemetry",
-    "tenuto[grpc]": "google grpc grpc_reflection",
+    "tenuto[grpc]": "google grpc grpc_reflection jh2",
     "tenuto[onnx]": "onnx onnxruntime onnxscript",
+    "tenuto[vllm]": "vllm",
     "tenuto-lab": "sklearn xgboost",
 }
 

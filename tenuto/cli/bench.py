@@ -107,9 +107,9 @@ def command(
     unknown = (name for name in bodies if name not in names)
     raise_if_any(Problem("--body", name, "is no model that is asked", one_of(name, names)) for name in unknown)
     options = BenchOptions(url, bodies=bodies, **asked)  # the other options have the names of its fields
-    for note in notes:
-        tell(note)
     result = run_bench(served, options, tell, applications=applications)
+    for note in (*notes, *result.schedule.notes):
+        tell(note)
     with _no_sigterm():  # to write the results takes a moment
         result.notes = notes
         document = describe(result, options, plan, command=command_line())

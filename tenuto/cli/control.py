@@ -28,7 +28,7 @@ def pause(address: str | None) -> None:
     Example: tenuto control pause
     """
     with operations(address) as running:
-        running.controller.pause(True)
+        running.ask(lambda controller: controller.pause(True))
     say("paused")
 
 
@@ -40,7 +40,7 @@ def resume(address: str | None) -> None:
     Example: tenuto control resume
     """
     with operations(address) as running:
-        running.controller.pause(False)
+        running.ask(lambda controller: controller.pause(False))
     say("resumed")
 
 
@@ -53,7 +53,7 @@ def status(address: str | None) -> None:
     Example: tenuto control status
     """
     with operations(address) as running:
-        state = running.controller.state()
+        state = running.ask(lambda controller: controller.state())
     if printed_as_json(state):
         return
     print_table(
@@ -78,7 +78,7 @@ def plan(output: str | None, address: str | None) -> None:
     Example: tenuto control plan -o advised.yaml
     """
     with operations(address) as running:
-        advice = running.controller.advice()
+        advice = running.ask(lambda controller: controller.advice())
     if output is not None:
         write_file(output, advice.plan.dump())
     if not printed_as_json({"why": advice.text, "plan": advice.plan.to_data()}):
@@ -101,7 +101,9 @@ def apply(plan_file: str | None, yes: bool, address: str | None) -> int:
     advised = None if plan_file is None else Plan.load(plan_file)
     with operations(address) as running:
         advice = (
-            running.controller.advice() if advised is None else AdvisedPlan(advised, f"advised before: {plan_file}")
+            running.ask(lambda controller: controller.advice())
+            if advised is None
+            else AdvisedPlan(advised, f"advised before: {plan_file}")
         )
         found = running.running()
         reached = running.deploy(found.near(advice.plan), advice.text, by="apply", agrees=agrees_to_losses(yes=yes))
@@ -118,7 +120,7 @@ def log(limit: int, address: str | None) -> None:
     Example: tenuto control log --limit 20
     """
     with operations(address) as running:
-        lines = running.controller.log(limit)
+        lines = running.ask(lambda controller: controller.log(limit))
     if printed_as_json({"log": lines}):
         return
     for line in lines:

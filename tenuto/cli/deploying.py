@@ -112,6 +112,7 @@ class ServingArguments:
         make_scheduler(found.scheduler, from_plan(found.plan), found.scheduler_options)
         check_policy(found.control, found.plan)
         found.config()
+        check_texts(found)
         return found
 
     def left_open(self) -> list[str]:
@@ -123,6 +124,16 @@ class ServingArguments:
     def ground(self, plan: Plan) -> Ground | None:
         """Return the profiles and the possible GPUs that a controller plans with; None without --control."""
         return None if self.control_file is None else self.where.ground(plan)
+
+
+def check_texts(deployment: Deployment, *, is_here: bool = False) -> None:
+    """Raise `InvalidInputError` for a tokenizer or a chat template that cannot be read, if it is on this machine.
+    `is_here`: the gateways are, so it has to be."""
+    from tenuto.deployments.entry.texts import place_of, tokenizer_of
+
+    for spec in deployment.plan.models:
+        if spec.generates is not None and (is_here or place_of(spec).exists()):
+            tokenizer_of(spec)
 
 
 # The fields that a deployment and the command line call the same.

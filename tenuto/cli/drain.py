@@ -67,7 +67,7 @@ def go_without(
             if change.kind != "route-only":
                 tell(f"{change.gpulet}: {change.kind}: {'; '.join(change.reasons)}")
         # Gpu-lets on GPUs that are lost for other reasons do not count: they are lost already.
-        here = [gpulet for gpulet in found.plan.gpulets if gpulet.gpu not in lost]
+        here = [gpulet for gpulet in found.plan.gpulets if not {*gpulet.gpus} & {*lost}]
         less = less_by(found.plan.model_copy(update={"gpulets": tuple(here)}), plan)
         losses = [f"{name} keeps {left:,.4g} of {rate:,.4g} rps" for name, (rate, left) in less.items()]
         interrupted = dict.fromkeys(name for step in foreseen.steps for name in step.unserved)

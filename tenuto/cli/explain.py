@@ -11,6 +11,7 @@ from tenuto.cli.tables import print_table
 from tenuto.errors import refused
 from tenuto.placement import Plan
 from tenuto.placement.explaining import LESS_PCT, Explained, ModelExplained, explain
+from tenuto.placement.generates import TokenSlo
 
 
 @click.command("explain", short_help="Explain why a plan is as it is, and what would change it.")
@@ -34,14 +35,14 @@ def command(plan_file: str, models: tuple[str, ...], where: ClusterArguments) ->
     profiles, gpus = where.ground(plan)
     found = explain(plan, gpus, profiles, models)
     if not printed_as_json(asdict(found)):
-        _print(found, plan.expected.goodput_rps)
+        _print(found, plan)
         if plan.drained:
             say(f"drained, and not used in these figures: {', '.join(plan.drained)}")
 
 
-def _print(found: Explained, goodput_rps: float) -> None:
+def _print(found: Explained, plan: Plan) -> None:
     for model in found.models:
-        _print_model(model)
+        _print_model(model, plan.model(model.name).slo)
     if found.growth is not None:
         say(f"all rates may grow by {100 * (found.growth - 1):.0f} %; then {', '.join(found.breaks)} is late first")
     if found.enough is not None:
@@ -55,22 +56,30 @@ def _print(found: Explained, goodput_rps: float) -> None:
             continue
         cost = "" if more.cost_per_hour is None else f", {more.cost_per_hour:,.2f} $/h for the plan"
         below = f", still below: {', '.join(more.below)}" if more.below else ", every model as asked"
-        say(f"{what}: {more.goodput_rps - goodput_rps:+,.4g} rps in time{cost}{below}")
+        gained = more.goodput_rps - plan.expected.goodput_rps
+        gain = f"{gained:,.4g} rps more in time" if gained > 0.0 else "no request more in time"
+        say(f"{what}: {gain}{cost}{below}")
 
 
-def _print_model(model: ModelExplained) -> None:
+def _print_model(model: ModelExplained, slo: TokenSlo | None) -> None:
+    def told(slo_ms: float) -> str:
+        if slo is None:
+            return f"{slo_ms:,.4g} ms"
+        times = slo_ms / model.slo_ms
+        return f"{times * slo.ttft_ms:,.4g} ms to the first token and {times * slo.tpot_ms:,.4g} ms for each further"
+
     cost = "" if model.cost_per_hour is None else f", {model.cost_per_hour:,.3g} $/h"
     million = model.cost_per_million
     each = "" if million is None else f", {million:,.3g} $ per million"
-    say(f"{model.name}: {model.promised_rps:,.4g} of {model.rate_rps:,.4g} rps in {model.slo_ms:g} ms{cost}{each}")
+    say(f"{model.name}: {model.promised_rps:,.4g} of {model.rate_rps:,.4g} rps in {told(model.slo_ms)}{cost}{each}")
     if model.most_rps is not None and model.least_slo_ms is not None:
-        say(f"  holds up to {model.most_rps:,.4g} rps, or down to an SLO of {model.least_slo_ms:,.4g} ms, by itself")
+        say(f"  holds up to {model.most_rps:,.4g} rps, or down to an SLO of {told(model.least_slo_ms)}, by itself")
     elif model.enough_rps is None and model.enough_slo_ms is None:
         say(f"  {model.why_below or 'not served'}")
     else:
         say(f"  {model.why_below or 'below what is asked'}")
         ways = [] if model.enough_rps is None else [f"at {model.enough_rps:,.4g} rps"]
-        ways += [] if model.enough_slo_ms is None else [f"with an SLO of {model.enough_slo_ms:,.4g} ms"]
+        ways += [] if model.enough_slo_ms is None else [f"with an SLO of {told(model.enough_slo_ms)}"]
         say(f"  would be in time {' or '.join(ways)}")
     print_table(
         (

@@ -14,8 +14,8 @@ import click
 from tenuto.cli.common import command_line, gathered, notice, printed_as_json, say
 from tenuto.documents import parse_pairs, write_whole
 from tenuto.errors import Problem, raise_if_any
-from tenuto.profiles import Generation, Measured, ModelProfile, Profile, StepsAt
-from tenuto.profiles.generation import BLOCK_TOKENS
+from tenuto.mps.gpu_shares import shares_of
+from tenuto.profiles import Generation, Measured, ModelProfile, Profile
 from tenuto.profiles.gpu_types import memory_mib_of
 from tenuto.profiles.networks.model_options import ModelOptions
 
@@ -68,7 +68,6 @@ class FromRequests:
         log, kind, name = read_requests(str(self.log)), str(self.gpu), names[0]
         notice(f"fitting {len(log)} requests; this takes up to a minute or two")
         fitted = fit_requests(log, max_sequences=self.max_sequences, max_batch_tokens=batch, kv_tokens=self.kv_tokens)
-        doubts = tuple(fitted.warnings)
         profile = Profile(
             name=f"{name}-{kind}",
             gpu_type=kind,
@@ -77,11 +76,9 @@ class FromRequests:
                 hardware=kind, date=datetime.now(UTC).date().isoformat(), command=shlex.join(command_line())
             ),
             memory_mib=self.memory_mib or memory_mib_of(kind),
-            models={name: ModelProfile(generation=fitted.generation, doubts=doubts)},
+            models={name: ModelProfile(generation=fitted.generation, doubts=tuple(fitted.warnings))},
         )
-        path = Path(output or f"profile-{kind}.yaml")
-        write_whole(path, profile.dump())
-        if not printed_as_json(profile.model_dump(mode="json", by_alias=True, exclude_none=True)):
+        if not _hand_over(profile, output):
             cost = fitted.generation.cost()
             kv = fitted.generation.kv_tokens
             say(
@@ -92,9 +89,6 @@ class FromRequests:
             say(f"at most {fitted.max_sequences} sequences and {batch} tokens a step")
             errors = ", ".join(f"{key} {value:+.2f} %" for key, value in fitted.errors_pct.items())
             say(f"the log's means come out with these errors: {errors}")
-        for warning in fitted.warnings:
-            notice(f"warning: {warning}")
-        notice(f"wrote {path}")
         return 0
 
     def measure(self, models: tuple[str, ...], output: str | None, asked: Mapping[str, Any]) -> int:
@@ -111,67 +105,58 @@ class FromRequests:
         ]
         if len(models) != 1:
             problems.append(Problem("MODEL", " ".join(models) or None, "must be one model", "Name one model."))
-        if tuple(asked["shares"]) != (100.0,):
-            rule = "steps are timed on the whole device only"
-            problems.append(Problem("--shares", list(asked["shares"]), rule, "Leave --shares out."))
+        shares = tuple(dict.fromkeys(asked["shares"]))
+        if not shares or not all(0 < share <= 100 for share in shares):
+            rule = "shares are above 0, up to 100 (percent)"
+            problems.append(Problem("--shares", list(asked["shares"]), rule, "Write 50,100."))
         sequences, batch = self.max_sequences or 16, self.max_batch_tokens or 512
         if not 1 <= sequences <= batch:
             rule = f"must be from 1 to --max-batch-tokens ({batch})"
             problems.append(Problem("--max-sequences", sequences, rule, "Lower it, or raise the other."))
         raise_if_any(problems)
-        from tenuto.profiles.measuring.profile_worker import describe_machine
-        from tenuto.profiles.measuring.step_timer import StepTimer, blocks_needed, measure_steps
-        from tenuto.profiles.networks.device import pick_device
-        from tenuto.profiles.networks.language_model import LanguageModel, load_language_model, longest_sequence
+        from tenuto.profiles.measuring.measure import Measurement, assemble
+        from tenuto.profiles.measuring.step_worker import StepRequest, measure_generation
 
         (source,) = models
         origin = f"options of {source}"
         options = ModelOptions.parse(parse_pairs(asked["options"]), origin).checked_build(origin)
-        network = load_language_model(
-            source, weights_path=asked["weights_path"], seed=asked["seed"], config=options.config
-        )
-        device = pick_device(asked["device"])
-        positions = longest_sequence(network.config)
-        longest = min(positions or _LONGEST, _LONGEST)
-        limits = {"max_sequences": sequences, "max_batch_tokens": batch, "longest": longest}
-        blocks = blocks_needed(**limits, block_tokens=BLOCK_TOKENS)
-        model = LanguageModel(network, device=device, blocks=blocks, block_tokens=BLOCK_TOKENS, max_batch_tokens=batch)
-        timer = StepTimer(
-            model, budget_s=asked["budget_s"] / 32, on_step=lambda what, ms: notice(f"{what}: {ms:.2f} ms")
-        )
-        cost = measure_steps(timer, **limits)
-        machine = describe_machine(device)
-        doubts = (f"other work disturbed: {', '.join(timer.disturbed)}",) if timer.disturbed else ()
+        same = {key: asked[key] for key in ("device", "budget_s", "weights_path", "seed")}
+        request = StepRequest(source, sequences, batch, shares=shares, config=options.config, **same)
+        with shares_of(asked["device"], needed=min(shares) < 100) as given:
+            machine, timed = measure_generation(
+                request, shares=given, on_step=lambda what, ms: notice(f"{what}: {ms:.2f} ms")
+            )
+        disturbed = [f"{each.steps.share_pct:g} %: {what}" for each in timed for what in each.disturbed]
+        doubts = (f"other work disturbed: {', '.join(disturbed)}",) if disturbed else ()
+        one = timed[0]
         generation = Generation(
-            kv_bytes_per_token=model.kv_bytes_per_token,
-            longest_context=positions,
-            steps=(StepsAt.model_validate(cost.model_dump()),),
+            kv_bytes_per_token=one.kv_bytes_per_token,
+            longest_context=one.longest_context,
+            steps=tuple(each.steps for each in timed),
         )
         name = (asked["names"] or (Path(source).name,))[0]
-        profile = Profile(
+        row = ModelProfile(weights_mib=round(one.weights_mib, 3), generation=generation, doubts=doubts)
+        profile = assemble(
+            [Measurement(name, row, machine)],
             name=f"{name}-{machine.gpu_type}",
-            gpu_type=machine.gpu_type,
+            command=shlex.join(command_line()),
             source="measured by tenuto profile",
-            measured=Measured(
-                hardware=machine.hardware,
-                date=datetime.now(UTC).date().isoformat(),
-                command=shlex.join(command_line()),
-                versions=dict(machine.versions),
-            ),
-            memory_mib=machine.memory_mib,
-            models={name: ModelProfile(weights_mib=round(model.weights_mib, 3), generation=generation, doubts=doubts)},
         )
-        path = Path(output or f"profile-{machine.gpu_type}.yaml")
-        write_whole(path, profile.dump())
-        printed_as_json(profile.model_dump(mode="json", by_alias=True, exclude_none=True))
-        for doubt in doubts:
-            notice(doubt)
-        notice(f"wrote {path}")
+        _hand_over(profile, output)
         return 0
 
 
-_LONGEST = 2048
-"""limit: tokens of the longest sequence that is timed; a context costs the same for each further token."""
+def _hand_over(profile: Profile, output: str | None) -> bool:
+    """Write a profile and say what it doubts; return whether it was printed as JSON, too."""
+    path = Path(output or f"profile-{profile.gpu_type}.yaml")
+    write_whole(path, profile.dump())
+    for model in profile.models.values():
+        for doubt in model.doubts:
+            notice(f"warning: {doubt}")
+    notice(f"wrote {path}")
+    return printed_as_json(profile.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+
 _OPTIONS = {
     "log": "--from-requests",
     "gpu": "--gpu",

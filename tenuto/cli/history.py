@@ -44,7 +44,7 @@ def command(number: int | None, output: str | None, address: str | None) -> None
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v.at_s)),
                 v.by,
                 str(len(v.deployment.plan.gpulets)),
-                str(len({gpulet.gpu for gpulet in v.deployment.plan.gpulets})),
+                str(len(v.deployment.plan.used_gpus)),
                 v.why,
             )
             for v in versions

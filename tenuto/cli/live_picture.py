@@ -69,7 +69,8 @@ def _headline(live: LiveStatus, figures: Sequence[ModelFigures]) -> Text:
 def _models(models: Sequence[_Model], hidden: int) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     rates = ("goodput/s", "offered/s", "planned/s", "attainment")
-    for heading in ("model", *rates, "p50 ms", "p99 ms", "SLO ms", "batch", "wait"):
+    tokens = ("TTFT ms", "TPOT ms", "tokens/s") if any(model.now.tokens_rps is not None for model in models) else ()
+    for heading in ("model", *rates, "p50 ms", "p99 ms", "SLO ms", "batch", "wait", *tokens):
         table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
     for name, counts, now in models:
         is_late = now.p99_ms is not None and 0.0 < counts.slo_ms < now.p99_ms
@@ -84,6 +85,7 @@ def _models(models: Sequence[_Model], hidden: int) -> Table:
             number(counts.slo_ms),
             number(now.mean_batch),
             str(counts.queued),
+            *(map(number, (now.mean_ttft_ms, now.mean_tpot_ms, now.tokens_rps)) if tokens else ()),
         )
     if hidden:
         table.add_row(Text(f"… {hidden} more", "dim"))
@@ -120,7 +122,7 @@ def _gpulets(live: LiveStatus, shown: int) -> Table:
 def _notes(live: LiveStatus) -> list[Text]:
     """Return the idle and drained GPUs, the schedulers' settings, the last decision and the last two events."""
     decided = [] if live.controller is None else live.controller.log[:1]
-    used = {gpulet.gpu for gpulet in live.gpulets}
+    used = {gpu for gpulet in live.gpulets for gpu in (gpulet.gpu, *gpulet.also_on)}
     used |= {gpu for gpu in live.gpus for stray in live.strays if stray.startswith(f"{application_name(gpu)}-")}
     idle = [gpu for gpu in live.gpus if gpu not in used and gpu not in live.drained]
     lines = [f"idle GPUs: {', '.join(idle)}"] if idle else []

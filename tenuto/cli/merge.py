@@ -6,8 +6,7 @@ import os
 import shlex
 import time
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -28,9 +27,6 @@ from tenuto.options import split_pairs
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.memory_meter import ResidentMemory
 from tenuto.profiles.networks.cpu_share import calm_openmp
-
-if TYPE_CHECKING:
-    from tenuto.profiles.networks.merging.merge import MergedModels
 
 
 @click.command("merge", short_help="Find operators that models with equal weights can share; measure the gain.")
@@ -98,7 +94,9 @@ def command(
     book = None if output is None else ProfileBook(Path(output), command=shlex.join(command_line()), resume=True)
 
     calm_openmp(os.environ)
+    from tenuto.profiles.measuring.merged_programs import measure_into, measure_joint
     from tenuto.profiles.networks.merging.merge import merge_models
+    from tenuto.profiles.networks.merging.merged_network import MergedNetwork
     from tenuto.profiles.networks.models import build
 
     meter = ResidentMemory()
@@ -116,13 +114,14 @@ def command(
     data = {**report.to_data(), "merging_s": time.monotonic() - begun, "batch_size": batch_size, "device": "cpu"}
     for found, cluster in zip(merged, data["clusters"], strict=True):
         tell(f"timing {', '.join(found.names)}")
-        apart, together = _time(found, loaded, batch_size, repetitions)
+        network = MergedNetwork([found], {name: models_by_name[name].signature for name in found.names})
+        split = dict.fromkeys(found.names, batch_size)
+        (timed,) = measure_joint(network, models_by_name, [split], repetitions=repetitions)
+        apart, together = timed.apart.median_ms, timed.together.median_ms
         cluster |= {"apart_ms": apart, "together_ms": together, "pays": together < 0.98 * apart}
-        del found
+        del found, network
     if book is not None and merged:
         loaded.clear()
-        from tenuto.profiles.measuring.merged_programs import measure_into
-
         joint = measure_into(
             book,
             merged,
@@ -157,31 +156,6 @@ def _reseed(module: Any, name: str, prefixes: str, seed: int) -> None:
             for parameter in mine:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(noise * float(parameter.std(correction=0) or 0.01))
-
-
-def _time(found: MergedModels, loaded: dict[str, Any], size: int, repetitions: int) -> tuple[float, float]:
-    """Return the median times of the models one after the other and of the merged program, in ms, run in turns."""
-    import torch
-
-    from tenuto.profiles.networks.inputs import random_inputs
-
-    batches = {}
-    for name in found.names:
-        signature = loaded[name][1]
-        arrays = random_inputs(signature, size)
-        batches[name] = [torch.from_numpy(arrays[spec.name]) for spec in signature.inputs]
-    apart, together = [], []
-    with torch.inference_mode():
-        for repetition in range(repetitions + 1):
-            begun = time.perf_counter()
-            for name, inputs in batches.items():
-                loaded[name][0](*inputs)
-            middle = time.perf_counter()
-            found.run(batches)
-            if repetition:  # the first run is the warm-up
-                apart.append((middle - begun) * 1000.0)
-                together.append((time.perf_counter() - middle) * 1000.0)
-    return median(apart), median(together)
 
 
 def _print(data: dict[str, Any]) -> None:

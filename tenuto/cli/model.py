@@ -47,7 +47,7 @@ def listing(address: str | None) -> None:
     Example: tenuto model list
     """
     with operations(address) as running:
-        entries: list[dict[str, Any]] = running.controller.models()
+        entries: list[dict[str, Any]] = running.ask(lambda controller: controller.models())
     if printed_as_json({"models": entries}):
         return
     print_table(
@@ -57,7 +57,7 @@ def listing(address: str | None) -> None:
 
 
 def _part(entry: Mapping[str, Any]) -> str:
-    """Return what a version is sent, in words; that which takes the rest has none."""
+    """Return in words which requests a version gets; for the main version, which takes the rest, nothing."""
     share = f"{entry['share_pct']:g} %" if "share_pct" in entry else ""
     return f"copies of {share or 'all'}" if entry.get("shadow") else share
 
@@ -71,7 +71,7 @@ def add(entry: str, address: str | None) -> None:
     Example: tenuto model add '{name: resnet50, rate_rps: 100, slo_ms: 50}'
     """
     with operations(address) as running:
-        running.controller.set_model(_entry(entry), add=True)
+        running.ask(lambda controller: controller.set_model(_entry(entry), add=True))
     say("added; `tenuto control log` says when it is served")
 
 
@@ -84,7 +84,7 @@ def update(entry: str, address: str | None) -> None:
     Example: tenuto model update '{name: resnet50, rate_rps: 300, slo_ms: 50}'
     """
     with operations(address) as running:
-        running.controller.set_model(_entry(entry), add=False)
+        running.ask(lambda controller: controller.set_model(_entry(entry), add=False))
     say("updated; `tenuto control log` says what it changes")
 
 
@@ -97,34 +97,35 @@ def remove(name: str, address: str | None) -> None:
     Example: tenuto model remove resnet50
     """
     with operations(address) as running:
-        running.controller.remove_model(name)
+        running.ask(lambda controller: controller.remove_model(name))
     say("removed; `tenuto control log` says when its gpu-lets are free")
 
 
 @command.command("canary", short_help="Send a version some of a model's requests, or copies.")
 @click.argument("name")
 @click.argument("version")
-@click.option("--share", type=float, metavar="PCT", help="Of a hundred requests that name no version.  [--shadow: 100]")
-@click.option("--shadow", is_flag=True, help="Send it copies; what it answers goes nowhere.")
-@click.option("--entry", metavar="ENTRY", help="What it has of its own, as in a workload file; or a file with that.")
+@click.option(
+    "--share", type=float, metavar="PCT", help="Percentage of the requests that name no version.  [--shadow: 100]"
+)
+@click.option("--shadow", is_flag=True, help="Send it copies of requests; its answers go nowhere.")
+@click.option("--entry", metavar="ENTRY", help="Keys in which it differs, as in a workload file; or a file with them.")
 @address_option
 def canary(name: str, version: str, share: float | None, shadow: bool, entry: str | None, address: str | None) -> None:
     """Send VERSION of the model NAME a share of the requests that name no version.
 
-    A version that is not there yet is brought first: its gpu-lets start beside what serves. It has all that the version
-    has that takes the rest, but for ENTRY. Where it loses more requests than that one, the controller takes it back.
+    A new version gets its gpu-lets first; they start beside what serves. All keys that ENTRY does not have are those of
+    the main version, which takes the rest of the requests. When the new version loses more requests than the main
+    version, the controller takes it back.
 
     Example: tenuto model canary resnet50 2 --share 5 --entry '{weights_path: /models/resnet50-2.safetensors}'
     """
     if share is None and not shadow:
-        raise refused("--share", None, "is missing", "Say how many of a hundred requests it is sent, or --shadow.")
-    terms = {"shadow": True} if shadow else {}
+        raise refused("--share", None, "is missing", "Say which percentage of the requests it gets, or --shadow.")
+    terms = {**({"shadow": True} if shadow else {}), **({} if share is None else {"share_pct": share})}
     given = {} if entry is None else _entry(entry)
     with operations(address) as running:
-        told = running.controller.set_version(
-            name, version, {**terms, **({} if share is None else {"share_pct": share})}, given
-        )
-    say(f"{told['name']} is to have {_part(told)}; `tenuto control log` says when it does")
+        told = running.ask(lambda controller: controller.set_version(name, version, terms, given))
+    say(f"{told['name']} is to have {_part(told)}; `tenuto control log` says when it has")
 
 
 @command.command("promote", short_help="Send a version all requests, in place of the one before.")
@@ -132,14 +133,14 @@ def canary(name: str, version: str, share: float | None, shadow: bool, entry: st
 @click.argument("version")
 @address_option
 def promote(name: str, version: str, address: str | None) -> None:
-    """Let VERSION of the model NAME take the requests of the version that takes the rest, which goes.
+    """Make VERSION the main version of the model NAME; the version before ends.
 
-    The old version serves until the new one has the gpu-lets that it needs. `tenuto rollback` goes back.
+    The version before serves until the new one has the gpu-lets that it needs. `tenuto rollback` goes back.
 
     Example: tenuto model promote resnet50 2
     """
     with operations(address) as running:
-        running.controller.promote(name, version)
+        running.ask(lambda controller: controller.promote(name, version))
     say("promoted; `tenuto control log` says when it has all requests")
 
 
@@ -153,5 +154,5 @@ def take_back(name: str, version: str, address: str | None) -> None:
     Example: tenuto model take-back resnet50 2
     """
     with operations(address) as running:
-        running.controller.take_back(name, version)
+        running.ask(lambda controller: controller.take_back(name, version))
     say("taken back; `tenuto control log` says when its gpu-lets are free")

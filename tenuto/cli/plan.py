@@ -37,16 +37,9 @@ from tenuto.placement.shown.table import (
 )
 from tenuto.placement.slo_rules import load_workload
 from tenuto.placement.solve import check_inputs, enough_for_all, solve_on_fewest
-from tenuto.placement.surviving import (
-    Trial,
-    bearable,
-    drained,
-    is_at,
-    place_problems,
-    preferences_missed,
-    with_the_rest,
-)
+from tenuto.placement.surviving import Trial, bearable, drained, place_problems, preferences_missed, with_the_rest
 from tenuto.placement.surviving import without as cluster_without
+from tenuto.placement.whereabouts import is_at
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
 
@@ -243,7 +236,7 @@ def _say_what_is_enough(
                     counts[counts.most_common(1)[0][0]] += 1
     except InvalidInputError as error:
         rule = error.problems[0].rule if error.problems else first_line(error)
-        say(f"what would serve all cannot be told: {rule}")
+        say(f"how many GPUs would serve all models is not known: {rule}")
         return
     below = why_below(found)
     if found.unserved:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tenuto.cli.common import GroupedVerb, tell
-from tenuto.cli.deploying import ServingArguments, keep_drained, serving_arguments
+from tenuto.cli.deploying import ServingArguments, check_texts, keep_drained, serving_arguments
 from tenuto.errors import EnvironmentFaultError, TenutoError
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def _serve(
         try:
             launcher.connect(num_gpus=sum(gpu.type != "cpu" for gpu in gpus), address=address)
             leave_signals_to_the_foreground()
-            if not launcher.owns_ray:
+            if launcher.owns_ray:
+                check_texts(deployment, is_here=True)
+            else:
                 orders.joined()
             if replace:
                 end_all()

@@ -52,6 +52,8 @@ def command(
     simulation = asked.simulation()
     out = _report_folder(folder, force=force)
     run = simulation.run(rate_scale)
+    for note in run.schedule.notes:
+        tell(note)
     summary = run.summary()
     if not printed_as_json(summary):
         print_run(summary)

@@ -72,6 +72,7 @@ def _watch(look: Callable[[], LiveStatus], every_s: float, sort: str) -> None:
 
 def _print(status: SystemStatus) -> None:
     from tenuto.batching.core.told import describe_schedulers
+    from tenuto.deployments.operator.window import mean_ms
 
     print_table(
         ("gpu-let", "state", "device", "share", "mode", "pid", "models (batch)"),
@@ -106,6 +107,20 @@ def _print(status: SystemStatus) -> None:
             for name, model in status.models.items()
         ),
     )
+    writing = {name: model for name, model in status.models.items() if model.generated_tokens}
+    if writing:
+        print_table(
+            ("generates", "prompt tokens", "written tokens", "mean TTFT ms", "mean TPOT ms"),
+            (
+                (
+                    name,
+                    f"{model.prompt_tokens:,}",
+                    f"{model.generated_tokens:,}",
+                    *(number(mean_ms(times)) for times in (model.ttft_s, model.tpot_s)),
+                )
+                for name, model in writing.items()
+            ),
+        )
     if (margin := status.margin) is not None:
         say(
             f"margin before deadlines: {margin.margin_ms:.2f} ms; {margin.late_share:.2%} of the answers leave "

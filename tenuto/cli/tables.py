@@ -49,8 +49,17 @@ def print_table(
     stdout_console().print(table)
 
 
+TOKEN_FIGURES = {
+    "mean_ttft_ms": "mean TTFT ms",
+    "p99_ttft_ms": "p99 TTFT ms",
+    "mean_tpot_ms": "mean TPOT ms",
+    "p99_tpot_ms": "p99 TPOT ms",
+    "tokens_per_s": "tokens/s",
+}
+
+
 def print_run(summary: Mapping[str, Any]) -> None:
-    """Print the tables of models, of applications if there are any, and of gpu-lets."""
+    """Print the tables of models, of those that generate and of applications if there are any, and of gpu-lets."""
     latencies = ("p50_ms", "p90_ms", "p99_ms")
     print_table(
         ("model", "offered", *OUTCOMES, "in time", "p50 ms", "p90 ms", "p99 ms", "mean batch"),
@@ -64,6 +73,12 @@ def print_run(summary: Mapping[str, Any]) -> None:
             for name, row in summary["models"].items()
         ),
     )
+    writing = {name: row for name, row in summary["models"].items() if "mean_ttft_ms" in row}
+    if writing:
+        print_table(
+            ("generates", *TOKEN_FIGURES.values()),
+            ((name, *(number(row[key]) for key in TOKEN_FIGURES)) for name, row in writing.items()),
+        )
     if summary.get("applications"):
         print_table(
             ("application", "offered", *OUTCOMES, "in time", "goodput rps", "SLO ms", "p50 ms", "p90 ms", "p99 ms"),

@@ -19,10 +19,9 @@ from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.loadgen.simulated import Simulation
 from tenuto.options import split_pairs
 from tenuto.placement import Plan
-from tenuto.placement.cluster import Gpu
-from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.cluster import Placed
 from tenuto.placement.slo_rules import load_workload
-from tenuto.placement.surviving import domain_of
+from tenuto.placement.whereabouts import domain_of
 
 if TYPE_CHECKING:
     from tenuto.loadgen.controlled import ControlledSimulation
@@ -106,7 +105,7 @@ class VirtualArguments:
         how["losses"] = self._losses(gpus)
         return ControlledSimulation(plan.workload, plan, gpus, profiles, settings, **how)
 
-    def _losses(self, gpus: Sequence[PlannedGpu | Gpu]) -> tuple[tuple[float, frozenset[str]], ...]:
+    def _losses(self, gpus: Sequence[Placed]) -> tuple[tuple[float, frozenset[str]], ...]:
         """Return (seconds, ids of GPUs) for every `--lose`."""
         found = []
         for text in self.lost:

@@ -169,7 +169,7 @@ def test_a_simulation_writes_the_same_report(tmp_path: Path, capsys: pytest.Capt
     assert run(*args, str(tmp_path / "a")) == 2
 
 
-@pytest.mark.parametrize("clients", ["0", pytest.param("2", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("clients", ["0", pytest.param("2", marks=(pytest.mark.ray, pytest.mark.xdist_group("ray")))])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_writes_the_first_part_and_marks_it(
     plan_file: str, tmp_path: Path, clients: str, number: int, request: pytest.FixtureRequest

@@ -76,6 +76,24 @@ def test_both_bounds_count(folder: Path) -> None:
     assert simulated(folder, "--warmup-s", "0", "--duration-s", "2")["models"]["llama"]["ok"] == 0
 
 
+def test_goodput_is_the_highest_rate_at_which_both_bounds_are_kept(folder: Path) -> None:
+    lengths = {"prompt_tokens": 90, "output_tokens": 20}
+    write(folder, generates=lengths, arrival={"process": "poisson"}, slo={"ttft_ms": 200, "tpot_ms": 14}, rate_rps=10)
+    words = ("w.yaml", "--gpus", "NEW-GPU:1", "--profiles", "p.yaml", "--duration-s", "60", "--json")
+    result = tenuto(folder, "goodput", *words)
+    assert result.exit_code == 0, result.output
+    scale = json.loads(result.stdout)["rate_scale"]
+    assert 0.0 < scale < 100.0
+    write(
+        folder,
+        generates=lengths,
+        arrival={"process": "poisson"},
+        slo={"ttft_ms": 200, "tpot_ms": 14},
+        rate_rps=10 * scale,
+    )
+    assert simulated(folder, "--duration-s", "60")["models"]["llama"]["attainment"] >= 0.99
+
+
 def test_lengths_are_drawn_from_the_seed_alone(folder: Path) -> None:
     lengths = {"prompt_tokens": {"lognormal": {"median": 90, "sigma": 1, "most": 900}}, "output_tokens": 20}
     write(folder, generates=lengths, arrival={"process": "poisson"})

@@ -67,7 +67,7 @@ def test_a_picture_fits_and_says_what_it_leaves_out(live: LiveStatus, lines: int
     assert (len(models) < 50) + (len(gpulets) < 100) == len(hidden)
     assert gpulets[0].split()[-1] == "down"
     assert "network_07 comes at 1.4 times its planned rate" in text[-3]
-    assert "hold 0.7, defend 1 after 12 rehearsals; expected of the last change: 0.8% fewer lost" in text[-4]
+    assert "hold 0.7, defend 1 after 12 rehearsals; expected of the last change: requests lost -0.8 %" in text[-4]
 
 
 def test_the_worst_come_first(live: LiveStatus) -> None:

@@ -1,5 +1,6 @@
 """`tenuto serve` as a user runs it: a process of its own, operated from another terminal, stopped by a signal."""
 
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tenuto.cli import main
@@ -37,6 +39,26 @@ gpulets:
 models:
 - {name: m, rate_rps: 10, slo_ms: 100, latency: {alpha_ms: 1, beta_ms: 10}}
 """
+
+
+# The same with a model that writes a token each 30 ms.
+WRITES = (
+    PLAN.replace("{id: n0/0, type: v100}", "{id: n0/0, type: v100}, {id: n0/1, type: v100}").replace(
+        "models:\n",
+        """- id: n0/1/a
+  gpu: n0/1
+  models: [{name: w, batch_size: 8, kv_tokens: 4096, steps: {prefill_ms: [[0, 30]], decode_ms: [[0, 30]]}}]
+models:
+""",
+    )
+    + """
+- name: w
+  rate_rps: 1
+  slo: {ttft_ms: 60000, tpot_ms: 10000}
+  generates: {prompt_tokens: 5, output_tokens: 5, max_sequences: 8, max_batch_tokens: 64}
+  options: {tokenizer: bytes}
+"""
+)
 
 
 def tenuto(*args: str, **environment: str) -> subprocess.Popen[str]:
@@ -73,7 +95,7 @@ def is_ready(url: str) -> bool:
 def test_sigterm_drains_exits_0_and_leaves_nothing_running(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Ctrl-C goes the same way; Ray has a handler of its own for SIGTERM alone."""
     plan = tmp_path / "plan.yaml"
-    plan.write_text(PLAN)
+    plan.write_text(WRITES)
     mark, port = uuid.uuid4().hex, unused_port()
     ray_folder = tempfile.mkdtemp(prefix="r")  # short enough for sockets
     # As a user has it, who never heard of Ray's token.
@@ -88,15 +110,26 @@ def test_sigterm_drains_exits_0_and_leaves_nothing_running(capsys: pytest.Captur
             main(["status", "--url", url])
         assert shown_status.value.code == 0
         assert "emulated v100" in capsys.readouterr().out
-        plan.write_text(PLAN.replace("batch_size: 2", "batch_size: 4"))
+        plan.write_text(WRITES.replace("batch_size: 2", "batch_size: 4"))
         process.send_signal(signal.SIGHUP)
         until(lambda: process.poll() is not None or get_json(f"{url}/status")["gpulets"][0]["models"] == {"m": 4})
-        history = tenuto("history", **alone)
-        shown, err = history.communicate(timeout=PATIENCE_S)
-        assert history.returncode == 0, err
-        assert "serve" in shown
-        assert "reload" in shown
-        process.send_signal(signal.SIGTERM)
+        asked = {"model": "w", "prompt": "x", "max_tokens": 100, "stream": True}
+        written = httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=PATIENCE_S)
+
+        def history() -> str:
+            asked = tenuto("history", **alone)
+            shown, err = asked.communicate(timeout=PATIENCE_S)
+            assert asked.returncode == 0, err
+            return str(shown)
+
+        until(lambda: "reload" in history())  # what is done is recorded after it
+        assert "serve" in history()
+        with written as answer:
+            lines = answer.iter_lines()
+            assert "choices" in next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert (len(rest), rest[-1]) == (101, "data: [DONE]")
         out, err = process.communicate(timeout=PATIENCE_S)
     finally:
         if process.poll() is None:
@@ -164,6 +197,18 @@ def test_sigterm_during_the_start_gives_143_and_leaves_nothing(tmp_path: Path) -
         process.kill()
     assert process.returncode == 143, err
     assert with_mark(mark) == []
+
+
+def test_a_chat_template_that_cannot_be_read_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}")
+    (tmp_path / "plan.yaml").write_text(WRITES.replace("tokenizer: bytes", f"tokenizer: {tmp_path}"))
+    code, told = refused(capsys, "deploy", str(tmp_path / "plan.yaml"), "--emulate")
+    assert code == 2
+    assert "is no template" in told
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

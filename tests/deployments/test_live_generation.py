@@ -3,6 +3,9 @@ the CPU, and one on an emulated GPU."""
 
 import asyncio
 import json
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -11,8 +14,9 @@ import pytest
 from tenuto.deployments.entry.python_handle import TenutoHandle
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher
+from tenuto.placement import Plan
 from tests.deployments.entry.test_generation import BLOCKS, PROMPT, plan, written
-from tests.instruments.live import PATIENCE_S, PORT, bring_up
+from tests.instruments.live import PATIENCE_S, PORT, bring_up, pids
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -23,9 +27,13 @@ def url(launcher: Launcher) -> str:
     return launcher.base_url
 
 
-def gpulet(url: str, name: str) -> dict[str, Any]:
+def told(url: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = httpx.get(f"{url}/status", timeout=PATIENCE_S).json()["gpulets"]
-    return next(each for each in found if each["id"] == name)
+    return found
+
+
+def gpulet(url: str, name: str) -> dict[str, Any]:
+    return next(each for each in told(url) if each["id"] == name)
 
 
 async def ask(client: httpx.AsyncClient, **document: Any) -> str:
@@ -35,6 +43,12 @@ async def ask(client: httpx.AsyncClient, **document: Any) -> str:
         lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
     assert lines.pop() == "[DONE]"
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+def test_a_gpulet_on_two_gpus_is_shown_on_both(url: str) -> None:
+    told = gpulet(url, "b")
+    assert told["up"]
+    assert (told["gpu"], told["also_on"]) == ("v", ["w"])
 
 
 async def test_streams_through_all_processes_are_those_of_generate(url: str) -> None:
@@ -53,3 +67,30 @@ async def test_streams_through_all_processes_are_those_of_generate(url: str) -> 
     async with await TenutoHandle.connect() as tenuto:
         parts = [part async for part in tenuto.generate("real", PROMPT, max_tokens=24)]
     assert "".join(parts) == expected
+
+
+def in_two_places() -> Plan:
+    """The same, with two gpu-lets in place of the one that writes slowly."""
+    data = plan().to_data()
+    place = next(each for each in data["gpulets"] if each["id"] == "b")
+    others = [each for each in data["gpulets"] if each["id"] != "b"]
+    return Plan.from_data(data | {"gpulets": [*others, {**place, "id": "e"}, {**place, "id": "f"}]})
+
+
+async def test_streams_go_on_when_their_gpulet_is_taken_away_or_killed(url: str, launcher: Launcher) -> None:
+    """What is written are letters in the order of the alphabet, so that each shows that is lost or comes twice."""
+
+    async def all_whole(strike: Callable[[], None]) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+            asked = [{"model": "slow", "prompt": f"{n}", "max_tokens": 150} for n in range(6)]
+            streams = [asyncio.create_task(ask(client, **each)) for each in asked]
+            async with asyncio.timeout(PATIENCE_S):
+                while sum(each["generating"] for each in await asyncio.to_thread(told, url)) < len(asked):
+                    await asyncio.sleep(0.05)
+            await asyncio.to_thread(strike)
+            for text in await asyncio.gather(*streams):
+                assert text == "".join(chr(97 + (ord(text[0]) - 97 + n) % 26) for n in range(150))
+
+    config = Deployment(plan=in_two_places(), port=PORT, scheduler="eager", gateways=2).config()
+    await all_whole(lambda: bring_up(launcher, config))
+    await all_whole(lambda: os.kill(pids(url)["e"], signal.SIGKILL))

@@ -11,13 +11,14 @@ import pytest
 from tenuto.cli import main
 from tenuto.deployments.machines import node_gpus
 from tenuto.deployments.machines.node_gpus import read_ray_inventory
+from tenuto.deployments.serve.applications import Applications
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.placement import Cluster, Plan
-from tests.instruments.live import bring_up, pids, post, until
+from tests.instruments.live import PATIENCE_S, bring_up, pids, post, until
 from tests.mps.fake_nvml import A100, V100, FakeGpu, FakeNvml
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -103,6 +104,23 @@ def addresses_by_gpulet(url: str) -> dict[str, str]:
     return {gpulet["id"]: nodes[gpulet["node_id"]] for gpulet in get_json(f"{url}/status")["gpulets"]}
 
 
+def gateways_elsewhere_by_node() -> dict[str, list[str]]:
+    """Ask on each node where the gateways are that it has none of."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    @ray.remote(num_cpus=0)
+    def ask() -> list[str]:
+        return Applications().gateways_elsewhere()
+
+    nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    asked = {
+        address: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        for address, node in nodes.items()
+    }
+    return {address: ray.get(answer, timeout=PATIENCE_S) for address, answer in asked.items()}
+
+
 def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own_away(cluster: Any) -> None:
     import ray
 
@@ -117,6 +135,9 @@ def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own
         assert addresses_by_gpulet(url) == {"left/0/a": HEAD, "right/0/a": OTHER}
         for name in ("left", "right"):
             assert post(f"{url}/v2/models/{name}/infer", BODY)[0] == 200
+        there = gateways_elsewhere_by_node()
+        (with_gateway,) = (node for node, elsewhere in there.items() if not elsewhere)
+        assert [elsewhere for node, elsewhere in there.items() if node != with_gateway] == [[with_gateway]] * 2
         before = pids(url)
         (lost,) = (node for node in cluster.worker_nodes if node.node_ip_address == OTHER)
         cluster.remove_node(lost, allow_graceful=False)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,20 +41,8 @@ GPUS = tuple(Gpu(id=f"n0/{index}", type="v100", memory_mib=16_000.0) for index i
 
 
 @pytest.fixture(scope="module")
-def slower(local_ray: LocalRay, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file of what emulated GPUs take more than planned; read by every process of a Ray of this module's own."""
-    file = tmp_path_factory.mktemp("slower") / "factors.json"
-    file.write_text("{}")
-    local_ray.end()
-    os.environ["TENUTO_EMULATED_SLOWER"] = str(file)
-    yield file
-    del os.environ["TENUTO_EMULATED_SLOWER"]
-    local_ray.end()
-
-
-@pytest.fixture(scope="module")
-def operator(slower: Path, launcher: Launcher) -> Iterator[Operations]:
-    assert slower.exists()
+def operator(launcher: Launcher) -> Iterator[Operations]:
+    assert launcher is not None
     with Operations(None, lambda _text: None) as running:
         running.delete()
         control = {"mode": "act", "change": {"prove_s": 1.0}, "rates": {"settle_s": 1.0}}
@@ -88,35 +74,32 @@ def answered_by(operator: Operations, count: int = 30) -> set[Any]:
 
 def bring(operator: Operations, version: str, **own: Any) -> None:
     own["weights_path"] = f"/models/{version}.safetensors"
-    until(lambda: operator.controller.state().change is None)
-    operator.controller.set_version("one", version, {"share_pct": 50.0}, own)
+    until(lambda: operator.ask(lambda controller: controller.state()).change is None)
+    operator.ask(lambda controller: controller.set_version("one", version, {"share_pct": 50.0}, own))
     until(lambda: version in versions(operator) and version in answered_by(operator))
 
 
-def test_a_version_is_tried_promoted_and_another_taken_back_without_losing_a_request(operator: Operations) -> None:
+def test_a_version_is_tried_and_promoted_without_losing_a_request(operator: Operations) -> None:
     with asking(operator.base_url, ["one", "one"]) as answers:
         bring(operator, "2")
         assert versions(operator) == ["1", "2"]
         assert answered_by(operator) == {"1", "2"}
         with pytest.raises(InvalidInputError, match="takes the rest"):
-            operator.controller.take_back("one", "1")
-        operator.controller.promote("one", "2")
-        until(lambda: versions(operator) == ["2"])
-        bring(operator, "3")
-        operator.controller.take_back("one", "3")
-        until(lambda: answered_by(operator) == {"2"})
+            operator.ask(lambda controller: controller.take_back("one", "1"))
+        operator.ask(lambda controller: controller.promote("one", "2"))
         until(lambda: versions(operator) == ["2"])
     assert {"ok" if status == 200 else f"{status}: {answer.get('error')}" for status, answer in answers} == {"ok"}
     until(lambda: [spec.name for spec in operator.history.all()[-1].deployment.plan.models] == ["one:2"])
 
 
-def test_a_version_that_is_slower_is_taken_back_by_itself(operator: Operations, slower: Path) -> None:
-    bring(operator, "4", only_on=["n0/1"])
-    slower.write_text(json.dumps({"one:4": 150.0}))
+def test_a_version_that_is_slower_is_taken_back_by_itself(operator: Operations, local_ray: LocalRay) -> None:
+    """As `test_version_edits` has operators take one back, so does the controller, but for the reason."""
+    bring(operator, "3", only_on=["n0/1"])
+    local_ray.slower.write_text(json.dumps({"one:3": 150.0}))
     with asking(operator.base_url, ["one", "one"], X_SLO_Ms="1000") as answers:
         until(lambda: versions(operator) == ["2"])
     assert {status for status, _ in answers} <= {200, 504}
-    lines = [line for line in operator.controller.log(50) if line.kind == "canary"]
-    assert "one:4 loses" in lines[-1].text
+    lines = [line for line in operator.ask(lambda controller: controller.log(50)) if line.kind == "canary"]
+    assert "one:3 lost" in lines[-1].text
     assert lines[-1].data["lost"] > 0
     assert answered_by(operator) == {"2"}

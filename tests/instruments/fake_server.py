@@ -22,7 +22,8 @@ OK_HEADERS = (
 class Answer:
     """What to answer to one inference request. `status` 0 closes the connection, None never answers.
 
-    `once`: what must hold before it is answered, so that no test guesses how long something takes.
+    `once`: what must hold before it is answered, so that no test guesses how long something takes. `pieces`: a body
+    that is sent in so many chunks, with a pause of `gap_s` between them.
     """
 
     status: int | None = 200
@@ -31,6 +32,8 @@ class Answer:
     headers: str = OK_HEADERS
     chunked: bool = False
     once: Callable[[], bool] = lambda: True
+    pieces: tuple[bytes, ...] = ()
+    gap_s: float = 0.0
 
 
 @dataclass
@@ -85,12 +88,13 @@ class FakeServer:
             writer.transport.abort()
 
     async def _respond(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], body: bytes) -> bool:
-        if not path.endswith("/infer"):
+        if not path.endswith(("/infer", "/v1/completions")):
             status, document = self._document(path)
             _write(writer, status, json.dumps(document).encode(), "")
             return True
         self.requests.append((path, headers, body))
-        answer = self.answer(len(self.requests) - 1, path.split("/")[3], headers)
+        model = json.loads(body)["model"] if path == "/v1/completions" else path.split("/")[3]
+        answer = self.answer(len(self.requests) - 1, model, headers)
         if answer.delay_s:
             await asyncio.sleep(answer.delay_s)
         while not answer.once():
@@ -100,6 +104,13 @@ class FakeServer:
         if answer.status == 0:
             return False
         assert answer.status is not None
+        if answer.pieces:
+            writer.write(f"HTTP/1.1 200 X\r\n{answer.headers}Transfer-Encoding: chunked\r\n\r\n".encode())
+            for piece in answer.pieces:
+                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                await asyncio.sleep(answer.gap_s)
+            writer.write(b"0\r\n\r\n")
+            return True
         _write(writer, answer.status, answer.body, answer.headers, chunked=answer.chunked)
         return True
 
@@ -110,7 +121,7 @@ class FakeServer:
                 "models": {},
                 "gpulets": [{"id": "n0/0/A", "up": True, "emulated": self.emulated}],
             }
-        name = path.removeprefix("/v2/models/")
+        name = path.removeprefix("/v2/models/").removeprefix("/v1/models/")
         if name in self.models:
             return 200, {"name": name, **self.models[name]}
         return 404, {"error": f"unknown model '{name}'"}

@@ -75,7 +75,7 @@ def asking(url: str, models: Sequence[str], **headers: str) -> Iterator[list[tup
     stop = threading.Event()
 
     def ask(model: str) -> None:
-        while not stop.wait(0.03):  # more would take the processor from what starts
+        while not stop.wait(0.1):  # more would take the processor from what starts
             answers.append(infer(url, model, **headers))
 
     threads = [threading.Thread(target=ask, args=(model,)) for model in models]

@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from pathlib import Path
 
 __all__ = ["LocalRay"]
 
@@ -14,6 +15,10 @@ class LocalRay:
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="r")  # short enough for sockets
         os.environ["RAY_TMPDIR"] = self._folder
+        # What emulated gpu-lets take more than planned, by program.
+        self.slower = Path(self._folder, "slower.json")
+        self.slower.write_text("{}")
+        os.environ["TENUTO_EMULATED_SLOWER"] = str(self.slower)
 
     def connect(self) -> None:
         """Be connected to it; it is started where it does not run."""

@@ -48,12 +48,12 @@ class Judged:
     sums: Counter[str] = field(default_factory=Counter)
 
 
-def judged(seed: int, policy: str) -> Judged:
+def judged(seed: int, policy: str, **options: str) -> Judged:
     """Return what is wrong with plans near one that runs: more changes than allowed; a plan that breaks a rule; a note
     with other figures than are counted; less service than anew where that takes no more changes than are allowed; a
     change that is for nothing."""
     before, after, on, left, profiles = _scene(seed, policy)
-    loaded, used = load_policy(policy), PolicyUsed(name=policy)
+    loaded, used = load_policy(policy, options), PolicyUsed(name=policy)
     old, anew = solve(loaded, before, on, profiles), solve(loaded, after, left, profiles)
     rates = {spec.name: spec.rate_rps for spec in after.models}
     least = {name: min(model.goodput_rps, IN_FULL * rates[name]) for name, model in anew.expected.models.items()}

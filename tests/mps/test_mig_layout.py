@@ -4,7 +4,7 @@ import pytest
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import read_inventory
-from tenuto.mps.mig_layout import MigCut, apply_layout, possible_places, read_layout
+from tenuto.mps.mig_layout import MigCut, MigLayout, apply_layout
 
 from .fake_mig import FakeMigGpu, FakeMigNvml
 from .fake_nvml import A100
@@ -20,6 +20,14 @@ def driver(*cuts: MigCut, **changes: object) -> FakeMigNvml:
     return FakeMigNvml(gpu)
 
 
+def layout_of(nvml: FakeMigNvml) -> MigLayout:
+    """Return how the GPU is cut: as it should be already, so nothing is touched."""
+    before = list(nvml.log)
+    layout = apply_layout(A100, [MigCut(*cut) for cut in nvml.gpu.cuts], nvml=nvml)
+    assert nvml.log == before
+    return layout
+
+
 def apply(nvml: FakeMigNvml, wanted: list[MigCut], leave_s: int = 0) -> list[tuple[str, int]]:
     layout = apply_layout(A100, wanted, nvml=nvml, leave_s=leave_s, sleep=lambda _s: None)
     assert [instance.cut for instance in layout.instances if len(instance.uuids) != 1] == []
@@ -27,20 +35,19 @@ def apply(nvml: FakeMigNvml, wanted: list[MigCut], leave_s: int = 0) -> list[tup
     return [tuple(instance.cut) for instance in layout.instances]  # type: ignore[misc]
 
 
-def test_a_layout_is_read_with_what_the_driver_could_cut() -> None:
+def test_a_layout_is_read_as_nvml_shows_it() -> None:
     nvml = driver(*HALVES)
-    layout = read_layout(A100, nvml)
+    layout = layout_of(nvml)
     assert (layout.is_on, layout.is_pending, str(layout)) == (True, False, "3g.20gb at 0, 3g.20gb at 4")
     assert [device.start for device in read_inventory(nvml, dict)] == [0, 4]
-    assert possible_places(A100, nvml)["2g.10gb"] == (0, 2, 4)
 
 
 def test_only_instances_in_the_way_are_touched() -> None:
     nvml = driver(*HALVES)
-    kept = read_layout(A100, nvml).instances[1].uuids
+    kept = layout_of(nvml).instances[1].uuids
     assert apply(nvml, MIXED) == [("2g.10gb", 0), ("1g.5gb", 2), ("3g.20gb", 4)]
     assert nvml.log == ["end 3g.20gb at 0", "make 1g.5gb at 2", "make 2g.10gb at 0"]
-    assert read_layout(A100, nvml).instances[2].uuids == kept
+    assert layout_of(nvml).instances[2].uuids == kept
     nvml.log.clear()
     assert apply(nvml, MIXED[1:]) == [("2g.10gb", 0), ("1g.5gb", 2), ("3g.20gb", 4)]
     assert nvml.log == []
@@ -102,7 +109,7 @@ def test_a_change_that_the_driver_refuses_half_way_is_taken_back() -> None:
     with pytest.raises(EnvironmentFaultError, match=r"Insufficient Resources.*3g.20gb at 0, 3g.20gb at 4 as before"):
         apply(nvml, MIXED)
     assert nvml.gpu.cuts == HALVES
-    assert all(len(instance.uuids) == 1 for instance in read_layout(A100, nvml).instances)
+    assert all(len(instance.uuids) == 1 for instance in layout_of(nvml).instances)
 
 
 def test_a_layout_that_cannot_be_brought_back_is_told_as_it_is() -> None:

@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
-from tenuto.batching.planning.token_trials import carried_in_trial, in_time
+from tenuto.batching.planning.token_trials import carried_in_trial, in_time, is_carried_in_trial
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload
-from tenuto.placement.carrying import carried, place_generating
+from tenuto.placement.carrying import carried, known_once
+from tenuto.placement.explaining import explain
+from tenuto.placement.laying import place_generating
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.solve import solve
 from tenuto.placement.workload import ModelSpec
-from tenuto.profiles import Generation, ModelProfile, Profile, ProfilePoint, Profiles, StepsAt
+from tenuto.profiles import Generation, ModelProfile, Profile, Profiles, StepsAt
+from tests.instruments.generating import FAST, PROFILES, WRITES, fixed, writes
 
-FAST = {"prefill_ms": ((32, 12.0), (1032, 162.0)), "decode_ms": ((1, 11.0), (64, 13.0), (264, 33.0))}
-SLOW = {"prefill_ms": ((32, 16.0), (1032, 416.0)), "decode_ms": ((1, 16.0), (64, 20.0), (264, 80.0))}
-WRITES = ModelProfile(
-    weights_mib=13_000.0,
-    generation=Generation(
-        kv_bytes_per_token=524_288.0,
-        longest_context=2048,
-        steps=(
-            StepsAt.model_validate({**FAST, "context_token_ms": 0.0004}),
-            StepsAt.model_validate({**SLOW, "context_token_ms": 0.0006, "share_pct": 30}),
-        ),
-    ),
-)
-FIXED = ModelProfile(
-    points=tuple(ProfilePoint(batch_size=b, latency_ms=5.0 + b, memory_mib=3000.0) for b in (1, 2, 4, 8, 16)),
-    weights_mib=500.0,
-)
-PROFILES = Profiles(
-    [Profile(name="p", gpu_type="a100-80gb", source="made up", models={"writes": WRITES, "fixed": FIXED})]
-)
+CARRIES = known_once(TenutoPolicy().carries)
 
 
-def writes(name: str = "llm", rate_rps: float = 2.0, **more: Any) -> ModelSpec:
-    given = {
-        "name": name,
-        "profile": "writes",
-        "rate_rps": rate_rps,
-        "slo": {"ttft_ms": 1000, "tpot_ms": 50},
-        "generates": {"prompt_tokens": 100, "output_tokens": 100},
-    }
-    return ModelSpec.model_validate(given | more)
-
-
-def fixed(rate_rps: float = 50.0) -> ModelSpec:
-    return ModelSpec(name="fixed", rate_rps=rate_rps, slo_ms=100.0)
+@pytest.fixture(autouse=True)
+def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a share carries is tried once for all tests: it depends on neither plans nor rates."""
+    monkeypatch.setattr(TenutoPolicy, "carries", lambda policy, *asked: CARRIES(*asked))
 
 
 def planned(models: tuple[ModelSpec, ...], gpus: int) -> Plan:
@@ -78,8 +52,12 @@ def test_what_a_trial_finds_holds_for_other_arrivals_and_not_for_twice_the_rate(
     assert generation is not None
     spec = writes(generates={"prompt_tokens": 100, "output_tokens": {"lognormal": {"median": 100, "sigma": 0.5}}})
     rate, _ = carried_in_trial(spec, generation.cost(60), 50_000, attainment=0.99, seed=0)
-    assert in_time(spec, generation.cost(60), 50_000, rate, seed=7) >= 0.985
-    assert in_time(spec, generation.cost(60), 50_000, 2 * rate, seed=7) < 0.9
+    hosts = [(generation.cost(60), 50_000)]
+    assert in_time(spec, hosts, rate, (7,)) >= 0.99
+    assert in_time(spec, hosts, 2 * rate, (7,)) < 0.9
+    together = spec.model_copy(update={"rate_rps": 2.05 * rate})
+    assert is_carried_in_trial(together, 2 * hosts, attainment=0.99, seed=0)
+    assert not is_carried_in_trial(together, hosts, attainment=0.99, seed=0)
 
 
 def test_small_loads_share_a_gpu_and_large_ones_get_replicas() -> None:
@@ -117,11 +95,9 @@ def test_too_much_load_is_carried_in_part_and_the_plan_says_how_much() -> None:
     carried_rps = plan.expected.models["llm"].goodput_rps
     assert 5 < carried_rps < 100
     assert "of 500 rps expected in time" in plan.unserved_reasons["llm"]
-    crowded = planned((writes(rate_rps=500.0), fixed()), 1)
-    assert crowded.unserved_reasons["fixed"] == "the models that generate take all GPUs"
 
 
-def test_others_take_the_share_that_a_model_that_generates_leaves() -> None:
+def test_both_kinds_share_a_gpu_where_apart_some_are_not_served() -> None:
     plan = planned((writes(rate_rps=1.0), fixed(10.0)), 1)
     (own,), (other,) = plan.hosts_of("llm"), plan.hosts_of("fixed")
     assert own.gpu == other.gpu == "n0/0"
@@ -129,11 +105,29 @@ def test_others_take_the_share_that_a_model_that_generates_leaves() -> None:
     assert (own.memory_mib or 0) + (other.memory_mib or 0) <= 81_920
     assert plan.expected.models["fixed"].goodput_rps == pytest.approx(10.0)
     assert plan.expected.gpus_used == 1
+    assert plan.expected.cost_per_hour == 5.07
     assert not plan.unserved_reasons
-    assert any("fixed: also on shares that models that generate leave on n0/0" in note for note in plan.notes)
-    crowded = planned((writes(rate_rps=1.0), fixed(5000.0)), 1)
-    assert 0 < crowded.expected.models["fixed"].goodput_rps < 1000
-    assert "of 5000 rps expected in time" in crowded.unserved_reasons["fixed"]
+    assert [gpu.type for gpu in plan.gpus] == ["a100-80gb"]
+    assert any("share GPUs with others, which gives" in note for note in plan.notes)
+    crowded = planned((writes(rate_rps=500.0), fixed()), 1)
+    parts = [model.goodput_rps / crowded.model(name).rate_rps for name, model in crowded.expected.models.items()]
+    assert 0 < min(parts) < 0.2 < max(parts)
+    alone = planned((writes(rate_rps=1.0), fixed(10.0)), 2)
+    assert any("share no GPU with others, as all are in time on GPUs apart" in note for note in alone.notes)
+
+
+def test_a_share_beside_decoding_is_used_where_no_number_of_whole_gpus_serves_both_kinds() -> None:
+    rates = (planned((writes(rate_rps=500.0),), 2).expected.models["llm"].goodput_rps, 1000.0)
+    plan = planned((writes(rate_rps=0.6 * rates[0]), fixed(0.6 * rates[1])), 2)
+    assert not plan.unserved_reasons
+    assert len(plan.hosts_of("fixed")) >= 1
+    for gpulets in plan.by_gpu().values():
+        assert sum(gpulet.effective_share_pct for gpulet in gpulets) <= 100
+    by_share = {g.effective_share_pct: p.latency.at(1) for g in plan.hosts_of("fixed") for p in g.programs if p.latency}
+    assert all(ms >= 6.0 for ms in by_share.values())
+    off = Workload(models=plan.models, mps="off")
+    apart = solve(TenutoPolicy(starts=("symphony",), requests=200), off, Cluster.parse("a100-80gb:2"), PROFILES)
+    assert any("shares need CUDA MPS" in note for note in apart.notes)
 
 
 def test_where_not_all_have_room_those_of_least_priority_are_left_out() -> None:
@@ -152,22 +146,17 @@ def test_a_model_too_large_for_a_gpu_is_unserved_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "cluster", "message"),
+    ("models", "message"),
     [
-        ((writes(),), "a100-80gb:elastic", "not planned on an elastic cluster"),
-        ((writes(spread="gpu"),), "a100-80gb:1", "`spread` is not planned for models that generate"),
-        ((writes(profile="fixed"),), "a100-80gb:1", "its profile has no `generation`"),
-        ((ModelSpec(name="m", profile="writes", rate_rps=1, slo_ms=9),), "a100-80gb:1", "has only steps of a model"),
+        ((writes(keep_off=["n0"]),), "leaves the model no GPU"),
+        ((writes(survive=1.0),), "may use one gpu only, and nothing survives its loss"),
+        ((writes(profile="fixed"),), "its profile has no `generation`"),
+        ((ModelSpec(name="m", profile="writes", rate_rps=1, slo_ms=9),), "has only steps of a model"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_the_cure(
-    models: tuple[ModelSpec, ...], cluster: str, message: str
-) -> None:
-    kind, _, much = cluster.partition(":")
-    gpus = Cluster.parse(f"{kind}:1")
-    gpus = gpus.model_copy(update={"elastic": True}) if much == "elastic" else gpus
+def test_what_cannot_be_planned_is_refused_with_the_cure(models: tuple[ModelSpec, ...], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        solve(TenutoPolicy(starts=("symphony",)), Workload(models=models), gpus, PROFILES)
+        solve(TenutoPolicy(starts=("symphony",)), Workload(models=models), Cluster.parse("a100-80gb:1"), PROFILES)
 
 
 def test_other_policies_refuse_models_that_generate() -> None:
@@ -208,3 +197,21 @@ def test_no_memory_is_planned_that_no_sequence_could_use() -> None:
     (replica,) = gpulet.models
     assert replica.kv_tokens == 8 * 2048
     assert replica.memory_mib == pytest.approx(13_000 + 8 * 2048 * 0.5)
+
+
+def test_a_model_that_generates_is_explained_by_what_its_steps_carry() -> None:
+    plan = planned((writes(), fixed()), 2)
+    found = explain(plan, Cluster.parse("a100-80gb:2").gpus, PROFILES)
+    one, other = found.models
+    (replica,) = one.replicas
+    assert one.promised_rps == pytest.approx(2.0)
+    assert other.promised_rps == pytest.approx(50.0)
+    assert one.most_rps is not None
+    assert one.most_rps > 4.0
+    assert one.least_slo_ms is not None
+    assert 0.1 * one.slo_ms < one.least_slo_ms < one.slo_ms
+    assert 11.0 < (replica.takes_ms or 0.0) < 60.0
+    assert 0 < replica.busy < 0.5
+    assert (replica.carried_rps, replica.without_rps, replica.waits_ms) == (2.0, 0.0, None)
+    assert found.growth is not None
+    assert found.growth > 1.5

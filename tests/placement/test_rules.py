@@ -127,7 +127,7 @@ def test_a_plan_is_refused_for_a_gpulet_that_would_run_with_other_options() -> N
     check_inputs(h200_workload(dtype="fp32", cuda_graphs=False), h200, measured_on_h200())  # nobody knows
     (problem,) = problems_of(check_inputs, h200_workload(dtype="fp32"), h200, fast)
     assert problem.path == "models.0.options.dtype"
-    assert problem.rule == "its profile on h200 was measured with bf16, and it would run with fp32"
+    assert problem.rule == "its profile on h200 was measured with bf16, but it would run with fp32"
     assert problem.cure == "Give `dtype: bf16` in its options, or measure it with --option dtype=fp32."
     eager = measured_on_h200(dtype="fp32", cuda_graphs=False)
     assert [p.path for p in problems_of(check_inputs, h200_workload(), h200, eager)] == [
@@ -145,4 +145,4 @@ def test_on_a_type_that_no_table_knows_what_is_left_open_is_taken_for_what_was_m
     check_inputs(h200_workload(), cluster, measured)
     other = "fp32" if dtype == "bf16" else "bf16"
     (problem,) = problems_of(check_inputs, h200_workload(dtype=other), cluster, measured)
-    assert problem.rule == f"its profile on rtx-9999 was measured with {dtype}, and it would run with {other}"
+    assert problem.rule == f"its profile on rtx-9999 was measured with {dtype}, but it would run with {other}"

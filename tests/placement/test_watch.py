@@ -72,7 +72,7 @@ def test_an_interruption_does_not_wait_for_further_starts() -> None:
     policy = TenutoPolicy()
     policy.watch = After(1)  # while the first start is planned
     plan = solve(policy, vision(), Cluster.parse("v100:2"), THESIS)
-    assert plan.notes[0].startswith("the plan of symphony; 0 plans were tried in virtual time")
+    assert plan.notes[0].startswith("the plan of symphony; plans tried in virtual time under 'deferred': 0")
 
 
 class Endless(Policy):

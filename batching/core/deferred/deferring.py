@@ -33,11 +33,13 @@ from tenuto.batching.core.deferred.keeping_free import kept_until
 from tenuto.batching.core.deferred.lineup import is_short, line_up, rank
 from tenuto.batching.core.deferred.looking import look_at
 from tenuto.batching.core.deferred.waiting import Place, Waiting, WaitingQueue
+from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.gathering import longest_within, window
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.scheduler import Reject, SchedulerOptions
 from tenuto.batching.core.staggered import ArrivalRate
-from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
+from tenuto.batching.core.step_scheduler import StepOrder
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, GeneratingGpulet, NetworkDelay, System
 from tenuto.batching.core.told import SchedulerStatus
 
 LATELY_MS = 10_000.0  # derived: how long a lost request counts as lost lately: twice the window of the offered rate
@@ -76,8 +78,8 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
     """The scheduler of this module. Invariant: when a gpu-let is idle that can serve a due batch in time, the batch
     does not wait, unless its program exceeds its plan.
 
-    `is_light`: the load is so light that no program needs the GPU time that holding saves. `looked` counts how often
-    the batch of a program was looked at.
+    `load`: the part of the time for which the offered requests would keep the gpu-lets busy in staggered batches.
+    `looked` counts how often the batch of a program was looked at.
     """
 
     name = "deferred"
@@ -97,13 +99,13 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         ]
         super().__init__(system, options, gpulets, queues)
         self.looked = 0
-        self.is_light = False
+        self.load = 0.0
+        self._is_light = False  # no program needs the GPU time that holding saves
         self._first_hold = self._hold_by_room()
         self._holding = Holding(self._gpulets, self._first_hold, chosen.defend, chosen.save_above)
         self._evens_out = system.objective == "each"
         self._cutter = Cutter(self._gpulets, self._holding, evens_out=self._evens_out)
         self._lost_until: dict[int, float] = {}  # by program that lost requests: until when its loss counts as recent
-        self._pressed_until = -INF  # until when a loss counts as recent that hit a program within its plan
         self._worst_loss, self._worst_until = 0.0, -INF  # the largest share that is lost; until when it holds
         self._waiting = Waiting(self._queues, self._gpulets)
         self._silent: list[tuple[float, int]] = []  # a heap of (time, program): when to ask whether it became silent
@@ -153,6 +155,8 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
             for pool in queue.pools:
                 pool.alone += queue.costs.alone
                 pool.crowd += 1.0 / queue.costs.gpulets
+        self._size = max(1, sum([pool.size for pool in self._gpulets.pools]))
+        self.load = sum([queue.costs.busy for queue in self._queues], 0.0) / self._size
         self._heavy = sum(pool.alone >= self._holding.save_above for pool in self._gpulets.pools)
         for pool in self._gpulets.pools:
             pool.is_enclosed = all(len(self._queues[program].pools) == 1 for program in pool.run)
@@ -186,14 +190,15 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         self._follow_load()
 
     def _follow_load(self) -> None:
-        if self.is_light != (not self._heavy):
-            self.is_light = not self._heavy
-            self._holding.in_full_until = -INF  # requests lost under heavy load say nothing about light load
+        if self._is_light != (not self._heavy):
+            self._is_light = not self._heavy
+            self._holding.also_light_until = -INF  # requests lost under heavy load say nothing about light load
 
     def _load(self, queue: WaitingQueue) -> None:
         """Adopt a changed load of one queue on its gpu-lets."""
-        before = queue.costs.alone
+        before, was_busy = queue.costs.alone, queue.costs.busy
         self._holding.set_staggered(queue)
+        self.load += (queue.costs.busy - was_busy) / self._size
         for pool in queue.pools:
             was_heavy = pool.alone >= self._holding.save_above
             pool.alone += queue.costs.alone - before
@@ -211,7 +216,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                 self._weigh(queue, now_ms)
         allowance = queue.allowance
         is_borrowed = allowance.is_limited and not allowance.take(now_ms)
-        if is_borrowed and now_ms < self._pressed_until and allowance.exceeds and len(queue.ids) >= queue.costs.longest:
+        if is_borrowed and allowance.exceeds and len(queue.ids) >= queue.costs.longest and self._harms(queue, now_ms):
             self.decisions.append(Reject(queue.program, [request_id], allowance.next_ms()))
             return
         if self._evens_out and queue.provided_rps is not None and self._is_favoured(queue, queue.provided_rps, now_ms):
@@ -231,6 +236,15 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                 self._waiting.look_at(queue.watch, at)
                 if at < self.next_wake_ms:
                     self.next_wake_ms = at if at > now_ms else now_ms
+
+    def _harms(self, queue: WaitingQueue, now: float) -> bool:
+        """Say whether another program that keeps to its plan lost requests lately on gpu-lets of this program."""
+        return any(
+            other is not queue
+            and not other.allowance.exceeds
+            and any(queue.program in pool.run for pool in other.pools)
+            for other in self._losing(now)
+        )
 
     def _is_favoured(self, queue: WaitingQueue, provided_rps: float, now: float) -> bool:
         """Say whether more of a program is served than the plan has room for, while more of another one is lost."""
@@ -270,9 +284,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
 
     def _drop(self, queue: WaitingQueue, count: int, now: float) -> None:
         super()._drop(queue, count, now)
-        self._lost_until[queue.program] = self._holding.in_full_until = now + LATELY_MS
-        if not queue.allowance.exceeds:
-            self._pressed_until = now + LATELY_MS
+        self._lost_until[queue.program] = self._holding.also_light_until = now + LATELY_MS
         if self._evens_out:
             queue.loss.lose(count)
 
@@ -437,13 +449,16 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
 
     def offered_rps(self) -> float:
         """Return how many requests come per second for all models together."""
-        return sum([queue.rate.rps or 0.0 for queue in self._queues])
+        return sum([queue.rate.rps or 0.0 for queue in self._queues], 0.0)
 
     def known(self) -> Known:
         """Return what was learned while serving, as the start for another scheduler of the same system."""
         gpulets = self._gpulets
         rates = tuple([queue.rate.rps for queue in self._queues])
         return Known(self._network, rates, gpulets.factors(), gpulets.lost())
+
+    def step_order(self, gpulet: GeneratingGpulet) -> StepOrder | None:
+        return DeferredSteps(gpulet.cost, gpulet.limits.max_batch_tokens)
 
     def status(self) -> SchedulerStatus:
         return SchedulerStatus(hold=self._holding.hold, defend=self._holding.defend)

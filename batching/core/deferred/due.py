@@ -26,7 +26,7 @@ class Holding:
     def __init__(self, gpulets: Gpulets[Place], hold: float, defend: float, save_above: float) -> None:
         self.hold, self.defend = hold, defend
         self.save_above = save_above
-        self.in_full_until = -INF  # until then hold in full, as requests were lost lately: fewer are lost that way
+        self.also_light_until = -INF  # until then hold under light load too, as requests were lost lately
         self._gpulets = gpulets
 
     def due_ms(self, queue: WaitingQueue, run: list[float], size: int, now: float) -> float:
@@ -42,15 +42,14 @@ class Holding:
         if size >= costs.longest or next_size >= len(run):
             return now
         bounds = queue.hold
-        if bounds.is_light and now >= self.in_full_until and self._is_light(queue, now):
+        if bounds.is_light and now >= self.also_light_until and self._is_light(queue, now):
             return queue.oldest
         gpulets, hold, head, until = self._gpulets, self.hold, queue.deadlines[0], queue.oldest + costs.held_ms
         sent_ms = gpulets.ctrl_ms + gpulets.data_ms * next_size + queue.batch.factor * run[next_size]
         due = (head if head < until else until) - (1.0 - hold) * costs.budget_ms - hold * sent_ms
         if bounds.is_bounded:
             run_ms = queue.batch.factor * costs.run[min(size, len(costs.run) - 1)]
-            longest_ms = INF if now < self.in_full_until else bounds.patience * run_ms
-            due = min(due, queue.oldest + min(bounds.most_ms, longest_ms))
+            due = min(due, queue.oldest + min(bounds.most_ms, bounds.patience * run_ms))
         lull = queue.newest + bounds.lull_ms
         return lull if lull < due else due
 
@@ -88,6 +87,8 @@ class Holding:
         for pool in queue.larger() if len(queue.pools) > 1 else ():
             staggered = self._staggered(queue, pool.run[queue.program])
             costs.defend_on[pool.index] = max(costs.defend, round(self.defend * staggered))
+        per_ms = (queue.rate.rps or 0.0) / 1000.0
+        costs.busy = per_ms * queue.batch.factor * costs.run[costs.staggered] / costs.staggered
         costs.alone = queue.rate.recent_rps / 1000.0 * costs.run[1] / costs.gpulets
         queue.loss.follow(queue.rate.rps or 0.0)
 

@@ -77,7 +77,7 @@ def kept_until(
             costs.append((patience, other.worth * rate * additional))
             ends_ms = min(ends_ms, soonest - arrives)
             again = min(again, soonest - patience - way_ms)
-    lost = sum([worth * (ends_ms - patience) for patience, worth in costs if patience < ends_ms])
+    lost = sum([worth * (ends_ms - patience) for patience, worth in costs if patience < ends_ms], 0.0)
     served = queue.worth * batch.size * (ends_ms / run_ms if is_tight else 1.0)
     return now if lost <= served else again
 

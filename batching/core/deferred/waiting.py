@@ -54,6 +54,7 @@ class Costs:
     longest: int = 1  # the largest batch that can be in time at all
     quickest_ms: float = INF  # from dispatch to the end of one request alone
     alone: float = 0.0  # the load that its requests would be for each of its gpu-lets, if each request ran alone
+    busy: float = 0.0  # how many gpu-lets its requests keep busy in staggered batches
     staggered: int = 1  # the size of the staggered batch
     defend: int = 1  # when the head keeps the batch below this size, it is given up
     defend_on: dict[int, int] = field(

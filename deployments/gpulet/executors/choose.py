@@ -25,11 +25,17 @@ def make_executor(spec: GpuletSpec) -> Executor:
 
     Raises:
         EnvironmentFaultError: the plan names a physical GPU, or asks for torch on a GPU, and this node has no NVIDIA
-        driver.
+        driver; or the gpu-let lies on several GPUs, and would run on torch.
     """
     gpu = spec.gpu
     if spec.executor == "emulated":
         return EmulatedExecutor(gpu.type)
+    if spec.also_on and (spec.executor == "torch" or gpu.is_real or gpu.type == "cpu" or has_nvidia_devices()):
+        raise EnvironmentFaultError(
+            f"gpu-let {spec.gpulet} lies on {1 + len(spec.also_on)} GPUs together, and the torch executor runs a model "
+            "on one. Plan with a profile that has no step times for several GPUs (tensor_parallel), take a GPU type "
+            "that holds the model, or emulate with --executor emulated."
+        )
     if gpu.type == "cpu":
         return _torch("cpu", spec)
     if has_nvidia_devices():

@@ -56,10 +56,10 @@ class EmulatedGenerator:
         """The blocks that no sequence holds."""
         return self.blocks - self._held
 
-    def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling) -> None:
+    def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling, made: Sequence[int] = ()) -> None:
         """Take a sequence."""
-        drawn = zlib.crc32(array("q", prompt).tobytes())
-        self._open[sequence] = _Sequence(len(prompt), len(prompt), 0, 0, sampling.max_tokens, drawn)
+        drawn, left = zlib.crc32(array("q", prompt).tobytes()), len(prompt) + len(made)
+        self._open[sequence] = _Sequence(len(prompt), left, 0, len(made), sampling.max_tokens, drawn)
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
         """Wait as long as the step takes. It begins where the one before ended, if sequences were open then: profiles

@@ -13,17 +13,21 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tenuto.deployments.serve.user_config import GeneratesEntry, ProgramEntry
+from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, ProgramEntry
+from tenuto.errors import refused
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.cpu_share import calm_openmp, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, pick_device
-from tenuto.profiles.networks.generating import Generator, Sampling
+from tenuto.profiles.networks.generating import Generator, Sampling, longest_sequence
 from tenuto.profiles.networks.inputs import Arrays, Blocks
-from tenuto.profiles.networks.model_options import ModelOptions
+from tenuto.profiles.networks.model_options import BuildOptions, ModelOptions
+from tenuto.profiles.networks.places import check_path
 from tenuto.profiles.networks.programs import Member, load_program
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
 
 logger = logging.getLogger("ray.serve")
+
+_DTYPES = {"auto": "auto", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 SAME = 0.01  # limit: sizes differ this much by rounding or a runtime's file; other networks or formats differ more
 
@@ -57,7 +61,7 @@ class TorchExecutor:
 
         self._torch = torch
         self._programs: dict[str, ProgramRunner] = {}
-        self._generators: dict[str, tuple[Generator, ModelSignature]] = {}
+        self._generators: dict[str, tuple[Generator, ModelSignature, str]] = {}  # with how each runs
         self.streams: Streams | None = cuda_streams(pick_device(device), overlapping=streaming)  # None on the CPU
         self._threads: int | None = None
         if self.streams is None:
@@ -81,23 +85,33 @@ class TorchExecutor:
         for note in (*loaded.network.notes, *_other_weights(loaded.network.weights_mib, program.weights_mib)):
             logger.warning("%s: %s", program.name, note)
 
-    def _generating(self, program: ProgramEntry, generates: GeneratesEntry) -> tuple[Generator, ModelSignature]:
+    def _generating(self, program: ProgramEntry, generates: GeneratesEntry) -> tuple[Generator, ModelSignature, str]:
         """Build a generative model, and run a step of each kind, so that the first request is not the slowest."""
-        from tenuto.profiles.networks.language_model import LanguageModel, load_language_model, longest_sequence
-
         (member,) = program.members
         origin = f"options of {member.name}"
         parsed = ModelOptions.parse(member.options, origin)
-        options = parsed.checked_build(origin)
+        runtime, dtype = parsed.run.runtime, _DTYPES[parsed.run.dtype]
+        if runtime not in ("torch", "vllm"):
+            raise refused(f"{origin}: runtime", runtime, "runs no model that generates", "Use vllm or torch.")
+        build = self._by_vllm if runtime == "vllm" else self._by_transformers
+        made, config = build(member, parsed.checked_build(origin), dtype, generates)
+        limits = generates.limits(longest_sequence(config), int(config.get_text_config().vocab_size))
+        made.add(0, [0], Sampling(2))
+        for _ in range(2):
+            made.step([(0, 1)])
+        way = "vllm" if runtime == "vllm" else "continuous batching"
+        return made, ModelSignature("tensor", (), (), generates=limits), way
+
+    def _by_transformers(
+        self, member: MemberEntry, options: BuildOptions, dtype: str, generates: GeneratesEntry
+    ) -> tuple[Generator, Any]:
+        from tenuto.profiles.networks.language_model import LanguageModel, load_language_model
+
         network = load_language_model(
             member.source or member.name, weights_path=member.weights_path, seed=options.seed, config=options.config
         )
-        if parsed.run.dtype != "auto":
-            network = network.to(
-                {"fp32": self._torch.float32, "fp16": self._torch.float16}.get(parsed.run.dtype, self._torch.bfloat16)
-            )
-        text = network.config.get_text_config()
-        limits = generates.limits(longest_sequence(network.config), int(text.vocab_size))
+        if dtype != "auto":
+            network = network.to(getattr(self._torch, dtype))
         made = LanguageModel(
             network,
             device="cpu" if self.streams is None else "cuda",
@@ -105,10 +119,30 @@ class TorchExecutor:
             block_tokens=generates.block_tokens,
             max_batch_tokens=generates.max_batch_tokens,
         )
-        made.add(0, [0], Sampling(2))
-        for _ in range(2):
-            made.step([(0, 1)])
-        return made, ModelSignature("tensor", (), (), generates=limits)
+        return made, network.config
+
+    def _by_vllm(
+        self, member: MemberEntry, options: BuildOptions, dtype: str, generates: GeneratesEntry
+    ) -> tuple[Generator, Any]:
+        folder = member.weights_path or member.source or ""
+        check_path(folder, "weights_path")
+        if not os.path.isdir(folder):
+            raise refused(
+                "source", folder, "is no folder of weights, which vLLM needs", "Give what save_pretrained wrote."
+            )
+        from tenuto.profiles.networks.vllm_model import VllmModel
+
+        made = VllmModel(
+            folder,
+            blocks=generates.blocks,
+            block_tokens=generates.block_tokens,
+            max_sequences=generates.max_sequences,
+            max_batch_tokens=generates.max_batch_tokens,
+            longest=generates.longest_context,
+            dtype=dtype,
+            seed=options.seed,
+        )
+        return made, made.config
 
     def generator(self, program: str) -> Generator:
         """Return what runs a loaded program that generates; KeyError if there is none."""
@@ -161,9 +195,8 @@ class TorchExecutor:
     def ways(self) -> dict[str, str]:
         """Return how each program runs. A program that cannot be captured runs without CUDA graphs, unless asked
         for."""
-        return {name: program.network.way for name, program in self._programs.items()} | dict.fromkeys(
-            self._generators, "continuous batching"
-        )
+        ways = {name: program.network.way for name, program in self._programs.items()}
+        return ways | {name: way for name, (_, _, way) in self._generators.items()}
 
     def program(self, name: str) -> ProgramRunner:
         """Return the runner of a loaded program; KeyError if it is not loaded."""

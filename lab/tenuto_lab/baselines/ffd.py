@@ -1,4 +1,4 @@
-"""First-fit decreasing on the needed share: the plain baseline every other policy must beat."""
+"""First-fit decreasing on the needed share: the plain baseline that every other policy must beat."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Placed:
 
 @dataclass(slots=True)
 class _OpenGpu:
-    """A GPU in use. `least_busy` is the time its turns take with the best batches of each."""
+    """A GPU in use. `least_busy` is the part of the time that its turns take when each model has its best batch."""
 
     gpu: Gpu
     placed: list[_Placed] = field(default_factory=list)
@@ -46,7 +46,7 @@ class _OpenGpu:
 
     @property
     def free_memory_mib(self) -> float:
-        """What is left beside the replicas and the contexts of their processes."""
+        """The memory that replicas and the contexts of their processes leave."""
         processes = 1 if self.takes_turns else len(self.placed)
         context_mib = self.placed[0].cost.context_mib if self.placed else 0.0
         held = sum(p.batch.memory_mib for p in self.placed)
@@ -59,24 +59,24 @@ class _OpenGpu:
 class FirstFitDecreasing(Policy):
     """Gives each model the smallest share that carries its rate, largest need first, on the first GPU with room.
 
-    A batch size is eligible when l(b) <= SLO/2, so that one batch can form while another runs, and when it fills in
-    time: (b-1)/rate + l(b) <= SLO. Interference between neighbours is not considered. What "share" means follows from
-    what was measured, because the latency on a part of a GPU cannot be derived from the latency on the whole one:
+    A batch size is eligible under two conditions: l(b) <= SLO/2, so that one batch can form while another runs; and it
+    fills in time, (b-1)/rate + l(b) <= SLO. Interference between neighbours is not considered. The latency on a part of
+    a GPU cannot be derived from the latency on the whole GPU. So the profile decides what a share is:
 
-    - *Space*: a profile with measurements below 100 % gives the smallest measured share on which some batch carries
-      the rate, with the smallest such batch; one gpu-let per model, shares of a GPU sum to at most 100 %.
-    - *Time*: a profile (or inline latency) of the whole GPU only gives the busy fraction rate*l(b)/b. The models of a
-      GPU live in one unrestricted gpu-let and take turns. Batches start at the smallest and grow, the one that frees
-      most time first, only until the busy fractions fit. A batch may have to wait for one running batch of another
-      model, hence l_i(b_i) + max over others of l_j(b_j) <= SLO_i (non-preemptive earliest deadline first; Jeffay et
-      al., RTSS 1991).
+    - *Space*, for a profile with measurements below 100 %: the smallest measured share on which some batch carries the
+      rate, with the smallest such batch. Each model has a gpu-let; shares of a GPU sum to at most 100 %.
+    - *Time*, for a profile (or inline latency) of the whole GPU only: the busy fraction rate*l(b)/b. The models of a
+      GPU live in one unrestricted gpu-let and take turns. Batches start at the smallest and grow until the busy
+      fractions fit; the batch that frees most time grows first. A batch may have to wait for one running batch of
+      another model, so l_i(b_i) + max over others of l_j(b_j) <= SLO_i (non-preemptive earliest deadline first; Jeffay
+      et al., RTSS 1991).
 
-    A model that needs more than one GPU is split into whole-GPU replicas and a rest; what finds no room is named in
-    the notes.
+    A model that needs more than one GPU is split into whole-GPU replicas and a rest. The notes name models without
+    room.
 
     Options:
         fill_pct: part of a replica's throughput that is planned for; the rest is head-room for random arrivals.
-        sharing: `auto` as above; `time` ignores measured shares; `space` assumes l(b)/(s/100) on a share of s % where
+        sharing: `auto` as above; `time` ignores measured shares; `space` assumes l(b)/(s/100) on a share of s % when
             only the whole GPU was measured (the upper bound of compute-bound work), and says so in the plan's notes.
         max_batch: largest batch considered.
     """
@@ -128,7 +128,7 @@ class _Packing:
         return hosting_plan(self.policy.name, self.workload, self.cluster, hosted, reasons, notes)
 
     def _need(self, spec: ModelSpec) -> float:
-        """Return the GPUs a model needs on the first type that can serve it; above 1 where it must be split."""
+        """Return the GPUs that a model needs on the first type that can serve it; above 1 when it must be split."""
         needs = [cost.need(spec.rate_rps) for cost in self.costs[spec.name].values() if cost.best_rps > 0]
         return needs[0] if needs else 0.0
 
@@ -217,9 +217,9 @@ class _Packing:
 def _take_turns(placed: list[_Placed], fill: float, memory_mib: float) -> bool:
     """Raise batch sizes until the busy fractions of one gpu-let fit into `fill`; False when they cannot.
 
-    A batch may have to wait for one running batch of another model, so that it needs l_i + max over others of l_j
-    within its SLO: a larger batch must fit beside the longest of the others, and within the wait every other can bear.
-    What only a running batch needs of the memory counts once, the most that any does.
+    A batch may have to wait for one running batch of another model. So l_i + max over others of l_j must be within its
+    SLO: a larger batch must fit beside the longest of the others, and within the wait that every other can bear.
+    Memory that only a running batch needs counts once: the most that any batch needs.
     """
     static = sum(p.batch.static_mib for p in placed)
     if static + max(p.batch.working_mib for p in placed) > memory_mib + 1e-6:
@@ -263,7 +263,7 @@ def _take_turns(placed: list[_Placed], fill: float, memory_mib: float) -> bool:
 
 
 def _beside(ranked: list[tuple[float, int]], index: int, alone: float) -> float:
-    """Return the first value that is not one's own, of those with the index they belong to."""
+    """Return the first value that belongs to another index."""
     return next((value for value, owner in ranked if owner != index), alone)
 
 

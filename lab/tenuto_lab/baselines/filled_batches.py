@@ -11,8 +11,9 @@ from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 @dataclass(frozen=True, slots=True)
 class FilledBatch:
-    """A batch size with its latency in ms, the memory of a replica that runs it (0 where unknown), `static_mib` of it
-    while others run too, and the fraction of time it keeps busy per request per second, as full as it gets."""
+    """A batch size with its latency in ms, the memory of a replica that runs it (0: unknown), the part `static_mib` of
+    that memory which it also holds while others run, and the fraction of time that it keeps busy per request per
+    second when it is as full as it gets."""
 
     size: int
     latency_ms: float
@@ -22,7 +23,7 @@ class FilledBatch:
 
     @property
     def working_mib(self) -> float:
-        """The memory that only the batch needs that runs."""
+        """The memory that only a running batch needs."""
         return self.memory_mib - self.static_mib
 
     @property
@@ -97,8 +98,8 @@ class FfdCost:
     def _filled(self, size: int, latency_ms: float) -> int:
         """Return how many requests a batch collects at most when its first one must still be answered in time.
 
-        All replicas of a model share one queue, so the model's whole rate fills a batch; head-room counts as load here,
-        because a batch is needed at its planned size just when the load is at its peak.
+        All replicas of a model share one queue, so the model's whole rate fills a batch. Head-room counts as load here,
+        because batches of the planned size are needed when the load is at its peak.
         """
         spare_ms = self.spec.slo_ms - latency_ms
         return min(size, 1 + int(self.spec.rate_rps / self.fill * spare_ms / 1000.0 + SLACK))
@@ -123,7 +124,7 @@ class FfdCost:
         return None
 
     def need(self, rate_rps: float) -> float:
-        """Return the GPUs needed for a rate: a share or busy fraction as 0..1, more where it must be split."""
+        """Return the GPUs needed for a rate: a share or busy fraction from 0 to 1; more when it must be split."""
         if rate_rps > self.best_rps:
             return rate_rps / self.best_rps * (self._shares[-1] / 100.0)
         if self.in_space:

@@ -1,4 +1,4 @@
-"""gpulets+: gpu-lets as iGniter's paper has them as a baseline, spatial sharing only."""
+"""gpulets+: the baseline gpu-lets of iGniter's paper, with spatial sharing only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def knee_by_bend(curve: Curve) -> float:
     """Return the share at which the curve turns most sharply either way, or the largest share of a straight line.
 
     The turn is that of the curve in logarithms: the change of elasticity d ln(rate) / d ln(share), which depends on no
-    unit. The shares come out that iGniter's paper states for gpu-lets, where rates are positive.
+    unit. For positive rates this gives the shares that iGniter's paper states for gpu-lets.
     """
     best, share = FLAT, curve[-1][0]
     gains = [
@@ -49,23 +49,23 @@ class GpuletsPlus(Policy):
     """Gives every model its most efficient share, at most two gpu-lets per GPU, best fit first.
 
     Models come in descending order of rate. Until its rate is carried, a model takes the smaller of two shares: the one
-    where the curve of throughput over share (batches of one) bends most, and the smallest that carries the rate with
-    batches of one. It goes beside the model that leaves the least room of at least that share, and then gets all that
-    room; else to a GPU of its own. A batch beside a neighbour must stay within half the SLO under the linear
-    interference model of gpu-lets.
+    where the curve of throughput over share (batches of one) bends most, and the smallest one that carries the rate
+    with batches of one. When GPUs have a free part of at least that share, the model goes to the smallest free part and
+    gets all of it. Otherwise it gets a GPU of its own. A batch beside a neighbour must stay within half the SLO under
+    the linear interference model of gpu-lets.
 
-    Readings of what iGniter's paper leaves open. All it states about its twelve workloads comes out: eight GPUs, W2 on
-    the second with 40 %, W4 with 60 % and batch 2, W9 with 40 %, and W7, W8 and W12 too slow for their rates. The last
-    needs `booked=alone`: a gpu-let is trusted to carry beside a neighbour what it carries alone, as in the authors'
-    published script; notes name whom that overloads. The batch is the smallest that carries the rate. The paper's first
-    example was made by other rules: with `batch=largest`, `order=load` and `check_neighbours=false` its plan comes out.
-    A model whose L2 and DRAM utilisation were not measured gets no neighbour. One that cannot run on any of the shares
-    gets a whole GPU.
+    Readings of what iGniter's paper leaves open. With them, everything comes out that the paper states about its twelve
+    workloads: eight GPUs, W2 on the second with 40 %, W4 with 60 % and batch 2, W9 with 40 %, and W7, W8 and W12 too
+    slow for their rates. The last needs `booked=alone`: a gpu-let is booked for the rate that it carries alone, also
+    beside a neighbour, as in the authors' published script; notes name models that this overloads. The batch is the
+    smallest that carries the rate. The paper's first example was made by other rules: `batch=largest`, `order=load` and
+    `check_neighbours=false` give its plan. A model whose L2 and DRAM utilisation were not measured gets no neighbour. A
+    model that cannot run on any of the shares gets a whole GPU.
 
     Options:
         shares: the sizes in percent a gpu-let may have.
-        interference: what a neighbour costs: `gpulet`, the linear model with the constants for the GPU type, or one of
-            the others in docs/reference/interference.md; `none`.
+        interference: the model of what a neighbour costs: `gpulet`, the linear model with the constants for the GPU
+            type; another one of docs/reference/interference.md; or `none`.
         batch: `smallest` that carries the rate, or `largest` within half the SLO.
         order: `rate`, or `load` (rate times the latency of one request on the efficient share).
         booked: `alone` or `beside`, see above.

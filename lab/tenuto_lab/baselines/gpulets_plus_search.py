@@ -77,7 +77,7 @@ class PairSearch:
     def __init__(self, pool: GpuPool, rules: Rules) -> None:
         self._pool, self._rules = pool, rules
         self._open: list[_OpenGpu] = []
-        self._half: list[_OpenGpu] = []  # those with room for one more
+        self._half: list[_OpenGpu] = []  # GPUs with room for one more gpu-let
 
     def place(self, spec: ModelSpec, costs: Mapping[str, ShareCosts]) -> None:
         """Give a model gpu-lets until its rate is carried or nothing is left.
@@ -117,7 +117,7 @@ class PairSearch:
         return notes
 
     def _factor(self, one: _OpenGpu, tenant: _Tenant) -> float:
-        """Return the slowdown by the neighbours; infinite where it is unknown, so that nobody gets one unseen."""
+        """Return the slowdown by the neighbours; infinite if unknown, so that no model gets an unknown neighbour."""
         others = [other.resident for other in one.tenants if other is not tenant]
         try:
             return self._rules.interference[one.gpu.type].slowdown(tenant.resident, others) if others else 1.0
@@ -194,7 +194,8 @@ class PairSearch:
 
 
 def _alone_rps(costs: ShareCosts, share_pct: float, batch_size: int) -> float:
-    """Return the throughput of batches that follow each other: as measured, where it was, else from the latency."""
+    """Return the throughput of batches that follow each other: the measured one if there is one, else that of the
+    latency."""
     try:
         return costs.model.throughput_rps(batch_size, share_pct)
     except MissingProfileError:

@@ -24,22 +24,22 @@ from tenuto_lab.baselines.first_fit import lower_bounds
 class Gslice(Policy):
     """Tunes batch size and share of every model separately, towards half its SLO and its rate.
 
-    A batch grows or shrinks by the part by which the latency misses half the SLO; a share by the larger of the parts by
-    which latency and throughput miss. Both are left alone within 10 % of the target. Nothing is predicted: each model
-    reacts to what it is observed to do beside the others, all at the same time, so shares may add up to more than a GPU
-    (the paper's first example: 107.5 %), and a latency that moves after the last round is not corrected. What is
-    observed is here computed by iGniter's analytic model beside all neighbours; it has no term for shares beyond 100 %,
-    so latencies on such a GPU are too good. Nothing is guaranteed: the notes name the models expected to miss half
-    their SLO or their rate.
+    When the latency misses half the SLO by some part, the batch grows or shrinks by that part. A share changes by the
+    larger of the parts by which latency and throughput miss. Both are left alone within 10 % of the target. Nothing is
+    predicted: each model reacts to the latency and throughput that it is observed to have beside the others, all at the
+    same time. So shares may add up to more than a GPU (107.5 % in the paper's first example), and a latency that moves
+    after the last round is not corrected. Here iGniter's analytic model computes the observations, beside all
+    neighbours. It has no term for shares beyond 100 %, so latencies on such a GPU are too good. Nothing is guaranteed:
+    the notes name the models that are expected to miss half their SLO or their rate.
 
-    Readings of what the paper leaves open. GSLICE knows one GPU: on which GPU a model runs is taken from iGniter's own
+    Readings of what the paper leaves open. GSLICE knows one GPU. On which GPU a model runs is taken from iGniter's own
     placement, which gives the published six GPUs for the twelve workloads (`placement=ffd+` is the other candidate).
     Rounds, start values and the target are those of the authors' published script. An observed throughput is at most
-    the arrivals (`observed=capacity`: what the batches could carry), so that a share shrinks only where throughput has
-    room. With that reading the first example ends close to the published plan (AlexNet 32.5 % and batch 16 for 37.5 %
-    and 18, ResNet-50 32.5 % and 8 for 30 % and 8, VGG-19 40 % and 6 as published), with the other AlexNet ends at 10 %
-    and 4. The exact end depends on measurements that were not published, and so do the three workloads of twelve that
-    violate their SLO in the paper, which it does not name; ours are four.
+    the arrivals, so a share shrinks only when throughput has room (`observed=capacity`: it is what the batches could
+    carry). With that reading the first example ends close to the published plan: AlexNet 32.5 % and batch 16 (published
+    37.5 % and 18), ResNet-50 32.5 % and 8 (30 % and 8), VGG-19 40 % and 6 (the same). With the other reading AlexNet
+    ends at 10 % and 4. The exact end depends on measurements that were not published. So does which three of twelve
+    workloads violate their SLO in the paper, which it does not name; ours are four.
 
     Options:
         placement: `igniter`, or `ffd+` for first fit of the lower bounds.
@@ -130,7 +130,7 @@ class Gslice(Policy):
 
 
 class _Memory:
-    """What the residents of a GPU need of its memory."""
+    """The memory that the residents of a GPU need."""
 
     def __init__(self, policy: Gslice, opened: OpenGpu, workload: Workload, profiles: Profiles) -> None:
         self._most, self._room_mib = policy.max_batch, opened.gpu.memory_mib
@@ -186,9 +186,10 @@ Loop = Generator[list[Setting], list[Observed], list[Setting]]
 
 
 def _observed(demands: Sequence[ShareDemand], settings: Sequence[Setting]) -> list[Observed]:
-    """Return what iGniter's analytic model has every resident do (eq. 1 to 11): the stand-in for a measurement.
+    """Return latency and throughput of every resident by iGniter's analytic model (eq. 1 to 11), in place of a
+    measurement.
 
-    Throughput is b / (t_gpu + t_feedback), as loading overlaps with computing (eq. 2).
+    Throughput is b / (t_gpu + t_feedback), because loading overlaps with computing (eq. 2).
     """
     loads = [
         Load.of(demand.model, setting.batch_size, setting.units * demand.hardware.share_unit_pct)
@@ -203,7 +204,7 @@ def _observed(demands: Sequence[ShareDemand], settings: Sequence[Setting]) -> li
 
 
 class Tuning:
-    """The loops on one GPU: batch sizes and shares of its residents, each from what it is observed to do."""
+    """The loops on one GPU: they tune batch size and share of each resident by what was observed of it."""
 
     def __init__(
         self, policy: Gslice, demands: Sequence[ShareDemand], largest_batch: Callable[[int, Sequence[int]], int]
@@ -213,8 +214,8 @@ class Tuning:
         self._policy, self._largest_batch = policy, largest_batch
 
     def loop(self) -> Loop:
-        """Yield settings to run with, take what every resident was observed to do with them, and return the settings
-        that the loops end with.
+        """Yield settings to run with, receive what was observed of every resident, and return the settings with which
+        the loops end.
 
         All residents start with batches of one and the same share. Up to `share_rounds` times the batch sizes are tuned
         and then, once, the shares; at the end the batch sizes again. Residents are observed together and changed at the

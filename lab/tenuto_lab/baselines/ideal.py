@@ -1,4 +1,4 @@
-"""The ideal placement: all partitions of all GPUs, and all ways to give models whole gpu-lets and turns, by search.
+"""The ideal placement: a search over all partitions of all GPUs, and all ways to give models whole gpu-lets and turns.
 
 Source: the ideal scheduler that Choi et al. (gpulet, USENIX ATC 2022, section 6) compare with. For small cases.
 """
@@ -28,12 +28,12 @@ from tenuto_lab.baselines.sbp import SquishyBinPacking
 class Ideal(Policy):
     """Accepts a workload if any partition of the GPUs into at most two gpu-lets each carries it, without interference.
 
-    The plans of gpulet and SBP (whole GPUs and halves) are candidates too and are tried first, so that whatever one
-    of them accepts is accepted. Then every combination of partitions is searched: a model fills any set of gpu-lets
-    alone at their full rate, and what is left of it takes turns in one more. Plans in which a model's rest is divided
-    over several shared gpu-lets are outside of this search. When nothing carries every rate, the candidate with the
-    highest goodput is the plan, and the notes say so. On an elastic cluster the number of GPUs grows, in the order
-    of the cluster's types, until a plan is found.
+    The plans of gpulet and SBP (whole GPUs and halves) are tried first, so a workload that one of them accepts is
+    accepted. Then every combination of partitions is searched: a model fills any set of gpu-lets alone at their full
+    rate, and the rest of its rate takes turns in one more. Plans in which this rest is divided over several shared
+    gpu-lets are not searched. When nothing carries every rate, the candidate with the highest goodput is the plan, and
+    the notes say so. On an elastic cluster the number of GPUs grows, in the order of the cluster's types, until a plan
+    is found.
 
     Options:
         shares: the sizes in percent below 100 that a gpu-let may have; both parts of a split must be among them.

@@ -31,8 +31,9 @@ class Let:
 class PartitionSearch:
     """Searches partitions one after another with a common budget of steps.
 
-    Cut off where what is left cannot fit even if it could be divided freely: a model that runs at r r/s on a share
-    that could carry c of it alone keeps at least r/c of the share busy, whatever batches it uses.
+    The search of a branch ends when the remaining models could not fit even if they could be divided freely. For this,
+    a model that runs at r r/s, on a share that could carry c r/s of it alone, keeps at least r/c of the share busy,
+    whatever its batches.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class PartitionSearch:
         return True
 
     def _solve(self, kind: str, share_pct: float, tenants: Tenants) -> Solved | None:
-        """Return the duty cycle of tenants on a share, None where they do not fit; remembered between partitions."""
+        """Return the duty cycle of tenants on a share; None if they do not fit. Partitions share these results."""
         key = (kind, share_pct, tuple((c.spec.name, rate) for c, rate in tenants))
         if key not in self._solved:
             # Memory is kept per share when the costs are made and checked again for several tenants together.

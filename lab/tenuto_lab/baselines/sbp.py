@@ -1,4 +1,4 @@
-"""SBP: Nexus's squishy bin packing, where models share GPUs in time only; on whole GPUs or on even halves.
+"""SBP: Nexus's squishy bin packing. Models share GPUs in time only, on whole GPUs or on even halves.
 
 Source: Shen et al., "Nexus: A GPU Cluster Engine for Accelerating DNN-Based Video Analysis", SOSP 2019, section 6.1;
 on even halves as the second baseline of Choi et al., "Serving Heterogeneous Machine Learning Models on Multi-GPU
@@ -29,9 +29,9 @@ class SquishyBinPacking(Policy):
     """Packs models into duty cycles: whole GPUs at full batches first, remainders merged best fit decreasing.
 
     The rule for every replica is duty cycle + l(b) <= SLO: a request waits at most one cycle for its turn. A batch is
-    full at 2 l(b) <= SLO. On a fixed cluster the bins are kept in the order in which they arise, full ones first, as
-    far as there are GPUs; further GPU types continue with what is left. An elastic cluster begins with the type on
-    which the workload is cheapest (where a price is unknown, with the one that needs the fewest GPUs).
+    full at 2 l(b) <= SLO. On a fixed cluster, bins get GPUs in the order in which they were made, full ones first,
+    until there are no more GPUs. The next GPU type takes the rates that are left. An elastic cluster begins with the
+    type on which the workload is cheapest; when a price is unknown, with the type that needs the fewest GPUs.
 
     Options:
         halves: bins are halves of a GPU (share 50 %, half of the memory) instead of whole ones.
@@ -84,7 +84,7 @@ class SquishyBinPacking(Policy):
     def _fill(
         self, pool: GpuPool, kind: str, costs: dict[str, ShareCosts], left: dict[str, float], share: float
     ) -> list[Hosted]:
-        """Hand the bins of one GPU type their GPUs and take what they carry off the rates that are left."""
+        """Give the bins of one GPU type their GPUs, and subtract what they carry from the rates that are left."""
         names = list(costs)
         hosted: list[Hosted] = []
         gpu: Gpu | None = None

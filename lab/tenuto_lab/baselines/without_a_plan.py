@@ -1,4 +1,4 @@
-"""The other baselines of gpulet's evaluation: guided self-tuning, and CUDA MPS as it comes."""
+"""The other baselines of gpulet's evaluation: guided self-tuning, and CUDA MPS without shares."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tenuto_lab.baselines.ideal import Ideal
 
 @dataclass(kw_only=True, eq=False)
 class SelfTuning(Policy):
-    """GSLICE's self-tuning that starts where it would end: the best partition in space, no turns in time.
+    """The best result of GSLICE's self-tuning: the best partition in space, with no turns in time.
 
-    gpulet's authors guide the tuning with the best partition, so that its search online costs nothing. Here that is the
-    exhaustive search of `ideal` with one model per gpu-let; beyond `max_gpus`, where that is out of reach, gpulet's own
-    elastic partitioning without turns, and the notes say so.
+    gpulet's authors start the tuning from the best partition, so that its search online costs nothing. Here the
+    exhaustive search of `ideal` with one model per gpu-let finds the partition. Beyond `max_gpus` that takes too long;
+    then it is gpulet's own elastic partitioning without turns, and the notes say so.
 
     Options:
         shares: the sizes in percent below 100 that a gpu-let may have.
@@ -63,12 +63,12 @@ class SelfTuning(Policy):
 
 @dataclass(kw_only=True, eq=False)
 class MpsDefault(Policy):
-    """Processes without shares: models are spread over the GPUs by load, and whatever runs on a GPU competes for it.
+    """Processes without shares: models are spread over the GPUs by load, and the processes on a GPU compete for it.
 
-    Which model is where the paper leaves open. Here models come by falling load (rate over the throughput of the
-    largest batch within half the SLO); one that needs more than a GPU gets as many replicas as its load, each with an
-    equal part, and every replica goes to the least loaded GPU that has memory for it. What neighbours cost is not
-    considered; an elastic cluster gets another GPU, of the cheapest type for the load, where none has room.
+    The paper does not say which model goes where. Here models come by falling load (rate over the throughput of the
+    largest batch within half the SLO). A model that needs more than a GPU gets as many replicas as its load, each with
+    an equal part. Every replica goes to the least loaded GPU that has memory for it. What neighbours cost is not
+    considered. When no GPU of an elastic cluster has room, it gets another one, of the cheapest type for the load.
 
     Options:
         max_batch: largest batch considered; 32 in the paper.
@@ -102,7 +102,7 @@ class MpsDefault(Policy):
 
 @dataclass
 class _Loaded:
-    """A GPU with the processes on it; `load` is what they ask of it, 1 for all of its time."""
+    """A GPU with the processes on it; `load` is the part of its time that they need."""
 
     gpu: Gpu
     order: int
@@ -111,7 +111,8 @@ class _Loaded:
     held_mib: float = 0.0
 
     def batch(self, costs: ShareCosts) -> int:
-        """Return the largest batch that fits beside what is there, 0 where the model is there or none fits."""
+        """Return the largest batch that fits beside the present processes; 0 if the model is there already, or if none
+        fits."""
         if any(turn.costs.spec.name == costs.spec.name for turn in self.turns):
             return 0
         room = costs.room_mib(WHOLE_GPU_PCT) - self.held_mib

@@ -1,13 +1,13 @@
-"""Time of a network on a device: its kernels, the host that launches them, and the copy of its inputs.
+"""The time of a network on a GPU: its kernels, the host that launches them, and the copy of its inputs.
 
-Beyond the plain roofline this knows what every GPU does, and a CPU does not. The host runs ahead of the device: a
-network of short kernels takes as long as their launches, one of long kernels as long as the kernels, and only in
-between do both count. Inputs are copied first. A small kernel fills a part of the device only. Arithmetic has a speed
-for each kind of kernel (Winograd, grouped convolutions), memory one for all. Nothing is from a data sheet; all is
-fitted to profiles.
+The plain roofline does not know four properties of GPUs. The host runs ahead of the device: a network of short kernels
+takes as long as their launches, a network of long kernels takes as long as the kernels, and in between both count.
+Inputs are copied first. A small kernel fills only a part of the device. Arithmetic has a speed for each kind of kernel
+(Winograd, grouped convolutions); memory has one speed for all. All constants are fitted to profiles, none is from a
+data sheet.
 
-The fit is robust: a network that some library runs ten times slower than its work explains (XLNet's einsums on a V100)
-says nothing about the others and must not bend the constants they share.
+The fit is robust. Some library may run a network ten times slower than its work explains (XLNet's einsums on a V100).
+Such a network says nothing about the others, and must not bend the constants that they share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 _OVERLAP = 4.0  # exponent of the sum of kernels and launches: 1 would add them, infinity takes the larger
 _OUTLIER = 0.15  # errors of the logarithm beyond this count ever less
 _START_COPY, _START_RAMP, _START_KERNEL = 8e6, 3e4, 0.003  # bytes per ms, elements, ms: where the search begins
-_STIFFNESS = (0.03, 0.03, 0.03, 0.03, 0.09, 0.09)  # pull towards that start, as _KIND_STIFFNESS for the kinds' speeds
+_STIFFNESS = (0.03, 0.03, 0.03, 0.03, 0.09, 0.09)  # pull towards that start, like _KIND_STIFFNESS for kinds' speeds
 _KIND_STIFFNESS = 0.09
 
 
@@ -49,7 +49,7 @@ class DeviceTimes:
     speeds: Mapping[str, float]
 
     def operator_ms(self, operator: Operator) -> float:
-        """Return the time of one operator alone in ms, the input's copy left out."""
+        """Return the time of one operator alone in ms, without the copy of inputs."""
         ramp = 1.0 + self.ramp_elements / max(operator.written_bytes / 4.0, 1.0)
         arithmetic = operator.flops / (self.flops_per_ms * self.speeds.get(operator.kind, 1.0)) * ramp
         return max(arithmetic, operator.moved_bytes / self.bytes_per_ms) + self.kernel_ms
@@ -63,7 +63,7 @@ class DeviceTimes:
 
 
 def fit_device_times(traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]) -> DeviceTimes:
-    """Fit to networks measured on a GPU, every model weighing the same.
+    """Fit to networks measured on a GPU. Every model has the same weight.
 
     Args:
         traces: of the measured points.

@@ -1,4 +1,4 @@
-"""Estimates as a profile, which plans read as they read measured ones, and then say that they rest on estimates."""
+"""Estimates as a profile. Plans read it like a measured one, and then say that they rest on estimates."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tenuto_lab.estimator.estimator import CREQ_METRIC, Estimate
 def estimated_profile(
     row: str, gpu_type: str, estimates: Iterable[Estimate], source: str, error_pct: float | None
 ) -> Profile:
-    """Return what batches of a model are estimated to need as the profile of a GPU type.
+    """Return the estimates for batches of a model as the profile of a GPU type.
 
     Args:
         row: the model's name.
         gpu_type: where it would run, on the whole GPU.
         estimates: by batch size.
-        source: what estimated them, and from what.
-        error_pct: by how much the time of models left out was wrong on average; None: not found out.
+        source: the method of the estimates, and the data that it learnt from.
+        error_pct: mean error of the time of models left out; None: not known.
     """
     points = tuple(
         ProfilePoint(

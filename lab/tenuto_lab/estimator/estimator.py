@@ -1,8 +1,8 @@
 """GK-Estimator: time, compute and memory requirement of a network on a GPU type, without running the network.
 
 After USHER (OSDI 2024, section 4.1): operators are traced, their work and sizes become features, concurrent kernels are
-found by their start times, and stacked regression learns from whatever profiles exist for the type. Where USHER's
-authors learn from profiled kernels, this learns from whole-model measurements: that is what profiles hold.
+found by their start times, and stacked regression learns from all profiles of the type. USHER's authors learn from
+profiled kernels; this estimator learns from measurements of whole models, because profiles have these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured point with its trace. What was not measured is None."""
+    """One measured point with its trace. None: not measured."""
 
     model: str
     trace: Trace
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one batch needs; None where no profile of the type knows the quantity. `roofline_ms` is the baseline."""
+    """What one batch needs; None if no profile of the type has the quantity. `roofline_ms` is the baseline."""
 
     batch_size: int
     latency_ms: float
@@ -78,7 +78,7 @@ class GkEstimator:
             launches_overlap: the host runs ahead of the device, as with CUDA; False on a CPU.
 
         Raises:
-            InvalidInputError: fewer than two models; nothing could be told from one.
+            InvalidInputError: fewer than two models, which is too few to learn from.
         """
         self.models = tuple(sorted({sample.model for sample in samples}))
         if len(self.models) < 2:
@@ -90,7 +90,7 @@ class GkEstimator:
             )
         measured = [s.trace for s in samples], [s.latency_ms for s in samples], [s.model for s in samples]
         self.roofline = fit_roofline(*measured)
-        # A CPU runs one operator after the other and copies nothing; a GPU is launched ahead of.
+        # A CPU runs one operator after the other and copies nothing; on a GPU the host launches ahead.
         self.kernels: DeviceTimes | KernelTimes = (
             fit_device_times(*measured) if launches_overlap else fit_kernel_times(self.roofline, *measured)
         )
@@ -126,7 +126,7 @@ class GkEstimator:
         )
 
     def baseline(self, trace: Trace) -> Estimate:
-        """Return what the physical baselines alone say."""
+        """Return the estimates of the physical baselines alone."""
         time_ms = self.roofline.time_ms(trace)
         return Estimate(
             trace.batch_size,

@@ -1,4 +1,4 @@
-"""What of a traced network the estimator looks at: work, sizes, kinds of operators, and kernels that start together."""
+"""The features of a traced network: work, sizes, kinds of operators, and kernels that start together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEATURE_NAMES = (
 
 
 class OperatorTimes(Protocol):
-    """Knows how long an operator takes: fitted to whole networks, or learnt from operators that were timed."""
+    """Gives the time of an operator: fitted to whole networks, or learnt from timed operators."""
 
     def operator_ms(self, operator: Operator) -> float:
         """Return the time of one operator in ms."""
@@ -83,7 +83,7 @@ def starting_together(
 def peak_threads(sets: Sequence[Sequence[Operator]]) -> float:
     """Return the largest number of results (4 bytes each) that a set of concurrent operators computes in parallel.
 
-    Operators on constants, which start with the network, are left out by counting only those that do arithmetic.
+    Operators on constants start with the network. Only operators that do arithmetic count, so these do not.
     """
     return max((sum(o.written_bytes / 4 for o in group if o.flops > 0) for group in sets), default=0.0)
 

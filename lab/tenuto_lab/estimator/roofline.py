@@ -1,8 +1,9 @@
 """Time of operators from their work: each is bound by arithmetic or by memory, and costs something to launch.
 
-The plain roofline has three constants: the baseline every estimate is compared with. Beyond it each kind of kernel may
-have its own speed, because libraries do: a dense 3x3 convolution needs fewer operations than it counts (Winograd), a
-grouped one reaches a fraction. All constants are fitted to profiles, none is from a data sheet: both know the same.
+The plain roofline has three constants, and is the baseline of every estimate. In a second form each kind of kernel has
+its own speed, because libraries differ by kind: a dense 3x3 convolution needs fewer operations than are counted
+(Winograd), and a grouped one reaches a fraction of the speed. All constants of both forms are fitted to the same
+profiles; none is from a data sheet.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tenuto_lab.estimator.trace import Operator, Trace
 Floats = NDArray[np.float64]
 
 KINDS = ("conv1", "conv3", "conv", "depthwise", "matmul", "attention", "norm", "elementwise")
-_STIFFNESS = 0.3  # how strongly a kind is held at the common speed: a factor of e weighs like an error of 30 %
+_STIFFNESS = 0.3  # pull of a kind towards the common speed: a factor of e costs as much as an error of 30 %
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class KernelTimes:
 
 class MeasuredNetworks:
     """The operators of all measured networks in one row, the logarithms of the times that a fit explains, and the
-    weight of each measured point: every model weighs the same."""
+    weight of each measured point. Every model has the same weight."""
 
     def __init__(self, traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]) -> None:
         operators = [operator for trace in traces for operator in trace.operators]
@@ -66,7 +67,7 @@ class MeasuredNetworks:
 
 
 def fit_roofline(traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]) -> KernelTimes:
-    """Fit the three constants by least squares on the logarithm of the time; every model weighs the same.
+    """Fit the three constants by least squares on the logarithm of the time. Every model has the same weight.
 
     Args:
         traces: of the measured points.
@@ -86,7 +87,7 @@ def fit_roofline(traces: Sequence[Trace], times_ms: Sequence[float], groups: Seq
 def fit_kernel_times(
     roofline: KernelTimes, traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]
 ) -> KernelTimes:
-    """Fit a speed for each kind of kernel as well, starting from a fitted roofline; speeds stay within 1/10 and 10."""
+    """Fit a speed for each kind of kernel as well, from a fitted roofline on; speeds stay within 1/10 and 10."""
     start = np.concatenate(
         [np.log([roofline.flops_per_ms, roofline.bytes_per_ms, roofline.launch_ms]), np.zeros(len(KINDS))]
     )

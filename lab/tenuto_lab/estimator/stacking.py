@@ -1,7 +1,8 @@
-"""Stacked regression: lasso, kernel ridge and gradient boosting, mixed by how well each does on models it has not seen.
+"""Stacked regression: lasso, kernel ridge and gradient boosting, mixed by their errors on models that they did not see.
 
-The three regressors learn what a physical baseline misses. Mixing weights are non-negative and fitted on out-of-fold
-predictions with whole models held out; where that does not help unseen models, the baseline stands alone.
+The three regressors learn the errors of a physical baseline. Mixing weights are non-negative, and fitted on
+out-of-fold predictions with whole models held out. When the mixture does not help unseen models, the baseline alone is
+used.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Floats = NDArray[np.float64]
 
 @contextmanager
 def checked_once(*arrays: Floats) -> Iterator[None]:
-    """Look through what is learnt from here, and not again for each tree: that takes half of the time.
+    """Check the training data once. scikit-learn would check it for each tree, which takes half of the time.
 
     Raises:
         ValueError: something is not finite.
@@ -47,7 +48,7 @@ def _learners() -> list[Any]:
 
 
 def _is_better(residuals: Floats, predicted: Floats, groups: Sequence[str]) -> bool:
-    """Whether models gain by more than two standard errors of that gain; a few lucky models are no evidence."""
+    """Whether models gain on average by more than two standard errors of the gain."""
     owners = np.array(groups)
     gains = np.array(
         [

@@ -1,7 +1,7 @@
-"""List the operators a network executes, with their work and sizes, without running it and without its weights.
+"""Lists the operators that a network executes, with their work and sizes, without running it and without its weights.
 
-The network is built and called on fake tensors (shapes without data): a model of any size is traced in little memory.
-Every tensor operator that PyTorch dispatches is one entry; views, which launch nothing, are left out.
+The network is built and called on fake tensors (shapes without data), so a model of any size is traced in little
+memory. Every tensor operator that PyTorch dispatches is one entry. Views launch nothing, and are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.networks.catalogue import is_factory, lookup
 
-# Operators that launch nothing: they only look at memory in another way.
+# Operators that launch nothing: they give another view of the same memory.
 _VIEWS = frozenset(
     {
         "view",
@@ -160,7 +160,7 @@ def trace_model(source: str, batch_sizes: Sequence[int], options: Mapping[str, A
 
 
 def _without_initialisation(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out drawing weights where the network has a switch for it; fake tensors have no values to draw."""
+    """Do not draw weights if the network has a switch for that; fake tensors have no values to draw."""
     if is_factory(source) or Path(source).is_dir() or "init_weights" not in lookup(source).config:
         return dict(options)
     return {**options, "config": {**options.get("config", {}), "init_weights": False}}
@@ -173,7 +173,7 @@ class OperatorTimer(Protocol):
         """Mark the start of an operator."""
 
     def end(self, *, recorded: bool) -> None:
-        """Mark its end; one that is not recorded launches nothing and counts for nothing."""
+        """Mark its end; an operator that is not recorded launches nothing and does not count."""
 
 
 def operator_recorder(weights: Mapping[int, int], timer: OperatorTimer | None = None) -> Any:
@@ -243,7 +243,8 @@ def _storage(tensor: Any) -> int:
 
 
 def _convolution_kind(args: Any) -> str:
-    """Tell the kernels a convolution library chooses from: depthwise, product (1x1), Winograd (dense 3x3), other."""
+    """Return the kind of kernel that a convolution library chooses: depthwise, product (1x1), Winograd (dense 3x3),
+    other."""
     weight, stride, groups = args[1], args[3], args[8]
     if weight.shape[1] == 1 and weight.shape[0] > 1:
         return "depthwise"

@@ -1,4 +1,4 @@
-"""From profile files to training samples: which network a row is, how it was measured, and its traces."""
+"""Makes training samples of profile files: the network of a row, how it was measured, and its traces."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tenuto_lab.estimator.trace import Trace, trace_model
 
 TraceAtBatch = Callable[[int], Trace]
 
-# How the shipped profiles were measured, where it is not written in them. The thesis' clients send pictures of 224
-# pixels to every vision model and 512 tokens to every language model; its latencies agree (EfficientNet-B7 at 600
-# pixels and Inception at 299 would exceed the V100's arithmetic, bert at 128 tokens would use a fifth of it).
+# How shipped profiles were measured that do not say so themselves. The thesis' clients send pictures of 224 pixels to
+# every vision model and 512 tokens to every language model. Its latencies agree: EfficientNet-B7 at 600 pixels and
+# Inception at 299 would exceed the V100's arithmetic, and bert at 128 tokens would use a fifth of it.
 _CONDITIONS: dict[str, dict[str, dict[str, Any]]] = {
     "thesis-v100": {
         "efficientnet_b7": {"image_size": 224},
@@ -55,11 +55,11 @@ _SYMPHONY_NETWORKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     row: (_FACTORY, {"name": name, "image_size": size}) for row, (name, size) in _NAMES.items()
 }
 
-_LINE_BATCHES = (1, 8, 32)  # where a row known as a line is learnt from: three points fix how launch and work mix
+_LINE_BATCHES = (1, 8, 32)  # batches that are learnt from a row known as a line: three points separate launch and work
 
 
 def source_of(profile: Profile, row: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Return source and options of a profile row, or None where the row names no network that can be built."""
+    """Return source and options of a profile row; None if the row names no network that can be built."""
     model = profile.models[row]
     if row in _SYMPHONY_NETWORKS and profile.name.startswith("symphony-"):
         return _SYMPHONY_NETWORKS[row]
@@ -77,7 +77,7 @@ def is_same_network(one: str, other: str) -> bool:
 
 
 def conditions(profiles: list[Profile], row: str) -> Mapping[str, Any]:
-    """Return the options under which the profiles know a model; empty where they say nothing."""
+    """Return the options of a model in the profiles; empty if they give none."""
     for profile in profiles:
         if row in profile.models and (known := source_of(profile, row)) is not None:
             return known[1]

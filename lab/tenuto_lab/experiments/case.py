@@ -69,7 +69,7 @@ class Case:
 
 
 def profile_for(case: Case) -> Profile:
-    """Return what a case is planned with: the thesis' table A.1, or what is derived from it for policies of shares."""
+    """Return the profile of a case: the thesis' table A.1, or for policies of shares the profile derived from it."""
     if case.policy in DERIVED_FOR and case.published is None:
         return derivation().profile
     return load_shipped(PROFILE)
@@ -98,9 +98,9 @@ def _policy(case: Case) -> Policy:
 
 
 def gpus_needed(case: Case) -> int | None:
-    """Return how many GPUs iGniter would take if it could have as many as it wants; None for other policies.
+    """Return how many GPUs iGniter takes when their number is not limited; None for other policies.
 
-    It is the one that the thesis let choose: it provisions GPUs for a workload, and the thesis prints how many.
+    iGniter provisions GPUs for a workload, and the thesis prints how many it took.
     """
     if case.policy != "igniter" or case.published is not None:
         return None
@@ -154,7 +154,7 @@ def describe_case(case: Case) -> tuple[dict[str, Any], Plan | None]:
 
 
 def _reason(error: InvalidInputError) -> str:
-    """Return what a policy lacked in one sentence: the rule it named first, without the list of values."""
+    """Return in one sentence what a policy lacked: the first rule of its error, without the list of values."""
     if not error.problems:
         return first_line(error)
     paths = len(error.problems)
@@ -182,7 +182,7 @@ def _run(case: Case, plan: Plan, scheduler_name: str) -> dict[str, Any]:
 def _plan_with_means(scheduler: Scheduler, plan: Plan) -> None:
     """Tell a scheduler how slow its gpu-lets are on average, as a running system would measure it.
 
-    A system's slowdown is that with every neighbour running; the correction is the mean slowdown over it.
+    The system has the slowdown while every neighbour runs. The correction is the mean slowdown over that.
     """
     index = {program.name: position for position, program in enumerate(scheduler.system.programs)}
     means = mean_slowdowns(plan)
@@ -194,9 +194,9 @@ def _plan_with_means(scheduler: Scheduler, plan: Plan) -> None:
 
 
 def mean_slowdowns(plan: Plan) -> dict[tuple[str, str], float]:
-    """Return the mean slowdown of each replica by (gpu-let, model): neighbours run only part of the time.
+    """Return the mean slowdown of each replica by (gpu-let, model). Neighbours run only a part of the time.
 
-    A neighbour's busy time is its planned load over its capacity, at most all of it.
+    A neighbour runs for the part of the time that its planned load has of its capacity, at most all of it.
     """
     planned = _planned_rates(plan)
     by_gpu = plan.by_gpu()

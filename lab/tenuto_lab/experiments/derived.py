@@ -1,9 +1,9 @@
 """A profile for the policies that plan with shares: thesis-v100 with latencies on shares and iGniter's coefficients.
 
-Derived, not published. The thesis ran iGniter, but prints none of its coefficients, and table A.1 has no shares. So the
-latency of every batch on a share is what the experiments emulate there (`Emulation.share_factor`: measured ratios of
-igniter-v100, else table A.1's SM utilisation), and iGniter's coefficients are fitted to these latencies
-(`tenuto_lab.interference.igniter_derived`). `Derivation` says, per model, what was known, and the errors.
+The profile is derived, not published. The thesis ran iGniter, but prints none of its coefficients, and table A.1 has no
+shares. So the latency of a batch on a share is the one that the experiments emulate (`Emulation.share_factor`: measured
+ratios of igniter-v100, else table A.1's SM utilisation). iGniter's coefficients are fitted to these latencies
+(`tenuto_lab.interference.igniter_derived`). `Derivation` says for each model what was known, and the errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DERIVED = "thesis-v100-derived"
 DERIVED_FOR = frozenset(
     {"ffd", "ffd+", "ffd++", "gpulet", "gpulets+", "gslice", "ideal", "igniter", "self-tuning", "tenuto"}
 )
-"""The policies that cannot plan from table A.1, or not with shares, which are what they are about."""
+"""The policies that cannot plan from table A.1, or could not plan shares, for which they were made."""
 
 # gpu-lets' own interference model needs L2 and DRAM use, which table A.1 lacks; without it no model gets a neighbour.
 DERIVED_OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -58,7 +58,7 @@ FEEDBACK_BYTES = 4000.0  # 1,000 numbers, as the networks of igniter-v100 answer
 
 @dataclass(frozen=True)
 class Derivation:
-    """The derived profile and what it rests on.
+    """The derived profile and its errors and assumptions.
 
     errors_pct: by model, the mean and the largest error of iGniter's formula against the latencies it is fitted to,
         and where the largest is.

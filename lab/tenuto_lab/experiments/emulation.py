@@ -1,9 +1,9 @@
-"""What sharing a GPU costs in an experiment: by a limited share, and by neighbours.
+"""How much slower a batch runs in an experiment because of a limited share, and because of neighbours.
 
-Three sources, in this order; `Emulation.notes` says which was used where.
+`Emulation.notes` says which source was used where.
 
-* Share: the measured ratio of igniter-v100 (V100, TensorRT) for the models it has, on the line between measured batch
-  sizes and shares, and on it below the smallest share; at most batch 32. Elsewhere l(b) * (u / s + 1 - u), with u the
+* Share: for the models of igniter-v100 (V100, TensorRT), its measured ratio, on the line between measured batch sizes
+  and shares, which goes on below the smallest share; at most batch 32. For others l(b) * (u / s + 1 - u), with u the
   time-weighted SM utilisation of the thesis' table A.1 and s the share: the part of the time in which all SMs work
   grows with 1/s, the rest does not.
 * Neighbours with shares (CUDA MPS): the measured pair nearest in batch sizes and share of the 600 pairs of
@@ -134,9 +134,10 @@ class Emulation:
 
 
 def emulated_plan(plan: Plan, emulation: Emulation) -> Plan:
-    """Return the plan with the latencies and slowdowns that its gpu-lets are emulated with.
+    """Return the plan with the latencies and slowdowns with which its gpu-lets are emulated.
 
-    Placement, batch sizes and shares stay. A policy's own view of interference is replaced, since here it is judged.
+    Placement, batch sizes and shares stay. A policy's own figures for interference are replaced, because here the
+    policy is judged.
     """
     by_gpu = plan.by_gpu()
     gpulets = []

@@ -30,10 +30,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Observation:
-    """A published statement and what became of it here.
+    """A published statement and whether it is reproduced here.
 
-    `published` and `ours` are the numbers side by side; `tolerance` says what counts as reproduced; `why` explains what
-    is not.
+    `published` and `ours` are the numbers side by side; `tolerance` says what counts as reproduced; `why` explains a
+    difference.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Checkable(Protocol):
 
 @dataclass(frozen=True)
 class Detail:
-    """A point whose placement, batches and stages the page shows, and what the thesis says about it."""
+    """A point whose placement, batches and stages the page shows, with the statement of the thesis about it."""
 
     series: str
     x: float

@@ -1,4 +1,4 @@
-"""The published numbers an experiment is compared with, and the thesis' test bed: clients, network, wait limit.
+"""The published numbers with which an experiment is compared, and the thesis' test bed: clients, network, wait limit.
 
 Source of all numbers: P. Elvinger, ETH Zurich master thesis 2024, chapters 4 and 6 and appendix A.2, as kept in
 `lab/tenuto_lab/experiments/data/thesis_experiments.json`.
@@ -48,8 +48,8 @@ def thesis_section(section: str) -> Mapping[str, Any]:
 def client_share(section: str, total_rps: float) -> float:
     """Return which part of the target rate the thesis' clients reached.
 
-    Where the section prints it, that number; elsewhere table 4.1 (four clients), between its rows the line through
-    them, by the total rate.
+    It is the number of the section if that prints one. Otherwise it follows from table 4.1 (four clients) by the total
+    rate, on the line between its rows.
     """
     if section in _STATED_SHARE:
         return _STATED_SHARE[section]
@@ -60,7 +60,7 @@ def client_share(section: str, total_rps: float) -> float:
 
 
 def _image_ms() -> float:
-    """Return the network time of one image: figure 4.5's printed point less the ping, by the image."""
+    """Return the network time of one image: the printed point of figure 4.5 less the ping, divided by its images."""
     model = thesis_facts()["network_latency_model"]
     point = model["known_points"][0]
     images = point["bytes"] / thesis_facts()["models"]["inputs"]["vision_input_bytes"]
@@ -68,11 +68,12 @@ def _image_ms() -> float:
 
 
 def network_of(models: Sequence[str]) -> NetworkDelay:
-    """Return the delays of the thesis' network, linear through what is printed of figure 4.5.
+    """Return the delays of the thesis' network, on a line through the printed points of figure 4.5.
 
-    The three curves' coefficients are not printed; what is: 8.7 ms for a batch of 16 images, and a ping of 0.322 ms,
-    taken as the delay of the smallest message, of token ids and of answers. The data delay is that of the largest
-    input among the models, which is what a scheduler should budget; `data_ms_by_model` has each model's own.
+    The coefficients of the three curves are not printed. Two points are: 8.7 ms for a batch of 16 images, and a ping of
+    0.322 ms. The ping is taken as the delay of the smallest message, of token ids and of answers. The data delay is
+    that of the largest input among the models, which a scheduler should budget; `data_ms_by_model` has each model's
+    own.
     """
     ping = float(thesis_facts()["environment"]["ping_ms"])
     return NetworkDelay(ping, max(data_ms_by_model(models), default=0.0), ping)

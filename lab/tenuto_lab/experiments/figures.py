@@ -1,4 +1,4 @@
-"""The figures of one run of a plan, from its records alone, so that simulated and live runs are read the same way."""
+"""The figures of one run of a plan, from its records alone, so that simulated and live runs are read in one way."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs an experiment's points on Ray Serve with emulated GPUs, over HTTP, with the clients of `tenuto bench`.
 
-With a time stretch K one machine suffices. Every latency, every SLO and the router's wait are K times as long, and
+With a time stretch K one machine is enough: every latency, every SLO and the router's wait are K times as long, and
 every rate is a K-th. In virtual time that changes nothing. Real overheads are not stretched, so they count a K-th.
-Neighbours cost their mean slowdown here. Inputs are one number each, as the thesis' network is not emulated.
+Neighbours cost their mean slowdown here. Inputs are one number each, because the thesis' network is not emulated.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _run(launcher: Launcher, case: Case, plan: Plan, scheduler: str, stretch: fl
     )
     window_s = 0.95 * case.duration_s
     for spec in plan.models:
-        if spec.name in live.unserved:  # nobody asked for it, since the endpoint does not know it
+        if spec.name in live.unserved:  # the endpoint does not know it, so no client asked for it
             offered = spec.rate_rps * case.sent_share
             figures["models"][spec.name]["offered_rps"] = offered
             figures["offered_rps"] += offered
@@ -124,7 +124,7 @@ def _run(launcher: Launcher, case: Case, plan: Plan, scheduler: str, stretch: fl
 
 
 def _of_plan(records: Records, served: Sequence[ModelSpec], plan: Plan) -> Records:
-    """Return the records with models counted as in the plan, where unserved ones have a place too."""
+    """Return the records with models numbered as in the plan, which counts unserved ones, too."""
     place = {spec.name: index for index, spec in enumerate(plan.models)}
     to_plan = np.array([place[spec.name] for spec in served], dtype=np.int32)
     return replace(records, model=to_plan[records.model])

@@ -66,7 +66,7 @@ def describe_experiment(
 
 
 def _derived(results: Results) -> dict[str, Any] | None:
-    """Return who planned with derived numbers, and what these rest on; None where nobody did."""
+    """Return which policies planned with derived numbers, with the sources of these; None if none did."""
     policies = [row["series"] for row in results.rows if row.get("profile") == DERIVED]
     if not policies:
         return None

@@ -1,4 +1,4 @@
-"""The page of an experiment: what was published, what came out, and the figures that show it, in one HTML file."""
+"""The page of an experiment: published statements, our results, and figures of both, in one HTML file."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _chart(
 
 
 def _losses(results: Results) -> Iterator[tuple[str, ...]]:
-    """What each plan promises, and what is left of it under each scheduler, summed over the points of a series."""
+    """Draw what plans promise, and what each scheduler reaches of it, summed over the points of a series."""
     for name in results.series():
         mine = [row for row in results.rows if row["series"] == name and "runs" in row]
         if not mine or "(published plan)" in name:
@@ -174,7 +174,7 @@ def _losses(results: Results) -> Iterator[tuple[str, ...]]:
 
 
 def _detail(number: int, detail: Detail, results: Results) -> dict[str, Any]:
-    """Return what the template shows of a point; nothing where it did not run."""
+    """Return what the template shows of a point; nothing if the point did not run."""
     row = results.find(detail.series, detail.x, detail.slo_ms)
     if row is None:
         return {}

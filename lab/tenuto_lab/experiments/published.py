@@ -1,8 +1,8 @@
-"""Plans the thesis states, for points at which many plans are equally good and a solver's choice decides.
+"""Plans that the thesis states, for points at which many plans are equally good and the solver chooses one.
 
-An integer program knows nothing of waiting: at equal goodput it may choose batches of 8 or of 64. The thesis' solver
-chose otherwise than ours at some points, and what it observed there is about that choice. Batch sizes and places the
-thesis does not state are those of our policy for the same point.
+An integer program does not know of waiting: at equal goodput it may choose batches of 8 or of 64. At some points the
+thesis' solver chose another plan than ours, and the thesis' observations are about that plan. Batch sizes and places
+that the thesis does not state are those of our policy for the same point.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tenuto.profiles import Profiles
 
 @dataclass(frozen=True)
 class Published:
-    """A stated plan: by GPU, the models and their batch sizes; `stated` says what of it the thesis prints."""
+    """A stated plan: by GPU, the models and their batch sizes; `stated` says which parts of it the thesis prints."""
 
     policy: str
     section: str

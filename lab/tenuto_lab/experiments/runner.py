@@ -91,7 +91,8 @@ def _run_on_processes(
 
 @contextlib.contextmanager
 def _no_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C while processes are started, which inherit that; only the main thread may and needs to."""
+    """Ignore Ctrl-C while processes are started, so that they inherit this. Other threads cannot set handlers, and do
+    not need to."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,9 +1,9 @@
-"""GSLICE+ as it tunes while it serves, beside iGniter's plan that stays: figures 15 and 16 of iGniter's paper, in
+"""GSLICE+, which tunes while it serves, beside iGniter's plan, which stays: figures 15 and 16 of iGniter's paper, in
 virtual time.
 
-Source: Xu et al., iGniter (arXiv 2211.01713), section 5.3. Of the twelve workloads W9 and W10 share GPU 4, and W1, W5
-and W11 share GPU 5: the two groups that the text names. That figure 15 shows the first and figure 16 the second is a
-reading. The numbers of both are not printed.
+Source: Xu et al., iGniter (arXiv 2211.01713), section 5.3. The text names two groups of its twelve workloads: W9 and
+W10 share GPU 4; W1, W5 and W11 share GPU 5. We read it so that figure 15 shows the first group and figure 16 the
+second. The numbers of both figures are not printed.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ TITLES = {
     "igniter-16": "GSLICE+ tuning W1, W5 and W11 on one GPU, beside iGniter's plan",
 }
 SECTION = "iGniter 5.3"
-_STARTS_S = 10.0  # paper: iGniter, section 5.3: what a process that gets another share takes until it serves
+_STARTS_S = 10.0  # paper: iGniter, section 5.3: how long a process with another share takes until it serves
 _OBSERVED_S = 10  # paper: the authors' script observes each setting for 10 s
-_WAIT_MS = 100.0  # paper: the authors' configuration of Triton, what a request waits for a full batch
+_WAIT_MS = 100.0  # paper: the authors' configuration of Triton: how long a request waits for a full batch
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One model in one second: its setting, and what it did. `latency_ms` is the mean of its batches, None without any;
-    `answered` are requests with an answer, `ended` those that ended in any way, `good` those of them in time."""
+    """One model in one second: its setting and its figures. `latency_ms` is the mean of its batches, None without any;
+    `answered` are requests with an answer, `ended` those that ended in any way, `good` those that ended in time."""
 
     until_s: int
     share_pct: float
@@ -90,7 +90,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What became of a GPU under one policy: the series of every model, and how often its plan was changed."""
+    """A GPU under one policy: the series of every model, and how often the plan was changed."""
 
     policy: str
     series: Mapping[str, Sequence[Moment]]
@@ -104,7 +104,7 @@ class Tuned:
 
 
 def workload_of(figure: str, profiles: Profiles) -> Workload:
-    """Return the workload of a figure. Copies overlap with the batch before, as equation 2 has it."""
+    """Return the workload of a figure. Copies overlap with the batch before, as in equation 2."""
     hardware = Hardware.of(profiles.hardware("v100"), "v100")
     models = []
     for name, network, slo_ms, rate in FIGURES[figure]:
@@ -124,8 +124,8 @@ def workload_of(figure: str, profiles: Profiles) -> Workload:
 
 
 def run_figure(figure: str, *, duration_s: float, seed: int) -> Iterator[Tuned]:
-    """Yield what becomes of a figure's GPU: under iGniter's plan, and under GSLICE+ from its start on, with shares that
-    may add up to more than the GPU and with such that may not."""
+    """Yield the GPU of a figure under iGniter's plan, and under GSLICE+ from its start on: once with shares that may
+    add up to more than the GPU, and once without."""
     profiles, cluster = Profiles([load_shipped("igniter-v100")]), Cluster.parse("v100:1")
     workload = workload_of(figure, profiles)
     plan = solve(Igniter(), workload, cluster, profiles)
@@ -138,7 +138,7 @@ def run_figure(figure: str, *, duration_s: float, seed: int) -> Iterator[Tuned]:
 def _plans(
     gslice: Gslice, observed: Mapping[str, Observed], workload: Workload, cluster: Cluster, profiles: Profiles
 ) -> Iterator[Plan]:
-    """Yield the plan to run next, whenever the last one was observed for long enough; the loops' end stays."""
+    """Yield the next plan whenever the last one was observed for long enough; the plan at the loops' end stays."""
     packed = gslice.untuned(workload, cluster, profiles)
     (tuning,) = gslice.tunings(packed, workload, profiles)
 
@@ -158,10 +158,10 @@ def _plans(
 
 
 class _Serving:
-    """One GPU in virtual time, by one plan after the other, each observed for a while once its processes are up."""
+    """One GPU in virtual time under one plan after the other. Each is observed for a while once its processes run."""
 
     def __init__(self, policy: str, workload: Workload, duration_s: float, seed: int) -> None:
-        """Prepare; `observed` will have what every model did with the last plan."""
+        """Prepare; `observed` will have the figures of every model under the last plan."""
         self.observed: dict[str, Observed] = {}
         self._policy, self._workload, self._duration_s = policy, workload, duration_s
         schedule = make_schedule(workload.models, duration_s, seed)
@@ -215,7 +215,7 @@ class _Serving:
         )
 
     def _what_it_did(self, plan: Plan, looks: Sequence[Look], index: int) -> Observed:
-        """Return the mean time of a model's batches, copies included, and what they carry; NaN where none ran."""
+        """Return the mean time of a model's batches, copies included, and their throughput; NaN if none ran."""
         name = self._names[index]
         (gpulet,) = plan.hosts_of(name)
         uses = [look.gpulets[gpulet.id] for look in looks if gpulet.id in look.gpulets]

@@ -21,7 +21,7 @@ QUICK_SLO_MS = 250.0
 
 
 def gpu_sweep(section: str, **changes: Any) -> Callable[[Settings], list[Case]]:
-    """Return what makes the points of an experiment with the same rate for every model, on one to many GPUs.
+    """Return a function that makes the points of an experiment with the same rate for every model, on one to many GPUs.
 
     Args:
         section: whose plans, rates and clients hold.
@@ -64,7 +64,8 @@ def gpu_sweep(section: str, **changes: Any) -> Callable[[Settings], list[Case]]:
 
 
 def rate_sweep(section: str, **changes: Any) -> Callable[[Settings], list[Case]]:
-    """Return what makes the points of an experiment with total rates under several SLOs; `changes` of section 6.3.
+    """Return a function that makes the points of an experiment with total rates under several SLOs; `changes` are those
+    of section 6.3.
 
     `vision_part` is the part of the total for vision models; without it all have equal rates.
     """

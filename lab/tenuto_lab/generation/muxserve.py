@@ -6,18 +6,19 @@ each way, the model with the most computation comes first, and each goes to the 
 most; the way with the highest throughput wins (algorithm 1). A unit's throughput is equation 3: a batch is answered
 once in the time of every model's prefill and its own decoding steps, and no model serves more than its rate.
 
-What the paper leaves open is as in the authors' experiment: shares of 30 to 90 % for decoding and 80 to 100 % for
-prefill, which may exceed the GPU by 20 %; the memory beside the weights is split by rate and size of keys and values.
+Details that the paper leaves open are those of the authors' experiment: shares of 30 to 90 % for decoding and of 80 to
+100 % for prefill, which may exceed the GPU by 20 %; the memory beside the weights is split by rate and by the size of
+keys and values.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
-from tenuto_lab.generation.step_times import StepTimes
+from tenuto_lab.generation.step_times import Times
 
 GPU_MIB = 80 * 1024
 """derived: an A100-80GB, the GPU of the experiment."""
@@ -51,7 +52,7 @@ class LanguageModel:
     weights_mib: float
     kv_mib_per_token: float
     scale: float
-    times: Mapping[int, StepTimes] = field(hash=False)
+    times: Mapping[int, Times] = field(hash=False)
     prefill_share: float = 100.0
     host_ms_per_sequence: float = 0.0
 
@@ -62,7 +63,7 @@ class LanguageModel:
 
     @property
     def computation(self) -> float:
-        """What the models are sorted by."""
+        """The key by which models are sorted."""
         return self.rate_rps * self.scale
 
     def prefill_ms(self, gpus: int, batch: float) -> float:
@@ -85,20 +86,29 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A unit: so many GPUs of a node, and the models on them, each with the share of its decoding steps."""
+    """A unit: so many GPUs of a node, of so much memory each, and the models on them, each with the share of its
+    decoding steps."""
 
     gpus: int
     models: tuple[tuple[LanguageModel, float], ...] = ()
+    gpu_mib: float = GPU_MIB
 
     @property
     def kv_mib(self) -> float:
         """The memory that the weights and the processes leave, of all GPUs together."""
         taken = sum(model.weights_mib + RUNTIME_MIB * self.gpus for model, _ in self.models)
-        return GPU_MIB * self.gpus - taken
+        return self.gpu_mib * self.gpus - taken
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """By model the requests of mean length that its part of the memory holds: it is split by rate and size of keys
+        and values."""
+        needs = sum(model.kv_mib * model.rate_rps for model, _ in self.models)
+        return tuple(max(1, int(model.rate_rps * self.kv_mib / needs)) for model, _ in self.models)
 
     def with_model(self, model: LanguageModel, share: float) -> Mesh:
         """Return the mesh with one more model."""
-        return Mesh(self.gpus, (*self.models, (model, share)))
+        return replace(self, models=(*self.models, (model, share)))
 
     def is_possible(self) -> bool:
         """Return whether its shares and one request of each model fit."""
@@ -107,10 +117,10 @@ class Mesh:
 
 
 @cache
-def candidate(model: LanguageModel, gpus: int) -> Candidate | None:
+def candidate(model: LanguageModel, gpus: int, gpu_mib: float = GPU_MIB) -> Candidate | None:
     """Return the smallest share, and with it the smallest batch, that serve the model's rate alone on so many GPUs; if
     none does, those that serve most. None: the model has no step times there, or no memory."""
-    room = Mesh(gpus, ((model, 0.0),)).kv_mib
+    room = Mesh(gpus, ((model, 0.0),), gpu_mib).kv_mib
     if gpus not in model.times or room < 2 * model.kv_mib:
         return None
     most, best = 0.0, None
@@ -129,22 +139,27 @@ def candidate(model: LanguageModel, gpus: int) -> Candidate | None:
     return best
 
 
-@cache
 def throughput_rps(mesh: Mesh) -> float:
-    """Return equation 3 for a unit, in requests/s: batches grow until each model serves its rate or its memory ends."""
+    """Return equation 3 for a unit, in requests/s."""
+    return sum(served_rps(mesh))
+
+
+@cache
+def served_rps(mesh: Mesh) -> tuple[float, ...]:
+    """Return by model the requests/s of equation 3: batches grow until each model serves its rate or its memory
+    ends."""
     if not mesh.models:
-        return 0.0
-    needs = sum(model.kv_mib * model.rate_rps for model, _ in mesh.models)
-    limits = [max(1, int(model.rate_rps * mesh.kv_mib / needs)) for model, _ in mesh.models]
-    batches = [1.0 for _ in mesh.models]
-    best = 0.0
+        return ()
+    limits, batches = mesh.requests, [1.0 for _ in mesh.models]
+    best = tuple(0.0 for _ in mesh.models)
     while True:
         prefills = sum(m.prefill_ms(mesh.gpus, b) for (m, _), b in zip(mesh.models, batches, strict=True))
         rates = [
             1000.0 * b / (prefills + m.output_tokens * m.decode_ms(mesh.gpus, share, b))
             for (m, share), b in zip(mesh.models, batches, strict=True)
         ]
-        best = max(best, sum(min(r, m.rate_rps) for r, (m, _) in zip(rates, mesh.models, strict=True)))
+        served = tuple(min(r, m.rate_rps) for r, (m, _) in zip(rates, mesh.models, strict=True))
+        best = max(best, served, key=sum)
         short = [
             (rate / model.rate_rps, i)
             for i, (rate, (model, _)) in enumerate(zip(rates, mesh.models, strict=True))
@@ -156,8 +171,10 @@ def throughput_rps(mesh: Mesh) -> float:
         batches[worst] = min(limits[worst], batches[worst] + max(1.0, batches[worst] // 8))
 
 
-def place(models: Sequence[LanguageModel], nodes: int, gpus_per_node: int) -> tuple[Mesh, ...]:
-    """Return the units that algorithm 1 finds; empty where the models do not fit.
+def place(
+    models: Sequence[LanguageModel], nodes: int, gpus_per_node: int, gpu_mib: float = GPU_MIB
+) -> tuple[Mesh, ...]:
+    """Return the units that algorithm 1 finds on nodes of equal GPUs; empty where the models do not fit.
 
     Raises:
         ValueError: nodes of another size than 1, 2, 4 or 8 GPUs.
@@ -170,7 +187,7 @@ def place(models: Sequence[LanguageModel], nodes: int, gpus_per_node: int) -> tu
     best = 0.0
     found: tuple[Mesh, ...] = ()
     for group in _groups(nodes, gpus_per_node, len(models)):
-        placed = _placed(in_order, group)
+        placed = _placed(in_order, group, gpu_mib)
         if placed is not None and (total := sum(throughput_rps(mesh) for mesh in placed)) > best + 1e-9:
             best, found = total, placed
     return found
@@ -185,12 +202,12 @@ def _groups(nodes: int, gpus_per_node: int, most: int) -> Iterator[tuple[int, ..
             yield group
 
 
-def _placed(in_order: Sequence[LanguageModel], group: Sequence[int]) -> tuple[Mesh, ...] | None:
-    meshes = [Mesh(gpus) for gpus in group]
+def _placed(in_order: Sequence[LanguageModel], group: Sequence[int], gpu_mib: float) -> tuple[Mesh, ...] | None:
+    meshes = [Mesh(gpus, (), gpu_mib) for gpus in group]
     for model in in_order:
         gains = []
         for i, mesh in enumerate(meshes):
-            needs = candidate(model, mesh.gpus)
+            needs = candidate(model, mesh.gpus, gpu_mib)
             if needs is None:
                 continue
             grown = mesh.with_model(model, needs.share)

@@ -1,10 +1,11 @@
 """MuxServe's experiment in virtual time: 16 LLaMAs on four nodes of 8 A100s, at five peaks.
 
-Placed by MuxServe, by its spatial baseline (each model on GPUs of its own), and on gpu-lets with shares of their own.
-The step times are the fitted ones, so that all three run on the same model of the GPU, with the same host times.
+The models are placed in three ways: by MuxServe, by its spatial baseline (each model on GPUs of its own), and on
+gpu-lets with shares of their own. All three run with the fitted step times, so on the same model of the GPU, and with
+the same host times.
 
-What the published runs tell and the paper does not is taken from the logs of its artefact, as numbers: the mean lengths
-of each model's requests, the longest output, the GPUs of the baseline, the scheduler's time for each sequence.
+Some facts are not in the paper, and are taken as numbers from the logs of its artefact: the mean lengths of each
+model's requests, the longest output, the GPUs of the baseline, the scheduler's time for each sequence.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tenuto_lab.generation import gpulets, muxserve
+from tenuto.batching.planning.tenuto_policy import TenutoPolicy
+from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement.components import connected_components
+from tenuto.placement.solve import solve
+from tenuto.placement.workload import ModelSpec
+from tenuto.profiles import Generation, ModelProfile, Profile, Profiles, StepsAt
+from tenuto_lab.generation import muxserve
 from tenuto_lab.generation.multiplexed import Model, Request, Unit, run
 from tenuto_lab.generation.muxserve import LanguageModel, Mesh
 from tenuto_lab.generation.step_times import Cell, StepTimes, by_model, fit
@@ -35,8 +42,8 @@ PLANNED_LENGTHS = (161.0, 337.0)
 MOST_SEQUENCES = 256
 """paper (its artefact): sequences of a model, unless its planned batch is larger."""
 HOST_MS_PER_LAYER = {1: 0.125, 2: 0.2, 4: 0.2, 8: 0.2}
-"""fitted on the published spatial run at peak 8: what a step takes beside the fitted time, by GPUs. Nothing of another
-peak or policy went into it; without it the TPOT of lightly loaded models comes out a quarter to a third too low."""
+"""fitted on the published spatial run at peak 8: the time of a step beside the fitted one, by GPUs. No other peak and
+no other policy went into it. Without it the TPOT of lightly loaded models comes out a quarter to a third too low."""
 MEAN_TOKENS = (
     *((69, 315), (135, 110), (103, 106), (108, 321), (127, 113), (93, 157), (102, 200), (137, 131)),
     *((63, 190), (42, 287), (85, 358), (129, 179), (145, 136), (116, 243), (125, 163), (81, 240)),
@@ -81,14 +88,22 @@ _HOST_MS_PER_SEQUENCE = {"llama-7b": 0.1, "llama-13b": 0.08, "llama-30b": 0.07, 
 
 @dataclass(frozen=True)
 class Score:
-    """What a run reached: the mean of the models' throughputs in requests/s, weighted by their requests, as published;
-    requests in time per second of arrivals, and as a part of all; mean TTFT and TPOT in s."""
+    """The figures of a run: the mean of the models' throughputs in requests/s, weighted by their requests, as in the
+    paper; requests in time per second of arrivals, and as a part of all; mean TTFT and TPOT in s."""
 
     throughput_rps: float
     in_time_rps: float
     attainment: float
     ttft_s: float
     tpot_s: float
+
+
+PLANNED_PART = 5 / 8
+"""fitted on seed 1 of MuxServe's experiment: the part of an SLO that decoding may take in plans; the rest is for the
+first token."""
+_SHARES = (100.0, 30.0)
+"""derived: step times are linear in 1/share, so that the smallest measured share and the whole GPU fix them."""
+_KIND = "a100-80gb"
 
 
 class Experiment:
@@ -156,13 +171,59 @@ class Experiment:
         models = self.models(peak, PLANNED_LENGTHS)
         return tuple(Mesh(SPATIAL_GPUS[_number(model.name)], ((model, 90.0),)) for model in models)
 
-    def gpulet_units(self, peak: int) -> tuple[list[gpulets.Unit], float]:
-        """Return units of gpu-lets with shares of their own, and the multiple of the load that they carry."""
+    def gpulet_plan(self, peak: int) -> Plan:
+        """Return the plan of policy `tenuto`: models with the mean lengths of the whole workload, and an SLO of two
+        bounds that together are the experiment's for a request of mean lengths."""
+        workload = self.workloads[peak]
+        prompt, output = (workload[key] for key in ("avg_prompt_tokens", "avg_output_tokens"))
+        models = []
+        for name, rate in workload["rates_rps"].items():
+            size = self.size_of[name]
+            times = self.times[size][SIZES[size].gpus_alone]
+            decoding_ms = times.decode_ms(1, prompt, 100)
+            reserve_ms = (1.0 - PLANNED_PART) * output * decoding_ms
+            models.append(
+                ModelSpec.model_validate(
+                    {
+                        "name": name,
+                        "profile": size,
+                        "rate_rps": rate,
+                        "slo": {
+                            "ttft_ms": SLO_TIMES_ALONE * (times.prefill_ms(prompt, 100) + reserve_ms),
+                            "tpot_ms": SLO_TIMES_ALONE * PLANNED_PART * decoding_ms,
+                        },
+                        "generates": {
+                            "prompt_tokens": _quantiles(prompt),
+                            "output_tokens": _quantiles(output),
+                            "max_sequences": MOST_SEQUENCES,
+                        },
+                    }
+                )
+            )
+        node = [{"type": _KIND, "count": GPUS_PER_NODE}]
+        cluster = Cluster.model_validate({"nodes": [{"name": f"n{i}", "gpus": node} for i in range(NODES)]})
+        return solve(TenutoPolicy(), Workload(models=tuple(models)), cluster, Profiles([self._profile()]))
 
-        def bound_ms(model: LanguageModel) -> float:
-            return SLO_TIMES_ALONE * self.alone_ms(model.name, model.prompt_tokens, model.output_tokens)
-
-        return gpulets.place(self.models(peak), NODES * GPUS_PER_NODE, bound_ms, self.host_ms)
+    def _profile(self) -> Profile:
+        """Return the fitted step times with the host's."""
+        rows = {}
+        for size, by_gpus in self.times.items():
+            facts, each_ms = SIZES[size], _HOST_MS_PER_SEQUENCE[size]
+            steps = []
+            for gpus, times in by_gpus.items():
+                host_ms = HOST_MS_PER_LAYER[gpus] * facts.layers
+                for share in _SHARES:
+                    prefill = tuple((n, times.prefill_ms(n, share) + host_ms) for n, _, _ in times.prefill.knots)
+                    decode = tuple(
+                        (n, times.decode_ms(n, 0, share) + host_ms + each_ms * n) for n, _, _ in times.decode.knots
+                    )
+                    token_ms = times.decode_ms(1, 1, share) - times.decode_ms(1, 0, share)
+                    at = {"prefill_ms": prefill, "decode_ms": decode, "context_token_ms": max(0.0, token_ms)}
+                    steps.append(StepsAt.model_validate({**at, "share_pct": share, "tensor_parallel": gpus}))
+            generation = Generation(kv_bytes_per_token=facts.kv_mib_per_token * 2**20, steps=tuple(steps))
+            rows[size] = ModelProfile(weights_mib=facts.weights_mib, generation=generation)
+        context = {"context_mib": muxserve.RUNTIME_MIB}
+        return Profile(name="muxserve", gpu_type=_KIND, source="fitted here", models=rows, coefficients=context)
 
     def served_by_meshes(self, meshes: Sequence[Mesh], requests: Sequence[Request]) -> None:
         """Run the requests on MuxServe's units or the baseline's."""
@@ -175,27 +236,33 @@ class Experiment:
             names = {model.name for model in models}
             run(Unit(tuple(models), mesh.kv_mib), [request for request in requests if request.model in names])
 
-    def served_by_gpulets(self, units: Sequence[gpulets.Unit], requests: Sequence[Request]) -> None:
-        """Run the requests on gpu-lets: each goes to the replica that has had the fewest for what it carries."""
-        given: dict[tuple[str, int], int] = defaultdict(int)
-        dealt: dict[int, list[Request]] = defaultdict(list)
-        of_model = defaultdict(list)
-        for i, unit in enumerate(units):
-            for gpulet in unit.gpulets:
-                of_model[gpulet.model.name].append((i, gpulet.rate_rps))
+    def served_by_gpulets(self, plan: Plan, requests: Sequence[Request]) -> None:
+        """Run the requests on the gpu-lets of a plan: each goes to the replica of its model that has had the fewest.
+        Gpu-lets that share GPUs, directly or through others, disturb each other."""
+        given: dict[str, int] = defaultdict(int)
+        dealt: dict[str, list[Request]] = defaultdict(list)
         for request in sorted(requests, key=lambda request: request.arrival_ms):
-            i, _ = min(of_model[request.model], key=lambda at: ((given[request.model, at[0]] + 1) / at[1], at[0]))
-            given[request.model, i] += 1
-            dealt[i].append(request)
-        for i, unit in enumerate(units):
-            alone = len(unit.gpulets) == 1
-            models = [
-                self._model(
-                    g.model, g.gpus, 100.0 if alone else g.model.prefill_share, 100.0 if alone else g.share, 512
-                )
-                for g in unit.gpulets
-            ]
-            run(Unit(tuple(models), unit.kv_mib), dealt[i])
+            hosts = plan.hosts_of(request.model)
+            if not hosts:
+                continue
+            request.at = min((gpulet.id for gpulet in hosts), key=lambda name: (given[name], name))
+            given[request.at] += 1
+            dealt[request.at].append(request)
+        specs = {model.name: model for model in self.models(min(self.workloads))}
+        for together in connected_components(gpulet.gpus for gpulet in plan.gpulets):
+            number = {gpu: place for place, gpu in enumerate(sorted(together))}
+            models, mine = [], list[Request]()
+            for gpulet in plan.gpulets:
+                if not together.issuperset(gpulet.gpus):
+                    continue
+                (replica,) = gpulet.models
+                spec, share = specs[replica.name], gpulet.effective_share_pct
+                kv_mib = (replica.kv_tokens or 0) * spec.kv_mib_per_token
+                base = self._model(spec, len(gpulet.gpus), share, share, MOST_SEQUENCES)
+                on = frozenset(number[gpu] for gpu in gpulet.gpus)
+                models.append(replace(base, name=gpulet.id, on=on, kv_mib=kv_mib))
+                mine += dealt[gpulet.id]
+            run(Unit(tuple(models), 0.0), mine)
 
     def score(self, peak: int, requests: Sequence[Request]) -> Score:
         """Judge requests that were served."""
@@ -219,6 +286,13 @@ class Experiment:
     def _model(self, model: LanguageModel, gpus: int, prefill: float, decode: float, most: int) -> Model:
         host = (self.host_ms(model, gpus), model.host_ms_per_sequence)
         return Model(model.name, model.times[gpus], model.kv_mib_per_token, prefill, decode, most, *host)
+
+
+def _quantiles(mean: float) -> dict[str, dict[int, float]]:
+    """Return lengths that are exponential, cut at `LONGEST`, with a mean."""
+    scale = _scale_of(mean)
+    lengths = {percent: -scale * math.log(1.0 - percent / 100.0) for percent in range(0, 100, 2)}
+    return {"quantiles": {p: max(1.0, min(LONGEST, n)) for p, n in lengths.items()} | {100: float(LONGEST)}}
 
 
 def mean_of(scores: Sequence[Score]) -> Score:

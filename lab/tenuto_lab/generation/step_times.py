@@ -1,10 +1,11 @@
 """Step times of language models, fitted to measured cells: a prefill by its tokens, a decoding step by its batch and
 the tokens of its contexts, both on a share of the GPU.
 
-A prefill is bounded below by reading the weights, climbs a staircase while its tokens do not fill the tiles of the GPU,
-and then follows a line; beyond some 16,000 tokens, tensor parallelism makes the line steeper. A decoding step reads the
-weights, gains work with the batch in the same way, and reads the keys and values of its contexts. Both are therefore
-lines between knots, and each knot is A + B * (100 / share - 1): B is the part that computes, A the part that does not.
+A prefill takes at least the time of reading the weights. With more tokens its time climbs a staircase while they do not
+fill the tiles of the GPU, and then follows a line; beyond some 16,000 tokens, tensor parallelism makes the line
+steeper. A decoding step reads the weights, takes longer with the batch in the same way, and reads the keys and values
+of its contexts. So both times are lines between knots. Each knot is A + B * (100 / share - 1): B is the part that
+computes, A the part that does not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +65,16 @@ class Curve:
         weight = max(0.0, (amount - x0) / (x1 - x0))
         line = (1.0 - weight) * (a0 + b0 * less) + weight * (a1 + b1 * less)
         return line + units * (self.per_unit_ms[0] + self.per_unit_ms[1] * less)
+
+
+class Times(Protocol):
+    """How long steps of a model take on so many GPUs, in ms."""
+
+    def prefill_ms(self, tokens: float, share_pct: float) -> float:
+        """Return the time of a prefill of prompts with so many tokens together."""
+
+    def decode_ms(self, batch: float, context_tokens: float, share_pct: float) -> float:
+        """Return the time of a step of so many sequences with so many tokens of context together."""
 
 
 @dataclass(frozen=True, slots=True)

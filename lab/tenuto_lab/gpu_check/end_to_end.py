@@ -1,7 +1,7 @@
 """A model served end to end without Ray: a gpu-let in its own process, a dispatcher in this one, requests kept waiting.
 
-The measured throughput is compared with what the gpu-let's batches alone would allow. The difference is the way there
-and back, and the pauses between batches. A step of `scripts/gpu_check`; it works on a CPU too.
+The measured throughput is compared with the throughput of the gpu-let's batches alone. The difference is the way to the
+gpu-let and back, and the pauses between batches. A step of `scripts/gpu_check`; it works on a CPU, too.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _READY_S = 120.0
 
 
 async def serve_closed_loop(plan: Plan, seconds: float) -> dict[str, Any]:
-    """Serve a plan's only model and return what came through; all times in ms.
+    """Serve a plan's only model and return throughput and times, in ms.
 
     Args:
         plan: one gpu-let with one model.
-        seconds: of sending.
+        seconds: for how long requests are sent.
 
     Raises:
         EnvironmentFaultError: the gpu-let does not start, or answers nothing.
@@ -78,7 +78,7 @@ async def serve_closed_loop(plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def figures_of(found: Sequence[tuple[float, float, Answer]], since_s: float, until_s: float) -> dict[str, Any]:
-    """Return what came through of (begun, ended, answer) between two times, held against the batches alone."""
+    """Return throughput and times of the answers (begun, ended, answer) between two times, beside the batches alone."""
     counted = [(began, ended, a) for began, ended, a in found if since_s <= ended <= until_s]
     ok = [(ended - began, a) for began, ended, a in counted if a.outcome is Outcome.OK]
     if not ok:
@@ -104,7 +104,7 @@ def plan_of_one(
 ) -> Plan:
     """Return a plan of one gpu-let with one model."""
     cuda = {"type": gpu.get("type", "gpu"), "uuid": gpu.get("uuid")}
-    guess = {"alpha_ms": 0.1, "beta_ms": 1.0}  # nothing is decided by it: what waits runs at once
+    guess = {"alpha_ms": 0.1, "beta_ms": 1.0}  # it decides nothing: waiting requests run at once
     return Plan.from_data(
         {
             "policy": {"name": "gpu-check"},
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             written[way] = asyncio.run(serve_closed_loop(plan, given.seconds))
         except TimeoutError:
             written[way] = {"failed": f"the gpu-let was not ready within {_READY_S:g} s"}
-        except Exception as error:  # a gpu-let that ends, a socket that cannot be had: that is what was found
+        except Exception as error:  # a gpu-let that ends, a socket that cannot be opened: such an error is the result
             written[way] = {"failed": in_words(error)}
         results.write("served.json", written)
         print(f"{given.model} {way}: {written[way]}", file=sys.stderr, flush=True)

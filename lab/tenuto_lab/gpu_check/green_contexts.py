@@ -1,5 +1,6 @@
-"""Latency of a model against the number of SMs it may use, through CUDA's green contexts: what shares would cost, on a
-machine where CUDA MPS cannot be had. One process, one model; nothing runs beside it. A step of `scripts/gpu_check`.
+"""Latency of a model against the number of SMs that it may use, by CUDA's green contexts. On a machine without CUDA MPS
+this shows what shares would cost. One process runs one model, and nothing runs beside it. A step of
+`scripts/gpu_check`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _RUNS = 30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write `green-contexts.json`; returns 1 where this torch or driver has no green contexts."""
+    """Write `green-contexts.json`; return 1 if this torch or driver has no green contexts."""
     given = step_parser("green_contexts", __doc__).parse_args(arguments)
     results = Results(given.output)
     options = parse_pairs(given.option) | {"cuda_graphs": False}
     try:
         found = _measure(given.model, given.batch_size, options)
-    except Exception as error:  # a beta interface: whatever it refuses is the result
+    except Exception as error:  # a beta interface: any refusal is the result
         found = {"failed": in_words(error)}
     results.write("green-contexts.json", {"model": given.model, "batch_size": given.batch_size, **found})
     return 1 if "failed" in found else 0
@@ -68,8 +69,8 @@ def _measure(source: str, rows: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stream_of(context: Any) -> Any:
-    """Return a CUDA stream of a green context, or of none; events take no stream of the general kind, which newer
-    versions of torch give."""
+    """Return a CUDA stream of a green context, or of none. Newer versions of torch give a stream of the general kind,
+    which events do not take."""
     import torch
 
     made: Any = context.Stream() if hasattr(context, "Stream") else None

@@ -1,6 +1,6 @@
-"""What a machine has: GPUs, driver, Python and its packages, NVIDIA's programs. A step of `scripts/gpu_check`.
+"""Lists what a machine has: GPUs, driver, Python and its packages, NVIDIA's programs. A step of `scripts/gpu_check`.
 
-NVML tells most; where it does not answer, as in some containers, PyTorch tells what it sees.
+NVML tells most. When it does not answer, as in some containers, PyTorch tells what it sees.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PROGRAMS = ("nvidia-smi", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server", 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write `inventory.json` and `cluster.yaml`; returns 3 where there is no usable GPU."""
+    """Write `inventory.json` and `cluster.yaml`; return 3 if there is no usable GPU."""
     parser = argparse.ArgumentParser(prog="python -m tenuto_lab.gpu_check.inventory", description=__doc__)
     parser.add_argument("-o", "--output", required=True)
     parser.add_argument("--gpu", help="UUID of the GPU; default the first")
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         devices, doubts = _devices()
         device = _chosen(devices, given.gpu)
-    except Exception as error:  # whatever a machine without a usable GPU raises
+    except Exception as error:  # machines without a usable GPU raise many kinds
         print(f"no GPU to check: {in_words(error)}", file=sys.stderr)
         return 3
     results = Results(given.output)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _devices() -> tuple[tuple[GpuDevice, ...], list[str]]:
-    """Return the GPUs, and what is not known of them for which reason."""
+    """Return the GPUs, and a line for each thing that is not known, with the reason."""
     try:
         return read_inventory(), []
     except EnvironmentFaultError as error:
@@ -133,7 +133,7 @@ def _torch() -> dict[str, Any]:
         cudnn: Any = torch.backends.cudnn
         version = cudnn.version() if cudnn.is_available() else None
         return {"cuda": torch.version.cuda, "cudnn": version, "finds_a_gpu": torch.cuda.is_available()}
-    except Exception as error:  # a broken or missing build is what was found
+    except Exception as error:  # a broken or missing build is the result
         return {"finds_a_gpu": False, "failed": in_words(error)}
 
 

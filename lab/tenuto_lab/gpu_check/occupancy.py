@@ -1,7 +1,7 @@
-"""Achieved occupancy by the hardware's counters beside our estimate from launch configurations, kernel by kernel.
+"""Compares achieved occupancy by the hardware's counters with our estimate from launch configurations, by kernel.
 
-One batch under Nsight Compute, read by the same importer that profiles use. A step of `scripts/gpu_check`; it needs
-`ncu` and permission to read the counters.
+One batch runs under Nsight Compute, and the importer of profiles reads the result. A step of `scripts/gpu_check`; it
+needs `ncu` and permission to read the counters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tenuto_lab.kernels.nsight_compute import METRICS, load_ncu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write `ncu.csv` and `occupancy.json`; returns 1 where the counters cannot be read."""
+    """Write `ncu.csv` and `occupancy.json`; return 1 if the counters cannot be read."""
     parser = step_parser("occupancy", __doc__)
     parser.add_argument("--limit-s", type=float, default=150.0, help="for ncu")
     given = parser.parse_args(arguments)
@@ -80,7 +80,7 @@ def _record(results: Results, model: str, rows: int, options: Sequence[str], lim
 
 
 def compare(kernels: Sequence[Kernel], device: Device) -> dict[str, Any]:
-    """Return both occupancies of a batch, weighted by time and at most, and how far single kernels are apart."""
+    """Return both occupancies of a batch, the mean by time and the largest, and how far single kernels are apart."""
     rows = [
         (k, k.achieved_occupancy_pct, estimated_occupancy_pct(k, device.limits, device.sm_count))
         for k in kernels

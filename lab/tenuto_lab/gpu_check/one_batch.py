@@ -1,4 +1,4 @@
-"""One batch of a model between the start and the stop of a profiler: what `ncu --profile-from-start off` records."""
+"""Runs one batch of a model between the start and the stop of a profiler, for `ncu --profile-from-start off`."""
 
 from __future__ import annotations
 

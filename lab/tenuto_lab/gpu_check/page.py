@@ -1,4 +1,4 @@
-"""The page of a check: what was possible on this machine, and every figure with where it comes from."""
+"""The page of a check: what was possible on this machine, and every figure with its source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPEEDS = {
 
 
 def report_page(results: Results) -> str:
-    """Return the page in Markdown, from the files that are there; nothing in it is judged but by what they say."""
+    """Return the page in Markdown, from the files that are there."""
     return "\n".join(line for part in _PARTS for line in part(results)).rstrip() + "\n"
 
 

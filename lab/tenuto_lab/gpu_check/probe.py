@@ -1,4 +1,4 @@
-"""A small CUDA process for `scripts/gpu_check`: says what it sees, then does one thing. One JSON object a line.
+"""A small CUDA process for `scripts/gpu_check`: says what it sees, then does one thing. It writes a JSON object a line.
 
 Started as `python -m tenuto_lab.gpu_check.probe MODE [MIB]`. Modes: `look` (say and leave), `idle` (hold a context),
 `busy` (compute until told to stop), `allocate` (take MIB of memory), `libraries` (load cuBLAS and cuDNN, then say
@@ -21,7 +21,7 @@ _LINGER_S = 60.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one mode; returns the exit code: 0, or 1 where the device refused."""
+    """Run one mode; return the exit code: 0, or 1 if the device refused."""
     mode, *rest = sys.argv[1:] if arguments is None else arguments
     import torch
 

@@ -1,4 +1,4 @@
-"""The folder of a check: every file is written whole, as soon as there is something to say."""
+"""The folder of a check: every file is written whole, as soon as there is a result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Results:
     """Files of one check by name. Invariant: a file that is there is complete."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Make the folder where it is not there."""
+        """Make the folder if it is not there."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -49,7 +49,7 @@ class Results:
         return cls(folder).read(name) if folder.is_dir() else {}
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return a JSON file's mapping; empty where there is none, or nothing readable."""
+        """Return a JSON file's mapping; empty if there is no file, or none that can be read."""
         try:
             found = json.loads(self.path(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):

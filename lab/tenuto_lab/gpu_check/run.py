@@ -1,8 +1,8 @@
-"""Measure what Tenuto wants to know of a GPU: what runs and how fast, what CUDA MPS really does, a profile, occupancy.
+"""Measures a GPU for Tenuto: what runs and how fast, what CUDA MPS really does, a profile, occupancy.
 
-Each step is one command with a limit of its own; its results are on disk when it ends, and a page says after each
-what is known by then. A second run on the same folder repeats only what did not come to an end. Exit code 1 where a
-step failed, 3 where there is no usable GPU.
+Each step is one command with a time limit of its own. Its results are on disk when it ends, and a page with all results
+so far is written after each step. A second run on the same folder runs only the steps that did not end. Exit code 1: a
+step failed; 3: there is no usable GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tenuto_lab.gpu_check.results import Results
 from tenuto_lab.gpu_check.steps import CALLS, Sizes, Step, steps
 
 Run = Callable[[Step, Mapping[str, str], float], int]
-"""Runs a step in an environment within a limit in s; returns its exit code, 124 where it was stopped."""
+"""Runs a step in an environment within a limit in s; returns its exit code, 124 if it was stopped."""
 
 STOPPED = 124
 _GRACE_S = 25.0
@@ -47,7 +47,7 @@ def main(
     Args:
         arguments: of the command line.
         run: runs a step, also in a dry run; default a process of this Python, and none in a dry run.
-        sizes: how much is measured; default what the arguments say.
+        sizes: how much is measured; default: as in the arguments.
         clock_s: monotonic clock.
     """
     given = _parser().parse_args(arguments)
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _steps(folder: Path, sizes: Sizes, gpu: str | None) -> tuple[Step, ...]:
-    """Return the steps for what is known of the GPU by now."""
+    """Return the steps for the GPU, as far as it is known by now."""
     found = Results.look(folder, "inventory.json")
     return steps(folder, str(found.get("type", "gpu")), sizes, gpu)
 
@@ -144,7 +144,7 @@ class _Steps:
         """
         first = ["inventory"]
         if any(step.needs != "nothing" for step in known() if step.name in names):
-            first.append("first-client")  # decides over the others
+            first.append("first-client")  # it decides whether the others run
         for name in (*first, *(name for name in names if name not in first)):
             step = next(step for step in known() if step.name == name)
             code = self._one(step)
@@ -226,8 +226,8 @@ def _rooms(folder: Path) -> dict[str, str]:
 
 
 def run_step(step: Step, environment: Mapping[str, str], limit_s: float, grace_s: float = _GRACE_S) -> int:
-    """Run one step; `grace_s` before its limit it is asked to stop, as a client killed at work may take the CUDA MPS
-    server with it, and only then killed with everything it started."""
+    """Run one step. `grace_s` before its limit the step is asked to stop, because a client that is killed at work may
+    take the CUDA MPS server with it. At the limit it is killed with everything that it started."""
     command = [sys.executable, *step.arguments]
     with subprocess.Popen(command, env=dict(environment), start_new_session=True) as process:
         try:

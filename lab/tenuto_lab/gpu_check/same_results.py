@@ -1,6 +1,6 @@
-"""Whether a device answers what a plain forward pass on the processor answers: batches streamed two deep, run
-eagerly, as CUDA graphs, with channels last, and from pixels. A step of `scripts/gpu_check`, on a small
-network with random weights.
+"""Compares answers of a device with those of a plain forward pass on the processor: for batches streamed two deep, run
+eagerly, as CUDA graphs, with channels last, and from pixels. A step of `scripts/gpu_check`, on a small network with
+random weights.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _streamed(given: Sequence[Arrays], options: RunOptions, device: str) -> list
 
 
 def main(arguments: Sequence[str] | None = None, *, measure: Callable[[str, str], float] = difference) -> int:
-    """Write `same-results.json`; returns 1 where a way failed or its results differ."""
+    """Write `same-results.json`; return 1 if a way failed or its results differ."""
     parser = argparse.ArgumentParser(prog="python -m tenuto_lab.gpu_check.same_results", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder of the results")
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None, *, measure: Callable[[str, str]
             found[way] = {"difference": measure(way, given.device)}
             if not found[way]["difference"] <= LARGEST_DIFFERENCE:  # not a number is a difference too
                 found[way]["failed"] = f"results differ by {found[way]['difference']:.3g} of the largest"
-        except Exception as error:  # whatever this device refuses is the result
+        except Exception as error:  # any refusal of this device is the result
             found[way] = {"failed": in_words(error)}
     Results(given.output).write("same-results.json", found)
     return 1 if any("failed" in result for result in found.values()) else 0

@@ -1,8 +1,9 @@
-"""What CUDA MPS really does on a GPU: attachment, share against SM count, memory cap, killed clients, fault, recovery.
+"""Finds out what CUDA MPS really does on a GPU: attachment, share against SM count, memory cap, killed clients, fault,
+recovery.
 
-The experiments run probe processes on a private daemon. Each result is handed over as soon as it is there. Experiments
-that may destroy something are a part of their own. Results are what the processes and the daemon report. Steps of
-`scripts/gpu_check`: `--part first` finds out whether a server takes a client at all, `shares` and `faults` do the rest.
+The experiments run probe processes on a private daemon. Results are what the processes and the daemon report, each as
+soon as it is there. Experiments that may break something are a part of their own. Steps of `scripts/gpu_check`: `--part
+first` finds out whether a server takes a client at all; `shares` and `faults` run the other experiments.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ Environment = Callable[[float | None, str | None], Mapping[str, str]]
 
 
 class Daemon(Protocol):
-    """What is asked of the CUDA MPS daemon of one GPU."""
+    """The questions and orders to the CUDA MPS daemon of one GPU."""
 
     def status(self) -> str | None:
-        """Return the server's status, None while there is no server."""
+        """Return the server's status; None while there is no server."""
 
     def clients(self) -> tuple[int, ...]:
         """Return the clients' pids."""
 
     def look(self) -> tuple[str | None, tuple[int, ...]]:
-        """Return both, if it can from one run of the control program."""
+        """Return both, from one run of the control program if possible."""
 
     def terminate(self, client: int) -> None:
         """End a client's work on the GPU."""
 
     @property
     def takes_two_commands(self) -> bool | None:
-        """Whether the control program was seen to take two commands in one run; None: not tried."""
+        """Whether the control program took two commands in one run; None: not tried."""
 
 
 class Probe(Protocol):
@@ -67,10 +68,10 @@ class Probe(Protocol):
         """Its process id."""
 
     def next_event(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return what it says next; None when it has ended or said nothing in time."""
+        """Return its next event; None if it has ended, or has said nothing in time."""
 
     def tell(self) -> None:
-        """Let an idle one check the device, and a busy one stop."""
+        """Let an idle probe check the device, and a busy probe stop."""
 
     def kill(self) -> None:
         """Kill it, as the kernel does when memory runs out."""
@@ -83,15 +84,15 @@ StartProbe = Callable[[str, Mapping[str, str]], Probe]
 
 
 class ProbeProcess(LineProcess):
-    """A real one."""
+    """A real probe process."""
 
     def __init__(self, mode: str, environment: Mapping[str, str], module: str = "tenuto_lab.gpu_check.probe") -> None:
-        """Start it; `mode` may carry an argument after a space. `module` is the program."""
+        """Start it; `mode` may have an argument after a space. `module` is the program."""
         given = {**os.environ, **environment}
         super().__init__(["-m", module, *mode.split()], given, "probe", subprocess.DEVNULL)
 
     def next_event(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return what it says next; None when it has ended or said nothing in time."""
+        """Return its next event; None if it has ended, or has said nothing in time."""
         until = time.monotonic() + timeout_s
         while True:
             try:
@@ -124,7 +125,7 @@ class ProbeProcess(LineProcess):
 def first_client(daemon: Daemon, environment: Environment, start: StartProbe) -> str | None:
     """Let one process connect, and return why CUDA MPS cannot be used here; None if it can.
 
-    A daemon that answers is not enough: its server may fail to start, or CUDA may run without it, silently.
+    A daemon that answers is not enough: its server may fail to start, or CUDA may run without it and say nothing.
     """
     run = _Experiments(daemon, environment, 0, start, time.monotonic, time.sleep)
     found = run.guarded(run.attached)
@@ -152,13 +153,13 @@ def sharing_experiments(
         environment: of a client by share in percent and memory cap as CUDA reads it; None for either leaves it out.
         sm_count: of the whole GPU.
         report: takes the experiment's name and result as soon as there is one.
-        part: those that harm nobody, or those after which the server may be lost.
+        part: the experiments that harm nobody, or those after which the server may be lost.
         gpu_uuid: of the GPU, for the cap that names it.
         start: starts a probe.
         clock_s: monotonic clock.
         sleep: waits.
-        limit_s: after which no experiment begins.
-        done: names of experiments that need no repetition.
+        limit_s: no experiment begins after this time.
+        done: names of experiments that are not repeated.
     """
     run = _Experiments(daemon, environment, sm_count, start or ProbeProcess, clock_s, sleep)
     experiments: dict[str, Callable[[], Result]]
@@ -203,7 +204,7 @@ class _Experiments:
         """Run one experiment and leave no probe behind."""
         try:
             return experiment()
-        except Exception as error:  # whatever it is, the next experiment may still tell something
+        except Exception as error:  # after any error the next experiment may still tell something
             return {"failed": in_words(error)}
         finally:
             for probe in self._running:
@@ -261,7 +262,7 @@ class _Experiments:
         return result | ({"context_mib": CAP_MIB - got} if is_applied else {})
 
     def context(self) -> Result:
-        """See what a process takes of the GPU before its own tensors, and what the libraries add."""
+        """Measure the memory that a process takes before its own tensors, and the memory that libraries add."""
         watcher, before = self._ready("idle")
         probe, _ = self._ready("libraries")
         loaded = probe.next_event(_READY_S)
@@ -345,7 +346,7 @@ class _Experiments:
 
 
 def main(arguments: Sequence[str] | None = None, *, start: StartProbe | None = None) -> int:
-    """Run one part, but for what an earlier run found; returns 1 if an experiment came to no result."""
+    """Run one part without the experiments that have a result; return 1 if an experiment came to no result."""
     parser = argparse.ArgumentParser(prog="python -m tenuto_lab.gpu_check.sharing", description=__doc__)
     parser.add_argument("-o", "--output", required=True)
     parser.add_argument("--part", choices=("first", "shares", "faults"), required=True)
@@ -365,7 +366,7 @@ def main(arguments: Sequence[str] | None = None, *, start: StartProbe | None = N
             raise EnvironmentFaultError("shares need a GPU of compute capability 7.0 or later, not in MIG mode")
         daemon = PrivateDaemon(str(gpu["uuid"]))
         daemon.join()
-    except Exception as error:  # not permitted, not installed, no folder for it: all mean that it is not to be had
+    except Exception as error:  # not permitted, not installed, no folder for it: CUDA MPS cannot be used
         usable(in_words(error))
         return 0 if given.part == "first" else 1
     try:
@@ -420,7 +421,7 @@ def _run_part(
 
 
 def _renew(daemon: PrivateDaemon) -> str | None:
-    """Start the daemon again if killed clients and a fault have left it unable to serve; returns why it cannot be."""
+    """Start the daemon again if killed clients and a fault have left it unable to serve; return why that fails."""
     try:
         if daemon.status() in (None, "ACTIVE"):
             return None

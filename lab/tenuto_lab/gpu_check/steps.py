@@ -1,4 +1,4 @@
-"""The steps of `scripts/gpu_check`: for each one command, its limit, and what has to be there for it."""
+"""The steps of `scripts/gpu_check`: the command of each, its time limit, and what it needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALLS = {
     "F": "CUDA MPS: killed clients and a fault; nothing comes after it",
     "E": "everything of the catalogue: some hours, only where it is asked for",
 }
-"""Groups of steps, each to be run by itself where time comes in pieces; in order."""
+"""Groups of steps, in order. Each can be run by itself when the machine is there for a short time only."""
 
 Need = Literal["nothing", "mps", "no mps"]
 
@@ -34,8 +34,8 @@ _FIT = (*_TENUTO, "interference", "fit")
 class Step:
     """One command of a check.
 
-    `arguments` are Python's; `limit_s` is after how long it is stopped; `packages` are those it imports beyond what a
-    profile needs; `environment` is added to the check's own.
+    `arguments` are Python's; the command is stopped after `limit_s`; `packages` are those that it imports beyond the
+    ones of a profile; `environment` is added to the check's own.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Measure streaming against plain execution of one model, and how near to the possible it comes.
+"""Measures streaming against plain execution of one model, and how near it comes to the best possible.
 
 A step of `scripts/gpu_check`, in a process of its own. Both sides run the code of a gpu-let without its socket: plain
-batches one after the other, streamed ones on its two threads. Works on a CPU too, where only the taking of inputs
+batches one after the other, streamed ones on its two threads. The step works on a CPU, too, where only receiving inputs
 overlaps.
 """
 
@@ -53,7 +53,7 @@ class _Batch:
 def compare(
     source: str, options: Mapping[str, Any], size: int, *, device: str = "cuda", seconds: float = 5.0
 ) -> dict[str, Any]:
-    """Return throughput and times of plain and of streamed batches, and how much their results differ at most.
+    """Return throughput and times of plain and of streamed batches, and the largest difference of their results.
 
     The two take turns, five times each, so that clocks and neighbours are the same for both; figures are medians.
 
@@ -143,7 +143,7 @@ def compare(
 
 
 def reason_of(result: Mapping[str, Any]) -> str:
-    """Return why streaming did not bring what was hoped for, from what was measured; empty where it did."""
+    """Return why streaming gained less than wanted, from the measurements; empty if it gained enough."""
     if result["ratio"] >= WANTED:
         return ""
     slowest = max(("copy_in_ms", "execution_ms", "copy_out_ms"), key=lambda key: float(result[key]))
@@ -208,7 +208,7 @@ def _measure(given: argparse.Namespace, names: Sequence[str]) -> int:
                 given.model, {**options, **VARIANTS[name]}, given.batch_size, device=given.device, seconds=given.seconds
             )
             said = results[name]["reason"] or f"{results[name]['ratio']:.2f} times the plain throughput"
-        except Exception as error:  # a compiler, a driver or a kernel that fails is what was found
+        except Exception as error:  # a compiler, a driver or a kernel that fails is the result
             failed = True
             said = in_words(error)
             results[name] = {"failed": said}

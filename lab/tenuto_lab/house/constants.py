@@ -1,9 +1,9 @@
-"""Numeric constants of modules, and where each says that its value comes from.
+"""Finds numeric constants of modules, and the source of each value.
 
 A number that steers has one of three sources, named in the comment on its line, in the lines above it or in the text
-below it: *derived* (from what), *paper* (which section), *fitted* (on what). A number that steers nothing begins its
-comment with what it is: a `unit`, a `format` (somebody else's: a protocol, a file, a driver) or a `limit` (what is
-refused, given up, or done again beyond it, and would be with any other value of that order).
+below it: *derived* (from what), *paper* (which section), *fitted* (on what). The comment of a number that steers
+nothing begins with its kind: a `unit`, a `format` (of a protocol, a file or a driver) or a `limit` (beyond it something
+is refused, given up or done again, and any other value of that order would do).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How the constants of interference models that are shipped, or derived for experiments, were found."""
+"""Fits of the constants of interference models: of those that are shipped, and of those derived for experiments."""

@@ -1,7 +1,7 @@
-"""Run several models at once on one device, each in a process with its share, and measure each one's latency meanwhile.
+"""Runs several models at once on one device, each in a process with its share, and measures the latency of each.
 
-The processes start one after another (on a GPU under CUDA MPS concurrent starts mis-measure free memory) and begin to
-run together.
+The processes start one after another, because on a GPU under CUDA MPS concurrent starts mis-measure free memory. They
+begin to run together.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class Ran:
-    """Begin and end of every batch of one process of a co-run on the monotonic clock in s, and what was read of them:
-    `splits` has a value in ms for each, `metrics` one for all."""
+    """Begin and end of every batch of one process of a co-run on the monotonic clock in s, and measurements of them:
+    `splits` has a value in ms for each batch, `metrics` one for all."""
 
     began: tuple[float, ...]
     ended: tuple[float, ...]
@@ -128,9 +128,10 @@ def _await(resident: WorkerProcess, kind: type[_Kind], part: CoRunRequest, timeo
 
 
 def _check_share(part: CoRunRequest, ready: Ready, shares: Shares | None, *, alone: bool) -> None:
-    """Refuse a process that takes turns with the others instead of running beside them: it would pass for interference.
+    """Refuse a process that takes turns with the others instead of running beside them, because that would count as
+    interference.
 
-    That is one that sees more SMs than its share, or any on a GPU without CUDA MPS.
+    Such a process sees more SMs than its share. On a GPU without CUDA MPS every process is one.
     """
     if shares is not None:
         check_share(part.share_pct, ready.sm_count, shares)

@@ -1,4 +1,4 @@
-"""Which co-runs the interference models of iGniter and gpulet are fitted on, and measuring those that a file lacks."""
+"""The co-runs on which the interference models of iGniter and gpulet are fitted; measures those that a file lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Key = frozenset[tuple[Hashable, int]]
 
 
 def igniter_co_runs(one: CoRunRequest) -> list[list[CoRunRequest]]:
-    """Return the two of iGniter's eleven configurations that are no points of a grid: alone, and beside a copy.
+    """Return the two of iGniter's eleven configurations that are not on a grid: alone, and beside a copy.
 
     The other nine are the grid of three batch sizes and three shares (iGniter, section 4.1). `one` says the batch size
     and the share, which both copies get: at most half of the device.
@@ -33,9 +33,9 @@ def igniter_co_runs(one: CoRunRequest) -> list[list[CoRunRequest]]:
 def pair_co_runs(
     models: Sequence[CoRunRequest], batch_sizes: Sequence[int], shares: Sequence[float]
 ) -> list[list[CoRunRequest]]:
-    """Return every pair of models at equal batch sizes, on every split of the device that `shares` holds both parts of.
+    """Return every pair of models at equal batch sizes, on every split of the device of which `shares` has both parts.
 
-    Latencies alone have to be measured at the same batch sizes and shares for gpulet's coefficients to be fitted.
+    To fit gpulet's coefficients, latencies of each model alone have to be measured at the same batch sizes and shares.
     """
     splits = sorted({share for share in shares if share < 100 and (100.0 - share) in set(shares)})
     made = []
@@ -57,8 +57,8 @@ def resident_co_runs(one: CoRunRequest) -> list[list[CoRunRequest]]:
 def planned_co_runs(requests: Sequence[MeasureRequest], kinds: Iterable[str]) -> list[list[CoRunRequest]]:
     """Return the co-runs of the kinds asked for.
 
-    iGniter's are at the middle batch size on half of the device; pairs at the smallest and the largest batch size on
-    every split that the shares hold both parts of; residents are copies of the first model on a fifth each.
+    iGniter's are at the middle batch size on half of the device. Pairs are at the smallest and the largest batch size,
+    on every split of which the shares have both parts. Residents are copies of the first model on a fifth each.
     """
     made: list[list[CoRunRequest]] = []
     models = [
@@ -93,17 +93,17 @@ def measure_co_runs(
     telemetry: Telemetry | None,
     say: Callable[[str], None],
 ) -> BaseException | None:
-    """Measure the co-runs that the file does not hold yet, each written at once; return what ended it early, if so.
+    """Measure the co-runs that the file lacks, and write each at once; return what ended this early, if anything did.
 
     Args:
         requests: the models, with the batch sizes and shares of their grid.
         book: the file.
         kinds: of `KINDS`.
         seconds: of each co-run.
-        until: on the monotonic clock, after which none is begun.
+        until: time on the monotonic clock after which none begins.
         shares: see `measure_co_run`.
         telemetry: see `measure_co_run`.
-        say: takes a line for each that is measured.
+        say: takes a line for each co-run.
     """
     have = (
         Counter()

@@ -1,4 +1,4 @@
-"""Fits Tenuto's own interference model to measured pairs: how the constants it ships with were found."""
+"""Fits Tenuto's own interference model to measured pairs; the shipped constants were found in this way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_pairs(path: str | Path, models: Mapping[str, ModelProfile]) -> list[Sam
 
 
 def fit_contention(samples: Sequence[Sample], *, name: str = "fitted", source: str = "measured pairs") -> Constants:
-    """Fit the trend by least squares on all samples, then each pair's correction on what the trend misses of it.
+    """Fit the trend by least squares on all samples, then each pair's correction on the errors of the trend.
 
     Args:
         samples: measured pairs, each with one neighbour and with the names of the two networks in `models`.

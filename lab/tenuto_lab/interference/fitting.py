@@ -1,9 +1,8 @@
 """Least-squares fits of interference models from raw measurements.
 
-iGniter does not print how its hardware coefficients were fitted. The reading here (delays scaled by the frequency,
-power demand
-continued from the measurements below 0.98 of the cap) was found by trying which one gives the published numbers; it is
-consistent with them and no more than that.
+iGniter does not print how its hardware coefficients were fitted. Our reading scales delays by the frequency, and
+continues the power demand from the measurements below 0.98 of the cap. It was found by trying which reading gives the
+published numbers. It agrees with them; that it is the authors' own is not known.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ def scheduling_line(delays_ms: Sequence[float], speeds: Sequence[float]) -> tupl
     """Return iGniter's alpha_sch and beta_sch in ms per kernel (eq. 6).
 
     Args:
-        delays_ms: measured delay per kernel with 1, 2, 3, … residents; the line is through what more than one add.
+        delays_ms: measured delay per kernel with 1, 2, 3, … residents; the line goes through the delays that further
+            residents add.
         speeds: f/F of each measurement; a delay measured while throttled is longer by its inverse (eq. 4).
     """
     full = [delay * speed for delay, speed in zip(delays_ms, speeds, strict=True)]
@@ -42,10 +42,10 @@ def scheduling_line(delays_ms: Sequence[float], speeds: Sequence[float]) -> tupl
 
 
 def demand_from_power(power_w: Sequence[float], cap_w: float, residents: int) -> float:
-    """Return the power in W that equal residents ask for, of which a throttled GPU shows only the cap.
+    """Return the power in W that equal residents ask for; a throttled GPU shows only the cap.
 
-    Continues the mean growth per resident of the unthrottled measurements, which must come first in `power_w`
-    (1, 2, 3, … residents) and be taken below 0.98 of the cap.
+    The mean growth per resident of the unthrottled measurements is continued. These must come first in `power_w` (1, 2,
+    3, … residents), and are those below 0.98 of the cap.
 
     Raises:
         InvalidInputError: fewer than two unthrottled measurements.

@@ -1,4 +1,4 @@
-"""From the raw measurements of a profile file to the coefficients of iGniter's and gpulet's interference models."""
+"""Finds the coefficients of iGniter's and gpulet's interference models from the raw measurements of a profile file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SHARE_UNIT_PCT = 2.5  # the step of shares that iGniter plans in
 
 @dataclass(frozen=True)
 class Fitted:
-    """The profile with every coefficient that could be fitted, and one line for each that was or could not be."""
+    """The profile with every coefficient that could be fitted, and a line for each that was fitted or could not be."""
 
     profile: Profile
     notes: tuple[str, ...]
 
 
 def fit_coefficients(profile: Profile) -> Fitted:
-    """Fit what the measurements in the profile suffice for; nothing is assumed in place of what was not measured."""
+    """Fit the coefficients for which the profile has enough measurements; no value is assumed for a missing one."""
     notes: list[str] = []
     hardware: dict[str, float] = dict(profile.coefficients)
     models = dict(profile.models)
@@ -66,7 +66,7 @@ def _is_pair(run: CoRun) -> bool:
 
 
 def _igniter_raw(name: str, model: ModelProfile, profile: Profile) -> tuple[dict[str, Any], list[str]]:
-    """Return iGniter's raw profile of one model, and what of it was not measured."""
+    """Return iGniter's raw profile of one model, and names of the parts that were not measured."""
     missing: list[str] = []
     batches, shares = _grid(model)
     if len(batches) < 3 or len(shares) < 3:

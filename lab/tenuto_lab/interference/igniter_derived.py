@@ -1,9 +1,9 @@
-"""iGniter's coefficients for a model that was never profiled the way iGniter does: derived, not published.
+"""Derives iGniter's coefficients for a model that was never profiled in iGniter's way.
 
-Needs the model's latency by batch size and share, its bytes and its number of kernels. k1 to k5 are fitted to those
-latencies. For the rest (delay of a kernel alone, power, L2 use, sensitivity to others' L2 use) it takes what the
-profiled models have in common: they ask for nearly the same power and the same L2 use when large batches fill the whole
-GPU, whatever the network. `left_out_errors` says how far that carries, on measured pairs of models.
+This needs the model's latency by batch size and share, its bytes and its number of kernels. k1 to k5 are fitted to
+those latencies. The other coefficients (delay of a kernel alone, power, L2 use, sensitivity to others' L2 use) are
+means of the profiled models: whatever the network, these ask for nearly the same power and the same L2 use when large
+batches fill the whole GPU. `left_out_errors` gives the error of that, on measured pairs of models.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tenuto_lab.interference.igniter_raw import fit_active_time
 
 WHOLE_GPU_PCT = 100.0
 PROFILED_BATCH = 32  # the largest batch of iGniter's own small profile (section 4.1)
-_PASSES = 4  # of fitting k1..k5 and the throttling that follows from them; two change nothing any more in practice
+_PASSES = 4  # passes of fitting k1..k5 and the throttling that follows from them; in practice two are enough
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """What is known of a model: latency alone in ms by (batch size, share in percent), copies included."""
+    """A model's known figures: latency alone in ms by (batch size, share in percent), copies included."""
 
     latency_ms: Mapping[tuple[int, float], float]
     load_bytes: float
@@ -35,7 +35,7 @@ class KnownModel:
 
 @dataclass(frozen=True)
 class CommonTraits:
-    """What profiled models have in common, as means over them.
+    """The common traits of profiled models, as means over them.
 
     `full_power_w` (above idle) and `full_l2_pct` are with batches of `PROFILED_BATCH` on the whole GPU; `spread` is, by
     the same names, the largest distance of a model from the mean as a part of it.
@@ -78,7 +78,7 @@ class CommonTraits:
 
 @dataclass(frozen=True)
 class Derived:
-    """Coefficients by the names that profiles use, and how well they give back the latencies alone, in percent."""
+    """Coefficients by the names that profiles use, and their errors on the latencies alone, in percent."""
 
     coefficients: dict[str, float]
     mean_error_pct: float
@@ -89,10 +89,10 @@ class Derived:
 def derive_igniter(name: str, known: KnownModel, traits: CommonTraits, hardware: Hardware) -> Derived:
     """Return iGniter's coefficients of a model.
 
-    k1..k5 are the least squares of the relative errors, none of them negative. A latency measured while the model
-    throttled the clock is scaled to the full clock first, as in `igniter_raw`; power and active time depend on each
-    other, hence the passes. `alpha_power` and `alpha_cacheutil` are such that the largest known batch on the whole GPU
-    asks for the common power and L2 use.
+    k1..k5 minimise the squares of the relative errors, and none is negative. A latency that was measured while the
+    model throttled the clock is first scaled to the full clock, as in `igniter_raw`. Power and active time depend on
+    each other, so the fit takes several passes. `alpha_power` and `alpha_cacheutil` are such that the largest known
+    batch on the whole GPU asks for the common power and L2 use.
 
     Raises:
         InvalidInputError: too few points, none on the whole GPU, or latencies below copies and scheduling.

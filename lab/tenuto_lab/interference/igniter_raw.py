@@ -1,9 +1,9 @@
-"""From raw measurements to iGniter's coefficients: those of a GPU type and k1..k5, power, L2 and delay of each model.
+"""Finds iGniter's coefficients from raw measurements: of a GPU type, and k1..k5, power, L2 and delay of each model.
 
 Source: Xu et al., "iGniter", arXiv 2211.01713, section 4.1 (what is profiled), equations 5 to 11 (what is fitted). The
-paper leaves open how measurements under a throttled clock enter. The readings here were found by trying which ones give
-the published coefficients: the active time for k1..k5 and power is scaled to full clock, power uses only points at full
-clock, and L2 use is taken against the active time as it was measured, throttled or not.
+paper does not say how measurements under a throttled clock are used. We tried which readings give the published
+coefficients. With these they come out: the active time for k1..k5 and for power is scaled to full clock; power uses
+only points at full clock; L2 use goes with the active time as measured, throttled or not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RawGrid(StrictModel):
 
 
 class RawHardware(StrictModel):
-    """What is measured once per GPU type, with 1, 2, 3, … equal residents where a tuple is given."""
+    """The measurements of a GPU type; tuples have a value for 1, 2, 3, … equal residents."""
 
     idle_power_w: NotNegative
     max_power_w: Positive
@@ -67,7 +67,7 @@ class RawHardware(StrictModel):
 
 
 class RawModel(StrictModel):
-    """What is measured of one model: alone on the grid, and once beside a copy of itself."""
+    """The measurements of one model: alone on the grid, and once beside a copy of itself."""
 
     input_bytes: NotNegative
     output_bytes: NotNegative

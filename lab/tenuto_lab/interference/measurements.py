@@ -1,4 +1,4 @@
-"""Measured pairs of models on one GPU, as samples to fit interference models on and to judge them by."""
+"""Measured pairs of models on one GPU, as samples to fit and to judge interference models."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COLUMNS = ("model_1", "model_2", "batch_1", "batch_2", "share_1_pct", "latency_1
 
 @dataclass(frozen=True)
 class Sample:
-    """A measurement to fit on: by how much the neighbours, running all the time, slowed a gpu-let down.
+    """A measurement: by how much neighbours that run all the time slowed a gpu-let down.
 
-    `models` names who was measured, the gpu-let's own model first.
+    `models` names the measured models, the gpu-let's own first.
     """
 
     gpulet: Resident

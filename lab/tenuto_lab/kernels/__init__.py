@@ -1,1 +1,1 @@
-"""What models cost, learnt from single kernels: operators timed where they run, our method and USHER's as published."""
+"""Estimates of models from single kernels: operators are timed where they run; our method, and USHER's as published."""

@@ -1,4 +1,4 @@
-"""Estimates from timed operators: what `tenuto kernels time` writes and `tenuto kernels estimate` learns from."""
+"""Estimates from timed operators, which `tenuto kernels time` writes and `tenuto kernels estimate` reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tenuto_lab.kernels.usher import NetworkNeed, UsherErrors, UsherEstimator, u
 
 @dataclass(frozen=True)
 class ByUsher:
-    """What USHER's estimator as published says of the same kernels, by batch size, over all GPU types timed."""
+    """The estimates of USHER's published estimator from the same kernels, by batch size, over all timed GPU types."""
 
     types: tuple[str, ...]
     models: tuple[str, ...]
@@ -59,7 +59,7 @@ class ByUsher:
 class ByKernels:
     """Times learnt from single kernels, in ms by batch size, and the errors on models left out.
 
-    `creq_pct` is by batch size; empty where kernels' occupancy was not recorded, as on a CPU.
+    `creq_pct` is by batch size; empty if the occupancy of kernels was not recorded, as on a CPU.
     """
 
     models: tuple[str, ...]
@@ -97,7 +97,8 @@ def load_operator_files(paths: Sequence[str], gpu_type: str) -> list[OperatorFil
 def estimate_by_kernels(
     files: Sequence[OperatorFile], gpu_type: str, row: str, traces: Sequence[Trace], errors: bool
 ) -> ByKernels:
-    """Learn from the files' other models and estimate each trace: by ours from the type's own, by USHER's from all.
+    """Learn from the files' other models and estimate each trace. Our method learns from the files of the type alone,
+    USHER's from all.
 
     Raises:
         InvalidInputError: there are fewer than two other models.

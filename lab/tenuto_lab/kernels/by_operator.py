@@ -1,8 +1,9 @@
-"""Which kernels each operator of a network launched, how long they took and what they occupied: from a trace with a
-range per operator.
+"""Finds the kernels of each operator of a network, with their times and occupancies, in a trace with a range for each
+operator.
 
-The host marks a range around every operator (`torch.profiler.record_function`); a launch inside a range and the kernel
-it started share CUPTI's correlation number. So kernels find their operator although they run later.
+The host marks a range around every operator (`torch.profiler.record_function`). A launch inside a range and the kernel
+that it started have the same correlation number of CUPTI. So a kernel can be assigned to its operator, although it runs
+later.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def load_operator_kernels(path: Path) -> list[list[OperatorKernel]]:
 
 
 def operator_kernels(data: Any, *, origin: str = "trace") -> list[list[OperatorKernel]]:
-    """Return each operator's kernels, both in the order of their launches; none where it launched none.
+    """Return each operator's kernels, both in the order of their launches; an operator may have none.
 
     Args:
         data: a trace of torch.profiler with a range named `RANGE_NAME` around every operator.

@@ -1,7 +1,7 @@
-"""Read the CSV tables of NVIDIA's profilers: skip notices around them, convert units, name what is missing.
+"""Reads the CSV tables of NVIDIA's profilers: skips notices around them, converts units, names what is missing.
 
-Both tools write notices before (and Nsight Compute after) the table, separate thousands with commas, and put units into
-the header or into a second row, depending on their options.
+Both tools write notices before the table, and Nsight Compute also after it. They separate thousands with commas, and
+put units into the header or into a second row, by their options.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Give the kernels of a trace what another tool measured of the same launches.
+"""Adds to the kernels of a trace what another tool measured of the same launches.
 
-Launches are the same when name and launch configuration agree, in order: the n-th of a kind in one file is the n-th of
-that kind in the other. The tools spell names differently, so full names are tried first, then the function's own name.
+Two launches are the same when their names and launch configurations agree, and when each is the n-th of its kind in its
+file. The tools spell names differently, so full names are tried first, and then the function's own name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tenuto.profiles.measuring.kernels.record import Kernel
 
 @dataclass(frozen=True)
 class Matched:
-    """The trace's kernels, those that found a partner with its measurements; and how many on each side found none."""
+    """The trace's kernels, with the measurements of their partners; and how many on each side have no partner."""
 
     kernels: tuple[Kernel, ...]
     unmatched: int

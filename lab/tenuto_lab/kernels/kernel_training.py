@@ -1,9 +1,9 @@
-"""Learn the time of single kernels from timed operators, and from them the time of networks never seen.
+"""Learns the times of single kernels from timed operators, and estimates networks that were not seen from them.
 
-After USHER (OSDI 2024, section 4.1): features of a kernel are the batch's work and sizes; stacked regression learns
-what the roofline of its kind misses. One estimator is of one GPU type. A network's time is the sum of its kernels'
-times, plus what a network costs beyond its kernels, which is fitted as one factor. Where the occupancy of kernels was
-recorded (on a GPU), a network's compute requirement is the largest sum over kernels that start together.
+After USHER (OSDI 2024, section 4.1): features of a kernel are the batch's work and sizes; stacked regression learns the
+errors of the roofline of its kind. An estimator is for one GPU type. A network's time is the sum of its kernels' times,
+times one fitted factor for the rest. If the occupancy of kernels was recorded (on a GPU), a network's compute
+requirement is the largest sum over kernels that start together.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tenuto_lab.estimator.stacking import StackedRegression
 from tenuto_lab.estimator.trace import Operator, Trace
 from tenuto_lab.kernels.operator_times import TimedRun, models_learnt_from
 
-_FASTEST_MS = 1e-4  # below, a clock's resolution is all that is seen
+_FASTEST_MS = 1e-4  # shorter times are below a clock's resolution
 _PER_MODEL = 400  # kernels of one model that are learnt from; more are thinned evenly
 
 
 class KernelEstimator:
-    """Trained on construction; immutable afterwards. Usable wherever operators' times are asked for."""
+    """Trained on construction; immutable afterwards. It gives the times of operators."""
 
     def __init__(self, runs: Sequence[TimedRun]) -> None:
         """Learn from timed operators of one GPU type.
 
         Raises:
-            InvalidInputError: fewer than two models; nothing could be told from one.
+            InvalidInputError: fewer than two models, which is too few to learn from.
         """
         self.models = models_learnt_from(runs)
         samples = [sample for name in self.models for sample in _thinned([r for r in runs if r.model == name])]
@@ -51,7 +51,7 @@ class KernelEstimator:
         self._occupancy = _learn_occupancy(runs, self._features)
 
     def creq_pct(self, trace: Trace) -> float | None:
-        """Return the compute requirement in percent of the GPU; None where no occupancy of two models was recorded.
+        """Return the compute requirement in percent of the GPU; None if no occupancy of two models was recorded.
 
         It is the largest sum of occupancies over kernels that start within tau of each other (USHER, section 4.1).
         """
@@ -102,7 +102,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Occupancy:
-    """A kernel fills the GPU by what it writes in parallel, 100 E / (E + E0), and by what regression adds to it."""
+    """Occupancy of a kernel: 100 E / (E + E0) for E results written in parallel, and a correction by regression."""
 
     half: float
     features: Callable[[Operator], NDArray[np.float64]]

@@ -1,7 +1,7 @@
 """Kernels with measured occupancy, L2 and DRAM use from Nsight Compute: `ncu --import FILE --csv --page raw`.
 
-Nsight Compute runs kernels one after the other and repeats them, so its durations are right and its start times are
-not: the kernels are returned back to back. Where the times of a whole batch matter, match them to a trace.
+Nsight Compute runs kernels one after the other and repeats them. So its durations are right, and its start times are
+not: the kernels are returned back to back. When the times of a whole batch matter, match the kernels to a trace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METRICS = (
     "launch__shared_mem_per_block_static",
     "launch__shared_mem_per_block_dynamic",
 )
-"""What to let Nsight Compute collect."""
+"""The metrics that Nsight Compute should collect."""
 
 _DURATION = ("gpu__time_duration.sum", "gpu__time_duration.avg", "gpu__time_duration")
 _OCCUPANCY = ("sm__warps_active.avg.pct_of_peak_sustained_active",)

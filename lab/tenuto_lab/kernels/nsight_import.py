@@ -1,4 +1,4 @@
-"""Merge the kernels that profilers recorded of one batch into a point of a profile."""
+"""Merges the kernels that profilers recorded of one batch into a point of a profile."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ImportRequest:
 def import_kernels(profile: Profile, request: ImportRequest) -> Profile:
     """Return the profile with the point's kernel metrics set, and what was merged recorded among the row's doubts.
 
-    Times come from the trace or Nsight Systems where given, from Nsight Compute alone otherwise; occupancy, L2 and DRAM
-    use from Nsight Compute. Without it occupancy is an estimate, and the row says so.
+    Times come from the trace or Nsight Systems if given, otherwise from Nsight Compute. Occupancy, L2 and DRAM use come
+    from Nsight Compute; without it occupancy is an estimate, and the row says so.
 
     Raises:
         InvalidInputError: no such point, unreadable or unsuitable files, files that do not match each other.

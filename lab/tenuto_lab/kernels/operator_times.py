@@ -1,4 +1,4 @@
-"""Time every operator of a model where it really runs: what the estimator learns single kernels from (USHER, 4.1).
+"""Times every operator of a model where it really runs; the estimator learns single kernels from this (USHER, 4.1).
 
 A timed operator has the same fields as a traced one, so that no names of two tools have to be matched.
 """
@@ -95,7 +95,7 @@ class OperatorFile(StrictModel):
     runs: Annotated[tuple[TimedRun, ...], Field(min_length=1)]
 
     def without(self, is_left_out: Callable[[str], bool]) -> OperatorFile | None:
-        """Return the file without the models of these names; None where nothing is left."""
+        """Return the file without the models of these names; None if nothing is left."""
         runs = tuple(run for run in self.runs if not is_left_out(run.model))
         return self.model_copy(update={"runs": runs}) if runs else None
 
@@ -113,7 +113,7 @@ class _Timer(Protocol):
 
 
 class _ClockTimer:
-    """For a CPU, where an operator is done when its call returns."""
+    """For a CPU: an operator is done when its call returns."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -152,7 +152,7 @@ class _EventTimer:
 
 
 class _RangeTimer:
-    """Marks a range of the profiler around every operator, and remembers which of them launched something."""
+    """Marks a range of the profiler around every operator, and remembers which operators launched something."""
 
     def __init__(self) -> None:
         self.recorded: list[bool] = []
@@ -170,7 +170,7 @@ class _RangeTimer:
 
 
 def _kernels(module: Any, inputs: Sequence[Any], weights: Mapping[int, int]) -> list[list[OperatorKernel]]:
-    """Return the kernels of each operator of one run; empty where CUPTI does not record."""
+    """Return the kernels of each operator of one run; empty if CUPTI does not record."""
     import torch
 
     timer = _RangeTimer()

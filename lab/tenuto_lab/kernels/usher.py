@@ -1,14 +1,14 @@
 """USHER's estimator as published (OSDI 2024, section 3.2): kernels are learnt over all GPU types at once.
 
-An operator stands for the sequence of kernels that tracing found it to launch. Each kernel has two regressors, of its
-time and of the memory of its intermediate data, over batch, size of weights, size of inputs, FLOPs and GPU type; each
-is a stack of lasso, kernel ridge, gradient boosting and XGBoost. Kernels whose starts differ by at most 0.001 ms run
-together: a network needs the memory of its parameters and of the largest such set, and by achieved occupancy, learnt
-in the same way, the compute of the largest such set.
+An operator is the sequence of kernels that it launched when it was traced. Each kernel has two regressors, one of its
+time and one of the memory of its intermediate data. They take batch, size of weights, size of inputs, FLOPs and GPU
+type; each is a stack of lasso, kernel ridge, gradient boosting and XGBoost. Kernels whose starts differ by at most
+0.001 ms run together. A network needs the memory of its parameters and of the largest such set. Its compute is that of
+the largest such set by achieved occupancy, which is learnt in the same way.
 
-Readings, where the paper leaves it open: a kernel seen too seldom shares a regressor with the others of its kind; a new
-operator gets the kernels of the most similar one that was traced; several kernels of one operator leave its result with
-the last one; the time of a network is the sum of its kernels. On a CPU an operator is one kernel.
+Readings of what the paper leaves open: a kernel that was seen too seldom shares a regressor with the others of its
+kind; a new operator gets the kernels of the most similar traced operator; of several kernels of an operator, the last
+one leaves its result; the time of a network is the sum of its kernels. On a CPU an operator is one kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tenuto_lab.estimator.stacking import checked_once
 from tenuto_lab.estimator.trace import Operator, Trace
 from tenuto_lab.kernels.operator_times import OperatorFile, TimedOperator, TimedRun, models_learnt_from
 
-_FASTEST_MS = 1e-4  # below, a clock's resolution is all that is seen
+_FASTEST_MS = 1e-4  # shorter times are below a clock's resolution
 _ENOUGH = 24  # samples for a kernel to have a regressor of its own
 _MOST = 600  # samples of one regressor; kernel ridge solves a system of that size
 _FOLDS = 3
@@ -50,7 +50,7 @@ class NetworkNeed:
 
 @dataclass(frozen=True)
 class _Sample:
-    """One kernel that ran: what is known before, and what was found."""
+    """One kernel that ran: its features and its measurements."""
 
     kernel: str
     kind: str
@@ -76,7 +76,7 @@ class UsherEstimator:
         """Learn from the timed operators of one or more GPU types.
 
         Raises:
-            InvalidInputError: fewer than two models; nothing could be told from one.
+            InvalidInputError: fewer than two models, which is too few to learn from.
         """
         self.types = tuple(sorted({file.gpu_type for file in files}))
         self.models = models_learnt_from(run for file in files for run in file.runs)
@@ -175,8 +175,8 @@ def _names(timed: TimedOperator) -> tuple[str, ...]:
 
 
 class _ByKernel:
-    """One quantity: a stack per kernel, and per kind and over everything for kernels that were seen too seldom. Each is
-    fitted when it is first asked for, as a network has few of all kernels."""
+    """One quantity: a stack for each kernel; for kernels that were seen too seldom, stacks for each kind and for
+    everything. A stack is fitted when it is first needed, because a network has few of all kernels."""
 
     def __init__(self, samples: Sequence[_Sample], target: Callable[[_Sample], float]) -> None:
         groups: dict[tuple[str, ...], list[_Sample]] = defaultdict(list)
@@ -202,7 +202,7 @@ class _ByKernel:
 
 
 def _stack(samples: Sequence[_Sample], target: Callable[[_Sample], float]) -> Any:
-    """Fit lasso, kernel ridge, gradient boosting and XGBoost, and a mixture of what they predict unseen."""
+    """Fit lasso, kernel ridge, gradient boosting and XGBoost, and mix their predictions of unseen data."""
     from sklearn.dummy import DummyRegressor
     from sklearn.ensemble import GradientBoostingRegressor, StackingRegressor
     from sklearn.kernel_ridge import KernelRidge

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -14,7 +14,13 @@ from tenuto.deployments.serve.sub_clusters import imbalance, read_partition
 from tenuto.errors import Problem, one_of, raise_if_any, refused
 from tenuto.placement import Cluster, Workload
 from tenuto.placement.costs import MOST_BATCH, context_mib_of, costs_of
-from tenuto.placement.policies.symphony.partition import Partition, PartitionLimits, PartitionModel, partition
+from tenuto.placement.policies.symphony.partition import (
+    Partition,
+    PartitionLimits,
+    PartitionModel,
+    gpus_by_need,
+    partition,
+)
 from tenuto.placement.policies.symphony.staggering import StaggeredModel
 from tenuto.profiles import Profiles
 
@@ -82,6 +88,7 @@ def command(
         cluster.one_of_each[kind].memory_mib - context_mib, max_rate_rps, max_models, max_moved_mib, memory_weight
     )
     current = None if current_file is None else read_partition(current_file)
+    raise_if_any(partition_problems(models, subclusters, limits, current or {}, time_limit_s))
     found = partition(models, subclusters, limits=limits, current=current, time_limit_s=time_limit_s)
     if not found.proven:
         notice(
@@ -132,9 +139,75 @@ def _models(
     return found, impossible
 
 
+def partition_problems(
+    models: Sequence[PartitionModel],
+    subclusters: int,
+    limits: PartitionLimits,
+    current: Mapping[str, int],
+    time_limit_s: float,
+) -> list[Problem]:
+    """Return what a partition cannot be made of."""
+    found = []
+    if not 1 <= subclusters <= len(models):
+        rule = f"must be from 1 to the number of models ({len(models)})"
+        found.append(Problem("--subclusters", subclusters, rule, "Give fewer sub-clusters or more models."))
+    for model in models:
+        for key, least in (("need_gpus", 1e-12), ("rate_rps", 1e-12), ("static_mib", 0.0), ("dynamic_mib", 0.0)):
+            value = getattr(model, key)
+            if not (math.isfinite(value) and value >= least):
+                found.append(Problem(f"{model.name}.{key}", value, "must be a finite positive number", "Correct it."))
+        held_mib = model.static_mib + model.dynamic_mib
+        if limits.memory_mib is not None and held_mib > limits.memory_mib:
+            rule, cure = f"more than the {limits.memory_mib:g} MiB of a GPU", "Use a GPU type with more memory."
+            found.append(Problem(f"{model.name}.memory_mib", held_mib, rule, cure))
+        if limits.max_rate_rps is not None and model.rate_rps > limits.max_rate_rps:
+            rule = f"alone above the {limits.max_rate_rps:g} r/s one sub-cluster may have"
+            cure = "Raise the limit, or list the model twice with half the rate each."
+            found.append(Problem(f"{model.name}.rate_rps", model.rate_rps, rule, cure))
+    names = {model.name for model in models}
+    for name, k in current.items():
+        if name in names and not 0 <= k < subclusters:
+            rule = f"there are sub-clusters 0 to {subclusters - 1}"
+            cure = "Leave the model out of the current partition, or use more sub-clusters."
+            found.append(Problem(f"current.{name}", k, rule, cure))
+    for key in ("memory_mib", "max_rate_rps", "max_models"):
+        value = getattr(limits, key)
+        if value is not None and not value > 0:
+            found.append(Problem(key, value, "must be positive", "Leave it out for no limit."))
+    if limits.max_change_mib is not None and not limits.max_change_mib >= 0:
+        found.append(Problem("max_change_mib", limits.max_change_mib, "must be at least 0", "0 moves nothing."))
+    if not (math.isfinite(limits.memory_weight) and limits.memory_weight >= 0):
+        found.append(Problem("memory_weight", limits.memory_weight, "must be at least 0", "Leave it at 1."))
+    if not time_limit_s >= 0:
+        found.append(Problem("--time-limit-s", time_limit_s, "must be a number of seconds, at least 0", "Try 10."))
+    return found
+
+
+def members_of(found: Partition, subcluster: int) -> list[PartitionModel]:
+    """Return the models of one sub-cluster."""
+    return [model for model in found.models if found.assignment[model.name] == subcluster]
+
+
+def gpus_of(found: Partition, total: int) -> list[int]:
+    """Share out GPUs by what sub-clusters need; one without models gets none.
+
+    Raises:
+        InvalidInputError: there are fewer GPUs than sub-clusters.
+    """
+    needs = [sum(model.need_gpus for model in members_of(found, k)) for k in range(found.subclusters)]
+    used = [k for k in range(found.subclusters) if members_of(found, k)]
+    if total < len(used):
+        rule = f"{len(used)} sub-clusters need at least one GPU each"
+        raise refused("--gpus", total, rule, "Use fewer sub-clusters.")
+    counts = [0] * found.subclusters
+    for k, count in zip(used, gpus_by_need([needs[k] for k in used], total), strict=True):
+        counts[k] = count
+    return counts
+
+
 def _described(found: Partition, total_gpus: int) -> dict[str, Any]:
     """Return a partition as JSON data. A later run can take the file as --current."""
-    groups = [found.members(k) for k in range(found.subclusters)]
+    groups = [members_of(found, k) for k in range(found.subclusters)]
     return {
         "subclusters": [
             {
@@ -146,7 +219,7 @@ def _described(found: Partition, total_gpus: int) -> dict[str, Any]:
                 "memory_mib": sum(m.static_mib for m in members) + max((m.dynamic_mib for m in members), default=0),
                 "static_mib": sum(m.static_mib for m in members),
             }
-            for k, (members, gpus) in enumerate(zip(groups, found.gpus(total_gpus), strict=True))
+            for k, (members, gpus) in enumerate(zip(groups, gpus_of(found, total_gpus), strict=True))
         ],
         "assignment": dict(found.assignment),
         "objective": found.objective,

@@ -1,14 +1,13 @@
-"""MuxServe's placement and gpu-lets of language models: what fits, what carries the rates, how runs are scored."""
+"""MuxServe's placement of language models and policy `tenuto`'s: what fits, and how runs are scored."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
-from tenuto_lab.generation import gpulets, muxserve
-from tenuto_lab.generation.muxserve import GPU_MIB, LanguageModel, Mesh, candidate, throughput_rps
+from tenuto_lab.generation import muxserve
+from tenuto_lab.generation.muxserve import LanguageModel, Mesh, candidate, throughput_rps
 from tenuto_lab.generation.muxserve_experiment import Experiment, mean_of
 from tenuto_lab.generation.step_times import Curve, StepTimes
 
@@ -55,36 +54,6 @@ def test_muxserve_places_every_model_once_within_memory_and_shares() -> None:
         muxserve.place(models, 1, 3)
 
 
-def bound_ms(model: LanguageModel) -> float:
-    return 8 * (STEPS.prefill_ms(100, 100) + 250 * STEPS.decode_ms(1, 100, 100))
-
-
-def test_gpulets_share_gpus_where_the_load_is_small_and_have_replicas_where_it_is_large() -> None:
-    models = [language_model("large", 30.0), *(language_model(f"small{i}", 0.4) for i in range(4))]
-    units, carried = gpulets.place(models, 6, bound_ms, lambda model, gpus: 2.0)
-    assert carried > 1.0
-    assert sum(unit.gpus for unit in units) <= 6
-    assert all(sum(g.share for g in unit.gpulets) <= 100 and unit.kv_mib > 0 for unit in units)
-    replicas = [g for unit in units for g in unit.gpulets if g.model.name == "large"]
-    assert len(replicas) > 1
-    assert sum(g.rate_rps for g in replicas) >= 30.0
-    assert any(len(unit.gpulets) > 1 for unit in units)
-
-
-def test_a_tighter_slo_and_more_host_time_carry_less() -> None:
-    model = language_model("a", 1.0)
-    rates = [gpulets.capacity_rps(model, 1, 100, part * bound_ms(model), 2.0) for part in (1.0, 0.5, 0.2)]
-    assert rates == sorted(rates, reverse=True)
-    assert gpulets.capacity_rps(model, 1, 100, bound_ms(model) / 10, 2.0) == 0.0
-    assert gpulets.capacity_rps(model, 1, 100, bound_ms(model), 20.0) < rates[0]
-    assert gpulets.capacity_rps(replace(model, weights_mib=GPU_MIB * 0.4), 1, 30, bound_ms(model), 2.0) == 0.0
-
-
-def test_models_too_large_for_the_cluster_have_no_units() -> None:
-    units, _ = gpulets.place([language_model("a", 1.0, weights_gib=500.0)], 2, bound_ms, lambda model, gpus: 0.0)
-    assert units == []
-
-
 def test_the_experiment_scores_three_placements_of_the_same_requests() -> None:
     sizes = {f"llm-{i}": "llama-7b" if i % 4 else "llama-65b" for i in range(1, 7)}
     rows = [
@@ -102,10 +71,10 @@ def test_the_experiment_scores_three_placements_of_the_same_requests() -> None:
     assert [r.output_tokens for r in requests] == [r.output_tokens for r in experiment.requests(8, seed=3)[::8]]
     experiment.served_by_meshes(experiment.muxserve_units(8), requests)
     muxed = experiment.score(8, requests)
-    units, carried = experiment.gpulet_units(8)
-    assert carried > 0
+    plan = experiment.gpulet_plan(8)
+    assert not plan.unserved
     again = experiment.requests(8, seed=3)[::8]
-    experiment.served_by_gpulets(units, again)
+    experiment.served_by_gpulets(plan, again)
     own = experiment.score(8, again)
     assert 0.0 < muxed.attainment <= 1.0
     assert own.attainment > 0.9

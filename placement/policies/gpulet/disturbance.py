@@ -1,4 +1,4 @@
-"""What a gpu-let's neighbours cost in gpulet's planning, where models take turns in the gpu-lets of a GPU.
+"""What neighbours cost in gpulet's planning, where models take turns in the gpu-lets of a GPU.
 
 The interference models themselves are in `tenuto.placement.interference`.
 """
@@ -15,10 +15,10 @@ from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 
 class Disturbance:
-    """An interference model as planning asks it, again and again: answers are remembered.
+    """An interference model for planning, which asks the same again and again: it keeps its answers.
 
-    Every neighbour is a gpu-let in which models take turns, so of its batches only one runs at a time. The one that
-    alone slows the gpu-let down most stands for it; the neighbours' worst batches together give the factor.
+    Models take turns in a neighbour, so only one of its batches runs at a time. The batch that alone slows the gpu-let
+    down most stands for it; these worst batches together give the factor.
     """
 
     def __init__(self, model: InterferenceModel) -> None:
@@ -29,7 +29,7 @@ class Disturbance:
     def factor(self, own: Resident, neighbours: Sequence[Sequence[Resident]]) -> float:
         """Return the factor, 1 without neighbours.
 
-        It is inf where the model cannot judge a batch, so that such a batch never gets a neighbour unseen.
+        It is inf when the model cannot judge a batch, so that such a batch never gets a neighbour.
 
         Args:
             neighbours: the batches of each other gpu-let on the GPU.
@@ -53,8 +53,8 @@ class Disturbance:
 class Reserve:
     """What a share carries beside the worst neighbour that may still come, for gpu-lets next to a free one.
 
-    The worst neighbour is the model of the workload, with its largest batch on what the share leaves of the GPU, that
-    slows a batch down most. Models that cannot be judged are not expected as neighbours: they will not become one.
+    The worst neighbour is the workload's model that slows a batch down most, with its largest batch on the rest of the
+    GPU. Models that cannot be judged are left out: they never become neighbours.
     """
 
     def __init__(self, costs: Sequence[Mapping[str, ShareCosts]], disturbances: Mapping[str, Disturbance]) -> None:
@@ -92,7 +92,7 @@ class Reserve:
 
 
 def slowed_rps(own: ShareCosts, share_pct: float, factor: Callable[[Resident], float]) -> float:
-    """Return the highest rate the share carries within the SLO when batches are slowed down by that factor."""
+    """Return the highest rate the share carries within the SLO when `factor` slows batches down."""
     best = 0.0
     for size, latency in enumerate(own.latency_ms.get(share_pct, ())):
         if size:

@@ -1,4 +1,4 @@
-"""The duty cycle of a gpu-let: whether models can take turns on it, exactly, and with which batches."""
+"""The duty cycle of a gpu-let: exactly whether models can take turns on it, and with which batches."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ROUNDING = 1e-9  # limit: of rounding, relative
+ROUNDING = 1e-9  # limit: relative rounding error
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a model asks of a gpu-let: rate, SLO and l(b) in ms there by batch size (index 0 unused)."""
+    """A model's demand on a gpu-let: rate, SLO, and l(b) there in ms by batch size (index 0 unused)."""
 
     rate_rps: float
     slo_ms: float
@@ -21,7 +21,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Cycle:
-    """Every `duty_ms` each model runs one batch of its size; `busy_ms` is what these take together."""
+    """Every `duty_ms` each model runs one batch of its size; together these take `busy_ms`."""
 
     duty_ms: float
     busy_ms: float
@@ -31,9 +31,9 @@ class Cycle:
 def find_cycle(asked: Sequence[Asked]) -> Cycle | None:
     """Return the duty cycle with the least busy fraction in which all models keep rate and SLO, or None.
 
-    With duty cycle d a model needs batches of ceil(d * rate), all batches together must fit into d, and each model
-    needs d + l(b) <= SLO, because a request waits at most one cycle (Nexus, SOSP 2019, section 6.1). Batches change
-    only where d * rate is whole, so one look at each stretch between two such points is exhaustive.
+    With duty cycle d a model needs batches of ceil(d * rate). All batches together must fit into d. Each model needs d
+    + l(b) <= SLO, because a request waits at most one cycle (Nexus, SOSP 2019, section 6.1). Batches change only where
+    d * rate is whole, so one look between any two such points is exhaustive.
     """
     limit = min((a.slo_ms - a.latency_ms[1] for a in asked), default=0.0)
     edges = {limit}

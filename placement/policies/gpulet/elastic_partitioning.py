@@ -50,12 +50,12 @@ class _OpenGpu:
         return True
 
     def busy(self, index: int) -> float:
-        """Return which part of the time a gpu-let is busy at least, with the largest batches of its tenants."""
+        """Return the least part of the time a gpu-let is busy, with its tenants' largest batches."""
         share, tenants = self.gpulets[index]
         return sum(rate / costs.capacity_rps(share) for costs, rate in tenants)
 
     def running_beside(self, index: int) -> list[list[Resident]]:
-        """Return the batches of every gpu-let in use but one."""
+        """Return the batches of every used gpu-let but one."""
         return [
             [
                 Resident(costs.model, size, share)
@@ -67,10 +67,10 @@ class _OpenGpu:
 
 
 class ElasticPartitioning:
-    """Places one model after another; earlier decisions are never undone, but may be split further or shared.
+    """Places one model after another; earlier decisions stay, but gpu-lets may be split further or shared.
 
-    Invariant: `_free` and `_used` hold every gpu-let of the open GPUs, by share, order and place on the GPU; those in
-    use with the part of the time that they are busy.
+    Invariant: `_free` and `_used` hold every gpu-let of the open GPUs, by share, order and place on the GPU; used ones
+    also with the part of the time they are busy.
     """
 
     def __init__(self, pool: GpuPool, rules: Rules) -> None:
@@ -84,10 +84,10 @@ class ElasticPartitioning:
                     self._add(gpu)
 
     def place(self, spec: ModelSpec, costs: Mapping[str, ShareCosts]) -> float:
-        """Place as much of a model's rate as possible and return what was placed, in requests per second.
+        """Place as much of a model's rate as possible; return the placed rate in requests per second.
 
         Args:
-            costs: of this model by GPU type, with at least one share each.
+            costs: of this model by GPU type, each with at least one share.
         """
         left = spec.rate_rps
         while left > CARRIED * spec.rate_rps:
@@ -109,7 +109,7 @@ class ElasticPartitioning:
         ]
 
     def _place_part(self, costs: Mapping[str, ShareCosts], left: float) -> float:
-        """Give the model one gpu-let, or a turn in one; return the rate it carries, 0 when nothing was found."""
+        """Give the model one gpu-let, or a turn in one; return the rate it carries, 0 when there is none."""
         wanted = {kind: self._wanted(kind, own, left) for kind, own in costs.items()}
         first = bisect_left(self._free, (min(wanted.values()),))
         for share, order, index in islice(self._free, first, None):
@@ -138,12 +138,12 @@ class ElasticPartitioning:
         return 0.0
 
     def _capacity_rps(self, kind: str, costs: ShareCosts, share: float) -> float:
-        """Return what a share carries, beside the neighbour that may come where room is reserved for it."""
+        """Return what a share carries, with reserve for a coming neighbour where the rules ask for it."""
         reserve = self._rules.reserve
         return costs.capacity_rps(share) if reserve is None else reserve.capacity_rps(kind, costs, share)
 
     def _wanted(self, kind: str, costs: ShareCosts, rate_rps: float) -> float:
-        """Return min(knee, required share); the largest share where none carries the rate."""
+        """Return min(knee, required share); the largest share when none carries the rate."""
         curve = [(share, self._capacity_rps(kind, costs, share)) for share in sorted(costs.latency_ms)]
         required = next((share for share, rate in curve if rate >= rate_rps * (1 - CARRIED)), curve[-1][0])
         return min(self._rules.knee(curve), required)
@@ -158,10 +158,10 @@ class ElasticPartitioning:
         )
 
     def _occupy(self, one: _OpenGpu, index: int, size: float, costs: ShareCosts, left: float) -> float:
-        """Put the model alone on a free gpu-let, or on the part of it of that size; return the rate it carries there.
+        """Put the model alone on a free gpu-let, or on a part of it; return the rate it carries there.
 
-        Where the rest of the GPU is free, room is left for the slowdown by a neighbour, if the rules reserve it; beside
-        neighbours that slow it down the rate is lowered to what it then carries.
+        When the rest of the GPU is free and the rules say so, room is left for a neighbour's slowdown. Beside present
+        neighbours the rate is lowered to what the gpu-let then carries.
         """
         share = one.gpulets[index][0]
         others = one.running_beside(index)
@@ -190,10 +190,10 @@ class ElasticPartitioning:
             one = self._open[order]
             need = needs.get((one.gpu.type, share))
             if need is None or busy + need > 1 + 1e-9:
-                continue  # busier than the gpu-let can be, whatever the cycle
+                continue  # too busy for any cycle
             own, tenants = costs[one.gpu.type], one.gpulets[index][1]
             if any(costs_.spec.name == own.spec.name for costs_, _ in tenants):
-                continue  # a gpu-let holds a model once
+                continue  # a gpu-let holds a model only once
             gpulets = list(one.gpulets)
             gpulets[index] = (share, (*tenants, (own, rate)))
             if self._try_on(one, gpulets):
@@ -201,7 +201,7 @@ class ElasticPartitioning:
         return False
 
     def _try_on(self, one: _OpenGpu, gpulets: list[tuple[float, Tenants]]) -> bool:
-        """Let a GPU have these gpu-lets if all of them keep their rates and SLOs."""
+        """Give a GPU these gpu-lets if all of them keep their rates and SLOs."""
         before = self._entries(one)
         if not one.try_on(gpulets, self._rules.disturbances):
             return False
@@ -213,7 +213,7 @@ class ElasticPartitioning:
         return True
 
     def _entries(self, one: _OpenGpu) -> tuple[list[tuple[float, int, int]], list[tuple[float, int, int, float]]]:
-        """Return a GPU's entries among the free gpu-lets and among those in use."""
+        """Return a GPU's entries in the lists of free and of used gpu-lets."""
         free = [(share, one.order, index) for index, (share, tenants) in enumerate(one.gpulets) if not tenants]
         used = [
             (share, one.order, index, one.busy(index)) for index, (share, tenants) in enumerate(one.gpulets) if tenants
@@ -232,7 +232,7 @@ class ElasticPartitioning:
         self._list(self._open[-1])
 
     def _open_one(self, costs: Mapping[str, ShareCosts], rate_rps: float) -> bool:
-        """Open one more GPU of an elastic cluster, of the type that carries most of the rate per price."""
+        """Open another GPU of an elastic cluster, of the type that carries most of the rate per price."""
         if not self._pool.elastic:
             return False
         kinds = sorted(costs, key=lambda kind: -costs[kind].value(rate_rps, self._pool.prices[kind]))

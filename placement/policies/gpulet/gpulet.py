@@ -29,19 +29,19 @@ from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 class GpuletPolicy(Policy):
     """Gives every model the smaller of its knee share and the share its rate requires, best fit first.
 
-    Models come in descending order of rate. Until a model's rate is carried, it takes the smallest free gpu-let that is
-    at least min(knee, required share); a whole GPU is split there first. Before the gpu-let is used, the same rate is
-    tried as a further turn in one that is in use, the smallest first; if all its models keep their SLOs, the split is
-    reverted (merging in time). The rule for every replica is duty cycle + l(b) <= SLO, with l(b) slowed down by the
-    neighbours' batches where interference is considered. A placement that would break a neighbour's SLO is not made.
+    Models come in descending order of rate. Until a model's rate is carried, it takes the smallest free gpu-let of at
+    least min(knee, required share); a whole GPU is split there first. Before using it, the policy tries the same rate
+    as a further turn in a used gpu-let, the smallest first. When all models there keep their SLOs, the split is undone
+    (merging in time). Every replica keeps duty cycle + l(b) <= SLO, with l(b) slowed down by the neighbours' batches
+    when interference counts. A placement that would break a neighbour's SLO is not made.
 
-    Readings of what the paper leaves open: when no free gpu-let is as large as wanted, the largest free one carries
-    what it can (`smaller=false`: the model stops there). A gpu-let's memory is its share of the GPU's.
+    The paper leaves open: when no free gpu-let is as large as wanted, the largest free one carries what it can
+    (`smaller=false`: the model stops there). A gpu-let's memory is its share of the GPU's.
 
-    With interference a gpu-let filled to the brim could never get a neighbour, whose slowdown would push it over, and
-    the rest of its GPU would stay empty. So the search runs twice, once leaving room in every gpu-let beside a free one
-    for the worst neighbour the workload has (`Reserve`), once not, and the plan of higher goodput is taken, then the
-    one on fewer GPUs, then the first.
+    With interference, a full gpu-let could never get a neighbour, whose slowdown would break its SLOs, and the rest of
+    its GPU would stay empty. So the search runs twice. One run leaves room in every gpu-let beside a free one for the
+    workload's worst neighbour (`Reserve`), the other does not. The plan of higher goodput wins, then the one on fewer
+    GPUs, then the first.
 
     Options:
         interference: what neighbours on a GPU cost: `none`, `gpulet` (or true, the paper's gpulet+int: its linear model
@@ -53,8 +53,8 @@ class GpuletPolicy(Policy):
         knee: `curvature` (largest curvature, the paper) or `chord` (furthest above the chord).
         smaller: use free gpu-lets below the wanted size when nothing else is left.
         turns: models may share a gpu-let in time; without it every gpu-let has one model.
-        merge_without_free: a turn is also sought where no free gpu-let is as large as wanted; the paper seeks one only
-            after it chose a free gpu-let. On a full cluster this serves more.
+        merge_without_free: seek a turn also when no free gpu-let is as large as wanted; the paper seeks one only after
+            choosing a free gpu-let. On a full cluster this serves more.
         max_batch: largest batch considered; 32 in the paper.
     """
 
@@ -115,9 +115,9 @@ class GpuletPolicy(Policy):
         return hosting_plan(self.name, workload, cluster, search.hosted(), why, notes)
 
     def _sizes(self, workload: Workload) -> tuple[float, ...]:
-        """Return the sizes of gpu-lets, ascending; only whole GPUs where CUDA MPS is turned off."""
+        """Return the sizes of gpu-lets, ascending; only whole GPUs when CUDA MPS is off."""
         return (*(sorted(set(self.shares)) if workload.mps != "off" else ()), WHOLE_GPU_PCT)
 
 
 def _worth(plan: Plan) -> tuple[float, int]:
-    return round(plan.expected.goodput_rps, 3), -len({gpulet.gpu for gpulet in plan.gpulets})
+    return round(plan.expected.goodput_rps, 3), -len(plan.used_gpus)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-FLAT = 1e-9  # limit: a gain in rate per share below it is rounding
+FLAT = 1e-9  # limit: a smaller gain in rate per share is rounding
 
 Curve = Sequence[tuple[float, float]]  # (share in percent, highest rate it carries), ascending in share
 
@@ -29,7 +29,7 @@ def knee_by_curvature(curve: Curve) -> float:
 def knee_by_chord(curve: Curve) -> float:
     """Return the share furthest above the straight line from the first to the last point, or the largest share.
 
-    The other usual reading of "knee" (Satopää et al., 2011); it depends less on noise at single shares.
+    This other usual reading of "knee" (Satopää et al., 2011) depends less on noise at single shares.
     """
     points = _scaled(curve)
     (x0, y0), (x1, y1) = points[0], points[-1]

@@ -17,10 +17,10 @@ from tenuto.profiles.share_latency import WHOLE_GPU_PCT, ShareRule
 class ShareCosts:
     """One model on one GPU type.
 
-    `latency_ms` has, for each share the model can use, l(b) in ms by batch size (index 0 unused). Batches with
-    2 l(b) > SLO are left out: a request that just misses a batch waits for a whole one (Nexus, SOSP 2019, section 4.1),
-    so a share on which not even a single request can run is absent. A share of the compute comes with the same share
-    of the memory, of which the context of the process takes some.
+    `latency_ms` has, for each usable share, l(b) in ms by batch size (index 0 unused). Batches with 2 l(b) > SLO are
+    left out: a request that just misses a batch waits for a whole one (Nexus, SOSP 2019, section 4.1). A share without
+    any batch is absent. A share of the compute comes with the same share of the memory, less the context of the
+    process.
     """
 
     on: ModelOnGpu
@@ -45,14 +45,14 @@ class ShareCosts:
 
     def capacity_rps(self, share_pct: float) -> float:
         """Return the highest rate the share carries within the SLO when it runs nothing else; 0 where it cannot."""
-        if share_pct not in self._capacity_rps:  # asked for every gpu-let that a model might take a turn in
+        if share_pct not in self._capacity_rps:  # asked for every gpu-let where a model might take a turn
             table = self.latency_ms.get(share_pct, ())
             fitting = (1000.0 * b / ms for b, ms in enumerate(table) if b and 2 * ms <= self.slo_ms)
             self._capacity_rps[share_pct] = max(fitting, default=0.0)
         return self._capacity_rps[share_pct]
 
     def value(self, rate_rps: float, price: float) -> float:
-        """Return how much of a rate its best share carries, per price of a GPU."""
+        """Return the part of a rate that its best share carries, per price of a GPU."""
         return min(rate_rps, max(self.capacity_rps(share) for share in self.latency_ms)) / max(price, 1e-9)
 
     def room_mib(self, share_pct: float) -> float:
@@ -60,13 +60,13 @@ class ShareCosts:
         return self.on.gpu.memory_mib * share_pct / WHOLE_GPU_PCT - self.context_mib
 
     def memory_mib(self, batch_size: int) -> float:
-        """Return the memory of a replica in MiB, 0 where none was measured."""
+        """Return the memory of a replica in MiB, 0 when not measured."""
         return self.on.memory_mib(batch_size) or 0.0
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A model's turn in a gpu-let: the batch it runs once per duty cycle and the rate that is routed there."""
+    """A model's turn in a gpu-let: its batch per duty cycle, and the rate sent there."""
 
     costs: ShareCosts
     batch_size: int
@@ -74,7 +74,7 @@ class Turn:
     slowdown: float = 1.0
 
     def replica(self, share_pct: float) -> Replica:
-        """Return it for the plan."""
+        """Return the replica for the plan."""
         latency_ms = self.costs.latency_ms[share_pct][self.batch_size] * self.slowdown
         return Replica(
             name=self.costs.spec.name,
@@ -91,10 +91,9 @@ CostsByType = Mapping[str, Mapping[str, ShareCosts]]
 def share_costs(
     workload: Workload, cluster: Cluster, profiles: Profiles, shares_pct: Iterable[float], max_batch: int
 ) -> tuple[CostsByType, dict[str, str]]:
-    """Return what every model costs on those of the shares for which the profile has an answer, and the reasons of
-    the models that can run on none of them.
+    """Return every model's costs on the shares that its profile covers, and the reasons of models that can run on none.
 
-    Shares were measured, or lie between two measured ones; the whole GPU may also be continued from smaller shares.
+    A share was measured or lies between two measured ones; the whole GPU may also be extrapolated from smaller shares.
     """
     shares = tuple(shares_pct)
     found: dict[str, dict[str, ShareCosts]] = {}
@@ -120,7 +119,7 @@ def _view(on: ModelOnGpu, shares: Iterable[float], max_batch: int, context_mib: 
 
 
 def _why_none(by_type: Mapping[str, ModelOnGpu], shares: tuple[float, ...]) -> str:
-    """Return the one reason why a model runs on none of the shares, that of the type that comes nearest."""
+    """Return the reason why a model runs on none of the shares, on the type that comes nearest."""
     known = [(on, share) for on in by_type.values() for share in shares if on.knows(share, ("measured", "continued"))]
     if not known:
         return f"its latency on a share of {' or '.join(f'{share:g}' for share in shares)} % was not measured"

@@ -1,4 +1,4 @@
-"""Whether the gpu-lets of one GPU can all keep their rates beside each other, interference included."""
+"""Decides whether all gpu-lets of a GPU can keep their rates beside each other, interference included."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tenuto.placement.policies.shared.hosting import Hosted
 from tenuto.placement.program import held_mib
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
-ROUNDS = 12  # limit: of adapting batches to slowdowns and slowdowns to batches
+ROUNDS = 12  # limit: rounds of adapting batches to slowdowns and back
 
-Tenants = tuple[tuple[ShareCosts, float], ...]  # who takes turns in a gpu-let, each with the rate routed there
+Tenants = tuple[tuple[ShareCosts, float], ...]  # the models that take turns in a gpu-let, with their rates there
 
 
 @dataclass(frozen=True)
 class Solved:
-    """The duty cycle of a gpu-let, and by how much the neighbours slow down each of its batches."""
+    """The duty cycle of a gpu-let, and the neighbours' slowdown of each batch."""
 
     cycle: Cycle
     slowdowns: tuple[float, ...]
@@ -39,8 +39,8 @@ def solve_gpu(
 ) -> tuple[Solved | None, ...] | None:
     """Return the duty cycles of a GPU's gpu-lets (None for one without tenants), or None when they do not fit.
 
-    Slowdowns depend on the neighbours' batches and batches on the slowdowns, so both are repeated until they agree;
-    where they do not within a few rounds, the gpu-lets count as not fitting.
+    Slowdowns depend on the neighbours' batches and batches on the slowdowns, so both are repeated until they agree.
+    When they do not within `ROUNDS`, the gpu-lets count as not fitting.
     """
     solved = [_solve(share, tenants, ()) for share, tenants in gpulets]
     if any(one is None and tenants for one, (_, tenants) in zip(solved, gpulets, strict=True)):
@@ -68,7 +68,7 @@ def solve_gpu(
 
 
 def fits_memory(share_pct: float, tenants: Tenants, batch_sizes: Sequence[int]) -> bool:
-    """Say whether the tenants fit into the gpu-let's part of the GPU's memory, which is that of its share."""
+    """Say whether the tenants fit into the gpu-let's memory, which is its share of the GPU's."""
     needs = (costs.on.needs_mib(b) for (costs, _), b in zip(tenants, batch_sizes, strict=True))
     return not tenants or held_mib(needs) <= tenants[0][0].room_mib(share_pct) + 1e-6
 

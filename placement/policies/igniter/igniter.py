@@ -20,7 +20,7 @@ def raised(gpu: OpenGpu, demand: ShareDemand) -> Shares | None:
 
 
 def beside(gpu: OpenGpu, demand: ShareDemand) -> Shares | None:
-    """Return the same, but on a new GPU the lower bound (Algorithm 1, line 14)."""
+    """As `raised`, but return the lower bound on a new GPU (Algorithm 1, line 14)."""
     return raised(gpu, demand) if gpu.demands else (demand.lower_units or demand.most_units,)
 
 
@@ -29,10 +29,10 @@ class Igniter(Policy):
     """Places models, largest lower bound of the share first, where they raise the shares of all least.
 
     Algorithms 1 and 2 of the paper. A model that needs more than one GPU gets whole ones and a rest, as in the authors'
-    code (see `demands_of`). All GPUs are of the type that serves all at the lowest price, mixed with others only where
-    that serves more or costs less (see `pack_cluster`). What fits nowhere on a fixed cluster is left out. Every batch
-    is within half its SLO; the other half is for filling it. As in the paper, arrivals count as evenly spaced: bursts
-    need headroom, that is a workload of higher rates (lab/journal/benchmarks-placement.md has figures).
+    code (see `demands_of`). All GPUs are of the type that serves everything at the lowest price; others are mixed in
+    only when that serves more or costs less (see `pack_cluster`). What fits nowhere on a fixed cluster is left out.
+    Every batch takes at most half its SLO; the other half is for filling it. As in the paper, arrivals count as evenly
+    spaced: bursts need headroom, that is a workload of higher rates (figures: lab/journal/benchmarks-placement.md).
 
     Newcomers (section 4.2) are for `tenuto plan --from`, as under every policy.
 

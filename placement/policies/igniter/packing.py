@@ -1,4 +1,4 @@
-"""The packing that iGniter and the baselines of its paper share; they differ in which GPU they choose."""
+"""The packing shared by iGniter and the baselines of its paper; they differ in the GPU they choose."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class OpenGpu:
 
     @property
     def memory_mib(self) -> float:
-        """What the residents need together."""
+        """The residents' memory together."""
         return sum(demand.memory_mib for demand in self.demands)
 
 
 @dataclass
 class Packed:
-    """A finished packing; `refused` says by model why not all of its replicas were placed."""
+    """A finished packing; `refused` says why not all replicas of a model were placed."""
 
     gpus: list[OpenGpu]
     refused: dict[str, str]
@@ -48,9 +48,9 @@ class Packed:
 def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> tuple[list[ShareDemand], str | None]:
     """Return the replicas a model needs on a GPU type, and why they do not carry all of its rate, if so.
 
-    A model that needs more than one GPU gets whole ones at the largest batch up to 32 within half its SLO, each counted
-    at 0.9 of what it carries, and a rest that is planned like any other model (the authors' code; the paper does not
-    say). Never more than `MOST_REPLICAS`; none when not even one GPU will do.
+    A model that needs more than one GPU gets whole ones at the largest batch up to 32 within half its SLO. Each counts
+    0.9 of what it carries. The rest is planned like any other model (the authors' code; the paper does not say). There
+    are at most `MOST_REPLICAS`, and none when not even one GPU will do.
 
     Raises:
         InvalidInputError: the profile has no coefficients of iGniter's model.
@@ -89,17 +89,17 @@ def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> tuple[list
         count, left = count + 1, left - whole.rate_rps
     wholes = [whole.copy() for _ in range(count)]
     if left > 1e-9:
-        return wholes, f"it needs more than {MOST_REPLICAS:,} replicas, which are tried at most"
+        return wholes, f"it needs more than {MOST_REPLICAS:,} replicas, the most that are tried"
     wholes[-1].rate_rps += left
     return wholes, None
 
 
 def pack_cluster(workload: Workload, cluster: Cluster, profiles: Profiles, attempt: Try, *, first: bool) -> Packed:
-    """Place a workload on GPUs of the types that serve most and then cost least; see `pack` for the arguments.
+    """Place a workload on the GPU types that serve most and then cost least; see `pack` for the arguments.
 
-    The paper provisions one GPU type, the one that serves all at the lowest price. Here every type is tried as the
-    first one, and what it cannot serve (its SLOs are too tight for it, or a fixed cluster has no more of it) goes to
-    the others, the cheapest first. The best of these plans is taken.
+    The paper uses one GPU type, the one that serves everything at the lowest price. Here every type is tried as the
+    first one. What it cannot serve (SLOs too tight, or no GPUs left) goes to the others, the cheapest first. The best
+    of these plans is taken.
 
     Raises:
         InvalidInputError: a model has iGniter's coefficients on no GPU type of the cluster.
@@ -122,7 +122,7 @@ def pack_cluster(workload: Workload, cluster: Cluster, profiles: Profiles, attem
 def _pack_types(
     specs: Sequence[ModelSpec], kinds: Sequence[str], pool: GpuPool, profiles: Profiles, attempt: Try, *, first: bool
 ) -> tuple[Packed, float]:
-    """Place models on one GPU type after the other; return the packing and the rate that no replica carries."""
+    """Place models on one GPU type after the other; return the packing and the rate without a replica."""
     left = {spec.name: spec for spec in specs}
     gpus: list[OpenGpu] = []
     reasons: dict[str, str] = {}
@@ -136,7 +136,7 @@ def _pack_types(
 
 
 def _left(asked: Mapping[str, ModelSpec], packed: Packed) -> dict[str, ModelSpec]:
-    """Return the refused models with the rate that no replica carries yet."""
+    """Return the refused models with the rate that has no replica yet."""
     carried: dict[str, float] = {}
     for gpu in packed.gpus:
         for demand in gpu.demands:
@@ -168,11 +168,11 @@ def pack(
 
     Args:
         specs: the models to place.
-        pool: where GPUs are opened.
+        pool: opens GPUs.
         profiles: of the models.
         gpu_type: of the GPUs.
         attempt: returns the shares of a GPU with one more resident, the new one last, or None when it does not fit.
-        first: take the first GPU it fits; otherwise the one where the shares of all grow least beyond the lower bound.
+        first: take the first GPU that fits; otherwise the one where all shares grow least beyond the lower bound.
     """
     refused: dict[str, str] = {}
     queue: list[ShareDemand] = []
@@ -225,7 +225,7 @@ def igniter_plan(
     *,
     overcommits: bool = False,
 ) -> Plan:
-    """Return the plan with the latencies that iGniter's model expects."""
+    """Return the plan with iGniter's expected latencies."""
     hosted = []
     for opened in packed.gpus:
         times = beside_ms(opened.demands, opened.shares)

@@ -18,15 +18,15 @@ Shares = tuple[int, ...]  # of the residents of a GPU in order, in units of Hard
 class ShareDemand:
     """One replica to place on a GPU type: its part of the rate, its batch size, and its smallest share in units.
 
-    The batch size is the one whose filling time and inference time each fit half the SLO (eq. 16); the smallest share
-    is the one on which that batch takes half the SLO without neighbours (Theorem 1, eq. 17).
+    Filling and running the batch each take at most half the SLO (eq. 16). On the smallest share the batch takes half
+    the SLO without neighbours (Theorem 1, eq. 17).
     """
 
     spec: ModelSpec
     rate_rps: float
     model: ModelConstants
     hardware: Hardware
-    memory_mib: float = 0.0  # of the replica with this batch size, 0 where none was measured
+    memory_mib: float = 0.0  # of the replica with this batch size, 0 when not measured
     batch_size: int = field(init=False)
     lower_units: int | None = field(init=False)  # None: no share is enough
     _loads: dict[tuple[int, int], Load] = field(init=False, default_factory=dict)
@@ -84,8 +84,8 @@ def throughput_rps(demand: ShareDemand, units: int) -> float:
 def allocate(demands: Sequence[ShareDemand], shares: Sequence[int]) -> Shares | None:
     """Return shares that keep every resident within half its SLO, or None when the GPU is too small (Algorithm 2).
 
-    Starts from `shares` and adds one unit to each resident that is late, until none is. Within a round every resident
-    sees the shares as they are by then.
+    It starts from `shares` and adds one unit to each late resident until none is late. Within a round every resident
+    sees the shares changed so far.
     """
     most = demands[0].most_units
     found = list(shares)

@@ -1,4 +1,4 @@
-"""A plan for the MILP to beat, found in milliseconds: GPUs filled one after the other with what is worth most."""
+"""A first plan for the MILP, found in milliseconds: GPUs are filled one after the other with what is worth most."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def greedy_patterns(
 ) -> list[tuple[Pattern, int]]:
     """Return patterns with their counts: `start`, and GPUs filled one by one until rates or GPUs run out.
 
-    On every GPU the replica comes next that carries most of what is left for the compute and memory it takes. Where
-    GPUs are bought, the type whose GPU then carries most for its price is bought, until every rate is carried.
+    Each GPU gets next the replica that carries most of what is left for its compute and memory. When GPUs are bought,
+    the type whose GPU then carries most for its price comes next, until every rate is carried.
 
     Args:
         program: what is to be solved.
         items: sensible replicas by GPU type and model.
-        start: what is given already; its replicas count, and with one batch size per model fix that.
+        start: counts in advance; their replicas count, and fix the batch size when there is one per model.
     """
     return _Filling(program, items, start).run()
 

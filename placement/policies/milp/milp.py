@@ -43,8 +43,8 @@ from tenuto.profiles import Profiles
 
 # limit: column generation; patterns added per round and GPU type, and rounds before the last one's bound is taken
 COLUMNS_PER_ROUND, MOST_ROUNDS = 20, 200
-# limit: parts of the time limit by which the columns are made and the goodput (or price) is found; the rest of it is
-# for keeping replicas away from neighbours. Building the programs takes time too, hence not all of it is given away.
+# limit: parts of the time limit until the columns are made and the goodput (or price) is found. The rest keeps replicas
+# away from neighbours; building the programs also takes time, so the parts stay below 1.
 COLUMNS_UNTIL, GOODPUT_UNTIL, ALL_UNTIL = 0.35, 0.75, 0.95
 
 
@@ -52,16 +52,15 @@ COLUMNS_UNTIL, GOODPUT_UNTIL, ALL_UNTIL = 0.35, 0.75, 0.95
 class MilpPolicy(Policy):
     """Base of the MILP policies; they differ in which metric is the compute requirement.
 
-    Among plans of equal goodput, the one whose replicas are least exposed to neighbours is taken (sum over pairs on a
-    GPU of the neighbour's batch latency as part of the SLO), then the one with the least load, so that no replica is
-    idle by design. On an elastic cluster the cheapest GPUs that carry every rate are chosen; types without a price
+    Among plans of equal goodput, the one with replicas least exposed to neighbours wins (sum over pairs on a GPU of the
+    neighbour's batch latency as part of the SLO), then the one with the least load, so that no replica is idle by
+    design. On an elastic cluster the policy chooses the cheapest GPUs that carry every rate; types without a price
     count one unit each. A gpu-let has no share, as in the thesis: gpu-lets on one GPU compete freely, and the policy
-    believes the latency of the whole GPU. Beside the memory requirement, the memory of each replica with the CUDA
-    context of its process has to fit.
+    believes the latency of the whole GPU. Beside the memory requirement, each replica's memory and its process's CUDA
+    context have to fit.
 
-    How much the solver may do is bounded, not how long it may take, so that a plan is the same every time. Where that
-    is used up, the best plan found is returned, a greedy one at least, and a note says how far it may be from the
-    optimum.
+    The solver's work is bounded, not its time, so a plan is the same every time. When the work is used up, the best
+    plan so far (a greedy one at least) is returned, and a note says how far it may be from the optimum.
 
     Options:
         compute_metric, memory_metric: what must stay below 100 % of a GPU; a metric of the profile in percent, or
@@ -114,13 +113,13 @@ class MilpPolicy(Policy):
 
 
 class _Watch:
-    """How much of the time limit is left, where there is one."""
+    """How much of the time limit is left, if there is one."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s, self._began = math.inf if limit_s is None else limit_s, time.monotonic()
 
     def left_s(self, until: float) -> float:
-        """Return the seconds until this part of the limit is used up; negative when it is."""
+        """Return the seconds until this part of the limit is used up; negative afterwards."""
         return self._began + until * self._limit_s - time.monotonic()
 
 
@@ -152,7 +151,7 @@ class _Solving:
         final = second or best
         chosen = [(pattern, n) for pattern, n in zip(patterns, final.counts, strict=True) if n]
         if bound is None or not bound.is_bound:
-            return chosen, "the best plan found; how far from the optimum it is, is not known"
+            return chosen, "the best plan found; its distance from the optimum is not known"
         gap = abs(bound.objective - best.objective) / max(abs(best.objective), 1e-9)
         optimal = best.proven and (gap <= 1e-6 or self._is_complete(patterns, bound, best))
         note = "optimal" if optimal else f"within {100 * gap:.3g} % of the bound, optimality not proven"
@@ -179,7 +178,7 @@ class _Solving:
         return all_patterns, best(solutions, key=attrgetter("objective"))
 
     def _better(self, known: Solution, patterns: Sequence[Pattern]) -> Solution:
-        """Return the better of a solution over the first patterns and what the solver finds over all of them."""
+        """Return the better of a known solution over the first patterns and the solver's over all of them."""
         left_s = self._watch.left_s(GOODPUT_UNTIL)
         other = self._program.solve(patterns, known.counts, time_limit_s=left_s)
         padded = Solution(known.counts + (0,) * (len(patterns) - len(known.counts)), known.objective, False)
@@ -191,8 +190,8 @@ class _Solving:
         return padded if known.objective > other.objective + tolerance else other
 
     def _patterns(self) -> tuple[list[Pattern], Relaxation | None]:
-        """Return all patterns where they are few, else those that the linear relaxation asks for; and the relaxation,
-        None where there was no time for it."""
+        """Return all patterns when they are few, else those that the linear relaxation asks for; and the relaxation,
+        None when there was no time for it."""
         try:
             patterns: list[Pattern] = []
             for kind, by_model in self._items.items():
@@ -201,8 +200,8 @@ class _Solving:
         except TooManyPatternsError:
             patterns = [Pattern(kind, (item,)) for kind, groups in self._items.items() for g in groups for item in g]
         if not self._program.buys and self._program.max_replicas is None:
-            # Where the GPUs suffice on average, the relaxation puts no price on them and asks for no dense pattern;
-            # the patterns that would need the fewest GPUs are those with which whole numbers fit.
+            # When the GPUs suffice on average, the relaxation sets no price on them and asks for no dense pattern.
+            # Whole numbers fit with the patterns that need the fewest GPUs.
             buyer = PlacementProgram(self._program.models, None, self._program.prices, None)
             patterns, _ = self._generate(buyer, patterns, COLUMNS_UNTIL / 2)
         return self._generate(self._program, patterns, COLUMNS_UNTIL)
@@ -210,7 +209,7 @@ class _Solving:
     def _generate(
         self, program: PlacementProgram, patterns: list[Pattern], until: float
     ) -> tuple[list[Pattern], Relaxation | None]:
-        """Add patterns of positive reduced value until there are none, so that the relaxation covers all patterns."""
+        """Add patterns of positive reduced value until none is left, so that the relaxation covers all patterns."""
         known = {pattern.key for pattern in patterns}
         relaxation: Relaxation | None = None
         for _ in range(MOST_ROUNDS):
@@ -228,13 +227,13 @@ class _Solving:
                 return patterns, relaxation
             known |= {pattern.key for pattern in new}
             patterns = patterns + new
-        if relaxation is not None:  # the patterns of the last round are not in it
+        if relaxation is not None:  # it lacks the patterns of the last round
             padding = (0.0,) * (len(patterns) - len(relaxation.counts))
             relaxation = replace(relaxation, counts=relaxation.counts + padding, is_bound=False)
         return patterns, relaxation
 
     def _is_complete(self, patterns: Sequence[Pattern], bound: Relaxation, found: Solution) -> bool:
-        """Say whether no pattern outside `patterns` can be part of a better plan than `found`."""
+        """Say whether `found` cannot be beaten by any plan with a pattern outside `patterns`."""
         slack = abs(bound.objective - found.objective)
         if slack <= 1e-6 * max(abs(bound.objective), 1.0):
             return True
@@ -246,7 +245,7 @@ class _Solving:
         return True
 
     def _columns_in_gap(self, patterns: Sequence[Pattern], bound: Relaxation, found: Solution) -> list[Pattern]:
-        """Return patterns which a better plan might use: those whose reduced cost is below the gap."""
+        """Return patterns that a better plan might use: their reduced cost is below the gap."""
         known = {pattern.key for pattern in patterns}
         slack = abs(bound.objective - found.objective)
         more: list[Pattern] = []
@@ -259,7 +258,7 @@ class _Solving:
 def _usable(
     needs: Mapping[str, Mapping[str, Requirements]], kind: str, context_pct: float
 ) -> dict[str, Sequence[Requirement]]:
-    """Return the batches of every model that fit a GPU type with the context of their process."""
+    """Return every model's batches that fit a GPU type with their process's context."""
     none = Requirements((), (), "")
     return {
         name: [r for r in by_type.get(kind, none).within_slo if r.held_pct(context_pct) <= 100.0]
@@ -270,7 +269,7 @@ def _usable(
 def _on_gpus(
     chosen: Sequence[tuple[Pattern, int]], models: Sequence[ModelSpec], cluster: Cluster
 ) -> list[tuple[Gpu, list[tuple[str, Requirement]]]]:
-    """Give patterns to GPUs: in the order of the workload's models, so that equal decisions give equal plans."""
+    """Give patterns to GPUs, in the order of the workload's models: equal decisions then give equal plans."""
     pool = GpuPool(cluster)
     placed = []
     for pattern, count in sorted(chosen, key=lambda pair: [(i.model, i.need.batch_size) for i in pair[0].items]):

@@ -1,7 +1,7 @@
 """Patterns: the sets of replicas that fit together on one GPU, the columns of the MILP.
 
-Counting how many GPUs of a type get each pattern, instead of deciding for every GPU, removes the symmetry between
-identical GPUs. A pattern holds at most one replica of a model.
+The MILP counts the GPUs of a type with each pattern. Deciding for every GPU apart would add the symmetry of identical
+GPUs. A pattern holds at most one replica of a model.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tenuto.placement.workload import ModelSpec
 
 @dataclass(frozen=True)
 class Item:
-    """A replica that a pattern may hold. `carries_rps` is its throughput, cut off at the model's whole rate, `held_pct`
-    its memory with the context of its process."""
+    """A replica that a pattern may hold. `carries_rps` is its throughput, at most the model's whole rate; `held_pct`
+    its memory with its process's context."""
 
     model: int
     need: Requirement
@@ -28,16 +28,15 @@ class Item:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Replicas on one GPU of a type. `exposure` adds up, over the replicas, the time a batch of each neighbour takes as
-    a part of the replica's SLO: 0 when alone; the smaller, the less the neighbours can do.
-    """
+    """Replicas on one GPU of a type. `exposure` sums, over the replicas, each neighbour's batch time as a part of the
+    replica's SLO: 0 alone; the smaller, the less neighbours can do."""
 
     gpu_type: str
     items: tuple[Item, ...]
 
     @property
     def key(self) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """What tells it from other patterns: GPU type, models and batch sizes."""
+        """Its identity: GPU type, models and batch sizes."""
         return self.gpu_type, tuple((item.model, item.need.batch_size) for item in self.items)
 
     @property
@@ -65,15 +64,15 @@ def items_of(
 ) -> dict[str, list[list[Item]]]:
     """Return the sensible replicas of each model by GPU type.
 
-    A batch size is left out when another one of the same model carries at least as much of the rate with no more
-    compute and memory (and, among equals, the smaller batch stays): it can be replaced in every plan without loss. With
-    `one_batch_size` it can only be replaced on all types at once, so the other one has to be better on each of them.
+    A batch size is left out when another one of the model carries at least as much with no more compute and memory (the
+    smaller of equals stays): it could be replaced in every plan without loss. With `one_batch_size` the other one has
+    to be as good on every type, as all types change at once.
 
     Args:
         workload: the models.
         usable: by GPU type and model.
-        context_pct: what the context of a process takes of the memory, by GPU type.
-        one_batch_size: all replicas of a model have the same.
+        context_pct: a process context's part of the memory, by GPU type.
+        one_batch_size: all replicas of a model have the same size.
     """
     found: dict[str, list[list[Item]]] = {kind: [] for kind in usable}
     for index, spec in enumerate(workload):
@@ -101,7 +100,7 @@ def items_of(
 
 
 def _is_better(one: Mapping[str, Item], other: Mapping[str, Item], is_smaller: bool) -> bool:
-    """Say whether a batch size can replace another on every type on which that can be used."""
+    """Say whether a batch size can replace another on every type where the other is usable."""
     if not one.keys() >= other.keys():
         return False
     if any(not _at_least(one[kind], item) for kind, item in other.items()):
@@ -151,10 +150,11 @@ def _combinations(
 def patterns_worth(
     gpu_type: str, items: Sequence[Sequence[Item]], worth: Callable[[Item], float], threshold: float, limit: int
 ) -> tuple[list[Pattern], bool]:
-    """Return patterns whose items are together worth more than `threshold`, best first.
+    """Return patterns whose items are together worth more than `threshold`, best first; at most `limit`, and whether
+    these are all.
 
-    Returns at most `limit` patterns and whether these are all. Search: depth first over models by value per compute,
-    pruned by the value that the rest of the GPU's compute could add at the best ratio left.
+    The search goes depth first over models by value per compute. A bound prunes it: the value that the rest of the
+    GPU's compute could add at the best ratio left.
     """
     ratios: list[tuple[float, int]] = []
     for index, group in enumerate(items):

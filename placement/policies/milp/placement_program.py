@@ -13,15 +13,16 @@ from tenuto.placement.policies.milp.patterns import Item, Pattern
 from tenuto.placement.solver import Rows, integer_program, linear_program
 from tenuto.placement.workload import ModelSpec
 
-TOLERANCE = 1e-6  # limit: of rounding by the solver, relative
+TOLERANCE = 1e-6  # limit: relative rounding error of the solver
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The optimum of the linear relaxation, and what its constraints are worth at the margin.
+    """The optimum of the linear relaxation, and its marginal prices.
 
-    `counts` are the GPUs per pattern, fractions allowed; `carried` by model: the value of one more request per second;
-    `replica` by model: of one more replica allowed; `gpu` by type: of one more GPU, or its price where GPUs are bought.
+    `counts` are GPUs per pattern, fractions allowed. `carried`: the value of one more request per second of a model.
+    `replica`: of one more allowed replica of a model. `gpu`: of one more GPU of a type, or its price when GPUs are
+    bought.
     """
 
     objective: float
@@ -29,7 +30,7 @@ class Relaxation:
     carried: tuple[float, ...]
     replica: tuple[float, ...]
     gpu: Mapping[str, float]
-    is_bound: bool = True  # no pattern that was not given would make it better
+    is_bound: bool = True  # no pattern left out would improve it
 
     def worth(self, item: Item) -> float:
         """Return what a replica adds to the objective at these prices."""
@@ -38,8 +39,7 @@ class Relaxation:
 
 @dataclass(frozen=True)
 class Solution:
-    """How many GPUs get each pattern. `proven`: the solver showed that nothing better exists among the patterns
-    given."""
+    """How many GPUs get each pattern. `proven`: the solver showed that the given patterns allow nothing better."""
 
     counts: tuple[int, ...]
     objective: float
@@ -75,7 +75,7 @@ class PlacementProgram:
         return self.gpu_counts is None
 
     def relax(self, patterns: Sequence[Pattern]) -> Relaxation | None:
-        """Solve the linear relaxation over these patterns; None where the most replicas of a model carry too little."""
+        """Solve the linear relaxation over these patterns; None when the most replicas of a model carry too little."""
         rows = self._rows(patterns)
         models, columns = len(self.models), len(patterns)
         rates = [spec.rate_rps for spec in self.models]
@@ -104,10 +104,10 @@ class PlacementProgram:
 
         Args:
             patterns: the columns.
-            start: counts that are known, of the first patterns.
+            start: known counts of the first patterns.
             time_limit_s: for the solver.
-            at_least: when given, the first objective is kept at this level (`at most` for a price), and the exposure of
-                replicas to their neighbours is minimised instead, then load, so that no replica is there without need.
+            at_least: when given, keep the first objective at this level (`at most` for a price), and minimise the
+                replicas' exposure to neighbours instead, then load, so that no replica is needless.
         """
         if time_limit_s <= 0:
             return None
@@ -126,7 +126,7 @@ class PlacementProgram:
         rates = [spec.rate_rps for spec in self.models]
         least = [0.0] * columns + (rates if self.buys else [0.0] * models) + [0.0] * sizes
         most = [self._most(pattern) for pattern in patterns] + rates + [1.0] * sizes
-        # A rate may be carried by whole replicas to the last request; a millionth is for rounding in their sums.
+        # Whole replicas may carry a rate exactly; a millionth allows for rounding in their sums.
         rows.most = [limit + (TOLERANCE if index < models else 0.0) for index, limit in enumerate(rows.most)]
         known = np.zeros(len(cost))
         known[: len(start)] = start
@@ -149,7 +149,7 @@ class PlacementProgram:
         return math.fsum(s.weight * min(s.rate_rps, total) for s, total in zip(self.models, carried, strict=True))
 
     def _carried(self, patterns: Sequence[Pattern], counts: Sequence[int]) -> list[float]:
-        """Return what the first patterns carry of every model, so many GPUs with each."""
+        """Return what so many GPUs with each of the first patterns carry of every model."""
         carried = [0.0] * len(self.models)
         for pattern, n in zip(patterns, counts, strict=False):
             for item in pattern.items:
@@ -188,7 +188,7 @@ class PlacementProgram:
         return rows
 
     def _sizes(self, patterns: Sequence[Pattern], rows: Rows) -> list[tuple[int, int]]:
-        """Add the rows that let every model use one batch size; return the model and size of each column for that."""
+        """Add the rows that let every model use one batch size; return model and size of each added column."""
         with_size: dict[tuple[int, int], dict[int, float]] = {}
         least_rps: dict[int, float] = {}
         for column, pattern in enumerate(patterns):

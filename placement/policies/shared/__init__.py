@@ -1,1 +1,1 @@
-"""What several policy families share: the pool of GPUs, requirements in percent, squishy bin packing."""
+"""What several policy families share: the pool of GPUs, requirements in percent, and making the plan."""

@@ -9,9 +9,8 @@ from tenuto.placement.cluster import Cluster, Gpu, node_of
 
 
 class GpuPool:
-    """Hands out GPUs one by one. On an elastic cluster it never runs dry: further GPUs of a type continue the numbering
-    of the first node that has the type.
-    """
+    """Hands out GPUs one by one. On an elastic cluster there are always more; they continue the numbering of the first
+    node with the type."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.elastic = cluster.elastic

@@ -1,11 +1,11 @@
-"""From replicas on GPUs to a plan: the last step of every policy."""
+"""Makes a plan of replicas on GPUs: the last step of every policy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.placement.cluster import Cluster, Gpu, whole_of
+from tenuto.placement.cluster import Cluster, Gpu, cost_of
 from tenuto.placement.plan import Expected, ExpectedModel, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.program import Gpulet, Replica, slowest_ms
 from tenuto.placement.workload import Workload
@@ -17,7 +17,7 @@ CARRIED = 1e-6  # limit: relative shortfall below which a rate counts as carried
 class Hosted:
     """A gpu-let of a plan in the making. `share_pct` None: unrestricted; `duty_ms` as in `Gpulet.duty_cycle_ms`.
 
-    Each replica says with `rate_rps` and `latency_ms` what the policy believes of it.
+    Each replica's `rate_rps` and `latency_ms` are the policy's beliefs.
     """
 
     gpu: Gpu
@@ -38,11 +38,11 @@ def hosting_plan(
 ) -> Plan:
     """Return the plan, gpu-lets in the order of the cluster's GPUs, bought ones last.
 
-    What the policy believes of a model is the sum of its replicas' rates, and the latency of the slowest.
+    The policy's belief of a model is the sum of its replicas' rates, and the latency of the slowest.
 
     Args:
-        reasons: by model, why not all of its rate is carried, where that is not for lack of GPU time; those of models
-            that are carried are left out.
+        reasons: by model, why not all of its rate is carried, when that is not for lack of GPU time; reasons of carried
+            models are dropped.
     """
     order = {gpu.id: index for index, gpu in enumerate(cluster.gpus)}
     counts: dict[str, int] = {}
@@ -93,16 +93,9 @@ def hosting_plan(
     )
 
 
-def cost_of(used: Iterable[Gpu]) -> float | None:
-    """Return the price of GPUs per hour, each counted once, and whole where an instance of it is used; None where one
-    has no price."""
-    prices = {gpu.device: whole_of(gpu).price_per_hour for gpu in used}
-    known = [price for price in prices.values() if price is not None]
-    return round(sum(known), 6) if len(known) == len(prices) else None
-
-
 def planned_gpus(cluster: Cluster, used: Iterable[Gpu]) -> tuple[PlannedGpu, ...]:
-    """Return the plan's GPUs: all of a fixed cluster (idle ones are part of the answer), the used ones if elastic."""
+    """Return the plan's GPUs: all of a fixed cluster, as idle ones are part of the answer; the used ones of an elastic
+    one."""
     gpus: Iterable[Gpu] = used
     if not cluster.elastic:
         gpus = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in used).gpus

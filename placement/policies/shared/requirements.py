@@ -1,7 +1,6 @@
-"""What a replica requires of a GPU in percent: compute (Creq) and memory (Mreq) by batch size, as USHER and the MILPs
-see it.
+"""What a replica requires of a GPU in percent, for USHER and the MILPs: compute (Creq) and memory (Mreq) by batch size.
 
-Only measured batches of the whole GPU count; a batch whose metric is missing in the profile is left out, not guessed.
+Only batches measured on the whole GPU count. A batch whose metric the profile lacks is left out, not guessed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
-MEMORY = "memory"  # the name under which the memory requirement is asked for; any profile metric may stand in
+MEMORY = "memory"  # name of the memory requirement; any profile metric may replace it
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Requirement:
     throughput_rps: float
     latency_ms: float
     memory_mib: float | None
-    resident_pct: float  # its bytes in percent of the GPU's memory; 0 where they were not measured
+    resident_pct: float  # its bytes in percent of the GPU's memory; 0 when not measured
 
     @property
     def total_pct(self) -> float:
@@ -39,11 +38,11 @@ class Requirement:
         return self.compute_pct + self.memory_pct
 
     def held_pct(self, context_pct: float) -> float:
-        """Return the memory a replica takes: what it requires, or its bytes and the context of its process."""
+        """Return the memory a replica takes: its requirement, or its bytes plus its process's context."""
         return max(self.memory_pct, self.resident_pct + context_pct)
 
     def replica(self, model: str, rate_rps: float) -> Replica:
-        """Return it for the plan, with the latency the policy believes in: the one measured on the whole GPU."""
+        """Return the replica for the plan, with the latency the policy believes: the whole GPU's."""
         return Replica(
             name=model, batch_size=self.batch_size, rate_rps=round(rate_rps, 6), latency_ms=round(self.latency_ms, 6)
         )
@@ -51,7 +50,7 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Requirements:
-    """A model on one GPU type: `within_slo` are the batches that may be used, `measured` all, for averages."""
+    """A model on one GPU type: `within_slo` are the usable batches, `measured` all, for averages."""
 
     within_slo: tuple[Requirement, ...]
     measured: tuple[Requirement, ...]
@@ -61,7 +60,7 @@ class Requirements:
 def requirements_of(
     workload: Workload, cluster: Cluster, profiles: Profiles, compute_metric: str, memory_metric: str
 ) -> dict[str, dict[str, Requirements]]:
-    """Return the requirements of every model on every GPU type of the cluster on which it was measured.
+    """Return the requirements of every model on every GPU type of the cluster where it was measured.
 
     Raises:
         InvalidInputError: a model's profile has the metric on none of the types; one problem per model.
@@ -105,7 +104,7 @@ def _measured(on: ModelOnGpu, compute_metric: str, memory_metric: str) -> Iterab
 
 
 def _percent(on: ModelOnGpu, batch_size: int, metric: str) -> float | None:
-    """Return a requirement in percent of the GPU, None where it was not measured."""
+    """Return a requirement in percent of the GPU; None when not measured."""
     point = on.profile.point(batch_size)
     if metric == MEMORY:
         return None if point.memory_mib is None else 100.0 * point.memory_mib / on.gpu.memory_mib
@@ -137,7 +136,7 @@ def _requirements(on: ModelOnGpu, measured: tuple[Requirement, ...]) -> Requirem
 
 
 def context_pct_of(cluster: Cluster, profiles: Profiles) -> dict[str, float]:
-    """Return how much of a GPU's memory the context of a process takes, in percent by GPU type."""
+    """Return a process context's part of the GPU's memory in percent, by GPU type."""
     gpus = cluster.one_of_each
     return {kind: WHOLE_GPU_PCT * context_mib_of(kind, profiles) / gpu.memory_mib for kind, gpu in gpus.items()}
 
@@ -147,12 +146,12 @@ Placed = Sequence[tuple[Gpu, Sequence[tuple[str, Requirement]]]]
 
 
 def hosted_requirements(workload: Workload, placed: Placed, *, shares: bool) -> list[Hosted]:
-    """Return one gpu-let per replica; a model's rate is spread over its replicas in proportion to their throughput.
+    """Return one gpu-let per replica. A model's rate is spread over its replicas in proportion to throughput.
 
     Args:
-        workload: whose rates.
+        workload: gives the rates.
         placed: the replicas.
-        shares: limit each gpu-let to its compute requirement; otherwise those of a GPU compete freely.
+        shares: limit each gpu-let to its compute requirement; otherwise a GPU's gpu-lets compete freely.
     """
     capacity: dict[str, float] = {}
     for _, replicas in placed:

@@ -1,1 +1,1 @@
-"""Symphony: every GPU of a sub-cluster holds all of its models; how models are split into sub-clusters."""
+"""Symphony: every GPU of a sub-cluster holds all its models; splitting models into sub-clusters."""

@@ -11,11 +11,11 @@ dynamic memory d (working space while it runs), R = sum r / l and S = sum s / l:
                                                                         one at a time needs its dynamic part
                 sum_ij c_i |x[i,j] - x'[i,j]| <= C_max                  change against the present partition x'
 
-The paper minimises dR + w dS; dividing both by their means makes w free of units and is the same program with another
-w. c_i is the static memory of a model, loading and unloading both counted. `max_models` is ours. The paper gives its
-solver 10 s; here its work is bounded instead, so that a partition is the same every time. A longest-first partition
-improved by moves and swaps is the answer where that is better, and at once where the imbalance is below `GOOD_ENOUGH`
-of an average sub-cluster.
+The paper minimises dR + w dS; dividing both by their means is the same program with another w, free of units. c_i is
+the static memory of a model, loading and unloading both counted. `max_models` is ours. The paper gives its solver 10 s.
+Here the solver's work is bounded instead, so a partition is the same every time. A longest-first partition, improved by
+moves and swaps, is the answer when it is better than the solver's, and at once when its imbalance is below
+`GOOD_ENOUGH` of an average sub-cluster.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.errors import Problem, raise_if_any, refused
+from tenuto.errors import refused
 from tenuto.placement.solver import Rows, integer_program
 
-# limit: a solver asked for less takes all the work it may do from some 30 models on, and seldom finds it
+# limit: asked for less, the solver uses up its work from some 30 models on, and seldom finds better
 GOOD_ENOUGH = 1e-2
-MOST_CHOICES = 20_000  # limit: models times sub-clusters; of more the solver found nothing better in 10 s
+MOST_CHOICES = 20_000  # limit: models times sub-clusters; above, the solver found nothing better in 10 s
 Floats = NDArray[np.float64]
 Assignment = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class PartitionModel:
-    """A model to be assigned: GPUs its rate keeps busy, its rate, and what its copy takes on every GPU in MiB: `static`
+    """A model to assign: GPUs that its rate keeps busy, its rate, and the MiB of its copy on every GPU: `static`
     always, `dynamic` while it runs."""
 
     name: str
@@ -51,8 +51,8 @@ class PartitionModel:
 
 @dataclass(frozen=True)
 class PartitionLimits:
-    """What a sub-cluster may hold; None: no limit. `memory_mib` is that of one GPU, `max_change_mib` bounds what is
-    loaded and unloaded as a whole; `memory_weight` is w."""
+    """What a sub-cluster may hold; None: no limit. `memory_mib` is one GPU's; `max_change_mib` limits all loading and
+    unloading together; `memory_weight` is w."""
 
     memory_mib: float | None = None
     max_rate_rps: float | None = None
@@ -63,9 +63,9 @@ class PartitionLimits:
 
 @dataclass(frozen=True)
 class Partition:
-    """The sub-cluster (from 0) of every model, and how good that is.
+    """The sub-cluster (from 0) of every model, and how good the partition is.
 
-    `objective` is the program's; no partition's is below `lower_bound`. `proven`: the solver finished, or the bound is
+    `objective` is the program's; no partition is below `lower_bound`. `proven`: the solver finished, or the bound is
     reached.
     """
 
@@ -78,30 +78,10 @@ class Partition:
     proven: bool
     models: tuple[PartitionModel, ...] = field(repr=False)
 
-    def members(self, subcluster: int) -> list[PartitionModel]:
-        """Return the models of a sub-cluster, in the order given."""
-        return [model for model in self.models if self.assignment[model.name] == subcluster]
-
-    def gpus(self, total: int) -> list[int]:
-        """Return how many of `total` GPUs each sub-cluster gets, by what its models need; none for an empty one.
-
-        Raises:
-            InvalidInputError: fewer GPUs than sub-clusters.
-        """
-        needs = [sum(m.need_gpus for m in self.members(k)) for k in range(self.subclusters)]
-        used = [k for k in range(self.subclusters) if self.members(k)]
-        if total < len(used):
-            rule = f"{len(used)} sub-clusters need at least one GPU each"
-            raise refused("--gpus", total, rule, "Use fewer sub-clusters.")
-        counts = [0] * self.subclusters
-        for k, count in zip(used, gpus_by_need([needs[k] for k in used], total), strict=True):
-            counts[k] = count
-        return counts
-
 
 def gpus_by_need(needs: Sequence[float], total: int) -> list[int]:
-    """Share out GPUs, at least one each, the next one always where GPUs are busiest: the largest need per GPU becomes
-    as small as it can be."""
+    """Share out GPUs, at least one each. The next one always goes where GPUs are busiest, so the largest need per GPU
+    becomes as small as possible."""
     counts = [1] * len(needs)
     for _ in range(total - len(needs)):
         counts[max(range(len(needs)), key=lambda k: (needs[k] / counts[k], -k))] += 1
@@ -116,21 +96,20 @@ def partition(
     current: Mapping[str, int] | None = None,
     time_limit_s: float = math.inf,
 ) -> Partition:
-    """Return the best partition found; the same every time where no time limit ends the search.
+    """Return the best partition found, the same every time unless a time limit ends the search.
 
     Args:
-        models: with positive need and rate.
-        subclusters: how many, at most the number of models.
-        limits: of each sub-cluster, and of the change.
-        current: the present sub-cluster of models that are already served.
-        time_limit_s: for the solver, besides the work that it may do; 0: no solver.
+        models: at least one, with positive need and rate.
+        subclusters: their number, at most that of models.
+        limits: on each sub-cluster and on the change.
+        current: present sub-clusters of served models, by number.
+        time_limit_s: for the solver, beside the limit on its work; 0: no solver.
 
     Raises:
-        InvalidInputError: numbers out of range, or limits that no partition keeps.
+        InvalidInputError: no partition keeps the limits.
     """
     limits, names = limits or PartitionLimits(), {model.name for model in models}
     current = {name: k for name, k in (current or {}).items() if name in names}
-    raise_if_any(_problems(models, subclusters, limits, current, time_limit_s))
     case = _Case(models, subclusters, limits, current)
     starts = [start for start in (case.kept(), case.longest_first()) if start is not None]
     improved = [case.improved(start) for start in starts]
@@ -165,15 +144,8 @@ def partition(
     )
 
 
-def longest_first(models: Sequence[PartitionModel], subclusters: int, limits: PartitionLimits) -> list[int] | None:
-    """Return a partition made in one pass: the largest model first, each where rate and memory are then least out of
-    balance; None where one fits nowhere."""
-    found = _Case(models, subclusters, limits, {}).longest_first()
-    return None if found is None else [int(k) for k in found]
-
-
 def fits_some(models: Sequence[PartitionModel], subclusters: int, limits: PartitionLimits) -> list[int | None]:
-    """Return what `longest_first` does, with None for the models that fit nowhere beside those before them."""
+    """As `longest_first`, with None for models that fit nowhere."""
     placed = _Case(models, subclusters, limits, {}).filled([None] * len(models))
     return [None if k < 0 else int(k) for k in placed]
 
@@ -196,7 +168,7 @@ class _Case:
         self._most_memory = math.inf if limits.memory_mib is None else limits.memory_mib
         self._most_models = math.inf if limits.max_models is None else limits.max_models
         self._home = np.array([current.get(model.name, -1) for model in models], dtype=np.int64)
-        # The largest model cannot be divided: what it has beyond the mean is out of balance in any partition.
+        # The largest model cannot be divided: its excess over the mean is imbalance in any partition.
         self.bound = max(0.0, self._rate.max() - 1.0) + self._weight * max(0.0, self._memory.max() - 1.0)
 
     # --- judging ------------------------------------------------------------------------------------------------
@@ -208,8 +180,8 @@ class _Case:
         return self._sums(where, self._rate[placed]), self._sums(where, self._memory[placed])
 
     def _sums(self, where: Assignment, values: Floats) -> Floats:
-        """Return the sum of the values in every sub-cluster. numpy's own sums of nothing are whole numbers, and what is
-        added to them later would lose its fraction."""
+        """Return the sum of the values in every sub-cluster, as floats: numpy's own sums of nothing are integers, which
+        would drop fractions added later."""
         return np.bincount(where, values, self.count).astype(np.float64)
 
     def objective(self, assignment: Assignment) -> float:
@@ -220,7 +192,7 @@ class _Case:
         return np.flatnonzero((self._home >= 0) & (self._home != assignment)).tolist()
 
     def changed_mib(self, assignment: Assignment) -> float:
-        """Return what is loaded and unloaded: a moved model counts twice, a new one once."""
+        """Return the memory loaded and unloaded: a moved model counts twice, a new one once."""
         if not (self._home >= 0).any():
             return 0.0
         new = float(self._static[self._home < 0].sum())
@@ -249,20 +221,20 @@ class _Case:
     # --- starts and improvements ----------------------------------------------------------------------------------
 
     def kept(self) -> Assignment | None:
-        """Return the present partition, new models added; None without one, or where it breaks a limit."""
+        """Return the present partition with new models added; None without one, or when it breaks a limit."""
         if not (self._home >= 0).any():
             return None
         return self._whole(self.filled(list(self._home)))
 
     def longest_first(self) -> Assignment | None:
-        """Return a partition made in one pass, or None where a model fits nowhere."""
+        """Return a partition made in one pass, or None when a model fits nowhere."""
         return self._whole(self.filled([None] * len(self._rate)))
 
     def _whole(self, assignment: Assignment) -> Assignment | None:
         return assignment if (assignment >= 0).all() and self.allows(assignment) else None
 
     def filled(self, start: Sequence[int | None]) -> Assignment:
-        """Give every model without a sub-cluster one, the largest first; -1 where it fits nowhere."""
+        """Give every model without a sub-cluster one, the largest first; -1 when it fits nowhere."""
         found = np.array([-1 if k is None or k < 0 else k for k in start], dtype=np.int64)
         placed = found >= 0
         where = found[placed]
@@ -282,7 +254,7 @@ class _Case:
                 & (models < self._most_models)
             )
             if (models == 0).sum() >= len(left) - position:
-                fits &= models == 0  # each of the rest is needed so that no sub-cluster stays empty
+                fits &= models == 0  # the rest must fill the empty sub-clusters
             if not fits.any():
                 continue
             fullest = np.where(fits, np.maximum(new_rate, self._weight * new_memory), np.inf)
@@ -293,7 +265,8 @@ class _Case:
         return found
 
     def improved(self, start: Assignment) -> Assignment:
-        """Move and swap models as long as the sum of the squared deviations from the mean falls, then the objective."""
+        """Move and swap models while the sum of squared deviations from the mean falls, then while the objective
+        does."""
         best = start.copy()
         for reduce in (np.add, np.maximum):
             for _ in range(4 * len(best)):
@@ -304,7 +277,7 @@ class _Case:
         return best
 
     def _potential(self, rate: Floats, memory: Floats, reduce: np.ufunc) -> float:
-        """Return what an improvement lowers: the sum of the squared deviations (add), or the largest ones (maximum)."""
+        """Return what an improvement lowers: the sum of squared deviations (add), or the largest ones (maximum)."""
         rates, memories = self._deviations(rate, memory, reduce)
         return float(reduce.reduce(rates) + reduce.reduce(memories))
 
@@ -314,8 +287,8 @@ class _Case:
         return np.abs(rate - 1.0), self._weight * np.abs(memory - 1.0)
 
     def _step(self, assignment: Assignment, reduce: np.ufunc) -> Assignment | None:
-        """Return the assignment after the best move or swap that involves a sub-cluster furthest from the mean; None
-        where none helps and is allowed."""
+        """Return the assignment after the best move or swap with a sub-cluster furthest from the mean; None when no
+        allowed one helps."""
         rate, memory = self.loads(assignment)
         now = self._potential(rate, memory, reduce)
         furthest = {int(rate.argmax()), int(rate.argmin())}
@@ -325,7 +298,7 @@ class _Case:
             inside, outside = np.flatnonzero(assignment == k), np.flatnonzero(assignment != k)
             if not len(inside) or not len(outside):
                 continue
-            # Out of k: one of its models or none (index -1), for one of the others or none.
+            # Exchange one of k's models or none (index -1) for another model or none.
             mine, others = np.append(inside, -1), np.append(outside, -1)
             out_rate, in_rate = np.append(self._rate[inside], 0.0), np.append(self._rate[outside], 0.0)
             out_memory, in_memory = np.append(self._memory[inside], 0.0), np.append(self._memory[outside], 0.0)
@@ -362,8 +335,8 @@ class _Case:
         gain_memory: Floats,
         reduce: np.ufunc,
     ) -> Floats:
-        """Return the potential after each exchange: rows are models leaving k, columns those that come for them from
-        the sub-clusters `home`. Only two sub-clusters change, so that the rest is summed up once for each."""
+        """Return the potential after each exchange: rows are models that leave k, columns models that come from the
+        sub-clusters `home`. Only two sub-clusters change, so the others are summed once."""
         found = np.zeros(gain_rate.shape)
         before = self._deviations(rate, memory, reduce)
         at_k = self._deviations(rate[k] + gain_rate, memory[k] + gain_memory, reduce)
@@ -379,7 +352,7 @@ class _Case:
         return found
 
     def renamed(self, assignment: Assignment) -> Assignment:
-        """Return the same partition under the names by which least moves: sub-clusters are interchangeable."""
+        """Return the same partition, named so that least moves: sub-clusters are interchangeable."""
         from scipy.optimize import linear_sum_assignment
 
         known = self._home >= 0
@@ -434,45 +407,3 @@ class _Case:
             return None, self.bound, solved.is_proven
         assignment = solved.x[: models * count].reshape(models, count).argmax(axis=1).astype(np.int64)
         return assignment, max(self.bound, solved.bound), solved.is_proven
-
-
-def _problems(
-    models: Sequence[PartitionModel],
-    subclusters: int,
-    limits: PartitionLimits,
-    current: Mapping[str, int],
-    time_limit_s: float,
-) -> list[Problem]:
-    found = []
-    if not 1 <= subclusters <= len(models):
-        rule = f"must be from 1 to the number of models ({len(models)})"
-        found.append(Problem("--subclusters", subclusters, rule, "Give fewer sub-clusters or more models."))
-    for model in models:
-        for key, least in (("need_gpus", 1e-12), ("rate_rps", 1e-12), ("static_mib", 0.0), ("dynamic_mib", 0.0)):
-            value = getattr(model, key)
-            if not (math.isfinite(value) and value >= least):
-                found.append(Problem(f"{model.name}.{key}", value, "must be a finite positive number", "Correct it."))
-        held_mib = model.static_mib + model.dynamic_mib
-        if limits.memory_mib is not None and held_mib > limits.memory_mib:
-            rule, cure = f"more than the {limits.memory_mib:g} MiB of a GPU", "Use a GPU type with more memory."
-            found.append(Problem(f"{model.name}.memory_mib", held_mib, rule, cure))
-        if limits.max_rate_rps is not None and model.rate_rps > limits.max_rate_rps:
-            rule = f"alone above the {limits.max_rate_rps:g} r/s one sub-cluster may have"
-            cure = "Raise the limit, or list the model twice with half the rate each."
-            found.append(Problem(f"{model.name}.rate_rps", model.rate_rps, rule, cure))
-    for name, k in current.items():
-        if not 0 <= k < subclusters:
-            rule = f"there are sub-clusters 0 to {subclusters - 1}"
-            cure = "Leave the model out of the current partition, or use more sub-clusters."
-            found.append(Problem(f"current.{name}", k, rule, cure))
-    for key in ("memory_mib", "max_rate_rps", "max_models"):
-        value = getattr(limits, key)
-        if value is not None and not value > 0:
-            found.append(Problem(key, value, "must be positive", "Leave it out for no limit."))
-    if limits.max_change_mib is not None and not limits.max_change_mib >= 0:
-        found.append(Problem("max_change_mib", limits.max_change_mib, "must be at least 0", "0 moves nothing."))
-    if not (math.isfinite(limits.memory_weight) and limits.memory_weight >= 0):
-        found.append(Problem("memory_weight", limits.memory_weight, "must be at least 0", "Leave it at 1."))
-    if not time_limit_s >= 0:
-        found.append(Problem("--time-limit-s", time_limit_s, "must be a number of seconds, at least 0", "Try 10."))
-    return found

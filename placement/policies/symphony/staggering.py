@@ -13,8 +13,8 @@ from tenuto.placement.policies.symphony.partition import PartitionModel
 class StaggeredModel:
     """A model on GPUs of one type, all of which hold it.
 
-    Its batch is the staggered one for as many GPUs, a single request where not even that has slack, and no larger than
-    one whose replica fits into the memory of a GPU.
+    Its batch is the staggered one for as many GPUs; a single request when even that has no slack; and never larger than
+    fits into a GPU's memory.
     """
 
     def __init__(self, on: ModelOnGpu, max_batch: int, context_mib: float) -> None:
@@ -30,7 +30,7 @@ class StaggeredModel:
 
     @property
     def why_not(self) -> str:
-        """Why it cannot be served on this type; empty where it can."""
+        """Why this type cannot serve it; empty when it can."""
         if self.is_late:
             return (
                 f"SLO below batch 1: one request takes {self._steps[1]:.4g} of {self.on.slo_ms:g} ms on a "
@@ -47,13 +47,13 @@ class StaggeredModel:
         return self._steps[self.batch(gpus)]
 
     def need(self, gpus: float) -> float:
-        """Return the GPUs that are busy with this model's rate in full batches."""
+        """Return how many GPUs this model's rate keeps busy in full batches."""
         size = self.batch(gpus)
         return self.spec.rate_rps * self._steps[size] / size / 1000.0
 
     def entry(self, gpus: float) -> PartitionModel:
-        """Return it for the partition: weights are static, the working memory of a batch dynamic; where the weights are
-        not known apart, everything counts as static."""
+        """Return the model for the partition: weights are static, a batch's working memory is dynamic. When weights are
+        not known apart, everything is static."""
         memory, weights = self.on.needs_mib(self.batch(gpus))
         static = memory if weights is None else min(memory or weights, weights)
         return PartitionModel(self.spec.name, self.need(gpus), self.spec.rate_rps, static, max(0.0, memory - static))

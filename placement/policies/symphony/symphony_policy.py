@@ -30,7 +30,7 @@ from tenuto.placement.program import Replica
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
-MOST_GPUS = 100_000  # limit: bought for one sub-cluster at most, so that a wrong rate does not loop for ever
+MOST_GPUS = 100_000  # limit: most GPUs bought for one sub-cluster, so that a wrong rate does not loop for ever
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _SubCluster:
     gpus: list[Gpu] = field(default_factory=list)
 
     def need(self, gpus: float) -> float:
-        """Return how many GPUs are busy with its rates when it has that many."""
+        """Return how many GPUs its rates keep busy when it has that many."""
         return sum(resident.need(gpus) for resident in self.residents)
 
 
@@ -49,10 +49,9 @@ class Symphony(Policy):
     """One unrestricted gpu-let per GPU that holds all models of its sub-cluster.
 
     A model's largest batch is the staggered one, max b with (1 + 1/n)*l(b) <= SLO on n GPUs. Models go to the fewest
-    sub-clusters in which they fit into a GPU's memory and a dispatcher's rate, parted as in appendix A (`partition`):
-    even in rate and in static memory. GPUs are then shared out by what the sub-clusters need. A sub-cluster has GPUs of
-    one type. When its models need more GPUs than it has, their rates are carried in the same proportion; an elastic
-    cluster grows until all is carried.
+    sub-clusters in which they fit a GPU's memory and a dispatcher's rate, split as in appendix A (`partition`): evenly
+    in rate and static memory. GPUs are then shared out by need. A sub-cluster has GPUs of one type. When it has fewer
+    GPUs than its models need, their rates are carried in proportion; an elastic cluster grows until all is carried.
 
     Options:
         sub_clusters: number of sub-clusters per GPU type; 0 for the fewest that the limits allow.
@@ -116,7 +115,7 @@ class Symphony(Policy):
         limits = PartitionLimits(
             memory_mib=room_mib, max_rate_rps=self.max_rate_rps or None, memory_weight=self.memory_weight
         )
-        # Batches, and with them memory, grow with the GPUs of a sub-cluster; an elastic cluster grows to any number.
+        # Batches and memory grow with the GPUs of a sub-cluster; an elastic cluster may grow to any number.
         entries = [member.entry(MOST_GPUS if elastic else gpus) for member in members]
         most = len(members) if elastic else min(gpus, len(members))
         number, placed = self._fewest(entries, limits, most)
@@ -130,7 +129,7 @@ class Symphony(Policy):
             limit_s = math.inf if self.time_limit_s is None else self.time_limit_s
             found = partition([entries[i] for i in kept], number, limits=limits, time_limit_s=limit_s)
             where = [found.assignment[entries[i].name] for i in kept]
-        except InvalidInputError:  # tight limits: what one pass found stands
+        except InvalidInputError:  # tight limits: keep what one pass found
             where = [k for k in placed if k is not None]
         groups = [[members[i] for i, k in zip(kept, where, strict=True) if k == g] for g in range(number)]
         return [_SubCluster(kind, group) for group in groups if group], left_out
@@ -138,7 +137,7 @@ class Symphony(Policy):
     def _fewest(
         self, entries: Sequence[PartitionModel], limits: PartitionLimits, most: int
     ) -> tuple[int, list[int | None]]:
-        """Return the fewest sub-clusters that hold all models, or the most there may be, with a first assignment."""
+        """Return the fewest sub-clusters that hold all models, or the most allowed, with a first assignment."""
         if self.sub_clusters:
             number = min(self.sub_clusters, most)
             return number, fits_some(entries, number, limits)
@@ -205,7 +204,7 @@ def _choose_types(
 
 
 def _give_gpus(parts: Sequence[_SubCluster], gpus: int, pool: GpuPool) -> None:
-    """Hand the sub-clusters of one type their GPUs: by need on a fixed cluster, as many as they need when bought."""
+    """Give the sub-clusters of one type their GPUs: by need on a fixed cluster, as many as needed when bought."""
     if pool.elastic:
         wanted = [next((n for n in _growing(part) if part.need(n) <= n + 1e-9), MOST_GPUS) for part in parts]
     else:
@@ -218,5 +217,5 @@ def _give_gpus(parts: Sequence[_SubCluster], gpus: int, pool: GpuPool) -> None:
 
 
 def _growing(part: _SubCluster) -> range:
-    """Return the numbers of GPUs to try: fewer than the largest batches need cannot do."""
+    """Return the numbers of GPUs to try, from what the largest batches need."""
     return range(max(1, math.floor(part.need(MOST_GPUS))), MOST_GPUS)

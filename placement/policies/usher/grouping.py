@@ -1,4 +1,4 @@
-"""USHER's grouping: models whose compute and memory needs balance each other, paired in rounds by matching.
+"""USHER's grouping: matching pairs models, in rounds, whose compute and memory needs balance each other.
 
 The distance of a group is |sum Creq - sum Mreq| over the average requirements of its models (USHER, section 4.2). Each
 round merges groups along a minimum-weight matching of maximum cardinality, so two rounds give groups of up to four.
@@ -13,10 +13,10 @@ import numpy as np
 
 TIES = ("exact", "float")
 
-# limit: Blossom matching is cubic; above this many nodes the closed form below finds a matching of the same weight.
+# limit: blossom matching is cubic; above this many nodes a closed form finds a matching of the same weight.
 LARGEST_GENERAL_MATCHING = 128
-# format: weights are whole numbers of this many parts per percent: exact ties stay ties, and are broken by the
-# workload's order.
+# format: weights are whole numbers of this many parts per percent, so that exact ties stay ties; the workload's order
+# breaks them.
 PARTS_PER_PCT = 10_000
 
 
@@ -25,16 +25,16 @@ def group_models(
 ) -> tuple[tuple[str, ...], ...]:
     """Return groups of at most `max_group_size` models, largest total requirement first.
 
-    The order of the groups is left open by the paper; largest first reproduces the thesis' section 5.4.1. Within a
-    group the models stand in the order of `averages`. Sizes double from round to round, so 2 and 4 are reached exactly.
+    The paper leaves the order of groups open; largest first reproduces the thesis' section 5.4.1. Within a group,
+    models keep the order of `averages`. Sizes double from round to round, so 2 and 4 are reached exactly.
 
     Args:
-        averages: mean Creq and Mreq by model, in the order of the workload; in percent, with `float` as fractions.
+        averages: mean Creq and Mreq by model, in the workload's order; in percent, with `float` as fractions.
         max_group_size: 1, 2, 4, …
-        ties: `exact`: sums that are equal in whole parts of a percent are equal, which gives the thesis' examples of
-            section 5.4; `float`: the differences as they come out of floating point, which gives its groups of section
-            6.2.1 (from its printed memory requirements, metric `mem_cap_pct`). Both are readings of the same steps:
-            where all models are compute-heavy every pairing weighs the same, and nobody says how a tie is broken.
+        ties: `exact`: sums equal in whole parts of a percent are equal, which gives the thesis' examples of section
+            5.4. `float`: differences as floating point has them, which gives its groups of section 6.2.1 (from its
+            printed memory requirements, metric `mem_cap_pct`). Nobody says how ties are broken; when all models are
+            compute-heavy, every pairing weighs the same.
     """
     names = list(averages)
     position = {name: index for index, name in enumerate(names)}
@@ -70,8 +70,8 @@ def matching_on_a_line(surplus: Sequence[float]) -> list[tuple[int, int]]:
     """Match the largest surplus with the smallest, the next with the next, and so on.
 
     For a convex cost of the sum (here its absolute value) this is a minimum-weight perfect matching: exchanging
-    partners of any two pairs only spreads the sums. With an odd count, the element whose absence makes the rest
-    cheapest stays alone.
+    partners of two pairs only spreads the sums. With an odd count, the element whose absence makes the rest cheapest
+    stays alone.
     """
     order = sorted(range(len(surplus)), key=lambda index: (surplus[index], index))
     if len(order) % 2:

@@ -1,6 +1,6 @@
 """USHER's Algorithms 1 and 2 (OSDI 2024, section 3.3.2): batch sizes, replica counts and GPUs for one group of models.
 
-GPUs of one type with the same load are one *state* with a count, so that thousands of GPUs cost no more than a few. The
+GPUs of one type with the same load are one *state* with a count, so thousands of GPUs cost no more than a few. The
 search over configurations is exact: depth first in the order of placement, pruned by an upper bound of the goodput.
 """
 
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from tenuto.placement.costs import FULL_PCT
 
-DIGITS = 9  # limit: of rounding; loads are rounded, so that equal ones reached in another order are one state
-LOOKS = 2  # limit: times the limit of placements: choices that are discarded by their bound take time too
+DIGITS = 9  # limit: digits of loads, so that equal loads reached in another order are one state
+LOOKS = 2  # limit: looks per allowed placement: choices discarded by their bound take time, too
 
 
 class Need(NamedTuple):
@@ -26,7 +26,7 @@ class Need(NamedTuple):
 
 
 class State(NamedTuple):
-    """GPUs of one type (by number) in use with the same load in percent; `is_own`: opened for the present group."""
+    """GPUs in use of one type (by number) with the same load in percent; `is_own`: opened for this group."""
 
     kind: int
     compute_pct: float
@@ -38,8 +38,8 @@ class State(NamedTuple):
 class Config:
     """A batch size and a replica count for one model.
 
-    `needs` has one entry per GPU type, None where a replica does not fit or is too slow. Requirements are averages over
-    the types: they decide on the class and the order.
+    `needs` has one entry per GPU type, None when a replica does not fit or is too slow. Requirements are averages over
+    the types: they decide class and order.
     """
 
     needs: tuple[Need | None, ...]
@@ -56,7 +56,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Choice:
-    """A model of the group with what may be chosen for it, fewest replicas and smallest batch first."""
+    """A model of the group with its possible configurations, fewest replicas and smallest batch first."""
 
     name: str
     rate_rps: float
@@ -66,7 +66,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Readings:
-    """How what the paper leaves open is read, and which ingredients are left out; see the options of the policy."""
+    """How to read what the paper leaves open, and which ingredients to leave out; see the policy's options."""
 
     heavy_ratio: float = 1.2
     neutral: str = "falling"
@@ -80,8 +80,8 @@ Unit = tuple[int, ...]
 
 
 def placement_order(configs: Sequence[Config], readings: Readings) -> list[Unit]:
-    """Return the list of Algorithm 2: compute-heavy and memory-heavy models in turn, each by falling Rreq; neutral ones
-    and those without a partner where Rreq keeps falling, or last."""
+    """Return the list of Algorithm 2: compute-heavy and memory-heavy models in turn, each by falling Rreq. Neutral
+    models and those without a partner come where Rreq keeps falling, or last."""
     ranked = list(range(len(configs)))
     if readings.sort:
         ranked.sort(key=lambda index: (-round(configs[index].total_pct, DIGITS), index))
@@ -111,7 +111,7 @@ def _is_heavy(one: float, other: float, ratio: float) -> bool:
 
 
 class Taken(NamedTuple):
-    """GPUs that got a replica of some models: how many, and their state before (None: idle) and after."""
+    """GPUs that got a replica of some models: their number, and their state before (None: idle) and after."""
 
     models: Unit
     configs: tuple[Config, ...]
@@ -122,9 +122,9 @@ class Taken(NamedTuple):
 
 
 class GpuStates:
-    """The GPUs of the cluster as Algorithm 2 sees them: those in use by state, and how many are idle by type.
+    """The GPUs as Algorithm 2 sees them: used ones by state, idle ones by type.
 
-    `place` changes nothing and returns a new one.
+    `place` changes nothing and returns a new object.
     """
 
     __slots__ = ("idle", "prices", "used")
@@ -133,7 +133,7 @@ class GpuStates:
         self.used, self.idle, self.prices = used, idle, prices
 
     def as_others(self) -> GpuStates:
-        """Return it for the next group, to which no GPU belongs yet."""
+        """Return the states for the next group, which owns no GPU yet."""
         used: dict[State, int] = {}
         for state, count in self.used.items():
             other = state._replace(is_own=False)
@@ -143,17 +143,17 @@ class GpuStates:
     def place(
         self, unit: Unit, configs: tuple[Config, ...], wanted: int, having: Sequence[Taken] = ()
     ) -> tuple[GpuStates, list[Taken], float]:
-        """Place replicas, each with those of the rest of the unit, on different GPUs, as many as fit.
+        """Place as many replicas as fit, each with those of the rest of the unit, on different GPUs.
 
-        First on the group's own GPUs, then on other groups', and of several on the one that is left with the least free
-        compute and memory; then on idle ones, the cheapest type first, which then belong to the group. Returns the new
-        states, what was taken, and the cost of the GPUs opened.
+        The group's own GPUs come first, then other groups'; of several, the one left with the least free compute and
+        memory. Then come idle ones, the cheapest type first, which then belong to the group. Return the new states,
+        what was taken, and the cost of the opened GPUs.
 
         Args:
             unit: the models, by position in the group.
             configs: of each.
-            wanted: how many replicas of each.
-            having: GPUs that have a replica of the unit already.
+            wanted: replicas of each.
+            having: GPUs that already have a replica of the unit.
         """
         needs = _together(configs)
         options = []
@@ -194,7 +194,7 @@ class GpuStates:
         return GpuStates(used, idle, self.prices), taken, cost
 
     def place_unit(self, unit: Unit, configs: Mapping[int, Config]) -> tuple[GpuStates, list[Taken], float]:
-        """Place all replicas of one model, or of a pair: both together as often as both have replicas, then singly."""
+        """Place all replicas of a model or a pair: pairs together while both have replicas, then singly."""
         mine = tuple(configs[index] for index in unit)
         if len(unit) == 1:
             return self.place(unit, mine, mine[0].replicas)
@@ -207,7 +207,7 @@ class GpuStates:
         return states, taken, cost
 
     def useful(self, choices: Sequence[Choice]) -> tuple[GpuStates, dict[State, int]]:
-        """Return them without the states in which no configuration of these models fits, and those states."""
+        """Return the states without those where no configuration of these models fits, and those states."""
         least: list[tuple[float, float]] = []
         for kind in range(len(self.prices)):
             configs = [config for choice in choices for config in choice.configs]
@@ -249,15 +249,15 @@ Result = tuple[float, float, tuple[int, ...]]
 
 
 class Search:
-    """Algorithm 1 for one group: the configurations with the highest goodput, of these the cheapest, of these the
-    fewest replicas and then the smallest batches, model by model in the workload's order.
+    """Algorithm 1 for one group: the configurations with the highest goodput; of these the cheapest, then the fewest
+    replicas and smallest batches, model by model in the workload's order.
 
     Args:
         choices: the models of the group.
-        states: the GPUs as the groups before left them.
-        buys: GPUs are bought, so that the cost counts.
-        node_limit: placements tried before the search settles for the best so far; `cut` then says so. 0: the first
-            configurations that could carry everything are taken as they are.
+        states: the GPUs after the groups before.
+        buys: GPUs are bought, so cost counts.
+        node_limit: placements before the search settles for the best so far, which `cut` then says. 0: take the first
+            configurations that could carry everything.
     """
 
     def __init__(
@@ -269,13 +269,13 @@ class Search:
         self._alone = [[self._at_most(choice, config) for config in choice.configs] for choice in choices]
         self._most = [max(values) for values in self._alone]
         rates = (max(self._per_compute(c, config) for config in c.configs) for c in choices)
-        self._dearest = list(zip(rates, self._most, strict=True))  # goodput per percent of compute, and in all, at most
+        self._dearest = list(zip(rates, self._most, strict=True))  # most goodput per percent of compute, and in all
         self._best: Result | None = None
         self.states = states
         self.taken: list[Taken] = []
 
     def run(self) -> None:
-        """Find the best configurations; `taken` then says where their replicas are, `states` what is left."""
+        """Find the best configurations. Then `taken` says where their replicas are, `states` what is left."""
         first = [next(n for n, v in enumerate(values) if v >= max(values) - 1e-9) for values in self._alone]
         self._try(first)
         enough = self._best is not None and -self._best[0] >= round(sum(self._most), 6)
@@ -299,8 +299,8 @@ class Search:
     # --- one configuration ----------------------------------------------------------------------------------------
 
     def _at_most(self, choice: Choice, config: Config) -> float:
-        """Return what a configuration carries at most: alone on the cluster where that has one type, else on the type
-        that is best for it, to which other models of the group may lead it."""
+        """Return the most a configuration carries: alone on the cluster when there is one type, else on its best type,
+        to which other models of the group may lead it."""
         if len(self._states.prices) == 1:
             return self._value(choice, config, self._states.place((0,), (config,), config.replicas)[1])
         best_rps = max(need.rate_rps for need in config.needs if need is not None)
@@ -327,7 +327,7 @@ class Search:
         return result
 
     def _improve(self, numbers: Sequence[int]) -> None:
-        """Change one model at a time as long as that helps, so that the search has something to beat."""
+        """Change one model at a time while that helps, so that the search has something to beat."""
         here, best, is_better = list(numbers), self._try(numbers), True
         while is_better and self.nodes < self._limit // 2:
             is_better = False
@@ -354,7 +354,7 @@ class Search:
     def _sequences(self) -> _Node:
         """Return all orders of placement as a tree: what may come next after what has been placed.
 
-        The order depends on the batch sizes alone, so that replica counts are chosen on the way down.
+        The order depends on the batch sizes alone, so the way down chooses replica counts.
         """
         sizes: list[dict[tuple[int, float, float], list[int]]] = [
             {(c.batch_size, c.compute_pct, c.memory_pct): [] for c in choice.configs} for choice in self._choices
@@ -408,8 +408,8 @@ class Search:
     def _is_hopeless(
         self, goodput: float, cost: float, chosen: Mapping[int, int], rest: Sequence[int], states: GpuStates
     ) -> bool:
-        """Say whether nothing below can beat the best: with all compute that is free spent on the best of the rest, or
-        with the rest alone on the cluster."""
+        """Say whether nothing below can beat the best: with all free compute spent on the best of the rest, or with the
+        rest alone on the cluster."""
         if self._best is None:
             return False
         bound = goodput

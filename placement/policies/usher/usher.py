@@ -1,8 +1,8 @@
 """USHER: group models with complementary needs, then choose batch sizes, replicas and GPUs group by group.
 
 Source: Shubha, Shen, Iyer, "USHER: Holistic Interference Avoidance for Resource Optimized ML Inference", OSDI 2024,
-section 3.3, with the readings of P. Elvinger's thesis (ETH Zurich 2024, section 5.4) as options. Merging operators of
-models on one GPU, the paper's third component, follows the placement for every policy (`tenuto.placement.merging`).
+section 3.3, with the readings of P. Elvinger's thesis (ETH Zurich 2024, section 5.4) as options. The paper's third
+component, merging operators of models on one GPU, follows the placement for every policy (`tenuto.placement.merging`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tenuto.profiles import Profiles
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
 MULTIPLIERS = 6  # paper: §3.3; replica counts are i * c_min with i in 1..6
-MOST_IN_A_GROUP = 6  # limit: of an explicit group; the search is exponential in it
-NODES_OF_A_PLAN = 400_000  # limit: placements tried for all groups together before the best so far is taken
+MOST_IN_A_GROUP = 6  # limit: models of an explicit group; the search is exponential in it
+NODES_OF_A_PLAN = 400_000  # limit: placements tried for all groups before the best so far is taken
 
 
 @dataclass(kw_only=True, eq=False)
@@ -165,7 +165,7 @@ class Usher(Policy):
     def _configs(
         self, spec: ModelSpec, needs: Mapping[str, Requirements], cluster: Cluster, context_pct: Mapping[str, float]
     ) -> tuple[tuple[Config, ...], str]:
-        """Return what may be chosen for a model, fewest replicas and smallest batch first; or why nothing may."""
+        """Return a model's possible configurations, fewest replicas and smallest batch first; or why there are none."""
         usable = {
             kind: {r.batch_size: r for r in req.within_slo if r.held_pct(context_pct[kind]) <= WHOLE_GPU_PCT}
             for kind, req in needs.items()
@@ -218,7 +218,7 @@ class WaoUsher(Usher):
 
 
 class _Assignment:
-    """Which GPU has which replicas: states are turned into GPUs, the lowest number first."""
+    """Which GPU has which replicas: turns states into GPUs, the lowest number first."""
 
     def __init__(self, pool: GpuPool, kinds: Sequence[str]) -> None:
         self._pool, self._kinds = pool, kinds
@@ -227,7 +227,7 @@ class _Assignment:
         self.served: set[str] = set()
 
     def take(self, names: Sequence[str], taken: Sequence[Taken]) -> None:
-        """Carry out what the search for a group found."""
+        """Carry out what a group's search found."""
         others: dict[State, list[int]] = {}
         for state, numbers in self._in_state.items():
             others.setdefault(state._replace(is_own=False), []).extend(numbers)
@@ -259,8 +259,8 @@ class _Assignment:
 def _average(requirements: Sequence[Requirement], whole: float = WHOLE_GPU_PCT) -> tuple[float, float]:
     """Return the mean (Creq, Mreq) where a GPU has `whole` of each; (0, 0) of none.
 
-    The mean is over all measured batches: over those within the SLO only, other groups than the thesis prints in
-    section 5.4.1 would come out.
+    The mean is over all measured batches. Over those within the SLO alone, other groups would come out than the thesis
+    prints in section 5.4.1.
     """
     count = max(1, len(requirements))
     part = WHOLE_GPU_PCT / whole
@@ -273,7 +273,7 @@ def _of_batch(requirements: Requirements, batch_size: int) -> Requirement:
 
 
 def _no_room(choice: Choice, states: GpuStates, kinds: Sequence[str]) -> str:
-    """Say what the model's least demanding replica lacks on the GPU that comes nearest, after all groups."""
+    """Say what the model's least demanding replica lacks on the nearest GPU, after all groups."""
     best: tuple[float, str] | None = None
     for config in choice.configs:
         for kind, need in enumerate(config.needs):

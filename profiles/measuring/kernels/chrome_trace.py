@@ -38,13 +38,12 @@ def load_chrome_trace(path: str | Path) -> KernelTrace:
     return parse_chrome_trace(data, origin=str(file))
 
 
-def parse_chrome_trace(data: Any, *, origin: str = "trace", device_index: int = 0) -> KernelTrace:
-    """Return the kernels and copies of one device.
+def parse_chrome_trace(data: Any, *, origin: str = "trace") -> KernelTrace:
+    """Return the kernels and copies of the recorded process's first device.
 
     Args:
         data: the parsed JSON.
         origin: prefix of the paths in error messages.
-        device_index: CUDA's index of the device within the recorded process.
 
     Raises:
         InvalidInputError: no trace, no such device, no kernels, or a kernel without its launch configuration.
@@ -52,13 +51,13 @@ def parse_chrome_trace(data: Any, *, origin: str = "trace", device_index: int = 
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         cure = "Give a file of torch.profiler's export_chrome_trace."
         raise refused(origin, type(data).__name__, "has no list `traceEvents`", cure)
-    device = _device(data, origin, device_index)
+    device = _device(data, origin)
     kernels: list[Kernel] = []
     sizes, times = {"h2d": 0, "d2h": 0}, {"h2d": 0.0, "d2h": 0.0}
     for number, event in enumerate(data["traceEvents"]):
         arguments = event.get("args") or {}
         kind = str(event.get("cat", "")).lower()
-        if event.get("ph") != "X" or arguments.get("device", device_index) != device_index:
+        if event.get("ph") != "X" or arguments.get("device", 0) != 0:
             continue
         if kind == "kernel":
             kernels.append(_kernel(event, arguments, f"{origin}: traceEvents[{number}]"))
@@ -78,9 +77,9 @@ def parse_chrome_trace(data: Any, *, origin: str = "trace", device_index: int = 
     return KernelTrace(device, tuple(kernels), sizes, times)
 
 
-def _device(data: Mapping[str, Any], origin: str, index: int) -> Device:
+def _device(data: Mapping[str, Any], origin: str) -> Device:
     for one in data.get("deviceProperties") or ():
-        if one.get("id") == index:
+        if one.get("id") == 0:
             try:
                 capability = (int(one["computeMajor"]), int(one["computeMinor"]))
                 return Device(str(one["name"]), capability, int(one["numSms"]))
@@ -88,10 +87,7 @@ def _device(data: Mapping[str, Any], origin: str, index: int) -> Device:
                 cure = "Record the trace with a PyTorch of 1.10 or later."
                 raise refused(f"{origin}: deviceProperties", one, f"lacks {error}", cure) from error
     raise refused(
-        f"{origin}: deviceProperties",
-        index,
-        "does not describe this device",
-        "Record the trace with CUDA activities, or name another device.",
+        f"{origin}: deviceProperties", 0, "does not describe this device", "Record the trace with CUDA activities."
     )
 
 

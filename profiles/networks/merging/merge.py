@@ -18,7 +18,8 @@ from tenuto.profiles.networks.inputs import random_inputs
 from tenuto.profiles.networks.merging.capture import CapturedModel, capture
 from tenuto.profiles.networks.merging.distance import cluster_graphs
 from tenuto.profiles.networks.merging.matching import OMEGA, SharedOperator, match_models, weighted
-from tenuto.profiles.networks.merging.merged_program import MergePlan, build_program
+from tenuto.profiles.networks.merging.merge_plan import MergePlan
+from tenuto.profiles.networks.merging.merged_program import build_program
 from tenuto.profiles.networks.merging.report import MergedCluster, MergedOperator, MergeReport
 from tenuto.profiles.networks.network import size_mib
 

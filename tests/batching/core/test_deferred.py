@@ -396,6 +396,22 @@ def test_a_model_beyond_its_plan_keeps_what_was_planned_where_its_batches_cannot
     assert gold > 0.98  # 0.04 under the published rule
 
 
+@pytest.mark.parametrize(("hosted", "is_rejected"), [(((0,),), False), (((0, 1),), True), (((0,), (1,)), False)])
+def test_what_exceeds_its_plan_is_rejected_only_where_it_takes_gpulets_from_another(
+    hosted: tuple[tuple[int, ...], ...], is_rejected: bool
+) -> None:
+    """A model comes at five times its plan: alone, beside one that loses requests, and apart from it."""
+    models = (Model("bronze", 40.0, 40.0), Model("gold", 40.0, 120.0))
+    gpulets = tuple(
+        ScheduledGpulet(f"g{number}/a", f"g{number}", {model: line(1.0, 12.0, 28) for model in found})
+        for number, found in enumerate(hosted)
+    )
+    scheduler = make_scheduler("deferred", System(models, gpulets), {"rehearse": "false"})
+    counts = simulate(scheduler, *offered([600.0, 120.0], 12.0)).counts()
+    assert counts[0, Outcome.EXPIRED] > 0
+    assert (counts[0, Outcome.REJECTED] > 0) == is_rejected
+
+
 @pytest.mark.parametrize("rps", [300.0, 1200.0, 2500.0])
 def test_a_scheduler_that_lost_gpulets_serves_as_one_of_those_that_are_left(rps: float) -> None:
     """Six models on nine gpu-lets may be held for long, on three they meet."""

@@ -119,5 +119,5 @@ def test_under_light_load_nothing_is_held_unless_requests_were_lost() -> None:
     queue.hold.is_light = queue.hold.is_bounded = True
     holding = Holding(case.gpulets, 1.0, 1.0, save_above=0.5)
     assert holding.due_ms(queue, case.run, 2, NOW) == queue.oldest
-    holding.in_full_until = NOW + 1.0
+    holding.also_light_until = NOW + 1.0
     assert holding.due_ms(queue, case.run, 2, NOW) > NOW

@@ -15,11 +15,13 @@ from tenuto.profiles import StepCost
 COST = StepCost.line(9.0, 0.06, 0.05, 6e-5, 1e-6)
 
 
-def served(count: int, gap_ms: float, kv_tokens: int = UNLIMITED, *, cost: StepCost = COST) -> ServedLog:
+def served(
+    count: int, gap_ms: float, kv_tokens: int = UNLIMITED, *, cost: StepCost = COST, places: int = 256
+) -> ServedLog:
     generator = np.random.default_rng(3)
     at = np.cumsum(generator.exponential(gap_ms, count))
     prompts, outputs = generator.integers(20, 900, count), generator.integers(2, 160, count)
-    replica = VirtualSteps(StepLimits(256, 2048, kv_tokens), cost, decided_ahead=True)
+    replica = VirtualSteps(StepLimits(places, 2048, kv_tokens), cost, decided_ahead=True)
     first, last = run_log(at.tolist(), prompts.tolist(), outputs.tolist(), replica)
     return ServedLog(at, prompts, outputs, first, last)
 
@@ -37,8 +39,22 @@ def test_the_first_part_of_a_log_predicts_the_second(kv_tokens: int) -> None:
     assert (generation.kv_tokens is None) == (kv_tokens == UNLIMITED)
 
 
+@pytest.mark.parametrize(("places", "prompt_token_ms"), [(24, 0.02), (48, 0.6)])  # with 0.6 prompts wait for prompts
+def test_a_limit_of_sequences_is_found(places: int, prompt_token_ms: float) -> None:
+    cost = StepCost.line(20.0, prompt_token_ms, 0.1, 6e-5, 1e-6)
+    fitted = fit_requests(served(120, 30.0, cost=cost, places=places), rounds=1)  # what steps cost is not judged here
+    assert fitted.max_sequences == places
+    assert fitted.generation.kv_tokens is None
+
+
+def test_a_log_that_begins_amid_waiting_says_so() -> None:
+    log = served(120, 30.0, 8000)
+    rest = ServedLog(*(column[60:] for column in log.columns))
+    assert "the first request waited" in " ".join(fit_requests(rest, rounds=1).warnings)
+
+
 def test_a_log_that_tells_too_little_says_so() -> None:
-    said = " ".join(fit_requests(served(4, 1e5)).warnings)
+    said = " ".join(fit_requests(served(4, 1e5), rounds=1).warnings)
     for part in ("4 requests", "no two requests ran at once", "never ran out"):
         assert part in said
 

@@ -71,8 +71,8 @@ def test_nothing_is_promised_in_full_that_missed_it_in_its_trial() -> None:
 
 def test_the_fewest_gpus_of_a_fixed_cluster_serve_all_as_asked_and_the_others_idle() -> None:
     workload, cluster = load(1.0), Cluster.parse("v100:3,a100:2")
-    for name in ("symphony", "tenuto"):
-        plan = solve_on_fewest(load_policy(name), workload, cluster, PROFILES)
+    for policy in (load_policy("symphony"), TenutoPolicy(**QUICK)):
+        plan = solve_on_fewest(policy, workload, cluster, PROFILES)
         used = {gpulet.gpu for gpulet in plan.gpulets}
         assert [gpu.id for gpu in plan.gpus] == [gpu.id for gpu in cluster.gpus]
         assert plan.expected.gpus_used == len(used)
@@ -80,7 +80,7 @@ def test_the_fewest_gpus_of_a_fixed_cluster_serve_all_as_asked_and_the_others_id
         for gpu in used if len(used) > 1 else ():
             left_out = tuple(each.id for each in cluster.gpus if each.id not in used - {gpu})
             fewer = cluster.model_copy(update={"left_out": left_out})
-            assert solve(load_policy(name), workload, fewer, PROFILES).unserved_reasons
+            assert solve(policy, workload, fewer, PROFILES).unserved_reasons
 
 
 def test_a_cluster_that_is_too_small_is_used_as_a_whole() -> None:

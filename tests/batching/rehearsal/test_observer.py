@@ -144,3 +144,20 @@ def test_under_each_a_rehearsal_goes_by_the_models_served_worst(objective: Objec
         1.0,
     )
     assert scheduler.hold == chosen
+
+
+@pytest.mark.parametrize(("small", "chosen"), [(100, 1.0), (98, 0.4)])
+def test_gpu_time_is_not_saved_at_the_cost_of_a_small_model(small: int, chosen: float) -> None:
+    """Two of 9,100 requests are nothing in all, and too many of a model with a hundred."""
+    system = everywhere_linear([("large", 1.0, 5.0, 50.0, None), ("small", 1.0, 5.0, 50.0, None)], 2)
+    scheduler = DeferredScheduler(system, DeferredOptions(hold=0.4))
+    offered = (9_000, 100)
+    Rehearsals(scheduler).learn(
+        [
+            Replayed(Setting(0.4, 1.0), offered, offered, 1_000.0),
+            Replayed(Setting(1.0, 1.0), offered, (9_000, small), 900.0),
+        ],
+        0.0,
+        1.0,
+    )
+    assert scheduler.hold == chosen

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.step_scheduler import StepLimits, StepScheduler
 from tenuto.batching.virtual.virtual_steps import VirtualSteps, run_log
 from tenuto.profiles import StepCost
@@ -160,15 +161,17 @@ LOADS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 70), st.integers(1
     tokens=st.integers(6, 64),
     size=st.sampled_from((1, 4, 16)),
     ahead=st.booleans(),
+    is_ours=st.booleans(),
 )
 def test_what_is_counted_is_what_is_walked_through(
-    load: list[tuple[int, int, int]], kv: int, sequences: int, tokens: int, size: int, ahead: bool
+    load: list[tuple[int, int, int]], kv: int, sequences: int, tokens: int, size: int, ahead: bool, is_ours: bool
 ) -> None:
     # Gaps of no round number: no arrival is at the end of a step but for the first, which begins one.
     at = np.cumsum([gap * 1.61803 for gap, _, _ in load]).tolist()
     limits = StepLimits(sequences, tokens, kv * 16, size)
     arrivals = [(time, prompt, output) for time, (_, prompt, output) in zip(at, load, strict=True)]
-    replica = VirtualSteps(limits, COST, decided_ahead=ahead)
+    order = DeferredSteps(COST, tokens) if is_ours else None  # without an SLO it is vLLM's
+    replica = VirtualSteps(limits, COST, decided_ahead=ahead, order=order)
     first, last = run_log(at, [p for _, p, _ in arrivals], [o for _, _, o in arrivals], replica)
     expected_first, expected_last = plainly(limits, arrivals, ahead)
     np.testing.assert_allclose(first, expected_first, rtol=1e-9)

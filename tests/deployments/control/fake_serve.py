@@ -14,11 +14,14 @@ __all__ = ["FakeServe"]
 
 
 class FakeServe:
-    """Starts what a config says after `start_s`; `broken` applications never come up. Unanswered requests are noted."""
+    """Starts what a config says after `start_s`; `broken` applications never come up. Processes take `end_s` to end.
+    Unanswered requests are noted."""
 
-    def __init__(self, deployment: Deployment | None, start_s: float = 5.0, load_s: float = 3.0) -> None:
+    def __init__(
+        self, deployment: Deployment | None, start_s: float = 5.0, load_s: float = 3.0, end_s: float = 0.0
+    ) -> None:
         self.now_s = 0.0
-        self.start_s, self.load_s = start_s, load_s
+        self.start_s, self.load_s, self.end_s = start_s, load_s, end_s
         self._held: dict[str, dict[str, int]] = {}  # largest batches by gpu-let application
         self._loading: dict[str, tuple[float, dict[str, int]]] = {}  # until when, and what then
         self.broken: dict[str, str] = {}
@@ -81,8 +84,11 @@ class FakeServe:
             name: ApplicationState("DEPLOY_FAILED", f"Traceback\n{self.broken[name]}")
             if name in self.broken
             else ApplicationState("RUNNING")
-            for name in self.since
+            for name in (*self.since, *self._ending())
         }
+
+    def _ending(self) -> list[str]:
+        return [name for at_s, name in self.ended if name not in self.since and self.now_s < at_s + self.end_s]
 
     def node_names(self) -> frozenset[str]:
         return frozenset({"10.0.0.1", "10.0.0.2"} - self.dead_nodes)

@@ -87,6 +87,20 @@ def test_what_leaves_ends_only_after_the_gateways_let_go_of_it() -> None:
     assert without < len(cluster.serve.configs) - 1
 
 
+@pytest.mark.parametrize(("memory_mib", "waits"), [(9000.0, True), (5000.0, False)])
+def test_a_gpulet_starts_once_its_gpu_has_the_memory_for_it(memory_mib: float, waits: bool) -> None:
+    def on(share_pct: float) -> Plan:
+        plan = make_plan({"n0/0/a": (share_pct, ["a"])})
+        gpulets = [gpulet.model_copy(update={"memory_mib": memory_mib}) for gpulet in plan.gpulets]
+        return plan.model_copy(update={"gpulets": tuple(gpulets)})
+
+    cluster = Cluster(on(100.0))
+    cluster.serve.end_s = 15.0  # it still writes
+    assert cluster.change(on(90.0))
+    ((ended_s, _),) = cluster.serve.ended
+    assert (cluster.serve.since["gpulet-n0-0-b"] >= ended_s + 15.0) == waits
+
+
 def test_without_room_every_model_that_has_two_gpulets_keeps_one() -> None:
     full = make_plan({"n0/0/a": (100.0, ["a", "b"]), "n0/1/a": (100.0, ["a", "b"])})
     smaller = make_plan({"n0/0/a": (90.0, ["a", "b"]), "n0/1/a": (90.0, ["a", "b"])})
@@ -117,7 +131,7 @@ def test_a_plan_that_somebody_else_deploys_meanwhile_is_left_alone() -> None:
             cluster.serve.apply(theirs.config())
 
     cluster.serve.sleep = sleep_and_deploy  # type: ignore[method-assign]
-    with pytest.raises(EnvironmentFaultError, match="another plan was deployed meanwhile"):
+    with pytest.raises(EnvironmentFaultError, match="somebody else deployed another plan meanwhile"):
         cluster.change(LARGER)
     assert cluster.serve.configs[-1] == theirs.config()
     assert cluster.history.all() == []

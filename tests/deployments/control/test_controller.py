@@ -44,8 +44,8 @@ def test_what_goes_well_gives_no_reason() -> None:
 @pytest.mark.parametrize(
     ("happens", "kind", "words"),
     [
-        ("rates", "overload", "too few would be in time: a "),
-        ("losses", "slo", "more is lost than allowed: a"),
+        ("rates", "overload", "too few requests would be in time: a "),
+        ("losses", "slo", "more requests are lost than allowed: a"),
         ("slow", "slow", "batches of 'a' take 1.50"),
         ("lost", "lost", "GPU n0/0 is gone"),
         ("came", "came", "GPU n9/0 is new"),
@@ -97,13 +97,13 @@ def test_a_change_is_made_before_what_it_replaces_is_broken() -> None:
     desk.look(3)
     assert desk.applied[-1].plan.to_data() == MOVED.to_data()
     assert desk.kinds()[-1] == "changed"
-    assert "too few would be in time: a" in desk.applied[0].why
+    assert "too few requests would be in time: a" in desk.applied[0].why
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ("the solver broke", "no plan: the solver broke"),
+        ("the solver broke", "Running plan kept: the solver broke"),
         (None, "took too long"),
         (Proposal(None, "", ChangeWorth(False, "no other plan was found")), "no other plan was found"),
         (Proposal(TWO, "planned anew", ChangeWorth(False, "it carries less")), "it carries less"),
@@ -333,7 +333,7 @@ def test_attainment_that_falls_after_a_change_rolls_it_back() -> None:
     assert desk.controller.plan.to_data() == worse.to_data()
     desk.lost["b"] = 0.3
     desk.look(10)
-    assert "since the change more is lost than allowed: b" in desk.text("roll back")
+    assert "since the change more requests are lost than allowed: b" in desk.text("roll back")
     assert desk.controller.plan.to_data() == ONE.to_data()
 
 
@@ -453,7 +453,7 @@ def test_gpus_are_asked_for_within_bounds_and_missing_ones_are_told() -> None:
     desk.answer = pays(TWO, wanted={"v100": 6})
     desk.look(10)
     assert [want.by_type for want in desk.wanted] == [{"v100": 4}]
-    assert "with more GPUs: v100 2" in desk.text("missing")
+    assert "more GPUs than there are: v100 2" in desk.text("missing")
     fixed = Desk(ONE, GPUS)
     fixed.rates["a"] = 700.0
     fixed.answer = pays(TWO, wanted={"v100": 5})

@@ -21,7 +21,7 @@ from tenuto.deployments.serve.history import History
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import Traffic, expected_of
-from tenuto.placement.surviving import is_at
+from tenuto.placement.whereabouts import is_at
 from tenuto.profiles import Profiles
 from tests.deployments.control.desk import Desk
 from tests.deployments.control.fake_serve import FakeServe

@@ -80,7 +80,7 @@ def test_models_change_their_sub_cluster_without_losing_their_dispatcher() -> No
     assert latest is not None
     assert latest.deployment.partition is not None
     assert latest.deployment.partition[moved] == 1
-    assert "sub-clusters are 100% uneven, 0% with" in latest.why
+    assert "sub-clusters are 100% uneven, and 0% after moving" in latest.why
     run(live, serve, 300)  # it is even now
     assert len(serve.configs) == 4
 

@@ -7,9 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from ray.exceptions import ActorDiedError
 
-from tenuto.deployments.control.operations import is_orphaned, sign_launcher
+from tenuto.deployments.control import operations
+from tenuto.deployments.control.operations import is_orphaned, refuse_running, sign_launcher
 from tenuto.deployments.control.settings import check_policy
+from tenuto.deployments.serve.config import application_name
 from tenuto.errors import InvalidInputError
 from tenuto.placement.plan import PolicyUsed
 from tests.instruments.plans import make_plan
@@ -43,3 +46,26 @@ def test_a_policy_that_the_controller_could_not_load_is_refused_with_the_cure(na
         check_policy(settings, plan)
     check_policy({"policy": known.model_dump()}, plan)
     check_policy(None, plan)
+
+
+def test_what_ends_together_with_its_ray_was_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `tenuto serve` may end its own Ray before the command that removes its deployment has seen that it is gone."""
+
+    class Ending:
+        def __init__(self) -> None:
+            self.deleted: list[str] = []
+
+        def states(self) -> dict[str, object]:
+            if self.deleted:
+                raise ActorDiedError
+            return {application_name("n0/0/a"): None}
+
+        def delete(self, names: list[str]) -> None:
+            self.deleted = names
+
+    serve = Ending()
+    monkeypatch.setattr(operations, "is_serving", lambda: True)
+    monkeypatch.setattr(operations, "Applications", lambda: serve)
+    monkeypatch.setattr(operations, "ClusterStore", DictStore)
+    refuse_running()
+    assert serve.deleted == [application_name("n0/0/a")]

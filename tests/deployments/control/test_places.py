@@ -17,7 +17,8 @@ from tenuto.loadgen.controlled import ControlledSimulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import node_of
 from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.surviving import bearable, may_lie, unmet
+from tenuto.placement.surviving import bearable, unmet
+from tenuto.placement.whereabouts import may_lie
 from tenuto.profiles import Profiles
 
 NOTHING = Profiles([])

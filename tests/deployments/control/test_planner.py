@@ -76,7 +76,7 @@ def test_a_policy_that_ends_the_process_or_is_none_gives_the_reason(planner: Pla
     file = tmp_path / "policies.py"
     file.write_text(POLICIES.format("os._exit(7)"))
     planner.ask(1, question(f"{file}:Policy"))
-    assert answer(planner, 1) == "the planner ended with 7"
+    assert answer(planner, 1) == "the planner's process ended with code 7"
     planner.ask(2, question("ffd"))  # by another process
     assert isinstance(answer(planner, 2), Proposal)
 

@@ -64,7 +64,7 @@ def test_a_slower_model_gets_room_for_random_arrivals_though_there_is_time_enoug
     assert 0.98 < promised < 0.99
     found = propose(replace(asked(500.0), workload=tight.workload, running=tight, slowdowns=slowdowns), Profiles([]))
     assert (found.how, found.worth.pays) == ("extended", True)
-    assert found.worth.why == f"it carries 500 of 500 r/s, what runs {500 * promised / 0.99:.0f}"
+    assert found.worth.why == f"the new plan carries 500 of 500 r/s, the running one {500 * promised / 0.99:.0f}"
     patient = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=48.0)
     found = propose(
         replace(asked(500.0), workload=patient.workload, running=patient, slowdowns=slowdowns), Profiles([])
@@ -76,7 +76,7 @@ def test_what_an_operator_takes_out_or_changes_is_done_though_it_gains_nothing()
     both = make_plan({"n0/0/a": (100.0, ["a", "b"])})
     request = replace(asked(50.0), running=both)
     found = propose(request, Profiles([]))
-    assert (found.worth.pays, found.worth.why) == (True, "b is no longer asked for")
+    assert (found.worth.pays, found.worth.why) == (True, "b left the workload")
     assert found.plan is not None
     assert [replica.name for gpulet in found.plan.gpulets for replica in gpulet.models] == ["a"]
     assert [spec.name for spec in found.plan.models] == ["a"]
@@ -123,10 +123,10 @@ def served_on(cluster: Cluster, places: int, times: float) -> PlanRequest:
 
 
 def test_gpus_are_cut_anew_where_that_serves_more_than_the_way_to_it_costs() -> None:
-    request = served_on(a100s(WHOLE), 1, 2.4)
+    request = served_on(a100s(WHOLE), 1, 2.6)
     found = propose(request, MEASURED)
     assert (found.how, found.worth.pays) == ("cut anew", True)
-    assert re.search(r"GPU n0/0 cut anew, which takes \d+ s and loses \d+ requests", found.worth.why)
+    assert re.search(r"cutting GPU n0/0 takes \d+ s and loses \d+ requests", found.worth.why)
     assert found.worth.seconds >= CUTTING_S
     assert found.worth.lost_requests > 0.0
     assert found.plan is not None
@@ -134,6 +134,15 @@ def test_gpus_are_cut_anew_where_that_serves_more_than_the_way_to_it_costs() -> 
     assert found.plan.expected.gpus_used == 1
     soon = propose(replace(request, horizon_s=found.worth.seconds + 1.0), MEASURED)
     assert soon.how != "cut anew" or not soon.worth.pays
+
+
+@pytest.mark.parametrize("times", [0.8, 2.4, 2.6])
+def test_a_plan_is_called_cut_anew_where_it_cuts(times: float) -> None:
+    """With 2.4 the best plan on a GPU that may be cut keeps its layout, and runs two processes there."""
+    request = served_on(a100s(WHOLE), 1, times)
+    found = propose(request, MEASURED)
+    assert found.plan is not None
+    assert (found.how == "cut anew") == bool(diff(request.running, found.plan).layouts)
 
 
 def test_gpus_that_are_cut_by_somebody_else_are_never_cut_anew() -> None:

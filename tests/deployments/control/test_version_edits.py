@@ -188,7 +188,7 @@ def test_a_canary_that_is_worse_is_taken_back_and_the_log_says_why() -> None:
     assert "m:2" not in desk.hosted()
     assert {s.name: s.share_pct for s in desk.applied[0].plan.models}["m:2"] == 0.0  # at once
     line = next(entry for entry in desk.entries if entry.kind == "canary")
-    assert "worse with a confidence of 0.999; it is taken back" in line.text
+    assert "is worse with a confidence of 0.999 and is taken back" in line.text
     assert 0 < line.data["lost"] < line.data["ended"]
     assert line.data["rest_lost"] == 0
     assert [spec.name for spec in desk.controller.workload.models] == ["m", "x"]
@@ -205,7 +205,7 @@ def test_a_version_that_does_not_become_ready_is_given_up() -> None:
                 desk.broken[gpulet.id] = "no such file: /two"
     assert desk.split() == {"m": None}
     assert [spec.name for spec in desk.controller.workload.models] == ["m", "x"]
-    assert desk.text("canary") == "m:2 goes with the change that brought it"
+    assert desk.text("canary") == "m:2 is removed: the change that brought it failed"
     assert desk.kinds().count("roll back") == 1
 
 
@@ -232,7 +232,7 @@ def test_what_only_advises_or_is_paused_says_so_and_an_operator_can_take_back() 
     desk.lost["m:2"] = 1.0
     desk.look(40)
     assert desk.split() == {"m": None, "m:2": 10.0}
-    assert "it would be taken back, but changes are paused" in desk.text("canary")
+    assert "should be taken back. Not now: changes are paused" in desk.text("canary")
     desk.controller.withdraw("m:2", "by an operator")
     desk.look(1)
     assert desk.split() == {"m": None, "m:2": 0.0}

@@ -35,13 +35,13 @@ def test_a_plan_that_carries_more_pays_where_the_requests_are() -> None:
 def test_a_plan_that_carries_no_more_and_costs_as_much_does_not_pay() -> None:
     worth = weigh(ONE, TWO, 50.0)
     assert not worth.pays
-    assert worth.why == "it carries no more and needs 2.00 GPUs, what runs 1.00"
+    assert worth.why == "the new plan carries no more and needs 2.00 GPUs, the running one 1.00"
 
 
 def test_a_plan_that_carries_less_never_pays_however_cheap() -> None:
     worth = weigh(TWO, ONE, 900.0, horizon_s=1e6)
     assert not worth.pays
-    assert worth.why.startswith("it carries ")
+    assert worth.why.startswith("the new plan carries ")
 
 
 @pytest.mark.parametrize("horizon_s", [300.0, 3000.0])

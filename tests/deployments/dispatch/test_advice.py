@@ -36,7 +36,7 @@ def test_lost_requests_ask_for_gpus_and_the_change_is_logged_once(caplog: pytest
     assert told.idle_fraction == pytest.approx(0.0)  # two gpu-lets busy half the time each: at most the whole GPU
     assert (told.window_s, told.unchanged_s) == (10.0, 20.0)
     assert [r.getMessage() for r in caplog.records] == [f"autoscale advice: {told}"]
-    assert str(told).startswith("add 1 of 1 GPUs (50.0% of 1000 requests bad")
+    assert str(told).startswith("add 1 to 1 GPUs (50.0% of 1000 requests bad")
 
 
 def test_a_plan_with_other_gpus_starts_over() -> None:

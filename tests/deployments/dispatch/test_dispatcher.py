@@ -14,11 +14,11 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.dispatching import ask
-from tenuto.deployments.wire.answers import Executed, Loop, Refused, Rule
+from tenuto.deployments.wire.answers import Executed, Loop, Refused
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.errors import InvalidInputError
-from tenuto.outcome import Outcome
+from tenuto.outcome import Outcome, Rule
 from tenuto.placement import Plan
 from tests.instruments.asking import X, answer, outputs, submit, until
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan

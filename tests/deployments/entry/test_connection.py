@@ -477,8 +477,9 @@ async def test_draining_answers_what_is_under_way_and_says_that_it_ends(bench: B
     bench.service.answer(bench.service.held[0])
     _, body, headers = await client.hear()
     assert (body, headers[b"connection"]) == (b"last", b"close")
-    assert await idle.hear_end() == b""
     await draining
+    bench.server.close()
+    assert await idle.hear_end() == b""
     with pytest.raises(OSError, match=r"refused|Connect call failed"):
         await bench.client()
 

@@ -16,8 +16,9 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.charge import Charge
-from tenuto.deployments.dispatch.dispatcher import Dispatcher, SchedulerFactory
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
+from tenuto.deployments.dispatch.driven_scheduler import SchedulerFactory
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask

@@ -1,24 +1,32 @@
 """However many clients begin TLS at once, and however they cut their part, one turn of the loop does one step of one
-handshake. Steps are counted; no clock is asked."""
+handshake or ending, and decrypts as much as it can work on. Steps and calls are counted; no clock is asked."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tenuto.deployments.entry.connection import HttpConnection, HttpServer
 from tenuto.deployments.entry.encrypted import EncryptedConnection
 from tenuto.deployments.entry.open_connections import Limits
+from tenuto.deployments.entry.turns import MOST_WORK
+from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena
 from tests.deployments.entry.test_access import certificate
-from tests.deployments.entry.test_endless import Deaf, Service
+from tests.deployments.entry.test_endless import Calls, Deaf, Service
+from tests.deployments.entry.test_turns import MOST_PUT_OFF
+from tests.instruments.live import PATIENCE_S
 
 TOGETHER = 200
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 40000\r\n\r\n" + bytes(40_000)
 ENDS: list[EncryptedConnection] = []  # of the test that runs
 
 
@@ -66,8 +74,9 @@ class Client:
                 pass
         self._unsent += self._leaves.read()
         if self._unsent and self.line.reads and not self.line.is_closed:
-            sent, self._unsent = self._unsent[: self.piece], self._unsent[self.piece :]
             room = self.end.get_buffer(-1)
+            size = min(self.piece, len(room))
+            sent, self._unsent = self._unsent[:size], self._unsent[size:]
             room[: len(sent)] = sent
             self.end.buffer_updated(len(sent))
 
@@ -128,6 +137,107 @@ async def test_a_turn_does_one_step_of_one_handshake(
             client.speak()
     assert isinstance(server.service, Service)
     assert server.service.asked == TOGETHER
+
+
+async def shaken(server: HttpServer, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> list[Client]:
+    """Return clients whose handshakes are over, and whose first request is answered."""
+    clients = [Client(server, *contexts, 1 << 16) for _ in range(TOGETHER)]
+    while server.turns.waiting or not all(client.is_shaken for client in clients):
+        for client in clients:
+            client.speak()
+        await asyncio.sleep(0)
+    return clients
+
+
+async def test_a_turn_decrypts_what_it_has_work_left_for(
+    server: HttpServer, contexts: tuple[ssl.SSLContext, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decrypted = 0
+    inner = HttpConnection.buffer_updated
+
+    def counted(connection: HttpConnection, nbytes: int) -> None:
+        nonlocal decrypted
+        decrypted += 1
+        inner(connection, nbytes)
+
+    monkeypatch.setattr(HttpConnection, "buffer_updated", counted)  # asyncio keeps the method that it finds first
+    clients = await shaken(server, contexts)
+    decrypted = 0
+    for client in clients:
+        client.tls.write(POST)
+    most = 0
+    while server.turns.waiting or decrypted < TOGETHER:
+        before = decrypted
+        with Calls() as calls:
+            for client in clients:
+                client.speak()
+        await asyncio.sleep(0)
+        most = max(most, calls.count)
+        assert decrypted <= before + 3 * MOST_WORK  # read, gone on with, and read on
+    held = max(client.end._incoming.pending for client in clients)
+    assert held <= 2 * EncryptedConnection.max_size + (1 << 14)
+    assert most < MOST_WORK * 200 + TOGETHER * MOST_PUT_OFF
+
+
+async def test_a_turn_ends_one_of_those_that_leave_together(
+    server: HttpServer, contexts: tuple[ssl.SSLContext, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = await shaken(server, contexts)
+    begun = [Client(server, *contexts, 1 << 16) for _ in range(TOGETHER)]  # amid the handshake
+    steps = Steps(monkeypatch)
+    for ends in (lambda client: client.end.eof_received(), lambda client: client.end.connection_lost(None)):
+        with Calls() as calls:
+            for client in (*clients, *begun):
+                ends(client)
+        assert calls.count < 2 * TOGETHER * MOST_PUT_OFF
+        while server.turns.waiting:
+            before = steps.count
+            await asyncio.sleep(0)
+            assert steps.count <= before + 1
+        assert all(client.line.is_closed for client in (*clients, *begun))
+    await asyncio.sleep(0)
+    assert not server.places.taken()
+    ENDS.clear()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_turn_takes_few_of_those_who_come_together(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext], is_encrypted: bool
+) -> None:
+    """The loop's library decides this; of libuv's versions some take all."""
+    uvloop = pytest.importorskip("uvloop")
+    together: list[int] = []
+
+    async def come() -> None:
+        arena = Arena(1 << 20)
+        server = HttpServer(Service(), arena, Limits(connections=4 * TOGETHER))
+        port = unused_port()
+        inner = server.connection
+        made = 0
+
+        def counted(*given: Any) -> asyncio.BufferedProtocol:
+            nonlocal made
+            made += 1
+            return inner(*given)
+
+        server.connection = counted  # type: ignore[method-assign]
+        await server.listen("127.0.0.1", port, tls=contexts[0] if is_encrypted else None)
+        with contextlib.ExitStack() as open_sockets:
+            for _ in range(TOGETHER):
+                open_sockets.enter_context(socket.create_connection(("127.0.0.1", port)))
+            while sum(together) < TOGETHER:
+                made = 0
+                await asyncio.sleep(0)
+                together.append(made)
+            await server.drain(0.0)
+        while server.turns.waiting or server.places.taken():
+            await asyncio.sleep(0.001)
+        server.close()
+        arena.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(come(), PATIENCE_S))
+    assert max(together) <= MOST_WORK
 
 
 async def test_requests_go_before_handshakes(

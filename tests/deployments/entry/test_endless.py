@@ -5,6 +5,7 @@ Work is counted: Python calls between two events of the loop, and bytes that are
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import sys
 import tracemalloc
@@ -46,6 +47,9 @@ class Deaf(asyncio.Transport):
     def writelines(self, parts: Any) -> None:
         for part in parts:
             self.write(part)
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
 
     def pause_reading(self) -> None:
         self.reads = False
@@ -92,11 +96,13 @@ class Calls:
 
     def __enter__(self) -> Calls:
         self.count = 0
+        gc.disable()  # what other tests left is not counted
         sys.setprofile(self._seen)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        gc.enable()
 
     def _seen(self, _frame: FrameType, event: str, _argument: object) -> None:
         if event in ("call", "c_call"):
@@ -241,3 +247,61 @@ async def test_nor_what_comes_in_small_pieces(server: HttpServer, name: str) -> 
         await asyncio.sleep(0)
     assert work < 40 * given + 1000
     connection.connection_lost(None)
+
+
+def asked(server: HttpServer, transport: Deaf, requests: int) -> tuple[HttpConnection, list[HttpExchange]]:
+    """Return a connection, and what its client has asked there."""
+    kept: list[HttpExchange] = []
+    server.service.handle = kept.append  # type: ignore[method-assign]
+    connection = transport.connection = HttpConnection(server)
+    connection.connection_made(transport)
+    data = GET * requests
+    connection.get_buffer(-1)[: len(data)] = data
+    connection.buffer_updated(len(data))
+    return connection, kept
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_a_stream_that_nobody_reads_is_given_up(server: HttpServer, place: int) -> None:
+    transport = Deaf(hears=False)
+    connection, streams = asked(server, transport, 2)
+    await asyncio.sleep(0)
+    stream, left = streams[place], []  # the second waits for the first one's end
+    stream.on_left = lambda: left.append(1)
+    stream.begin(200, b"")
+    given = 0
+    with Calls() as calls:
+        while not transport.is_closed:
+            stream.send(bytes(1000))
+            given += 1000
+            assert given < 3 << 16
+    assert calls.count < 40 * given // 1000  # each costs as much as the first
+    connection.connection_lost(None)
+    assert left == [1]
+    assert server.turned_away["slow"] == 1
+    stream.send(b"x")
+    stream.end()  # the step that ran has brought it
+
+
+async def test_a_stream_that_is_read_slowly_is_whole(server: HttpServer) -> None:
+    class Slow(Deaf):
+        heard = b""
+
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            self.heard += bytes(data)
+
+    transport = Slow()
+    connection, (stream,) = asked(server, transport, 1)
+    stream.begin(200, b"")
+    for number in range(1000):
+        stream.send(b"%d," % number)
+        if number % 70 == 0:
+            connection.pause_writing()
+        elif number % 70 == 50:
+            connection.resume_writing()
+    connection.pause_writing()
+    stream.send(b"last")
+    stream.end()
+    chunks = transport.heard.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2]
+    assert b"".join(chunks) == b"".join(b"%d," % number for number in range(1000)) + b"last"
+    assert transport.heard.endswith(b"0\r\n\r\n")

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.entry import gateway
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.entry.python_handle import RequestFailedError, TenutoHandle
+from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.security.keys import new_key
 from tenuto.deployments.serve.deployment import Deployment
@@ -50,7 +58,8 @@ SLOW = StepCost.line(20.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def plan() -> Plan:
-    """A real language model on the CPU, two on emulated GPUs, and a network that does not generate."""
+    """A real language model on the CPU, two on emulated GPUs, one of them on two GPUs together, and a network that does
+    not generate."""
     generates = {"rate_rps": 10, "slo": SLO, "generates": LENGTHS}
     replica = {"batch_size": 8, "kv_tokens": BLOCKS * 16}
     emulated = replica | {"steps": SLOW.model_dump(mode="json")}
@@ -58,10 +67,10 @@ def plan() -> Plan:
     return Plan.from_data(
         {
             "policy": {"name": "test"},
-            "gpus": [{"id": "c", "type": "cpu"}, {"id": "v", "type": "v100"}],
+            "gpus": [{"id": "c", "type": "cpu"}, {"id": "v", "type": "v100"}, {"id": "w", "type": "v100"}],
             "gpulets": [
                 {"id": "a", "gpu": "c", "models": [{"name": "real", **replica}]},
-                {"id": "b", "gpu": "v", "share_pct": 30, "models": [{"name": "slow", **emulated}]},
+                {"id": "b", "gpu": "v", "also_on": ["w"], "share_pct": 30, "models": [{"name": "slow", **emulated}]},
                 {"id": "d", "gpu": "v", "share_pct": 30, "models": [{"name": "mute", **emulated}]},
                 {
                     "id": "c",
@@ -85,6 +94,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.port = unused_port()
+        self.grpc_port = 0  # none
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S)
 
@@ -99,13 +109,16 @@ class Bench:
         self.entry = Entry(lambda name: finders[name])
         config = {**settings, "plan": planned.to_data(), "scheduler": {"name": "eager"}}
         config["listen"] = {"host": "127.0.0.1", "port": self.port}
+        if self.grpc_port:
+            config["grpc"] = {"host": "127.0.0.1", "port": self.grpc_port}
         await self.entry.follow(read_gateway_config(config))
         async with asyncio.timeout(PATIENCE_S):
             while (await self.client.get("/v2/health/ready")).status_code != 200:
                 await asyncio.sleep(0.005)
 
-    async def close(self) -> None:
-        await self.client.aclose()
+    async def close(self, *, is_client_open: bool = False) -> None:
+        if not is_client_open:
+            await self.client.aclose()
         await self.entry.close()
         for replica in self.replicas.values():
             await replica.close()
@@ -139,17 +152,46 @@ async def bench() -> AsyncIterator[Bench]:
     await made.close()
 
 
-def counted_steps(monkeypatch: pytest.MonkeyPatch, generator: Generator) -> list[Any]:
-    """Return a list to which every step of a generator is added."""
+TURNS = 20  # of a loop: more than it takes from a client that leaves to the process that writes for it
+
+
+def counted_steps(
+    monkeypatch: pytest.MonkeyPatch, generator: Generator, at_least_s: float = 0.0, turns: int = 0
+) -> list[Any]:
+    """Return a list to which every step of a generator is added; steps take at least so long, and so many turns of this
+    loop. Then all that is told here is heard within a step, however busy the machine is."""
     steps: list[Any] = []
-    step = generator.step
+    step, loop = generator.step, asyncio.get_running_loop()
+
+    async def turn() -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
 
     def counted(chunks: Any) -> Any:
         steps.append(chunks)
+        time.sleep(at_least_s)
+        asyncio.run_coroutine_threadsafe(turn(), loop).result(PATIENCE_S)
         return step(chunks)
 
     monkeypatch.setattr(generator, "step", counted)
     return steps
+
+
+def told_steps(monkeypatch: pytest.MonkeyPatch, steps: list[Any]) -> list[int]:
+    """Return a list to which the number of steps is added whenever a dispatcher is told that a client left.
+
+    Until then time passes that is nobody's turn: over HTTP a client that has ended its half of the connection looks as
+    one that has left, until it refuses what is sent to it; over gRPC a thread of the client's library tells it.
+    """
+    heard: list[int] = []
+    leave = Dispatcher.leave
+
+    def left(self: Dispatcher, *of: Any, **how: Any) -> None:
+        heard.append(len(steps))
+        leave(self, *of, **how)
+
+    monkeypatch.setattr(Dispatcher, "leave", left)
+    return heard
 
 
 def written(prompt: str, tokens: int) -> str:
@@ -184,6 +226,7 @@ async def test_streamed_and_whole_answers_are_those_of_generate(bench: Bench) ->
     answer = await bench.post("/v2/models/real/generate", text_input=PROMPT, id="mine", parameters=parameters)
     assert (answer.json()["text_output"], answer.json()["id"]) == (expected, "mine")
     status = await bench.status()
+    assert status["models"]["real"]["written_tokens"] == 144
     model, gpulet = status["models"]["real"], next(each for each in status["gpulets"] if each["id"] == "a")
     assert (model["ok"], model["generated_tokens"], model["prompt_tokens"]) == (6, 144, 6 * len(PROMPT))
     assert (gpulet["generating"], gpulet["free_blocks"]) == (0, BLOCKS)
@@ -192,6 +235,8 @@ async def test_streamed_and_whole_answers_are_those_of_generate(bench: Bench) ->
     assert (ended["outcome"], ended["tokens"]["generated"]) == ("ok", 24)
     metrics = (await bench.client.get("/metrics")).text
     assert 'tenuto_generation_tokens_total{model="real"} 144' in metrics
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
+        assert re.search(rf'^tenuto_{name}{{gpulet="a",gpu=".*"}} 0$', metrics, re.MULTILINE), name
     assert 'tenuto_time_to_first_token_seconds_count{model="real"} 6' in metrics
 
 
@@ -226,12 +271,13 @@ async def test_a_stop_string_ends_an_answer_and_frees_its_memory(bench: Bench) -
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(("gpulet", "model"), [("a", "real"), ("b", "slow")])
 async def test_a_client_that_leaves_frees_its_memory_within_two_steps(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, gpulet: str, model: str, is_streamed: bool
 ) -> None:
-    generator = bench.generator("b", "slow")
-    steps = counted_steps(monkeypatch, generator)
-    request = {"model": "slow", "prompt": "x", "max_tokens": 250, "stream": is_streamed}
+    generator = bench.generator(gpulet, model)
+    steps = counted_steps(monkeypatch, generator, turns=TURNS)
+    request = {"model": model, "prompt": "x", "max_tokens": 250, "stream": is_streamed}
     reader, writer = await asyncio.open_connection("127.0.0.1", bench.port)
     body = json.dumps(request).encode()
     writer.write(
@@ -240,11 +286,65 @@ async def test_a_client_that_leaves_frees_its_memory_within_two_steps(
     if is_streamed:
         await reader.readuntil(b"data: ")
     await until(lambda: generator.free_blocks < BLOCKS)
+    heard = told_steps(monkeypatch, steps)
     writer.transport.abort()
-    before = len(steps)
     await until(lambda: generator.free_blocks == BLOCKS)
-    assert len(steps) - before <= 2
-    assert (await bench.status())["models"]["slow"]["cancelled"] == 1
+    assert len(steps) - heard[0] <= 2
+    assert (await bench.status())["models"][model]["cancelled"] == 1
+
+
+async def test_tritons_client_gets_a_message_for_each_piece_and_frees_memory_when_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("jh2")
+    triton = pytest.importorskip("tritonclient.grpc.aio")
+    bench = Bench()
+    bench.grpc_port = unused_port()
+    await bench.start()
+
+    def inputs(text: str, **options: Any) -> list[Any]:
+        found = []
+        for name, value in (("text_input", text), ("sampling_parameters", json.dumps(options))):
+            found.append(triton.InferInput(name, [1], "BYTES"))
+            found[-1].set_data_from_numpy(np.array([value.encode()], np.object_))
+        return found
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": "real", "inputs": inputs(PROMPT, max_tokens=24), "request_id": "mine"}
+        yield {"model_name": "real", "inputs": inputs(PROMPT, top_k=3), "request_id": "wrong"}
+        yield {"model_name": "plain", "inputs": inputs(PROMPT), "request_id": "plain"}
+
+    async with triton.InferenceServerClient(f"127.0.0.1:{bench.grpc_port}") as client:
+        texts, errors, finals = [], [], []
+        async for answer, error in client.stream_infer(requests()):
+            if error is not None:
+                errors.append(str(error))
+                continue
+            told = answer.get_response()
+            assert (told.id, told.model_name) == ("mine", "real")
+            texts.append(answer.as_numpy("text_output")[0].decode())
+            finals.append(told.parameters["triton_final_response"].bool_param)
+        assert "".join(texts) == written(PROMPT, 24)
+        assert len(texts) > 5
+        assert finals == [False] * (len(texts) - 1) + [True]
+        assert ["top_k" in each or "no language-modelling head" in each for each in errors] == [True, True]
+        whole = await client.infer("real", inputs(PROMPT, max_tokens=24))
+        assert whole.as_numpy("text_output")[0].decode() == "".join(texts)
+        generator = bench.generator("b", "slow")
+        steps = counted_steps(monkeypatch, generator, turns=TURNS)
+        heard = told_steps(monkeypatch, steps)
+
+        async def slow() -> AsyncIterator[dict[str, Any]]:
+            yield {"model_name": "slow", "inputs": inputs("x", max_tokens=250)}
+            await asyncio.sleep(PATIENCE_S)
+
+        stream = client.stream_infer(slow())
+        await anext(aiter(stream))
+        assert generator.free_blocks < BLOCKS
+        stream.cancel()
+        await until(lambda: generator.free_blocks == BLOCKS)
+        assert len(steps) - heard[0] <= 2
+    await bench.close()
 
 
 @pytest.mark.parametrize(
@@ -271,6 +371,20 @@ async def test_what_cannot_be_done_is_refused_before_anything_runs(
     assert answer.status_code == status
     assert says in (error["message"] if url.startswith("/v1") else error)
     assert steps == [[], []]
+
+
+async def test_tokens_count_when_they_come_and_those_of_a_client_that_left_too(bench: Bench) -> None:
+    request = {"model": "slow", "prompt": "x", "max_tokens": 250, "stream": True}
+    async with bench.client.stream("POST", "/v1/completions", json=request) as answer:
+        assert await anext(answer.aiter_lines())
+        model = (await bench.status())["models"]["slow"]
+        assert 0 < model["written_tokens"] < 250
+        assert (model["ok"], model["generated_tokens"]) == (0, 0)
+        metrics = (await bench.client.get("/metrics")).text
+        assert re.search(r'^tenuto_generation_tokens_total{model="slow"} [1-9]', metrics, re.MULTILINE)
+    await until(lambda: bench.generator("b", "slow").free_blocks == BLOCKS)
+    model = (await bench.status())["models"]["slow"]
+    assert (model["cancelled"], model["generated_tokens"], model["written_tokens"] > 0) == (1, 0, True)
 
 
 async def test_token_ids_need_no_tokenizer(bench: Bench) -> None:
@@ -354,6 +468,45 @@ async def test_python_gives_out_a_text_part_by_part(bench: Bench) -> None:
             _ = [part async for part in tenuto.generate("slow", "x", slo_ms=0.001)]
 
 
+async def test_what_python_asks_is_held_to_the_rules_of_http(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = counted_steps(monkeypatch, bench.generator("b", "slow"))
+    async with await handle(bench) as tenuto:
+        for options in (
+            {"temperature": 3.0},
+            {"temperature": float("nan")},
+            {"top_p": 0.0},
+            {"seed": 1 << 70},
+            {"max_tokens": 0},
+            {"max_tokens": 384},
+            {"stop": [""]},
+        ):
+            (name,) = options
+            with pytest.raises(InvalidInputError, match=f"'{name}"):
+                _ = [part async for part in tenuto.generate("slow", "x", **options)]  # type: ignore[arg-type]
+        for prompt in ([300], [-1], []):
+            with pytest.raises(InvalidInputError, match="'prompt' has"):
+                _ = [token async for token in tenuto.generate_tokens("real", prompt)]
+        wrong: Any
+        for wrong in ([1.5], "12", None, 3):
+            with pytest.raises(InvalidInputError, match="prompt"):
+                _ = [token async for token in tenuto.generate_tokens("real", wrong)]
+        for wrong in (None, 3, b"x", {}):
+            with pytest.raises(InvalidInputError, match="prompt"):
+                _ = [part async for part in tenuto.generate("slow", wrong)]
+        tensor = np.zeros(1, np.float32)
+        for wrong in (float("nan"), float("inf"), "soon"):
+            with pytest.raises(InvalidInputError, match="slo_ms"):
+                _ = [part async for part in tenuto.generate("slow", "x", slo_ms=wrong)]
+            with pytest.raises(InvalidInputError, match="slo_ms"):
+                await tenuto.infer("plain", {"INPUT0": tensor}, slo_ms=wrong)
+        assert steps == []
+        letters = "".join([part async for part in tenuto.generate("slow", "x", max_tokens=6)])
+        stopped = tenuto.generate("slow", "x", max_tokens=6, stop=letters[2:4])  # one string, and not two letters
+        assert "".join([part async for part in stopped]) == letters[:2]
+        tokens = [t async for t in tenuto.generate_tokens("real", np.array([1, 2]), max_tokens=2)]  # type: ignore[arg-type]
+        assert len(tokens) == 2
+
+
 async def test_leaving_the_loop_ends_the_generation(bench: Bench) -> None:
     async with await handle(bench) as tenuto:
         parts = tenuto.generate("slow", "x", max_tokens=250)
@@ -376,8 +529,13 @@ async def test_a_dispatcher_that_is_gone_fails_what_it_generates(bench: Bench) -
     await until(lambda: generator.free_blocks == BLOCKS)
 
 
-async def test_openais_own_package_works_unchanged(bench: Bench) -> None:
-    openai = pytest.importorskip("openai", reason="the package 'openai' is not installed")
+@pytest.fixture
+def openai() -> Any:
+    """OpenAI's package. Its import takes seconds, in which a loop that runs would stand still."""
+    return pytest.importorskip("openai", reason="the package 'openai' is not installed")
+
+
+async def test_openais_own_package_works_unchanged(openai: Any, bench: Bench) -> None:
     client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
     assert [model.id async for model in client.models.list()] == ["real", "slow", "mute"]
     plain = await client.completions.create(model="real", prompt=PROMPT, max_tokens=24, temperature=0)
@@ -420,6 +578,27 @@ async def test_an_slo_that_cannot_be_kept_is_refused_before_it_costs_anything(
     assert steps == []
     answer = await bench.client.post("/v1/completions", json=document, headers={"x-slo-ms": "60000"})
     assert (answer.status_code, len(steps)) == (200, 6)
+    told = (await bench.client.get("/requests")).json()
+    assert [(each["outcome"], each["rule"]) for each in told] == [("ok", None), ("rejected", "time to first token")]
+
+
+async def test_spans_say_the_outcome_and_the_rule_behind_it(bench: Bench) -> None:
+    exporter = InMemorySpanExporter()
+    bench.entry.service.traces = Traces(exporter, ratio=1.0)
+    for slo_ms in ("60", "60000"):
+        document = {"model": "slow", "prompt": "x" * 200, "max_tokens": 3}
+        await bench.client.post("/v1/completions", json=document, headers={"x-slo-ms": slo_ms})
+    bench.entry.service.traces.close()
+    refused, answered = (span for span in exporter.get_finished_spans() if span.name == "infer slow")
+    for span, outcome, rule, is_good in (
+        (refused, "rejected", "time to first token", False),
+        (answered, "ok", "", True),
+    ):
+        assert span.attributes is not None
+        assert (span.attributes["tenuto.outcome"], span.attributes["tenuto.rule"]) == (outcome, rule)
+        assert span.status.is_unset == is_good
+    assert answered.attributes is not None
+    assert answered.attributes["tenuto.finish_reason"] == "length"
 
 
 async def test_networks_of_fixed_cost_are_served_beside(bench: Bench) -> None:
@@ -429,7 +608,7 @@ async def test_networks_of_fixed_cost_are_served_beside(bench: Bench) -> None:
     assert answers[0].headers["x-tenuto-gpulet"] == "c"
 
 
-async def test_streams_go_on_when_only_expectations_change_and_end_when_the_model_is_loaded_anew(bench: Bench) -> None:
+async def test_streams_go_on_when_expectations_change_and_when_the_model_is_loaded_anew(bench: Bench) -> None:
     def config(kv_tokens: int, slowdown: float) -> dict[str, Any]:
         data = plan().to_data()
         replica = next(each for each in data["gpulets"] if each["id"] == "b")["models"][0]
@@ -438,19 +617,35 @@ async def test_streams_go_on_when_only_expectations_change_and_end_when_the_mode
         return next(each.user_config for each in changed if each.spec is not None and each.spec.gpulet == "b").to_data()
 
     request = {"model": "slow", "prompt": "x", "max_tokens": 40, "stream": True}
-    async with bench.client.stream("POST", "/v1/completions", json=request) as answer:
-        lines = answer.aiter_lines()
-        assert "choices" in await anext(lines)
-        await bench.replicas["b"].reconfigure(config(BLOCKS * 16, 1.5))
-        rest = [line async for line in lines if line]
-    assert (len(rest), rest[-1]) == (41, "data: [DONE]")
-    async with bench.client.stream("POST", "/v1/completions", json=request) as answer:
-        lines = answer.aiter_lines()
-        assert "choices" in await anext(lines)
-        await bench.replicas["b"].reconfigure(config(BLOCKS * 8, 1.5))
-        rest = [line async for line in lines if line]
-    assert "the plan has changed" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+    for blocks in (BLOCKS, BLOCKS // 2):
+        async with bench.client.stream("POST", "/v1/completions", json=request) as answer:
+            lines = answer.aiter_lines()
+            assert "choices" in await anext(lines)
+            await bench.replicas["b"].reconfigure(config(blocks * 16, 1.5))
+            rest = [line async for line in lines if line]
+        assert (len(rest), rest[-1]) == (41, "data: [DONE]")
     assert bench.generator("b", "slow").free_blocks == BLOCKS // 2
+
+
+async def test_a_gateway_that_closes_lets_answers_end_and_tells_those_that_take_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway, "GENERATIONS_END_S", 3.0)
+    made = Bench()
+    await made.start()
+    counted_steps(monkeypatch, made.generator("d", "mute"), at_least_s=0.5)
+    short = {"model": "slow", "prompt": "x", "max_tokens": 30, "stream": True}
+    long = {"model": "mute", "prompt": [1], "max_tokens": 250, "stream": True}
+    post = partial(made.client.stream, "POST", "/v1/completions")
+    async with post(json=short) as ends, post(json=long) as lasts:
+        closing = asyncio.create_task(made.close(is_client_open=True))
+        first = [line async for line in ends.aiter_lines() if line]
+        second = [line async for line in lasts.aiter_lines() if line]
+    await closing
+    assert (len(first), first[-1]) == (32, "data: [DONE]")
+    assert "the server is shutting down" in json.loads(second[-2].removeprefix("data: "))["error"]["message"]
+    assert second[-1] == "data: [DONE]"
+    await made.client.aclose()
 
 
 async def test_a_key_has_its_models_and_its_rate_of_tokens() -> None:

@@ -24,6 +24,7 @@ from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
 grpc = pytest.importorskip("grpc")
+pytest.importorskip("jh2")
 client = pytest.importorskip("tritonclient.grpc.aio")
 messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
 
@@ -262,38 +263,77 @@ async def test_a_port_that_is_left_soon_is_waited_for() -> None:
     await after.close()
 
 
+@pytest.mark.parametrize("character", ["x", "%", "ü", "水"])
+async def test_a_reason_is_short_enough_for_clients_whatever_it_names(served: Served, character: str) -> None:
+    for more in range(4):
+        asked = messages.InferRequest(model_name="m")
+        for name in ("text_input", "y" * more + character * 4000):
+            asked.inputs.add(name=name, datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"x")
+        assert await served.code(asked.SerializeToString()) == "INVALID_ARGUMENT"
+
+
+def read(asked: Any) -> Any:
+    return messages.InferReader().read(memoryview(bytearray(asked.SerializeToString())))
+
+
 def test_a_picture_or_a_text_is_asked_for_by_one_value_of_bytes() -> None:
     asked = messages.InferRequest(model_name="a/b", id="mine")
     asked.inputs.add(name="any", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"a text")
-    head, body = messages.to_http(asked, {}, None, 100.0)
-    assert (head.url, body, head.headers) == (b"/predict/a%2Fb", b"a text", {b"x-request-id": b"mine"})
+    found, _ = read(asked)
+    assert (found.path, found.id, found.given, found.body) == ("a%2Fb", "mine", None, b"a text")
     told = (
         b'{"model_name":"a/b","model_version":"1","predictions":[{"label":"cat","score":0.5}],'
         b'"parameters":{"emulated":true}}'
     )
-    answer = messages.to_answer(asked, b"content-type: application/json\r\n", told)
+    answer = messages.to_answer("mine", [told])
     assert [(each.name, each.datatype, list(each.shape)) for each in answer.outputs] == [
         ("label", "BYTES", [1]),
         ("score", "FP32", [1]),
     ]
     assert list(answer.raw_output_contents) == [b"\x03\0\0\0cat", np.float32(0.5).tobytes()]
     assert answer.parameters["emulated"].bool_param
-    assert answer.model_version == "1"
-    asked.model_version = "2"
-    assert messages.to_http(asked, {}, None, 100.0).head.url == b"/predict/a%2Fb/versions/2"
+    assert (answer.model_version, answer.id) == ("1", "mine")
+    asked.inputs.add(name="more", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"another")
+    with pytest.raises(HttpError, match="one input of BYTES"):
+        read(asked)
+
+
+def test_raw_tensors_lie_one_behind_the_other_whatever_stands_between() -> None:
+    """A message may have its fields in any order; what describes the tensors is read once."""
+    described = messages.InferRequest(model_name="m")
+    for name in ("x", "z"):
+        described.inputs.add(name=name, datatype="UINT8", shape=[1, 3])
+    parts = [messages.InferRequest(raw_input_contents=[each]).SerializeToString() for each in (b"abc", b"def")]
+    text, reader = described.SerializeToString(), messages.InferReader()
+    for data in (text + parts[0] + parts[1], parts[0] + text + parts[1], parts[0] + parts[1] + text):
+        found, tensors = reader.read(memoryview(bytearray(data)))
+        assert bytes(tensors) == b"abcdef"
+        assert [each.parameters["binary_data_size"] for each in found.given.request.inputs] == [3, 3]
+    assert reader.read(memoryview(bytearray(data)))[0] is found
 
 
 @pytest.mark.parametrize(
-    ("asked", "remaining_ms", "said"), [(None, 5.0, b"5.000"), (None, 200.0, None), (3.0, 5.0, None)]
+    ("patience", "slo_ms"), [({}, 60_000.0), ({"timeout": 30.0}, 30_000.0), ({"timeout": 90.0}, 60_000.0)]
 )
-def test_the_shortest_of_slo_and_waiting_time_holds(
-    asked: float | None, remaining_ms: float, said: bytes | None
+async def test_the_shortest_of_slo_and_waiting_time_holds(
+    served: Served, patience: dict[str, float], slo_ms: float
 ) -> None:
-    request = messages.InferRequest(model_name="m")
-    if asked is not None:
-        request.parameters["slo_ms"].double_param = asked
-    head, _ = messages.to_http(request, {}, remaining_ms, 100.0)
-    assert head.headers.get(b"x-slo-ms") == said
+    asked = messages.InferRequest(model_name="m", raw_input_contents=[bytes(8)])
+    asked.inputs.add(name="x", datatype="FP32", shape=[1, 2])
+    dispatching, seen = served.entry.service.dispatching, []
+    admit = dispatching.admit
+
+    def watched(*given: Any, **options: Any) -> Any:
+        seen.append(options["slo_ms"])
+        return admit(*given, **options)
+
+    dispatching.admit = watched  # type: ignore[method-assign]
+    call = served.channel.unary_unary(f"/{messages.SERVICE}/ModelInfer")
+    await call(asked.SerializeToString(), **patience)
+    asked.parameters["slo_ms"].double_param = 1000.0
+    await call(asked.SerializeToString(), **patience)
+    assert slo_ms / 2.0 < seen[0] <= slo_ms  # a client tells how long it still waits
+    assert seen[1] == 1000.0
 
 
 async def test_a_certificate_encrypts_what_is_said(served: Served, tmp_path: Path) -> None:
@@ -328,14 +368,15 @@ async def test_bytes_that_no_client_sends_end_in_a_clear_refusal(served: Served)
 )
 def test_a_message_is_looked_at_before_it_is_read(data: bytes) -> None:
     with pytest.raises(HttpError) as caught:
-        messages.infer_request(data)
+        messages.InferReader().read(memoryview(data))
     assert caught.value.status == 413
 
 
 async def test_messages_beyond_the_limit_are_refused(served: Served) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await served.send(bytes(messages.MOST_MESSAGE_BYTES + messages.MOST_DESCRIBED_BYTES + 1))
+        await served.send(bytes((64 << 20) + 1))
     assert caught.value.code().name == "RESOURCE_EXHAUSTED"
+    assert served.entry.server.arena.used_bytes == served.entry.server.chunked_bytes == 0
 
 
 async def test_the_server_describes_what_it_offers(served: Served) -> None:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from typing import Any
+import math
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody, Usage, Wanted, read_body, wanted
+from tenuto.deployments.entry.grpc_messages import AskedMessage, InferReader, InferRequest
+from tenuto.deployments.entry.openai import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    TextPart,
+    Usage,
+    Wanted,
+    made_body,
+    read_body,
+    wanted,
+)
 from tenuto.deployments.entry.texts import ByteTokenizer, Tokenizer
 from tenuto.profiles.networks.catalogue import GenerationLimits
 from tenuto.profiles.networks.generating import Sampling
@@ -73,10 +90,10 @@ def test_the_generate_extension_is_greedy_by_itself() -> None:
         ({"top_p": 0}, "top_p", "> 0.0"),
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"max_tokens": 39}, "max_tokens", "room for 38"),
-        ({"n": 2}, "n", "only 1"),
-        ({"best_of": 4}, "best_of", "only 1"),
-        ({"logprobs": 5}, "logprobs", "only False"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "only 0.0"),
+        ({"n": 2}, "n", "Leave it out"),
+        ({"best_of": 4}, "best_of", "neutral value"),
+        ({"logprobs": 0}, "logprobs", "neutral value"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "neutral value"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias", "only {}"),
         ({"stop": [""]}, "stop", "not empty"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
@@ -94,6 +111,211 @@ def test_what_cannot_be_done_is_refused_with_its_field(more: dict[str, Any], par
     assert says in error.message
 
 
+# JSON of every kind, with numbers at and beyond every bound.
+VALUES: list[Any] = [
+    *(None, True, False, "", "x", "1", "NaN", "\x00", "text"),
+    *(0, 1, -1, 2, 0.0, 1.0, 1.5, -0.5, 2.5, 5e-324, 1e300, 1 << 31, 1 << 63, -(1 << 63) - 1, 1 << 70, 10**400),
+    *([], [1], [1.5], [-1], ["x"], [""], ["x"] * 17, [None], [True], [[1]], [["x"]], [1, "x"], [{}]),
+    *({}, {"a": 1}, {"type": "text"}, {"type": "json_object"}, {"include_usage": False}, {"type": "text", "text": "x"}),
+]
+
+
+def is_whole(value: Any, low: float, high: float) -> bool:
+    return value is None or (type(value) is int and low <= value <= high)
+
+
+def is_number(value: Any, low: float, high: float) -> bool:
+    return value is None or (type(value) in (int, float) and low <= value <= high)
+
+
+def none_or(*kept: Any) -> Any:
+    return lambda value: value is None or any(value == each and type(value) is type(each) for each in kept)
+
+
+def is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# What each field may hold; a field that is missing here fails the test.
+SAMPLING: dict[str, Any] = {
+    "max_tokens": lambda value: is_whole(value, 1, 16),
+    "temperature": lambda value: is_number(value, 0, 2),
+    "top_p": lambda value: is_number(value, 5e-324, 1),
+    "seed": lambda value: is_whole(value, -(1 << 63), (1 << 63) - 1),
+    "stop": lambda value: value in (None, "x", "1", "NaN", "\x00", "text", [], ["x"]),
+}
+ASKED: dict[str, Any] = SAMPLING | {
+    "model": is_string,
+    "stream": none_or(False, True),
+    "stream_options": none_or(),  # for streams only
+    "n": lambda value: is_whole(value, 1, 1),
+    "presence_penalty": lambda value: is_number(value, 0, 0),
+    "frequency_penalty": lambda value: is_number(value, 0, 0),
+    "logit_bias": none_or({}),
+    "user": lambda value: value is None or is_string(value),
+}
+EMPTY = none_or([])
+BODIES: list[tuple[Any, str, dict[str, Any]]] = [  # the body, where in it the fields are, and what they may hold
+    (
+        CompletionBody,
+        "",
+        ASKED
+        | {
+            "prompt": lambda value: (is_string(value) and value) or json.dumps(value) in ("[1]", '["x"]', "[[1]]"),
+            "best_of": lambda value: is_whole(value, 1, 1),
+            "echo": none_or(False),
+            "logprobs": none_or(),
+            "suffix": none_or(""),
+        },
+    ),
+    (
+        ChatBody,
+        "",
+        ASKED
+        | {
+            "messages": lambda value: False,
+            "max_completion_tokens": lambda value: is_whole(value, 1, 16),
+            "logprobs": none_or(False),
+            "response_format": none_or({"type": "text"}),
+        },
+    ),
+    (
+        ChatBody,
+        "messages[0]",
+        {
+            "role": is_string,
+            "content": lambda value: is_string(value) or value == [],
+            "name": lambda value: value is None or is_string(value),
+            **dict.fromkeys(("tool_calls", "annotations"), EMPTY),
+            **dict.fromkeys(("refusal", "audio", "function_call", "reasoning", "reasoning_content"), none_or()),
+        },
+    ),
+    (ChatBody, "messages[0].content[0]", {"text": is_string, "type": lambda value: value == "text"}),
+    (CompletionBody, "stream_options", {"include_usage": lambda value: isinstance(value, bool)}),
+    (
+        GenerateBody,
+        "",
+        {
+            "text_input": lambda value: is_string(value) and value,
+            "id": is_string,
+            "parameters": lambda value: value == {},
+        },
+    ),
+    (GenerateBody, "parameters", SAMPLING),
+]
+WHOLE: dict[Any, Any] = {
+    CompletionBody: PLAIN,
+    ChatBody: {"model": "m", "messages": [{"role": "u", "content": [{"type": "text", "text": "hi"}]}]},
+    GenerateBody: {"text_input": "hi", "parameters": {}},
+}
+
+
+def body_with(kind: Any, place: str, name: str, value: Any) -> Any:
+    """Return a body in which one field, at a place, is this value."""
+    document = copy.deepcopy(WHOLE[kind])
+    if place == "stream_options":
+        document |= {"stream": True, "stream_options": {}}
+    at = document
+    for step in re.findall(r"\w+", place):
+        at = at[int(step) if step.isdigit() else step]
+    at[name] = value
+    return document
+
+
+def fields_of(kind: Any, place: str) -> set[str]:
+    """Return the names of the fields of a body, at a place in it."""
+    for step in re.findall(r"[a-z_]+", place):
+        found = next(each.type for each in msgspec.structs.fields(kind) if each.name == step)
+        kind = next(each for each in types_in(found) if issubclass(each, msgspec.Struct))
+    return {each.name for each in msgspec.structs.fields(kind)} | ({"type"} if kind is TextPart else set())
+
+
+def types_in(annotation: Any) -> Iterator[type]:
+    """Return the classes in an annotation, however deep."""
+    if isinstance(annotation, type) and not get_args(annotation):
+        yield annotation
+    for each in get_args(annotation):
+        yield from types_in(each)
+
+
+@pytest.mark.parametrize(("kind", "place", "rules"), BODIES)
+def test_a_field_with_any_other_value_is_refused_with_its_name(kind: Any, place: str, rules: dict[str, Any]) -> None:
+    assert set(rules) == fields_of(kind, place)
+    for name, may_be in rules.items():
+        full = f"{place}.{name}" if place else name
+        for value in VALUES:
+            document = body_with(kind, place, name, value)
+            if may_be(value):
+                asked(kind, document)
+            else:
+                param = refused(kind, document).param
+                assert param is not None, (full, value)
+                assert (param + ".").startswith((full + ".", full + "[")), (full, value, param)
+
+
+@pytest.mark.parametrize(("kind", "place", "rules"), BODIES)
+def test_a_field_that_is_not_known_is_refused_with_its_name(kind: Any, place: str, rules: dict[str, Any]) -> None:
+    del rules
+    for name in ("tools", "tool_choice", "top_k", "min_p", "guided_json", "image_url", "tool_call_id", "top_logprobs"):
+        for value in (None, [], 1, {"type": "function"}):
+            error = refused(kind, body_with(kind, place, name, value))
+            assert error.param == (f"{place}.{name}" if place else name)
+            assert "Leave it out" in error.message
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_python_and_grpc_keep_the_same_rules(name: str) -> None:
+    def made(value: Any) -> Wanted:
+        return wanted(made_body(CompletionBody, model="m", prompt="hi", **{name: value}), "m", BYTES, LIMITS)
+
+    def sent(value: Any) -> Wanted:
+        given = {"text_input": b"hi", "sampling_parameters": json.dumps({name: value}).encode()}
+        body = read_message(**given).body
+        return wanted(read_body(GenerateBody, body), "m", BYTES, LIMITS)
+
+    for ask in (made, sent):
+        for value in VALUES:
+            if ask is sent and value == 10**400:
+                continue  # that is no JSON to the reader of gRPC's texts
+            if SAMPLING[name](value):
+                ask(value)
+            else:
+                with pytest.raises(HttpError) as caught:
+                    ask(value)
+                assert (caught.value.status, name in str(caught.value.param)) == (400, True), value
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(HttpError) as caught:
+            made(value)
+        assert caught.value.param == name
+        with pytest.raises(HttpError, match=name):
+            read_message(parameters={name: value}, text_input=b"hi")
+
+
+def read_message(parameters: Mapping[str, float] = MappingProxyType({}), **texts: bytes) -> AskedMessage:
+    """Return what gRPC reads of a message with inputs of BYTES."""
+    message = InferRequest(model_name="m")
+    for name, text in texts.items():
+        message.inputs.add(name=name, datatype="BYTES", shape=[1]).contents.bytes_contents.append(text)
+    for name, value in parameters.items():
+        message.parameters[name].double_param = value
+    asked, _ = InferReader().read(memoryview(bytearray(message.SerializeToString())))
+    return asked
+
+
+def test_inputs_that_a_generation_has_not_are_refused_over_grpc() -> None:
+    with pytest.raises(HttpError, match="'image' is no input"):
+        read_message(text_input=b"hi", image=b"x")
+    message = InferRequest(model_name="m")
+    message.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"hi")
+    for name, is_kept in (("stream", True), ("stream", False), ("exclude_input_in_output", True)):
+        more = copy.deepcopy(message)
+        more.inputs.add(name=name, datatype="BOOL", shape=[1]).contents.bool_contents.append(is_kept)
+        assert InferReader().read(memoryview(bytearray(more.SerializeToString())))[0].generates
+    message.inputs.add(name="exclude_input_in_output", datatype="BOOL", shape=[1]).contents.bool_contents.append(False)
+    with pytest.raises(HttpError, match="never has the prompt"):
+        InferReader().read(memoryview(bytearray(message.SerializeToString())))
+
+
 def test_what_needs_a_tokenizer_says_so() -> None:
     for kind, document, param in (
         (CompletionBody, PLAIN, "prompt"),
@@ -109,7 +331,7 @@ def test_what_is_no_body_is_refused() -> None:
     assert refused(CompletionBody, {"prompt": "x"}).param == "model"
     assert refused(ChatBody, {"model": "m", "messages": []}).param == "messages"
     image = [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]
-    assert "no text" in refused(ChatBody, {"model": "m", "messages": image}).message
+    assert "texts only" in refused(ChatBody, {"model": "m", "messages": image}).message
     with pytest.raises(HttpError, match="no JSON"):
         read_body(CompletionBody, b"{")
 
@@ -154,3 +376,34 @@ def test_answers_look_as_openais() -> None:
             "parameters": {"finish_reason": "stop"},
         },
     ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "m", "prom\x95t": [1]}',
+        b'{"model": "m\xb5", "prompt": [1]}',
+        b'{"model": "m", "messages": [{"role": "user", "content": "x", "more": ' + b"[" * 2000 + b"]" * 2000 + b"}]}",
+        b'{"text_input": "x", "parameters": {"max_t\xe2kens": 4}}',
+    ],
+)
+def test_what_is_no_text_or_too_deep_is_the_clients_fault(body: bytes) -> None:
+    for kind in (CompletionBody, ChatBody, GenerateBody):
+        with pytest.raises(HttpError) as caught:
+            read_body(kind, body)
+        assert caught.value.status == 400
+
+
+def test_what_costs_each_token_is_small() -> None:
+    assert refused(CompletionBody, {**PLAIN, "stop": "x" * 1001}).param == "stop"
+    assert refused(GenerateBody, {"text_input": "x", "id": "y" * 129}).param == "id"
+    assert refused(CompletionBody, {**PLAIN, "logit_bias": {str(n): 1 for n in range(100_000)}}).param == "logit_bias"
+    assert "brackets" in refused(CompletionBody, {**PLAIN, "prompt": [[]] * 100_000}).message
+    error = refused(CompletionBody, {**PLAIN, "prompt": ["x"] * 1000})  # not a token of it is looked at
+    assert "1000 tokens" in error.message
+
+
+def test_bodies_have_a_schema() -> None:
+    (_, chat), types = msgspec.json.schema_components([CompletionBody, ChatBody])
+    assert chat["$ref"].rsplit("/", 1)[1] in types
+    assert "logit_bias" in types["CompletionBody"]["properties"]

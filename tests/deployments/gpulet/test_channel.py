@@ -270,3 +270,22 @@ async def test_nothing_grows_with_the_number_of_dispatchers_that_are_gone(channe
     stays.connection.send(batch(100))
     await until(lambda: 100 in stays.answers)
     await stays.connection.stop()
+
+
+async def test_a_connection_stops_although_its_search_takes_that_for_an_error() -> None:
+    looks = asyncio.Event()
+
+    async def find() -> Endpoint:
+        looks.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise RuntimeError("what was asked was cancelled") from None
+        raise AssertionError
+
+    connection = PeerConnection(GpuletState, "a", find, Far)  # type: ignore[arg-type, var-annotated]
+    connection.start()
+    await looks.wait()
+    async with asyncio.timeout(PATIENCE_S):
+        await connection.stop()
+    assert [task for task in asyncio.all_tasks() if task.get_name() == "connection gpu-let a"] == []

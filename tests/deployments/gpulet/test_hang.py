@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.deployments.dispatch import dispatcher as dispatcher_module
+from tenuto.deployments.dispatch import sent_batches
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
@@ -88,7 +88,7 @@ async def test_a_batch_that_does_not_come_back_answers_each_request_once_and_a_l
 ) -> None:
     """Whatever holds it up: requests end when their own deadlines have passed, the gpu-let is used again once it has
     answered, and that answer changes nothing any more."""
-    monkeypatch.setattr(dispatcher_module, "GIVEN_UP_S", 0.0)
+    monkeypatch.setattr(sent_batches, "GIVEN_UP_S", 0.0)
     gpulet = FakeGpulet("a", ("m",), hold=True)
     await gpulet.start()
     dispatcher = Dispatcher(_eager, finder({"a": gpulet}))

@@ -46,16 +46,34 @@ def test_a_client_may_ask_for_its_models() -> None:
 
 def test_a_rate_of_tokens_is_paid_for_afterwards() -> None:
     caller = Caller(KeyEntry(name="a", sha256=HASH, tokens_per_s=100))
-    assert caller.text_wait_s(1.0) == 0.0
-    caller.spend_text(400)
-    assert caller.text_wait_s(1.0) == pytest.approx(3.01)
-    assert caller.text_wait_s(3.0) == pytest.approx(1.01)
-    assert caller.text_wait_s(4.1) == 0.0
-    caller.spend_text(1)
-    assert caller.text_wait_s(4.2) == 0.0
-    free = Caller(KeyEntry(name="b", sha256=HASH))
-    free.spend_text(10**9)
-    assert free.text_wait_s(0.0) == 0.0
+    assert caller.text_wait_s(1.0, 8) == 0.0
+    caller.begin_text(400, 1)
+    assert caller.text_wait_s(1.0, 8) == pytest.approx(3.01)
+    assert caller.text_wait_s(3.0, 8) == pytest.approx(1.01)
+    assert caller.text_wait_s(4.1, 8) == 0.0
+    caller.spend_text()
+    assert caller.text_wait_s(4.2, 8) == 0.0
+    free = Caller(KeyEntry(name="b", sha256="1" * 64))
+    free.begin_text(10**9, 10**9)
+    assert free.text_wait_s(0.0, 10**9) == 0.0
+
+
+def test_many_answers_at_once_are_no_way_round_a_rate_of_tokens() -> None:
+    caller = Caller(KeyEntry(name="a", sha256="0" * 64, tokens_per_s=100.0))
+    assert caller.text_wait_s(1.0, 10**6) == 0.0  # one answer alone may cost more
+    begun = 0
+    while caller.text_wait_s(1.0, 501) == 0.0:
+        caller.begin_text(1, 500)
+        begun += 1
+    assert begun == 11  # a minute of its rate, less the prompts
+    assert 0.0 < caller.text_wait_s(1.0, 501) <= 60.0
+    for _ in range(500):
+        caller.spend_text()
+    caller.end_text(0)
+    assert caller.text_wait_s(10.0, 501) == 0.0
+    for _ in range(10):
+        caller.end_text(500)  # the others left
+    assert caller.text_wait_s(10.0, 10**6) == 0.0
 
 
 @given(st.floats(0.5, 1000.0), st.integers(1, 50), st.lists(st.floats(0.0, 0.5), min_size=1, max_size=300))

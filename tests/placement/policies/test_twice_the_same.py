@@ -17,7 +17,7 @@ from tenuto.placement import Cluster, Workload, load_policy, solve, solver
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
-MODELS, GPUS = 30, 12
+MODELS, GPUS = 15, 6
 AN_HOUR_S = 3600.0
 OF_THE_MACHINE = sorted(point.name for point in distribution("tenuto").entry_points.select(group="tenuto.policies"))
 

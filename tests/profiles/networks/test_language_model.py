@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, blocks_of
+from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, blocks_of, longest_sequence
 
 pytest.importorskip("transformers")
 import torch
 
-from tenuto.profiles.networks.language_model import LanguageModel, load_language_model, longest_sequence
+from tenuto.profiles.networks.language_model import LanguageModel, load_language_model
 
 TINY = {
     "vocab_size": 300,
@@ -179,3 +179,11 @@ def test_a_saved_model_is_loaded_and_one_without_a_head_is_refused(tmp_path: Pat
 def test_what_writes_no_tokens_is_refused(source: str) -> None:
     with pytest.raises(InvalidInputError, match=r"language|folder"):
         load_language_model(source)
+
+
+def test_a_temperature_near_zero_is_greedy(model: LanguageModel) -> None:
+    written = generated(network(), PROMPTS[0], 6)
+    for temperature, top_p in ((5e-324, 1.0), (1e-40, 0.5), (1e-30, 1.0), (1.0, 5e-324)):
+        model.add(0, PROMPTS[0], Sampling(6, temperature, top_p, 7))
+        tokens, _ = run(model, {0: PROMPTS[0]}, chunk=16)
+        assert tokens[0] == written

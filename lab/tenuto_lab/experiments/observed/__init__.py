@@ -1,1 +1,1 @@
-"""What the thesis says of its figures, claim by claim, and how each is looked for in our results."""
+"""The statements of the thesis about its figures, claim by claim, and how each is looked for in our results."""

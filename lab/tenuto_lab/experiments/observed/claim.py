@@ -1,4 +1,4 @@
-"""One published statement as a function from results to what was seen; and what such functions share."""
+"""One published statement as a function of results, and the helpers of such functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNPRINTED = "bars in figure {} only"
 
 @dataclass(frozen=True)
 class Seen:
-    """What came out. `why_not` is kept only where it is not what was published."""
+    """What came out. `why_not` is kept only if this is not the published result."""
 
     ours: str
     is_reproduced: bool
@@ -23,7 +23,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Claim:
-    """A published statement and how to look for it. `look` raises `NotRunError` where a point it needs is missing."""
+    """A published statement and how to look for it. `look` raises `NotRunError` if it needs a point that is missing."""
 
     name: str
     statement: str
@@ -33,7 +33,7 @@ class Claim:
     look: Callable[[Results], Seen]
 
     def check(self, results: Results) -> Observation:
-        """Return what became of it."""
+        """Return whether it is reproduced."""
         stated = {"name": self.name, "statement": self.statement, "published": self.published}
         told = {"tolerance": self.tolerance, "figure": self.figure}
         try:
@@ -49,7 +49,7 @@ class Claim:
 def claim(
     name: str, statement: str, published: str, tolerance: str = "equal", figure: str = PLACEMENTS
 ) -> Callable[[Callable[[Results], Seen]], Claim]:
-    """Make a claim of the function that looks for it."""
+    """Turn the function that looks for a claim into the claim."""
     return lambda look: Claim(name, statement, published, tolerance, figure, look)
 
 

@@ -1,4 +1,4 @@
-"""What the thesis states of iGniter, against ours with derived coefficients (see `derived`)."""
+"""The thesis' statements about iGniter, compared with our iGniter with derived coefficients (see `derived`)."""
 
 from __future__ import annotations
 

@@ -33,6 +33,19 @@ def test_a_logical_gpu_is_emulated_only_where_there_is_no_driver(monkeypatch: py
     assert executor.device == "emulated v100"
 
 
+@pytest.mark.parametrize("present", [True, False])
+def test_torch_refuses_several_gpus_together_and_the_emulated_one_runs_them(
+    monkeypatch: pytest.MonkeyPatch, present: bool
+) -> None:
+    with_driver(monkeypatch, present)
+    assert isinstance(make_executor(spec(also_on=["n0/1"], executor="emulated")), EmulatedExecutor)
+    for changes in ({"executor": "torch"}, {"uuid": "GPU-1"}):
+        with pytest.raises(EnvironmentFaultError, match="torch executor runs a model on one"):
+            make_executor(spec(also_on=["n0/1"], **changes))
+    if not present:
+        assert isinstance(make_executor(spec(also_on=["n0/1"])), EmulatedExecutor)
+
+
 @pytest.mark.parametrize("changes", [{"uuid": "GPU-1"}, {"executor": "torch"}])
 def test_a_physical_gpu_is_never_emulated(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     with_driver(monkeypatch, False)

@@ -1,0 +1,128 @@
+"""Estimates how long the prompts and outputs of models that generate are.
+
+Lengths are as declared until measured ones differ by more than chance. The mean follows with the time constant of the
+rates; when the last fifth of it can hardly have come from that mean, it starts anew from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from tenuto.deployments.control.interface import ModelSeen
+from tenuto.deployments.control.questions import CHANCE
+from tenuto.placement.generates import Generates
+from tenuto.placement.workload import ModelSpec
+
+_RECENT = 0.2  # limit: the part of the time constant after which a change is told from chance
+
+
+@dataclass
+class _Mean:
+    """A fading mean of lengths: weights of looks and of lengths, and sums of the lengths and of their looks' means
+    squared, by these weights."""
+
+    looks: float = 0.0
+    count: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, kept: float, count: int, mean: float) -> None:
+        """Fade what is there to the part `kept`, and add a look with so many lengths of this mean."""
+        self.looks = self.looks * kept + 1.0
+        self.count = self.count * kept + count
+        self.total = self.total * kept + count * mean
+        self.squares = self.squares * kept + count * mean * mean
+
+    @property
+    def mean(self) -> float:
+        """The mean length; NaN before there is any."""
+        return self.total / self.count if self.count else math.nan
+
+    def differs(self, other: float) -> bool:
+        """Whether the lengths can hardly have this mean, as the looks' means vary."""
+        if self.looks < CHANCE:
+            return False
+        variance = max(0.0, self.squares / self.count - self.mean**2)
+        return abs(self.mean - other) > CHANCE * math.sqrt(variance / self.looks) + 1e-6 * other
+
+
+@dataclass
+class _Followed:
+    long: _Mean = field(default_factory=_Mean)
+    recent: _Mean = field(default_factory=_Mean)
+
+    def add(self, seconds: float, average_s: float, count: int, mean: float) -> None:
+        self.long.add(math.exp(-seconds / average_s), count, mean)
+        self.recent.add(math.exp(-seconds / average_s / _RECENT), count, mean)
+        if self.recent.differs(self.long.mean):
+            self.long = replace(self.recent)
+
+
+class MeasuredLengths:
+    """The lengths of all models, by name."""
+
+    def __init__(self, average_s: float) -> None:
+        """Begin with nothing measured; `average_s` is the time constant."""
+        self._average_s = average_s
+        self._followed: dict[str, tuple[_Followed, _Followed]] = {}
+        self._asked: dict[str, tuple[float, float]] = {}  # factors on declared lengths that were planned with
+
+    def observe(self, seconds: float, seen: Mapping[str, ModelSeen]) -> None:
+        """Add the lengths of the requests that were answered in a look of so many seconds."""
+        for name, model in seen.items():
+            if model.generated:
+                means = model.prompt_tokens / model.generated, model.output_tokens / model.generated
+                followed = self._followed.setdefault(name, (_Followed(), _Followed()))
+                for each, mean in zip(followed, means, strict=True):
+                    each.add(seconds, self._average_s, model.generated, mean)
+
+    def _factors(self, spec: ModelSpec) -> tuple[float, float]:
+        followed, generates = self._followed.get(spec.name), spec.generates
+        if followed is None or generates is None:
+            return 1.0, 1.0
+        declared = generates.prompt_tokens, generates.output_tokens
+        prompt, output = (
+            1.0 if told is None or not each.long.differs(told.mean) else each.long.mean / told.mean
+            for each, told in zip(followed, declared, strict=True)
+        )
+        return prompt, output
+
+    def measured(self, specs: Iterable[ModelSpec]) -> tuple[ModelSpec, ...]:
+        """Return the models with lengths as measured."""
+        return tuple(self._measured(spec) for spec in specs)
+
+    def _measured(self, spec: ModelSpec) -> ModelSpec:
+        prompt, output = self._factors(spec)
+        if spec.generates is None or (prompt, output) == (1.0, 1.0):
+            return spec
+        lengths = {"prompt_tokens": spec.generates.prompt_tokens, "output_tokens": spec.generates.output_tokens}
+        factors = {"prompt_tokens": prompt, "output_tokens": output}
+        update = {key: told.scaled(factors[key]) for key, told in lengths.items() if told is not None}
+        return spec.model_copy(update={"generates": spec.generates.model_copy(update=update)})
+
+    def asked(self, specs: Iterable[ModelSpec]) -> None:
+        """Note that these models are planned with their present lengths."""
+        self._asked = {spec.name: self._factors(spec) for spec in specs if spec.generates is not None}
+
+    def have_moved(self, specs: Iterable[ModelSpec]) -> bool:
+        """Whether lengths differ by more than chance from those planned with last."""
+        for spec in specs:
+            followed, generates = self._followed.get(spec.name), spec.generates
+            if followed is None or generates is None:
+                continue
+            asked = self._asked.get(spec.name, (1.0, 1.0))
+            declared = generates.prompt_tokens, generates.output_tokens
+            for each, told, factor in zip(followed, declared, asked, strict=True):
+                if told is not None and each.long.differs(told.mean * factor):
+                    return True
+        return False
+
+
+def as_declared(specs: Iterable[ModelSpec], declared: Iterable[ModelSpec]) -> tuple[ModelSpec, ...]:
+    """Return planned models with the lengths that are declared."""
+    told: dict[str, Generates | None] = {spec.name: spec.generates for spec in declared}
+    return tuple(
+        spec.model_copy(update={"generates": told[spec.name]}) if told.get(spec.name) else spec for spec in specs
+    )

@@ -1,0 +1,146 @@
+"""The requests that have no answer yet, and the models that they ask for. Each request ends once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tenuto.batching.core.scheduler import Drop, Refusal
+from tenuto.batching.core.system import INF, System
+from tenuto.deployments.dispatch.accounts import Accounts, ModelCounters
+from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.wire.answers import Executed, Loop, Refused
+from tenuto.outcome import Outcome, Rule
+from tenuto.placement import Plan
+
+_TOO_LATE = "the deadline could not be met; it was not executed. Lower the rate, raise the SLO or add GPUs"
+
+
+@dataclass(slots=True)
+class AskedModel:
+    """A model that can be asked for: its index and its program's index in the core, its SLO, the planned latency of a
+    request alone, and its largest planned batch."""
+
+    index: int
+    program: int
+    slo_ms: float
+    alone_ms: float
+    batch_size: int
+    counters: ModelCounters
+
+
+class OpenRequests:
+    """Who is in here is told how the request ends, and leaves."""
+
+    def __init__(self, accounts: Accounts, clock_ms: Callable[[], float]) -> None:
+        """Count in `accounts` what ends, at times of the clock."""
+        self._accounts, self._clock_ms = accounts, clock_ms
+        self._open: dict[int, Request] = {}
+        self.models: dict[str, AskedModel] = {}
+
+    def follow(self, plan: Plan, system: System) -> None:
+        """Let the models of this plan be asked for. What waits for others is refused."""
+        alone_ms = _alone_ms(system)
+        sizes: dict[str, int] = {}
+        for planned in (program for gpulet in plan.gpulets for program in gpulet.programs):
+            sizes |= {name: max(planned.batch_size, sizes.get(name, 1)) for name in planned.models}
+        self.models = {}
+        for index, (spec, program) in enumerate(zip(plan.models, system.program_of, strict=True)):
+            counters = self._accounts.counters[spec.name]
+            counters.follow(spec)
+            size = sizes.get(spec.name, 1)
+            self.models[spec.name] = AskedModel(index, program, spec.slo_ms, alone_ms[index], size, counters)
+        for request in list(self._open.values()):
+            if request.name in self.models:
+                request.model = self.models[request.name].index
+            elif request.is_waiting:
+                self.refuse_removed(request)
+
+    def add(self, request: Request) -> None:
+        """Keep a request until it has its answer."""
+        self._open[request.id] = request
+
+    def those(self, ids: Sequence[int]) -> list[Request]:
+        """Return the requests with these ids that are open still."""
+        opened = self._open
+        return [request for number in ids if (request := opened.get(number)) is not None]
+
+    def waiting(self) -> list[Request]:
+        """Return those that wait for a batch."""
+        return [request for request in self._open.values() if request.is_waiting]
+
+    def count_waiting(self) -> dict[str, int]:
+        """Return how many of each model wait for a batch."""
+        waiting = Counter(request.name for request in self.waiting())
+        return {name: waiting[name] for name in self.models}
+
+    def is_open(self, request: Request) -> bool:
+        """Whether it has no answer yet."""
+        return request.id in self._open
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def cancel(self, request: Request) -> bool:
+        """Forget a request whose client went away. False: it was answered before."""
+        if self._open.pop(request.id, None) is None:
+            return False
+        self._accounts.counters[request.name].cancelled += 1
+        return True
+
+    def executed(self, requests: list[Request], executed: Executed) -> None:
+        """Answer the requests of one model in a batch. Requests whose client went away meanwhile are not counted."""
+        opened = self._open
+        rows = [(request, row) for row, request in enumerate(requests) if opened.pop(request.id, None) is not None]
+        if not rows:
+            return
+        self._accounts.executed([request for request, _ in rows], executed, self._clock_ms())
+        for request, row in rows:
+            request.asker.executed(request, executed, row)
+
+    def refuse(self, request: Request, refused: Refused) -> None:
+        """End an open request with a refusal; does nothing for a request that is no longer open."""
+        if self._open.pop(request.id, None) is not None:
+            self._accounts.refused(request, refused, self._clock_ms())
+            request.asker.refused(request, refused)
+
+    def reject(self, request: Request, rule: Rule, reason: str) -> None:
+        """Refuse a request because too many others of its model wait."""
+        wait_s = max(0.1, self.models[request.name].slo_ms / 1000.0)
+        self.refuse(request, Refused(Outcome.REJECTED, f"{reason}; retry in {wait_s:g} s", wait_s, rule=rule))
+
+    def refuse_removed(self, request: Request) -> None:
+        """Refuse a request whose model the plan no longer has."""
+        self.refuse(request, Refused(Outcome.FAILED, f"'{request.name}' was removed from the plan"))
+
+    def expire(self, request: Request, rule: Rule) -> None:
+        """Refuse a request whose deadline cannot be met. When it could be met but for the reserve, name the margin."""
+        asked = self.models.get(request.name)
+        alone_ms = asked.alone_ms if asked is not None else 0.0
+        loop = Loop.MARGIN if self._clock_ms() + alone_ms <= request.deadline_ms else Loop.NONE
+        self.refuse(request, Refused(Outcome.EXPIRED, _TOO_LATE, 1.0, rule=rule, loop=loop))
+
+    def give_up(self, refusals: Sequence[Refusal]) -> None:
+        """Refuse what the scheduler gave up."""
+        for refusal in refusals:
+            for request in self.those(refusal.request_ids):
+                if isinstance(refusal, Drop):
+                    self.expire(request, Rule.CUT)
+                else:
+                    reason = f"'{request.name}' exceeds the rate it is planned for. Send less, or plan for more"
+                    wait_s = refusal.retry_after_ms / 1000.0
+                    self.refuse(request, Refused(Outcome.REJECTED, reason, wait_s, rule=Rule.BEYOND_PLAN))
+
+    def close(self) -> None:
+        """Answer every request as failed."""
+        for request in list(self._open.values()):
+            self.refuse(request, Refused(Outcome.FAILED, "the server is shutting down; send the request again"))
+
+
+def _alone_ms(system: System) -> list[float]:
+    """Return the planned latency of a batch of one on the fastest gpu-let, by model; 0 for models that none hosts."""
+    fastest: dict[int, float] = {}
+    for hosts in system.distinct_hosts():
+        for program, host in hosts.items():
+            fastest[program] = min(fastest.get(program, INF), host.planned_batch_ms(1))
+    return [fastest.get(program, 0.0) for program in system.program_of]

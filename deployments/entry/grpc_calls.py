@@ -1,0 +1,634 @@
+"""gRPC's calls. A call hands what its metadata and messages ask for to the service that answers HTTP, and sends the
+answer as messages.
+
+`tenuto.deployments.entry.http2` brings the bytes, and `tenuto.deployments.entry.grpc_messages` reads the messages. All
+of this happens in callbacks on the gateway's loop, without tasks. When the metadata alone says that a call cannot be
+answered, the call is refused before its message is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from struct import Struct
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
+
+import orjson
+from google.protobuf.message import DecodeError
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
+from grpc_reflection.v1alpha.reflection import ReflectionServicer
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+
+from tenuto.deployments.entry.connection import MANY, MOST_PIPELINED, REASONS, SLOT_BYTES, UNFINISHED, UNREAD_BYTES
+from tenuto.deployments.entry.exchange import Head, HttpError, too_large, unexpected
+from tenuto.deployments.entry.framing import KEPT_HEADS, LONGEST_KEPT_HEAD_BYTES
+from tenuto.deployments.entry.grpc_messages import (
+    COLD,
+    HEALTH,
+    POOL,
+    SERVICE,
+    Cold,
+    InferReader,
+    Message,
+    cold_answer,
+    cold_head,
+    message,
+    to_answer,
+)
+from tenuto.deployments.entry.http2 import MOST_CALLS, CallStream, Headers, Http2Connection, flaw, literal
+from tenuto.deployments.entry.oip import Given
+from tenuto.deployments.wire.arena import Slot
+from tenuto.deployments.wire.tensors import Buffer
+
+if TYPE_CHECKING:
+    from tenuto.deployments.entry.connection import HttpServer
+    from tenuto.deployments.entry.service import InferenceService
+
+_MESSAGE_S = 60.0  # limit: until a call's message has come, as for a body of HTTP
+_MOST_COLD_BYTES = 1 << 16  # limit: of a message that carries no load, as of such a body of HTTP
+_PREFIX = Struct(">BL")  # format: of a message: whether it is compressed, and its length
+_HEAD = b"\x88" + literal(b"content-type", b"application/grpc")  # format: `:status: 200` is the eighth of HPACK's table
+_NO_GRPC = b"\x08\x03415"  # format: the value of `:status`
+_TRAILERS = literal(b"grpc-status", b"0")
+_TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
+_UNIT_MS = {b"H": 3.6e6, b"M": 6e4, b"S": 1e3, b"m": 1.0, b"u": 1e-3, b"n": 1e-6}  # format: of `grpc-timeout`
+# What of a call's metadata goes on as a header; whatever else is there says nothing to this server.
+_SAID = frozenset((b"authorization", b"x-api-key", b"x-slo-ms", b"x-request-start", b"traceparent"))
+_READ = _SAID | {b":method", b":path", b"content-type", b"content-length", b"grpc-timeout", b"grpc-encoding"}
+# gRPC's codes, by the status of HTTP that means the same.
+_CODES = {400: 3, 401: 16, 403: 7, 404: 5, 406: 11, 413: 8, 429: 8, 501: 12, 503: 14, 504: 4}  # format
+_INTERNAL = 13  # format: likewise
+_LONGEST_TOLD = 4096  # limit: bytes of a reason; clients of gRPC take 8 KiB of trailers, and lose longer ones
+_PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")
+_COMPRESSED = "compressed messages are not taken. Send them as they are (grpc-encoding: identity)."
+_NOTHING = memoryview(b"")
+_StreamInfer = message("inference.ModelStreamInferResponse")
+_HealthRequest, _HealthResponse = (message(f"grpc.health.v1.HealthCheck{each}") for each in ("Request", "Response"))
+
+
+class Opened(NamedTuple):
+    """What a call's metadata says. Clients send the same metadata again and again, so it is read once and has a
+    `number`."""
+
+    number: int
+    path: bytes
+    length: int | None
+    said: dict[bytes, bytes]
+    patience_ms: float
+    problem: HttpError | None
+
+
+def _opened(number: int, headers: Headers) -> Opened:
+    found: dict[bytes, bytes] = {}
+    problem = None
+    for each in headers:
+        if each[0] in _READ:
+            if each[0] in found:
+                problem = HttpError(400, f"the metadata says {each[0].decode()} twice. Say it once.")
+            found[each[0]] = each[1]
+    timeout = _TIMEOUT.fullmatch(found.get(b"grpc-timeout", b""))
+    patience_ms = math.inf if timeout is None else int(timeout[1]) * _UNIT_MS[timeout[2]]
+    if found.get(b"grpc-encoding", b"identity") != b"identity":
+        problem = HttpError(501, _COMPRESSED)
+    if found.get(b":method") != b"POST" or not found.get(b"content-type", b"").startswith(b"application/grpc"):
+        problem = HttpError(415, "this port speaks gRPC. HTTP has a port of its own.")
+    wrong = flaw(headers)
+    if wrong:
+        problem = HttpError(400, f"malformed metadata: {wrong}")
+    said = {key: value for key, value in found.items() if key in _SAID}
+    length = None if wrong or b"content-length" not in found else int(found[b"content-length"])
+    return Opened(number, found.get(b":path", b""), length, said, patience_ms, problem)
+
+
+class GrpcExchange:
+    """One message on its way to its answer; see `tenuto.deployments.entry.exchange.Exchange`."""
+
+    __slots__ = (
+        *("address", "arrived_ms", "body", "given", "has_key", "head", "held", "id", "on_left", "patience_ms", "slot"),
+        *("_call", "_unread"),
+    )
+
+    def __init__(self, call: Call, head: Head, body: Buffer, id: str = "") -> None:
+        self.head = head
+        self.body = body
+        self.id = id
+        self.address = call.stream.address
+        self.arrived_ms = call.stream.arrived_ms
+        self.patience_ms = call.opened.patience_ms
+        self.given: Given | None = None
+        self.slot: Slot | None = None
+        self.held = 0
+        self.has_key = False
+        self.on_left: Callable[[], object] | None = None
+        self._call: Call | None = call
+        self._unread = 0  # bytes of its parts since the client was not behind
+
+    def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
+        """Send the answer. Only the first call counts."""
+        call = self._call
+        if call is not None:
+            self._let_go()
+            try:
+                call.tell(self, status, headers, payload)
+            except Exception as error:
+                call.fail(unexpected("a gRPC call", error))
+            call.answered(self)
+
+    def begin(self, status: int, headers: bytes) -> None:
+        """Begin an answer in parts. Its head leaves with the first part."""
+        del status, headers
+        if self._call is not None:
+            self._free(self._call)
+
+    def send(self, part: bytes) -> None:
+        """Send a part: each event of a generation becomes a message. A client that reads too slowly is given up."""
+        call = self._call
+        if call is not None:
+            call.tell(self, 200, b"", [part.removeprefix(b"data: ")])
+            self._unread = self._unread + len(part) if call.stream.unsent else 0
+            if self._unread > UNREAD_BYTES:
+                call.stream.give_up()
+
+    def spend(self, samples: int) -> None:
+        """Count samples beyond the first as work of this turn."""
+        if self._call is not None:
+            self._call.door.server.turns.spend_samples(samples)
+
+    def end(self) -> None:
+        """Note that the answer is complete."""
+        call = self._call
+        if call is not None:
+            self._let_go()
+            call.answered(self)
+
+    def leave(self) -> None:
+        """Drop the message, because its client is gone."""
+        left = self.on_left
+        self._let_go()
+        if left is not None:
+            left()
+
+    def _let_go(self) -> None:
+        """Give back the memory of the tensors. Whoever still reads it keeps it alive."""
+        call, self._call, self.on_left = self._call, None, None
+        if call is not None:
+            self._free(call)
+
+    def _free(self, call: Call) -> None:
+        call.door.server.chunked_bytes -= self.held
+        self.held, self.body = 0, b""
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None
+
+
+class Call:
+    """One call, with one message each way. Invariant: the call is answered once, or its client has left."""
+
+    most_open = 1  # messages that are answered at once
+    is_cold = True  # a message carries no load, and may have no more bytes than one over HTTP
+    gate: bytes | None = b"/v2"  # the URL whose keys may ask; None: nobody needs a key
+
+    def __init__(self, door: GrpcDoor, stream: CallStream, opened: Opened) -> None:
+        """Take what the calls share, the stream and its metadata. A client without the right key is refused here."""
+        self.door, self.stream, self.opened = door, stream, opened
+        stream.head, stream.length = _HEAD, opened.length
+        self.is_over = False
+        self._is_admitted = False  # the key's rate has let in a message that has not come yet
+        self._has_ended = False  # no more messages come
+        self._waits = False  # its turn comes; or it has it
+        self._ahead = 0  # bytes of `_came` that are counted
+        self._open: set[GrpcExchange] = set()
+        self._came = bytearray()  # not looked at yet
+        self._rest: memoryview | None = None  # of a message's memory, what is still to come
+        self._memory = _NOTHING
+        self._slot: Slot | None = None
+        self._held = 0  # bytes of a message that is not in the arena
+        self._changed_s = time.monotonic()
+        if self.gate is not None:
+            self._admit(self.gate)
+
+    def _admit(self, url: bytes) -> None:
+        """Refuse a client that may not ask for this URL. A client with a wrong key is told late, as over HTTP."""
+        exchange = GrpcExchange(self, self.door.head(self.opened, b"GET", url), b"")
+        refusal = self.door.service.refusal(exchange)
+        if refusal is None and exchange.has_key and not self.stream.show_key():
+            refusal = MANY
+        self._is_admitted = refusal is None
+        if refusal is None:
+            return
+        self.door.server.turned_away[REASONS.get(refusal.status, "other")] += 1
+        if refusal.after_s:
+            self.is_over = self.stream.is_slowed = True
+            asyncio.get_running_loop().call_later(refusal.after_s, self._end_slowed, refusal)
+        else:
+            self.fail(refusal)
+
+    def _end_slowed(self, refusal: HttpError) -> None:
+        """Refuse a client with a wrong key and end its connection, as over HTTP."""
+        self._end(refusal)
+        self.stream.end_connection()
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def received(self, data: bytes) -> None:
+        """Take bytes of the request."""
+        if not self.is_over:
+            self._came += data
+            self._read()
+
+    def ended(self) -> None:
+        """Note that no more messages come."""
+        self._has_ended = True
+        self._read()
+
+    def go_on(self) -> None:
+        """Read on, now that the others have had their turn."""
+        self._waits = False
+        self._read()
+
+    def goes_on(self) -> None:
+        """Read on, now that the client has taken its answers."""
+        self._read()
+
+    def _read(self) -> None:
+        """Take messages that have come, and count the bytes that have to wait."""
+        if not self._waits:
+            self._take_some()
+        server, ahead = self.door.server, len(self._came)
+        server.chunked_bytes += ahead - self._ahead
+        self._ahead = ahead
+        if ahead and server.chunked_bytes > server.limits.unfinished_bytes:
+            self.fail(UNFINISHED)
+
+    def _take_some(self) -> None:
+        """Take some messages in this turn; none while too many are open or the client does not take its answers."""
+        self._waits = True
+        came, before, turns, most, is_more = self._came, len(self._came), self.door.server.turns, MOST_CALLS, False
+        try:
+            while len(self._open) < self.most_open and not self.is_over and not self.stream.is_behind:
+                is_more = bool(came) and (not most or turns.left <= 0)
+                if is_more or not self._fill(came):
+                    break
+                data, slot, self._memory, self._slot = self._memory, self._slot, _NOTHING, None
+                most -= 1
+                try:
+                    self.take(data, slot)
+                finally:
+                    self._free(slot)
+        except DecodeError:
+            self.fail(HttpError(400, "the message is not one of this call. See open_inference.proto."))
+        except HttpError as error:
+            self.fail(error)
+        except Exception as error:
+            self.fail(unexpected("a gRPC call", error))
+        if came and self._open and self.most_open == 1:
+            self.fail(HttpError(400, "the call has more than one message. Send one."))
+        self._waits = is_more and not self.is_over
+        turns.spend(MOST_CALLS - most)
+        if self._waits:
+            (turns.wait if most and not self._open else turns.wait_behind)(self)  # who asks once goes first
+        self.stream.taken(before - len(came))
+        if self._has_ended and not self._open and not self._waits and not self.is_over:
+            self.complete()
+
+    def _fill(self, came: bytearray) -> bool:
+        """Move bytes to the message that they belong to. Return whether the message is complete. Raises `HttpError`."""
+        if self._rest is None:
+            if len(came) < _PREFIX.size:
+                return False
+            self._make_room(*_PREFIX.unpack_from(came))
+            del came[: _PREFIX.size]
+        rest = self._rest
+        assert rest is not None
+        size = min(len(came), len(rest))
+        rest[:size] = came[:size]
+        del came[:size]
+        self._rest = rest[size:] if size < len(rest) else None
+        return self._rest is None
+
+    def _make_room(self, is_compressed: int, size: int) -> None:
+        """Find a place for a message. A large one lies where gpu-lets can read it. Raises `HttpError`."""
+        server = self.door.server
+        self._changed_s = time.monotonic()
+        if is_compressed:
+            raise HttpError(501, _COMPRESSED)
+        most = _MOST_COLD_BYTES if self.is_cold else server.limits.body_bytes
+        if size > most:
+            raise too_large(most)
+        if size >= SLOT_BYTES:
+            self._slot = server.arena.take(size)
+            if self._slot is None:
+                raise UNFINISHED
+            self._memory = self._slot.data
+        else:
+            if server.chunked_bytes + size > server.limits.unfinished_bytes:
+                raise UNFINISHED
+            self._held = size
+            server.chunked_bytes += size
+            self._memory = memoryview(bytearray(size))
+        self._rest = self._memory
+
+    def _free(self, slot: Slot | None) -> None:
+        """Free the memory of a message that did not become a request."""
+        self.door.server.chunked_bytes -= self._held
+        self._held = 0
+        if slot is not None:
+            slot.release()
+
+    def take(self, data: memoryview, slot: Slot | None) -> None:
+        """Take a message. A large one lies in `slot`. Raises `HttpError` or `DecodeError`."""
+        raise NotImplementedError
+
+    def ask(self, exchange: GrpcExchange, slot: Slot | None = None) -> None:
+        """Let the service answer a message, when the key's rate lets it in. Each message counts as a request."""
+        refusal = None if self._is_admitted else self.door.service.refusal(exchange)
+        self._is_admitted = False
+        if refusal is not None:
+            self.door.server.turned_away[REASONS.get(refusal.status, "other")] += 1
+            self.refuse(exchange, refusal)
+            return
+        if slot is not None:
+            slot.hold()
+        exchange.slot, exchange.held, self._held = slot, self._held, 0
+        self._open.add(exchange)
+        self.door.service.handle(exchange)
+
+    # --- answering ----------------------------------------------------------------------------------------------
+
+    def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
+        """Send the answer of the service."""
+        if status != 200:
+            self.fail(HttpError(status, orjson.loads(payload[0])["error"], headers=lines))
+        else:
+            self.finish(self.answer(exchange, payload))
+
+    def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:
+        """Return the message of an answer."""
+        raise NotImplementedError
+
+    def answered(self, exchange: GrpcExchange) -> None:
+        """Note that a message has its answer."""
+        self._open.discard(exchange)
+        if self._came or self._has_ended:
+            self._read()
+
+    def complete(self) -> None:
+        """End the call: the client sends nothing more, and all its messages are answered."""
+        self.fail(HttpError(400, "the call ended without a message. Send one."))
+
+    def finish(self, answer: Message) -> None:
+        """Send the one answer."""
+        if not self.is_over:
+            self.is_over = True
+            self.stream.send(_prefixed(answer), _TRAILERS)
+            self.forget()
+
+    def refuse(self, exchange: GrpcExchange, refusal: HttpError) -> None:
+        """Tell the client that a message was not let in."""
+        del exchange
+        self.fail(refusal)
+
+    def fail(self, error: HttpError) -> None:
+        """End the call with an error. The headers that HTTP would send become trailers."""
+        if not self.is_over:
+            self._end(error)
+
+    def _end(self, error: HttpError) -> None:
+        self.is_over = True
+        stream = self.stream
+        if error.status == 415:
+            stream.head = _NO_GRPC
+        code = _CODES.get(error.status, _INTERNAL)
+        told = quote(error.message, safe=_PRINTABLE)
+        if len(told) > _LONGEST_TOLD:  # it names what the client sent
+            at = told.rfind("%", _LONGEST_TOLD - 2, _LONGEST_TOLD)  # amid a byte
+            told = told[: at if at >= 0 else _LONGEST_TOLD] + "..."
+        trailers = [(b"grpc-status", b"%d" % code), (b"grpc-message", told.encode())]
+        for line in error.lines().splitlines():
+            name, _, value = line.partition(b": ")
+            if name != b"content-type":
+                trailers.append((name, value))
+        stream.send(b"", b"".join([literal(*each) for each in dict(trailers).items()]))
+        self.forget()
+
+    def left(self) -> None:
+        """Drop everything, because the client has left."""
+        self.is_over = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the requests of this call and the rest of a message, because nobody waits for them."""
+        self._free(self._slot)
+        self._slot = self._rest = None
+        self._came.clear()
+        self.door.server.chunked_bytes -= self._ahead
+        self._ahead = 0
+        while self._open:
+            self._open.pop().leave()
+
+    def check_time(self, now_s: float) -> None:
+        """Give up a client whose message does not come."""
+        if self._is_late and not self.is_over and now_s - self._changed_s > _MESSAGE_S:
+            self.fail(HttpError(504, f"no message came within {_MESSAGE_S:.0f} s. Send it at once."))
+
+    @property
+    def _is_late(self) -> bool:
+        return not self._open
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that the client has asked for is answered."""
+        return not self._open and self._rest is None and not self._came
+
+
+class NoCall(Call):
+    """A call that is not one of ours, or not gRPC."""
+
+    gate = None
+
+    def __init__(self, door: GrpcDoor, stream: CallStream, opened: Opened) -> None:
+        super().__init__(door, stream, opened)
+        reason = f"there is no call {opened.path.decode('latin-1')}. See open_inference.proto."
+        self.fail(opened.problem or HttpError(501, reason))
+
+
+class UnaryInferCall(Call):
+    """`ModelInfer`."""
+
+    generates = "generate"
+    is_cold = False
+
+    def take(self, data: memoryview, slot: Slot | None) -> None:
+        asked, tensors = self.door.reader.read(data)
+        if asked.given is not None:
+            head = self.door.head(self.opened, b"POST", f"/v2/models/{asked.path}/infer".encode())
+            exchange = GrpcExchange(self, head, tensors, asked.id)
+            exchange.given = asked.given
+            self.ask(exchange, slot)
+            return
+        url = f"/v2/models/{asked.path}/{self.generates}" if asked.generates else f"/predict/{asked.path}"
+        said = {**self.opened.said, b"x-request-id": asked.id.encode()} if asked.id else self.opened.said
+        head = Head(b"POST", url.encode(), said, length=len(asked.body))
+        self.ask(GrpcExchange(self, head, asked.body, asked.id))
+
+    def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:
+        return to_answer(exchange.id, payload)
+
+
+class StreamedCall(UnaryInferCall):
+    """`ModelStreamInfer`. Each request is answered as soon as its answer is ready. A generation is answered with a
+    message for each piece of its text."""
+
+    most_open = MOST_PIPELINED
+    generates = "generate_stream"
+
+    def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
+        del lines
+        text = bytes(payload[0])
+        if status != 200 or text.startswith(b'{"error"'):
+            self._fail_one(exchange.id, orjson.loads(text)["error"])
+        else:
+            self.say(_StreamInfer(infer_response=self.answer(exchange, payload)))
+
+    def take(self, data: memoryview, slot: Slot | None) -> None:
+        try:
+            super().take(data, slot)
+        except HttpError as error:
+            self._fail_one("", error.message)
+
+    def refuse(self, exchange: GrpcExchange, refusal: HttpError) -> None:
+        """Tell the client that a message was not let in, and go on with the next one."""
+        self._fail_one(exchange.id, refusal.message)
+
+    def _fail_one(self, id: str, reason: str) -> None:
+        told = _StreamInfer(error_message=reason)
+        told.infer_response.id = id
+        self.say(told)
+
+    def say(self, told: Message) -> None:
+        """Send one of many messages."""
+        if not self.is_over:
+            self.stream.send(_prefixed(told))
+
+    def complete(self) -> None:
+        self.is_over = True
+        self.stream.send(b"", _TRAILERS)
+
+    @property
+    def _is_late(self) -> bool:
+        return self._rest is not None  # between messages it may take its time
+
+
+class ColdCall(Call):
+    """A call that carries no load. The route of HTTP that means the same answers it."""
+
+    def __init__(self, door: GrpcDoor, stream: CallStream, opened: Opened, cold: Cold) -> None:
+        self._cold = cold
+        if "{model}" not in cold.route:  # else which model is asked for stands in the message
+            self.gate = cold.route.encode()
+        super().__init__(door, stream, opened)
+
+    def take(self, data: memoryview, slot: Slot | None) -> None:
+        del slot
+        asked = message(f"inference.{self._cold.request}").FromString(bytes(data))
+        self.ask(GrpcExchange(self, cold_head(self._cold, asked, self.opened.said), b""))
+
+    def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
+        if status == 503 and self._cold.answer.endswith("ReadyResponse"):
+            self.finish(message(f"inference.{self._cold.answer}")(ready=False))
+        else:
+            super().tell(exchange, status, lines, payload)
+
+    def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:
+        del exchange
+        return cold_answer(self._cold, b"".join(payload))
+
+
+class HealthCall(Call):
+    """gRPC's own health check. It needs no key, because load balancers ask for it."""
+
+    gate = None
+
+    def take(self, data: memoryview, slot: Slot | None) -> None:
+        del slot
+        asked = _HealthRequest.FromString(bytes(data))
+        if asked.service not in ("", SERVICE):
+            raise HttpError(404, f"no service '{asked.service}' is here.")
+        self.ask(GrpcExchange(self, Head(b"GET", b"/v2/health/ready", {}), b""))
+
+    def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
+        del exchange, lines, payload
+        self.finish(_HealthResponse(status="SERVING" if status == 200 else "NOT_SERVING"))
+
+
+class ReflectionCall(StreamedCall):
+    """Says which calls this server offers, for `grpcurl` and the like."""
+
+    gate = None
+    is_cold = True
+
+    def take(self, data: memoryview, slot: Slot | None) -> None:
+        del slot
+        asked = ServerReflectionRequest.FromString(bytes(data))
+        for told in self.door.reflection.ServerReflectionInfo(iter((asked,)), None):
+            self.say(told)
+
+
+def _prefixed(answer: Message) -> bytes:
+    data = answer.SerializeToString()
+    return b"%b%b" % (_PREFIX.pack(0, len(data)), data)
+
+
+class GrpcDoor:
+    """What all calls of a gateway share."""
+
+    def __init__(self, service: InferenceService, server: HttpServer) -> None:
+        """Take the service that answers, and the server whose sockets and limits the calls use."""
+        self.service = service
+        self.server = server
+        self.reader = InferReader()
+        self.reflection = ReflectionServicer((SERVICE, HEALTH, REFLECTION), POOL)
+        self._known: dict[tuple[tuple[bytes, bytes, bool], ...], Opened] = {}
+        self._heads: dict[tuple[int, bytes, bytes], Head] = {}  # by metadata, method and URL
+        self._numbers = itertools.count()
+        named: dict[str, Callable[[GrpcDoor, CallStream, Opened], Call]] = {
+            f"{SERVICE}/ModelInfer": UnaryInferCall,
+            f"{SERVICE}/ModelStreamInfer": StreamedCall,
+            f"{HEALTH}/Check": HealthCall,
+            f"{REFLECTION}/ServerReflectionInfo": ReflectionCall,
+            **{f"{SERVICE}/{name}": partial(ColdCall, cold=cold) for name, cold in COLD.items()},
+        }
+        self._calls = {f"/{name}".encode(): made for name, made in named.items()}
+
+    def connection(self) -> Http2Connection:
+        """Return what serves a new client."""
+        return Http2Connection(self.server, self._begin)
+
+    def head(self, opened: Opened, method: bytes, url: bytes) -> Head:
+        """Return the head of a request. The same URL gets the same head, so its route is looked up once."""
+        found = self._heads.get((opened.number, method, url))
+        if found is None:
+            if len(self._heads) >= KEPT_HEADS:
+                self._heads.clear()
+            found = self._heads[opened.number, method, url] = Head(method, url, opened.said)
+        return found
+
+    def _begin(self, stream: CallStream, headers: Headers) -> Call:
+        """Begin a call."""
+        key = tuple(headers)
+        opened = self._known.get(key)
+        if opened is None:
+            if len(self._known) >= KEPT_HEADS:
+                self._known.clear()
+            opened = _opened(next(self._numbers), headers)
+            if sum([len(name) + len(value) for name, value, _ in key]) <= LONGEST_KEPT_HEAD_BYTES:
+                self._known[key] = opened
+        made = self._calls.get(opened.path, NoCall)
+        return (made if opened.problem is None else NoCall)(self, stream, opened)

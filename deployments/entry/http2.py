@@ -1,0 +1,817 @@
+"""HTTP/2 on the gateway's own socket, as far as gRPC uses it: it reads frames, hands calls on, and sends answers.
+
+Every frame says its length first, so there is one way to find its end. jh2's decoder reads header blocks (HPACK). A
+frame that is not well-formed ends the connection. Everything that a client could make grow has a bound: streams, header
+blocks, messages, answers that it does not take, frames in one turn of the loop, and time. Section numbers are those of
+RFC 9113.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from struct import Struct
+from typing import TYPE_CHECKING, Protocol, cast
+
+from jh2.connection import Decoder
+from jh2.hpack.huffman_constants import REQUEST_CODES_LENGTH
+
+from tenuto.deployments.entry.turns import MOST_WORK
+from tenuto.deployments.wire.tensors import Buffer
+
+if TYPE_CHECKING:
+    from tenuto.deployments.entry.connection import HttpServer
+
+MOST_STREAMS = 128  # limit: calls of a connection
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_MOST_FRAME_BYTES = 1 << 14  # format: the least that a peer may set, for frames of either side (6.5.2)
+_MOST_HEADER_BYTES = 1 << 14  # limit: of a header block, and of the headers in it
+_MOST_FRAMES = 32  # limit: that one connection has read before others have their turn, 2 us each
+_MOST_SETTINGS = 64  # limit: of a frame
+MOST_CALLS = 4  # limit: likewise, new calls, and messages of one call
+_STREAM_WINDOW = 1 << 20  # limit: of a call's bytes that its handler has not taken
+UNSENT_BYTES = 1 << 16  # limit: of a call's answers, from which on it takes no further message
+_MOST_SENT_BYTES = 1 << 18  # limit: of answers that one connection is sent before others have their turn
+_MOST_AHEAD_BYTES = 1 << 16  # limit: of what is received and not looked at
+_MOST_CUT = 4 * MOST_STREAMS  # limit: calls that are over here, and of which the client may still send something
+_WINDOW = 1 << 24  # limit: of a connection's bytes that are under way
+_INITIAL_WINDOW = 65_535  # format: (6.9.2)
+_MOST_WINDOW = (1 << 31) - 1  # format: (6.9.1)
+_STALLED_S = 60.0  # limit: for a client to take answers, or to complete a header block or a preface
+_IDLE_S = 300.0  # limit: without a call
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+_END_STREAM = _ACK = 1  # format: flags of frames (6)
+_END_HEADERS, _PADDED, _PRIORITY = 4, 8, 32  # format: likewise
+NO_ERROR, PROTOCOL_ERROR, _FLOW_CONTROL_ERROR, _STREAM_CLOSED, _FRAME_SIZE_ERROR = (
+    0,
+    1,
+    3,
+    5,
+    6,
+)  # format: codes of errors (7)
+REFUSED_STREAM, _COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 7, 9, 11  # format: likewise
+_OF_CALLS, _OF_ALL = (DATA, HEADERS, PRIORITY, RST_STREAM), (SETTINGS, PING, GOAWAY)
+_OF_BEGUN = (DATA, RST_STREAM, WINDOW_UPDATE)
+_SIZES = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}  # format: of frames that have one size
+# format: names of settings (6.5.2; RFC 8441, 3)
+_PUSH, _MAX_STREAMS, _INITIAL, _MAX_FRAME, _MAX_HEADERS, _CONNECT = 2, 3, 4, 5, 6, 8
+_SETTING = Struct(">HL")
+_FRAME = Struct(">HBBBL")
+_NUMBER = Struct(">L")
+_NAME = re.compile(rb":?[!#$%&'*+.^_`|~0-9a-z-]+")  # format: tokens in lower case (8.2.1)
+_VALUE = re.compile(rb"(?![ \t])[^\0\r\n]*(?<![ \t])")  # format: likewise
+_PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))  # format: (8.3.1)
+_OF_HTTP1 = frozenset(
+    (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
+)  # format: (8.2.2)
+
+
+class Http2Error(Exception):
+    """The connection cannot go on. The arguments are the error code and what was wrong."""
+
+
+def frame(kind: int, flags: int, stream: int, payload: Buffer = b"") -> bytes:
+    """Return a frame."""
+    size = len(payload)
+    return b"".join((_FRAME.pack(size >> 8, size & 255, kind, flags, stream), payload))
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """Return a header for a block of ours. The client does not put it into its table, so our blocks need no state."""
+    return b"\0%b%b%b%b" % (_length(name), name, _length(value), value)
+
+
+def _length(text: bytes) -> bytes:
+    size, found = len(text), bytearray()
+    if size < 127:
+        return bytes((size,))
+    size -= 127
+    while size > 127:
+        found.append(size & 127 | 128)
+        size >>= 7
+    return bytes((127, *found, size))
+
+
+def read_block(decoder: Decoder, block: bytes) -> Headers:
+    """Return the headers of a block.
+
+    Raises:
+        IndexError: the block is malformed, though jh2's decoder (5.0.15) takes it.
+        BaseException: jh2's decoder refuses the block. A panic of Rust is no `Exception`.
+    """
+    coded = _coded(block)
+    headers: Headers = decoder.decode(block, True)
+    for field, is_value, raw in coded:
+        name, value, _ = headers[field]
+        unused = 8 * len(raw) - sum(map(REQUEST_CODES_LENGTH.__getitem__, value if is_value else name))
+        if not 0 <= unused < 8 or ~raw[-1] & ((1 << unused) - 1):  # padding is fewer than eight ones (7541, 5.2)
+            raise IndexError
+    return headers
+
+
+def _coded(block: bytes) -> list[tuple[int, bool, bytes]]:
+    """Return the texts in Huffman's code: the number of the field, whether the text is the field's value, and the code.
+
+    Raises `IndexError` for a block that ends within a field. There jh2's decoder would panic, and Rust writes every
+    panic to the log. Raises it also for a size of the table that stands behind a field (RFC 7541, 4.2).
+    """
+    at, end, field, found = 0, len(block), 0, []
+    while at < end:
+        first = block[at]
+        if 0x80 <= first < 0xFF:  # one byte, as most fields
+            at, field = at + 1, field + 1
+            continue
+        most = 0x7F if first >= 0x80 else 0x3F if first >= 0x40 else 0x1F if first >= 0x20 else 0x0F
+        _, at = _integer(block, at, most)
+        if 0x20 <= first < 0x40:
+            if field:
+                raise IndexError
+            continue
+        if first < 0x80:
+            for is_value in (True,) if first & most else (False, True):
+                is_coded = block[at] & 0x80
+                size, at = _integer(block, at, 0x7F)
+                if is_coded and size:
+                    found.append((field, is_value, block[at : at + size]))
+                at += size
+        field += 1
+    if at > end:
+        raise IndexError
+    return found
+
+
+def _integer(block: bytes, at: int, most: int) -> tuple[int, int]:
+    """Return the number at this place (RFC 7541, 5.1), and where it ends."""
+    value, shift = block[at] & most, 0
+    at += 1
+    if value == most:
+        while True:
+            byte = block[at]
+            at += 1
+            value += (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                break
+            if shift > 28:
+                raise IndexError
+    return value, at
+
+
+Headers = Sequence[tuple[bytes, bytes, bool]]  # as jh2 has them; the last says whether proxies may index it
+
+
+def flaw(headers: Headers, *, behind: bool = False) -> str:
+    """Return what makes the headers of a request malformed, as a sentence; "" when they are well-formed (8.2, 8.3).
+    `behind`: they are trailers."""
+    found: dict[bytes, bytes] = {}
+    for name, value, _ in headers:
+        if _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
+            return "A header is no name in lower case with a value."
+        if name[:1] == b":" and (behind or name not in _PSEUDO or not found.keys() <= _PSEUDO):
+            return "A header with a colon is unknown, or not in front of all others."
+        if name in _OF_HTTP1 or (name == b"te" and value != b"trailers"):
+            return f"{name.decode()} has no meaning here."
+        if name in found and (name in _PSEUDO or name in (b"host", b"content-length")):
+            return f"{name.decode()} is given twice."
+        found[name] = value
+    if behind:
+        return ""
+    if not found.keys() >= _PSEUDO - {b":authority"} or not found[b":path"]:
+        return "A call has :method, :scheme and :path."
+    named = found.get(b":authority", found.get(b"host"))
+    if named is None or found.get(b"host", named) != named:
+        return "A call has one :authority."
+    return "" if found.get(b"content-length", b"0").isdigit() else "content-length is no number."
+
+
+class Handler(Protocol):
+    """What answers one call. It sends the answer by `CallStream.send`."""
+
+    def received(self, data: bytes) -> None:
+        """Take bytes of the request. `CallStream.taken` then lets the client send as many more."""
+
+    def ended(self) -> None:
+        """Note that the request is complete."""
+
+    def goes_on(self) -> None:
+        """Go on, because the client has taken answers and `CallStream.is_behind` is no longer true."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that the client has asked for is answered."""
+
+    def left(self) -> None:
+        """Note that the client has left. No other method is called after this one."""
+
+    def check_time(self, now_s: float) -> None:
+        """Give up a client that takes too long. It is called once a second."""
+
+
+class CallStream:
+    """One call. `head` is the header block with which its answer begins. `length`: that of the request, when the client
+    has announced it."""
+
+    __slots__ = (
+        "_came",
+        "_connection",
+        "_room",
+        "_untaken",
+        "_window",
+        "handler",
+        "has_begun",
+        "has_ended",
+        "head",
+        "id",
+        "is_slowed",
+        "length",
+        "moved_s",
+        "trailers",
+        "unsent",
+    )
+
+    def __init__(self, connection: Http2Connection, number: int, window: int) -> None:
+        self.id = number
+        self.head = b""
+        self.has_begun = False  # `head` has left
+        self.has_ended = False  # the client sends nothing more
+        self.is_slowed = False  # the answer to a wrong key waits
+        self.unsent = bytearray()
+        self.trailers: bytes | None = None  # the block behind `unsent`, once that is all
+        self.handler: Handler | None = None
+        self.length: int | None = None
+        self.moved_s = 0.0  # when the client has taken something of `unsent`, or it began to wait
+        self._connection = connection
+        self._window = window  # of what may be sent
+        self._room = _STREAM_WINDOW  # of what the client may send
+        self._came = self._untaken = 0
+
+    @property
+    def address(self) -> str:
+        """Where the client is."""
+        return self._connection.address
+
+    @property
+    def arrived_ms(self) -> float:
+        """When the bytes came that are read now, in ms on the monotonic clock."""
+        return self._connection.arrived_ms
+
+    def show_key(self) -> bool:
+        """Note that the client has shown a key. Return False when too many connections of clients with a key are
+        open."""
+        connection = self._connection
+        return connection.has_key or connection.server.places.has_shown_key(connection)
+
+    def send(self, data: bytes = b"", trailers: bytes | None = None) -> None:
+        """Send a part of the answer, as fast as the client takes it. `trailers` end the answer."""
+        self.unsent += data
+        self._connection.unsent_bytes += len(data)
+        self.trailers = trailers
+        self._connection.flush(self)
+
+    def give_up(self) -> None:
+        """End the call, because its client does not take the answer."""
+        self._connection.reset(self)
+
+    def end_connection(self) -> None:
+        """Take no more calls on this connection."""
+        self._connection.end()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether too much of the answer waits for the client. When it no longer does, `Handler.goes_on` is called."""
+        return len(self.unsent) > UNSENT_BYTES
+
+    @property
+    def may_send(self) -> bool:
+        """Whether the call's own window has room for what the call has to send."""
+        return self._window > 0 or not self.unsent
+
+    def count(self, size: int, padding: int, *, is_last: bool) -> None:
+        """Count the bytes of a frame. Raises `Http2Error` when the client sends more than it may (6.9), or not as much
+        as it has announced (8.1.1)."""
+        self._room -= size
+        if self._room < 0:
+            raise Http2Error(_FLOW_CONTROL_ERROR, "a call sends more than it may")
+        self._came += size - padding
+        if self.length is not None and (self._came > self.length or (is_last and self._came < self.length)):
+            raise Http2Error(PROTOCOL_ERROR, "a call has not the length that it has announced")
+        if padding:
+            self.taken(padding)
+
+    def taken(self, size: int) -> None:
+        """Let the client send so many bytes more."""
+        self._untaken += size
+        if self._untaken > _STREAM_WINDOW // 2 and not self.has_ended:
+            self._connection.write([frame(WINDOW_UPDATE, 0, self.id, _NUMBER.pack(self._untaken))])
+            self._room += self._untaken
+            self._untaken = 0
+
+    def frames(self, most: int) -> tuple[list[bytes], int]:
+        """Return the frames that may be sent now, and how many of the `most` bytes of the connection's window they
+        take."""
+        parts, left = [], min(most, self._window)
+        if not self.has_begun:
+            self.has_begun = True
+            parts.append(frame(HEADERS, _END_HEADERS, self.id, self.head))
+        used, unsent = 0, self.unsent
+        while used < left and used < len(unsent):
+            part = unsent[used : min(used + _MOST_FRAME_BYTES, left)]
+            parts.append(frame(DATA, 0, self.id, part))
+            used += len(part)
+        del unsent[:used]
+        self._window -= used
+        if self.trailers is not None and not unsent:
+            parts.append(frame(HEADERS, _END_HEADERS | _END_STREAM, self.id, self.trailers))
+        return parts, used
+
+    def widen(self, by: int) -> None:
+        """Note that the client takes so many bytes more; a negative number: fewer. Raises `Http2Error`."""
+        self._window += by
+        if self._window > _MOST_WINDOW:
+            raise Http2Error(_FLOW_CONTROL_ERROR, "a window is too large")
+
+
+Opened = Callable[[CallStream, Headers], Handler]
+
+
+class Http2Connection(asyncio.BufferedProtocol):
+    """One client. Invariant: at most `MOST_STREAMS` calls are under way. A call is forgotten when its answer has left,
+    or when its client has given it up."""
+
+    def __init__(self, server: HttpServer, opened: Opened) -> None:
+        """Take the server of the connection, and the function that begins each call."""
+        self.server = server
+        self.has_key = False
+        self.arrived_ms = 0.0
+        self._opened = opened
+        self._transport: asyncio.Transport | None = None
+        self._came = b""  # received, and not looked at
+        self._is_begun = self._is_set = False  # the preface has come; the client's settings have
+        self._decoder = Decoder(max_header_list_size=_MOST_HEADER_BYTES)
+        self._block: tuple[int, int, bytearray] | None = None  # of a header block that goes on: stream and flags
+        self._streams: dict[int, CallStream] = {}
+        self._stuck: dict[int, CallStream] = {}  # whose client takes no more for now
+        self.unsent_bytes = 0  # of all calls
+        self._last = 0  # the last stream that the client has begun
+        self._cut: dict[int, None] = {}  # that ended here before their clients' end: more of them may be on its way
+        self._window = self._initial = _INITIAL_WINDOW  # of what may be sent: on all streams, and on a new one
+        self._received = 0  # bytes that the client has not been let send again
+        self._begun = 0  # calls, in what is read at once
+        self._is_stopped = False  # nothing is read
+        self._is_ahead = False  # it has sent more than it may in a turn
+        self._is_paused = self._waits = self._closes = self._says_goodbye = False
+        self.changed_s = time.monotonic()
+
+    # --- asyncio's side -----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if not self.server.places.admit(self):
+            self._transport.abort()
+            return
+        settings = ((_MAX_STREAMS, MOST_STREAMS), (_INITIAL, _STREAM_WINDOW), (_MAX_HEADERS, _MOST_HEADER_BYTES))
+        said = frame(SETTINGS, 0, 0, b"".join([_SETTING.pack(*each) for each in settings]))
+        self.write([said, frame(WINDOW_UPDATE, 0, 0, _NUMBER.pack(_WINDOW - _INITIAL_WINDOW))])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self._transport, self._closes, self._came = None, True, b""
+        self._stuck.clear()
+        self.server.places.forget(self)
+        self.server.untaken.forget(self)
+        streams, self._streams = self._streams, {}
+        self.server.turns.spend(len(streams))
+        for stream in streams.values():
+            self._leave(stream)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        del sizehint
+        return self.server.room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._closes:
+            return  # thrown away
+        self.arrived_ms = self.server.turns.arrived_ms()
+        came = bytes(self.server.room[:nbytes])
+        self._came = self._came + came if self._came else came
+        if self.server.turns.left > 0 and not self._waits:
+            self._look()
+        else:
+            self._wait()
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+        self.changed_s = time.monotonic()
+        self._update_reading()
+        self._count_untaken()
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        if self._stuck:
+            self._wait()
+        self._update_reading()
+        self._count_untaken()
+
+    def _update_reading(self) -> None:
+        """Stop reading from a client that does not take its answers, or whose bytes wait for their turn and are
+        many."""
+        stops = self._is_paused or (self._waits and len(self._came) > _MOST_AHEAD_BYTES)
+        if stops != self._is_stopped and self._transport is not None and not self._transport.is_closing():
+            self._is_stopped = stops
+            if stops:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    # --- receiving ----------------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Wait for a later turn. A client that has sent more than it may in one turn waits behind all others."""
+        if not self._waits:
+            self._waits = True
+            turns = self.server.turns
+            (turns.wait_behind if self._is_ahead else turns.wait)(self)
+        self._update_reading()
+
+    def go_on(self) -> None:
+        """Send on, and look at bytes that were received earlier, now that others have had their turn."""
+        self._waits = False
+        self._send_on()
+        self._look()
+        self._update_reading()
+
+    def _look(self) -> None:
+        """Take frames that have come, as many as one connection may in a turn."""
+        came, at, self._begun, turns = self._came, 0, 0, self.server.turns
+        try:
+            if not self._is_begun:
+                if came[: len(PREFACE)] != PREFACE[: len(came)]:
+                    raise Http2Error(PROTOCOL_ERROR, "this port speaks gRPC, which is HTTP/2")
+                at = len(PREFACE) if len(came) >= len(PREFACE) else 0
+                self._is_begun = at > 0
+            frames, left = 0, turns.left
+            while self._is_begun and not self._closes and len(came) - at >= 9:
+                is_enough = frames >= _MOST_FRAMES or self._begun >= MOST_CALLS
+                if is_enough or turns.left <= (-MOST_WORK if self._is_ahead else 0):
+                    self._is_ahead = self._is_ahead or is_enough or left - turns.left >= MOST_CALLS
+                    self._wait()
+                    break
+                high, low, kind, flags, number = _FRAME.unpack_from(came, at)
+                size = high << 8 | low
+                if size > _MOST_FRAME_BYTES:
+                    raise Http2Error(_FRAME_SIZE_ERROR, "a frame is too long")
+                end = at + 9 + size
+                if end > len(came):
+                    self._is_ahead = False
+                    break
+                frames += 1
+                self._take(kind, flags, number & _MOST_WINDOW, came[at + 9 : end])
+                at = end
+            else:
+                self._is_ahead = False
+            self._came = came[at:]
+        except Http2Error as error:
+            self._fail(error)
+        turns.spend(1)  # and each message by who takes it
+
+    def _take(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        """Take one frame. Raises `Http2Error`."""
+        if self._block is not None or kind == CONTINUATION:
+            self._take_block_on(kind, flags, number, payload)
+            return
+        if kind in _SIZES and len(payload) != _SIZES[kind]:
+            raise Http2Error(_FRAME_SIZE_ERROR, "a frame has not the size of its kind")
+        if (
+            (kind in _OF_CALLS and not number)
+            or (kind in _OF_ALL and number)
+            or (kind in _OF_BEGUN and number and (number > self._last or not number & 1))
+        ):
+            raise Http2Error(PROTOCOL_ERROR, "a frame belongs to no call, or to one")
+        if not self._is_set and (kind != SETTINGS or flags & _ACK):
+            raise Http2Error(PROTOCOL_ERROR, "the first frame has the client's settings")
+        if kind == DATA:
+            self._take_data(flags, number, payload)
+        elif kind == HEADERS:
+            self.changed_s = time.monotonic()
+            self._block = number, flags, bytearray()
+            block = _unpadded(flags, payload)
+            if flags & _PRIORITY:
+                _check_priority(number, block[:5])
+                block = block[5:]
+            self._take_block_on(CONTINUATION, flags, number, block)
+        elif kind == WINDOW_UPDATE:
+            self._widen(number, _NUMBER.unpack(payload)[0] & _MOST_WINDOW)
+        elif kind == RST_STREAM:
+            stream = self._streams.get(number)
+            if stream is not None:
+                self._forget(stream)
+                self._leave(stream)
+        elif kind == SETTINGS:
+            self._is_set = True
+            self._follow(flags, payload)
+        elif kind == PING and not flags & _ACK:
+            self.write([frame(PING, _ACK, 0, payload)])
+        elif kind == PRIORITY:
+            _check_priority(number, payload)
+        elif kind == GOAWAY:
+            if len(payload) < 8:
+                raise Http2Error(_FRAME_SIZE_ERROR, "a frame has not the size of its kind")
+            self.end()
+        elif kind == PUSH_PROMISE:
+            raise Http2Error(PROTOCOL_ERROR, "a client promises nothing")
+
+    def _take_data(self, flags: int, number: int, payload: bytes) -> None:
+        self._received += len(payload)
+        if self._received > _WINDOW // 2:
+            self.write([frame(WINDOW_UPDATE, 0, 0, _NUMBER.pack(self._received))])
+            self._received = 0
+        stream = self._streams.get(number)
+        if stream is None:
+            self._take_late(number, is_last=bool(flags & _END_STREAM))
+            return
+        if stream.has_ended:
+            raise Http2Error(_STREAM_CLOSED, "a call goes on behind its end")
+        stream.has_ended = bool(flags & _END_STREAM)
+        data = _unpadded(flags, payload)
+        stream.count(len(payload), len(payload) - len(data), is_last=stream.has_ended)
+        if data and stream.handler is not None:
+            stream.handler.received(data)
+        if stream.has_ended and stream.handler is not None:  # else it is answered
+            stream.handler.ended()
+
+    def _take_block_on(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        """Take a part of a header block. The last part begins a call; the last part of trailers ends its request."""
+        if self._block is None or kind != CONTINUATION or number != self._block[0]:
+            raise Http2Error(PROTOCOL_ERROR, "a header block is not continued")
+        _, first, block = self._block
+        block += payload
+        if len(block) > _MOST_HEADER_BYTES or (not payload and not flags & _END_HEADERS):
+            raise Http2Error(ENHANCE_YOUR_CALM, "the metadata is too long")
+        if not flags & _END_HEADERS:
+            return
+        self._block = None
+        whole = bytes(block)
+        try:
+            headers = read_block(self._decoder, whole)
+        except BaseException:  # Rust's panics are no `Exception`; nothing else can happen in this line
+            raise Http2Error(_COMPRESSION_ERROR, "a header block cannot be read") from None
+        if not number & 1:
+            raise Http2Error(PROTOCOL_ERROR, "a client's calls have odd numbers")
+        if number > self._last:
+            self._last = number
+            self._begin(number, headers, is_whole=bool(first & _END_STREAM))
+            return
+        stream = self._streams.get(number)
+        if not first & _END_STREAM or flaw(headers, behind=True) or (stream is not None and stream.has_ended):
+            raise Http2Error(PROTOCOL_ERROR, "headers stand within a call")
+        if stream is None:
+            self._take_late(number, is_last=True)
+            return
+        stream.has_ended = True
+        stream.count(0, 0, is_last=True)
+        if stream.handler is not None:
+            stream.handler.ended()
+
+    def _take_late(self, number: int, *, is_last: bool) -> None:
+        """Drop what still comes for a call that is over here. Raises `Http2Error` when the client had ended it, too
+        (5.1)."""
+        if number not in self._cut:
+            raise Http2Error(_STREAM_CLOSED, "a call goes on behind its end")
+        if is_last:
+            del self._cut[number]
+
+    def _cut_off(self, number: int, code: int) -> None:
+        """Tell the client that a call is over, though the client has not ended its request."""
+        self.write([frame(RST_STREAM, 0, number, _NUMBER.pack(code))])
+        self._cut[number] = None
+        if len(self._cut) > _MOST_CUT:
+            del self._cut[next(iter(self._cut))]
+
+    def _begin(self, number: int, headers: Headers, *, is_whole: bool) -> None:
+        self._begun += 1
+        if len(self._streams) >= MOST_STREAMS or self._says_goodbye:
+            if is_whole:
+                self.write([frame(RST_STREAM, 0, number, _NUMBER.pack(REFUSED_STREAM))])
+            else:
+                self._cut_off(number, REFUSED_STREAM)
+            return
+        stream = self._streams[number] = CallStream(self, number, self._initial)
+        stream.has_ended = is_whole
+        stream.handler = self._opened(stream, headers)
+        self.server.places.has_asked(self)
+        if is_whole:
+            stream.handler.ended()
+
+    def _widen(self, number: int, by: int) -> None:
+        """Note that the client takes more bytes of a call; of all calls when `number` is 0."""
+        if not by:
+            raise Http2Error(PROTOCOL_ERROR, "a window grows by nothing")
+        if number:
+            stream = self._streams.get(number)
+            if stream is None:
+                return
+            stream.widen(by)
+        else:
+            self._window += by
+            if self._window > _MOST_WINDOW:
+                raise Http2Error(_FLOW_CONTROL_ERROR, "the window is too large")
+        self._let_go_on()
+
+    def _follow(self, flags: int, payload: bytes) -> None:
+        """Follow the client's settings. Only the window matters, because every client takes frames as small as ours."""
+        if len(payload) % 6 or (flags & _ACK and payload):
+            raise Http2Error(_FRAME_SIZE_ERROR, "settings are cut")
+        if flags & _ACK:
+            return
+        if len(payload) > 6 * _MOST_SETTINGS:
+            raise Http2Error(ENHANCE_YOUR_CALM, "there are not so many settings")
+        self.write([frame(SETTINGS, _ACK, 0)])
+        said = list(_SETTING.iter_unpack(payload))
+        if any(value > 1 for name, value in said if name in (_PUSH, _CONNECT)):
+            raise Http2Error(PROTOCOL_ERROR, "a setting is neither on nor off")
+        if any(not _MOST_FRAME_BYTES <= value < 1 << 24 for name, value in said if name == _MAX_FRAME):
+            raise Http2Error(PROTOCOL_ERROR, "frames cannot be of that size")
+        initials = [value for name, value in said if name == _INITIAL]
+        if any(value > _MOST_WINDOW for value in initials):
+            raise Http2Error(_FLOW_CONTROL_ERROR, "a window is too large")
+        self._begun += 1  # as much work as a call
+        if initials:
+            by, self._initial = initials[-1] - self._initial, initials[-1]
+            for stream in self._streams.values():
+                stream.widen(by)
+            self._let_go_on()
+
+    def _leave(self, stream: CallStream) -> None:
+        handler, stream.handler = stream.handler, None
+        if handler is not None:
+            handler.left()
+
+    def _fail(self, error: Http2Error) -> None:
+        code, reason = error.args
+        self.server.turned_away["malformed"] += 1
+        self.write([frame(GOAWAY, 0, 0, _NUMBER.pack(self._last) + _NUMBER.pack(code) + reason.encode())])
+        self._closes = True
+        self._close()
+
+    # --- answering ----------------------------------------------------------------------------------------------
+
+    def flush(self, stream: CallStream) -> None:
+        """Send what a call has to send, as far as the client takes it. One connection is sent a bounded number of bytes
+        in a turn."""
+        if self._streams.get(stream.id) is not stream:
+            return  # the client has left
+        was_behind, used = stream.is_behind, 0
+        if not self._is_paused:
+            parts, used = stream.frames(max(0, min(self._window, _MOST_SENT_BYTES)))
+            self._window -= used
+            self.unsent_bytes -= used
+            self.write(parts)
+        if stream.unsent or (self._is_paused and (stream.trailers is not None or not stream.has_begun)):
+            is_new = self._stuck.pop(stream.id, None) is None
+            if used or is_new:
+                stream.moved_s = time.monotonic()
+            self._stuck[stream.id] = stream
+            if self._window > 0 and stream.may_send and not self._is_paused:
+                self._wait()  # the others have their turn
+            self._count_untaken()
+        else:
+            if self._stuck.pop(stream.id, None) is not None:
+                self._count_untaken()
+            if stream.trailers is not None:
+                self._forget(stream)
+                stream.handler = None
+                if not stream.has_ended:  # nobody wants the rest (8.1)
+                    self._cut_off(stream.id, NO_ERROR)
+        if self.server.is_draining:
+            self.end()
+        if was_behind and not stream.is_behind and stream.handler is not None:
+            stream.handler.goes_on()
+        self._close_if_over()
+
+    def _let_go_on(self) -> None:
+        """Send on in a later turn, when a call has something to send and the client takes it."""
+        if self._window > 0 and not self._is_paused and any(stream.may_send for stream in self._stuck.values()):
+            self._wait()
+
+    def _send_on(self) -> None:
+        """Send a part of what waits. The call that was sent longest ago goes first."""
+        if not self._stuck:
+            return
+        self.server.turns.spend(1)
+        most = self._window - _MOST_SENT_BYTES
+        for stream in list(self._stuck.values()):
+            if self._window <= max(0, most) or self._is_paused:
+                break
+            if stream.may_send:
+                self.flush(stream)
+        self._let_go_on()
+
+    def reset(self, stream: CallStream) -> None:
+        """End a call whose client does not take the answer."""
+        if self._streams.get(stream.id) is stream:
+            self.server.turned_away["slow"] += 1
+            self._forget(stream)
+            if stream.has_ended:
+                self.write([frame(RST_STREAM, 0, stream.id, _NUMBER.pack(ENHANCE_YOUR_CALM))])
+            else:
+                self._cut_off(stream.id, ENHANCE_YOUR_CALM)
+            self._leave(stream)
+            self._close_if_over()
+
+    def _forget(self, stream: CallStream) -> None:
+        """Forget a call that is over."""
+        del self._streams[stream.id]
+        self.unsent_bytes -= len(stream.unsent)
+        if self._stuck.pop(stream.id, None) is not None:
+            self._count_untaken()
+
+    def _count_untaken(self) -> None:
+        """Tell the server how many bytes of answers wait for this client."""
+        waiting = self.unsent_bytes if self._stuck else 0
+        if self._is_paused and self._transport is not None:
+            waiting += self._transport.get_write_buffer_size()
+        self.server.untaken.holds(self, waiting)
+
+    def _close_if_over(self) -> None:
+        if self._says_goodbye and not self._streams:
+            self._close()
+
+    def write(self, frames: Sequence[bytes]) -> None:
+        """Send frames."""
+        if self._transport is not None and not self._transport.is_closing() and frames:
+            self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
+
+    @property
+    def address(self) -> str:
+        """Where the client is; "" when that is not known."""
+        name = None if self._transport is None else self._transport.get_extra_info("peername")
+        return str(name[0]) if name else ""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way."""
+        return not self._streams
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether nobody waits for an answer here, so that another client may have this place."""
+        return all(
+            each.is_slowed or (each.handler is not None and each.handler.is_idle and not each.unsent)
+            for each in self._streams.values()
+        )
+
+    def give_way(self) -> None:
+        """Close at once. The client asks again on another connection."""
+        self._closes = True
+        self._close()
+
+    def give_up(self) -> None:
+        """Close the connection of a client that does not take its answers. What it has not taken is lost."""
+        self._closes = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def end(self) -> None:
+        """Take no more calls, and close when those that are under way are answered."""
+        if not self._says_goodbye:
+            self._says_goodbye = True
+            self.write([frame(GOAWAY, 0, 0, _NUMBER.pack(self._last) + _NUMBER.pack(NO_ERROR))])
+        self._close_if_over()
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def check_time(self, now_s: float) -> None:
+        """End a connection that has taken too long for what it is doing."""
+        passed_s = now_s - self.changed_s
+        for stream in list(self._streams.values()):
+            if stream.handler is not None:
+                stream.handler.check_time(now_s)
+        for stream in list(self._stuck.values()):
+            if now_s - stream.moved_s > _STALLED_S:
+                self.reset(stream)
+        is_stalled = self._is_paused or self._block is not None or not self._is_set
+        if is_stalled and passed_s > _STALLED_S:
+            self.give_up()
+        elif self.is_idle and passed_s > _IDLE_S:
+            self.end()
+
+
+def _check_priority(number: int, payload: bytes) -> None:
+    """Raise `Http2Error` when a priority is cut, or when it says that a call waits for itself (RFC 7540, 5.3.1)."""
+    if len(payload) < 5 or _NUMBER.unpack_from(payload)[0] & _MOST_WINDOW == number:
+        raise Http2Error(PROTOCOL_ERROR, "a priority is none")
+
+
+def _unpadded(flags: int, payload: bytes) -> bytes:
+    """Return a frame's payload without padding; raises `Http2Error`."""
+    if not flags & _PADDED:
+        return payload
+    size = len(payload) - 1 - (payload[0] if payload else 0)
+    if size < 0:
+        raise Http2Error(PROTOCOL_ERROR, "a frame is all padding")
+    return payload[1 : 1 + size]

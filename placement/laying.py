@@ -1,0 +1,324 @@
+"""Where models that generate lie: gpu-lets of their own on GPUs apart from all other models, on those that are there or
+on those that are bought.
+
+A model has equal gpu-lets, as each is sent as much, no two of them on one GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from tenuto.placement.carrying import (
+    SHARES,
+    Carries,
+    Carrying,
+    GeneratingPlan,
+    IsCarried,
+    Laid,
+    carried,
+    options_of,
+    plan_of,
+)
+from tenuto.placement.cluster import Cluster, Gpu, node_of
+from tenuto.placement.whereabouts import domain_of, may_lie
+from tenuto.placement.workload import ModelSpec
+from tenuto.profiles import Profiles
+
+_CLOSE = 1.01
+"""limit: how near the highest load that fits is found."""
+_NO_INTERFERENCE = "no interference between gpu-lets is counted for them"
+Options = Mapping[str, Sequence[Carrying]]
+"""What each model carries on shares of a GPU type, by its name."""
+
+
+def place_generating(
+    specs: Sequence[ModelSpec],
+    cluster: Cluster,
+    profiles: Profiles,
+    *,
+    most_gpus: int,
+    fewest: bool,
+    carries: Carries | None = None,
+    is_carried: IsCarried | None = None,
+    shares: Sequence[int] = SHARES,
+) -> GeneratingPlan:
+    """Return gpu-lets for models that generate, on at most so many GPUs of the type that carries most of their load;
+    models that none of this type carries go to the next one.
+
+    With `fewest`, they take no more GPUs than their load asks for; otherwise what is left is headroom. `carries` judges
+    a share in place of the closed form (`carried`), and `is_carried` several gpu-lets together. `shares` may be used.
+    """
+    left, done, by_type = tuple(specs), GeneratingPlan(), by_gpu_type(cluster)
+    while left and by_type and most_gpus > 0:
+        found = [
+            (*_on_type(left, gpus[:most_gpus], profiles, carries or carried, is_carried, shares, fewest=fewest), place)
+            for place, gpus in enumerate(by_type)
+        ]
+        _, plan, place = max(found, key=lambda each: (each[0], -each[2]))
+        done = done.and_then(plan)
+        held = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
+        if not held:
+            return done
+        left = tuple(spec for spec in left if spec.name not in held)
+        most_gpus -= len(plan.gpus)
+        del by_type[place]
+    no_room = {spec.name: "no GPU is left for it" for spec in left}
+    return replace(done, reasons={**no_room, **(done.reasons or {})})
+
+
+def by_gpu_type(cluster: Cluster) -> list[list[Gpu]]:
+    """Return the GPUs and MIG instances on which models that generate may lie, by type. Of a GPU that is cut, these are
+    the instances that it has."""
+    return [[gpu for gpu in cluster.gpus if gpu.type == kind] for kind in cluster.gpu_types]
+
+
+def buy_generating(
+    specs: Sequence[ModelSpec],
+    cluster: Cluster,
+    profiles: Profiles,
+    take: Callable[[str], Gpu | None],
+    *,
+    most_gpus: int,
+    carries: Carries | None = None,
+    is_carried: IsCarried | None = None,
+    shares: Sequence[int] = SHARES,
+) -> GeneratingPlan:
+    """Return gpu-lets for models that generate on the cheapest GPUs found of an elastic cluster that carry their load:
+    all on one type, or each on the type on which it takes least. `take` hands out the next GPU of a type."""
+    prices, one_of_each = cluster.prices, cluster.one_of_each
+    options = {
+        kind: {spec.name: options_of(spec, gpu, profiles, carries or carried, most_gpus, shares) for spec in specs}
+        for kind, gpu in one_of_each.items()
+    }
+
+    def costs(spec: ModelSpec, kind: str) -> float:
+        """Return what the model's shares cost an hour on GPUs of a type; infinite where none carries it."""
+        ways = options[kind][spec.name]
+        takes_pct = (math.ceil(spec.rate_rps / way.rate_rps - 1e-9) * way.takes_pct for way in ways)
+        return prices[kind] * min(takes_pct, default=math.inf) / 100.0
+
+    found: list[tuple[tuple[int, float], list[Laid]]] = []
+    for preferred in (None, *one_of_each):
+        on: dict[str, list[ModelSpec]] = {kind: [] for kind in one_of_each}
+        for spec in specs:
+            cheapest = min(one_of_each, key=lambda kind: costs(spec, kind))
+            kind = preferred if preferred is not None and costs(spec, preferred) < math.inf else cheapest
+            if costs(spec, kind) < math.inf:
+                on[kind].append(spec)
+        laid = [
+            each
+            for kind, of in on.items()
+            for each in _packed(of, options[kind], 1.0, Room.bought(one_of_each[kind], most_gpus))
+        ]
+        served = {each.option.spec.name for each in laid}
+        found.append(((-len(served), sum(prices[gpu.type] for gpu in gpus_of(laid))), laid))
+    laid = min(found, key=lambda each: each[0])[1]
+    bought = {place.id: gpu for place in gpus_of(laid) if (gpu := take(place.type)) is not None}
+    laid = [Laid(each.option, tuple(bought[place.id] for place in each.gpus)) for each in laid]
+    held = {each.option.spec.name for each in laid}
+    plan = plan_of([spec for spec in specs if spec.name in held], laid, profiles, is_carried)
+    reasons = {
+        spec.name: f"its rate takes more than {most_gpus:,} GPUs"
+        if any(options[kind][spec.name] for kind in options)
+        else "; ".join(_why_none(gpu) for gpu in one_of_each.values())
+        for spec in specs
+        if spec.name not in held
+    }
+    counts = Counter(gpu.type for gpu in bought.values())
+    taken = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no GPU"
+    notes = (f"models that generate take {taken}, the cheapest found that carry them; {_NO_INTERFERENCE}",)
+    return replace(plan, reasons={**reasons, **(plan.reasons or {})}, notes=notes, bought=tuple(bought.values()))
+
+
+class Room:
+    """The GPUs of one type that gpu-lets are packed onto. Each model lies where it may."""
+
+    def __init__(self, gpus: Sequence[Gpu], *, is_endless: bool = False) -> None:
+        """`is_endless`: there are more GPUs than any model may lose."""
+        self.gpus, self._is_endless = gpus, is_endless
+
+    @classmethod
+    def bought(cls, gpu: Gpu, count: int) -> Room:
+        """Return so many GPUs like this one, wherever they will be."""
+        return cls([gpu.model_copy(update={"id": f"{gpu.type}/{place}"}) for place in range(count)], is_endless=True)
+
+    def allows(self, spec: ModelSpec, gpu: Gpu) -> bool:
+        """Return whether a model may lie on a GPU. Where GPUs that are bought will be is not known."""
+        return self._is_endless or may_lie(spec, gpu)
+
+    def domains(self, spec: ModelSpec) -> float:
+        """Return how many GPUs, nodes or racks there are for a model, one of which may be lost."""
+        kind = spec.spread or "gpu"
+        return math.inf if self._is_endless else len({domain_of(g, kind) for g in self.gpus if may_lie(spec, g)})
+
+    def laid(self, wanted: Sequence[Carrying]) -> list[Laid]:
+        """Return where gpu-lets lie: each on the first GPUs of a node that have its share left and not its model; none
+        where they do not all fit. A model that is spread goes to the node or rack that has fewest of it."""
+        left = {gpu.id: 100.0 for gpu in self.gpus}
+        on: dict[str, set[str]] = {}  # by model its GPUs
+        by_node: dict[str, list[Gpu]] = {}
+        for gpu in self.gpus:
+            by_node.setdefault(node_of(gpu.id), []).append(gpu)
+        found: list[Laid] = []
+        for option in wanted:
+            spec, held = option.spec, on.setdefault(option.spec.name, set())
+            nodes = list(by_node.values())
+            if spec.spread in ("node", "rack") or spec.survive is not None:
+                kind = spec.spread or "gpu"
+                crowd = Counter(domain_of(gpu, kind) for each in found if each.option.spec is spec for gpu in each.gpus)
+                nodes.sort(key=lambda there: min(crowd[domain_of(gpu, kind)] for gpu in there))
+            for there in nodes:
+                able = [
+                    gpu
+                    for gpu in there
+                    if left[gpu.id] >= option.share_pct - 1e-9 and gpu.id not in held and self.allows(spec, gpu)
+                ][: option.together]
+                if len(able) == option.together:
+                    break
+            else:
+                return []
+            for gpu in able:
+                left[gpu.id] -= option.share_pct
+                held.add(gpu.id)
+            found.append(Laid(option, tuple(able)))
+        return found
+
+
+def gpus_of(laid: Sequence[Laid]) -> list[Gpu]:
+    """Return the GPUs that are taken, each once."""
+    return list({gpu.id: gpu for each in laid for gpu in each.gpus}.values())
+
+
+def left_of(gpulets: int, domains: float) -> int:
+    """Return how many equal gpu-lets are left when the fullest of so many domains is lost."""
+    return gpulets - max(1, math.ceil(gpulets / max(1.0, domains)))
+
+
+def _on_type(
+    specs: Sequence[ModelSpec],
+    gpus: Sequence[Gpu],
+    profiles: Profiles,
+    carries: Carries,
+    is_carried: IsCarried | None,
+    shares: Sequence[int],
+    *,
+    fewest: bool,
+) -> tuple[float, GeneratingPlan]:
+    """Return how many times the load is carried, and the plan."""
+    room, most = Room(gpus), max(Counter(node_of(gpu.id) for gpu in gpus).values())
+    options = {spec.name: options_of(spec, gpus[0], profiles, carries, most, shares) for spec in specs}
+    reasons = {name: _why_none(gpus[0]) for name, of in options.items() if not of}
+    able = [spec for spec in specs if options[spec.name] and any(room.allows(spec, gpu) for gpu in gpus)]
+    low, high = 1e-3, 1.0 if fewest else 1e3
+    while able and not _packed(able, options, low, room):
+        least = max(able, key=lambda spec: (-spec.priority, min(o.takes_pct for o in options[spec.name])))
+        able.remove(least)
+        reasons[least.name] = "the GPUs have no room for it beside the other models that generate"
+    if not able:
+        return 0.0, GeneratingPlan(reasons=reasons)
+    laid = _packed(able, options, low, room)
+    if found := _packed(able, options, high, room):
+        low, laid = high, found
+    while high / low > _CLOSE:
+        times = math.sqrt(low * high)
+        if found := _packed(able, options, times, room):
+            low, laid = times, found
+        else:
+            high = times
+    if not fewest:
+        laid = _with_what_is_left(laid, options)
+    plan = plan_of(able, laid, profiles, is_carried)
+    return low, replace(plan, reasons={**reasons, **(plan.reasons or {})}, notes=tuple(_notes(laid, options, low)))
+
+
+def _with_what_is_left(laid: Sequence[Laid], options: Options) -> list[Laid]:
+    """Return the same, where models whose gpu-lets all lie alone have the largest share."""
+    on = Counter(gpu.id for each in laid for gpu in each.gpus)
+    beside = {each.option.spec.name for each in laid if any(on[gpu.id] > 1 for gpu in each.gpus)}
+    largest = {
+        name: {each.together: each for each in sorted(of, key=lambda each: each.share_pct)}
+        for name, of in options.items()
+    }
+    return [
+        each
+        if each.option.spec.name in beside
+        else replace(each, option=largest[each.option.spec.name][each.option.together])
+        for each in laid
+    ]
+
+
+def _packed(specs: Sequence[ModelSpec], options: Options, times: float, room: Room) -> list[Laid]:
+    """Return where gpu-lets lie, so that so many times each rate is carried, and the part of it that must survive after
+    the loss of a domain; none where that does not fit.
+
+    A model has gpu-lets of the share that takes least of the GPUs together, or of the one that takes fewest GPUs,
+    whichever fits all models on fewer. Those of most GPUs and the largest shares come first.
+    """
+
+    def least_share(gpulets: int, option: Carrying) -> tuple[float, ...]:
+        return gpulets * option.takes_pct, gpulets
+
+    def fewest_gpus(gpulets: int, option: Carrying) -> tuple[float, ...]:
+        return gpulets * option.together, option.share_pct
+
+    best: list[Laid] = []
+    for rank in (least_share, fewest_gpus):
+        wanted: list[Carrying] = []
+        for spec in specs:
+            ways = []
+            for option in options[spec.name]:
+                gpulets = _how_many(spec, times * spec.rate_rps / option.rate_rps, room)
+                if gpulets is not None and gpulets * option.together <= len(room.gpus):
+                    ways.append((gpulets, option))
+            if not ways:
+                return []
+            gpulets, option = min(ways, key=lambda way: rank(*way))
+            wanted += [option] * gpulets
+        found = room.laid(sorted(wanted, key=lambda each: (-each.together, -each.share_pct, each.spec.name)))
+        if found and (not best or len(gpus_of(found)) < len(gpus_of(best))):
+            best = found
+    return best
+
+
+def _how_many(spec: ModelSpec, needed: float, room: Room) -> int | None:
+    """Return how many equal gpu-lets a model gets, `needed` of which carry its rate; None where no number of them keeps
+    what must survive."""
+    count, domains = max(1, math.ceil(needed - 1e-9)), room.domains(spec)
+    if spec.survive is None or domains < 2:
+        return count
+    while count <= len(room.gpus) and left_of(count, domains) < spec.survive * needed - 1e-9:
+        count += 1
+    return count if count <= len(room.gpus) else None
+
+
+def _why_none(gpu: Gpu) -> str:
+    return (
+        f"no share of a {gpu.type} carries it: its weights leave no memory for a request, or a step alone takes longer "
+        "than its SLO, also on as many GPUs of one node as its profile has step times for"
+    )
+
+
+def _notes(laid: Sequence[Laid], options: Options, times: float) -> list[str]:
+    """Say what the models that generate take, and why some share no GPU."""
+    takes = f"models that generate take {len(gpus_of(laid))} of the GPUs, which carry {times:.3g} times their load"
+    notes = [f"{takes}; {_NO_INTERFERENCE}"]
+    together = {each.option.spec.name: each.option.together for each in laid}
+    notes += [f"{name} runs on {count} GPUs together" for name, count in together.items() if count > 1]
+    beside: dict[str, set[str]] = {}
+    for each in laid:
+        for gpu in each.gpus:
+            beside.setdefault(gpu.id, set()).add(each.option.spec.name)
+    alone: dict[str, str] = {}
+    for each in laid:
+        name, share = each.option.spec.name, each.option.share_pct
+        if any(len(beside[gpu.id]) > 1 for gpu in each.gpus):
+            continue
+        if share == 100:
+            is_full = min(option.share_pct for option in options[name]) < 100
+            alone[name] = "its load fills a GPU" if is_full else "only a whole GPU keeps its SLO and memory"
+        else:
+            alone.setdefault(name, f"no other model that generates takes the {100 - share:g} % that it leaves")
+    return notes + [f"{name} shares no GPU: {why}" for name, why in sorted(alone.items())]

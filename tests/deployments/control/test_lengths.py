@@ -1,0 +1,114 @@
+"""The controller follows the lengths of prompts and answers, and plans for those that it measures."""
+
+import numpy as np
+import pytest
+
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.virtual.virtual_steps import RequestTokens
+from tenuto.deployments.control.interface import ModelSeen
+from tenuto.deployments.control.journal import Kind
+from tenuto.deployments.control.lengths import MeasuredLengths, as_declared
+from tenuto.deployments.control.settings import ControlSettings
+from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident
+from tenuto.outcome import OUTCOMES, Outcome
+from tenuto.placement import Cluster, Workload, load_policy, solve
+from tenuto.placement.generates import Lengths
+from tenuto.placement.workload import ModelSpec
+from tenuto.profiles import Profile, Profiles, StepCost
+from tenuto.profiles.generation import Generation, StepsAt
+
+RATE, SECONDS, STEP_S = 13.0, 120.0, 40.0
+COST = StepCost.line(10.0, 0.05, 0.2, 0.0, 0.0)
+OUTPUT = {"lognormal": {"median": 100, "sigma": 0.5, "most": 1500}}
+MODEL = {
+    "name": "m",
+    "rate_rps": RATE,
+    "slo": {"ttft_ms": 1000, "tpot_ms": 30},
+    "generates": {"prompt_tokens": 200, "output_tokens": OUTPUT, "max_sequences": 64},
+}
+
+
+def profiles() -> Profiles:
+    steps = StepsAt(**COST.model_dump())
+    row = {"generation": Generation(kv_tokens=40_000, steps=(steps,)).model_dump(mode="json")}
+    return Profiles(
+        [Profile.model_validate({"name": "p", "gpu_type": "v100", "source": "made up", "models": {"m": row}})]
+    )
+
+
+def run(longer: float, *, first_gpus: int = 1, lost: str = "") -> ControlledRun:
+    """Serve under a controller a load whose answers become so many times as long, without any change of its rate."""
+    workload, known = Workload.model_validate({"models": [MODEL]}), profiles()
+    plan = solve(load_policy("tenuto", {}), workload, Cluster.parse(f"v100:{first_gpus}"), known)
+    assert len(plan.gpulets) == first_gpus
+    draws = np.random.default_rng(1)
+    times = np.cumsum(draws.exponential(1000.0 / RATE, round(1.2 * RATE * SECONDS)))
+    times = times[times < 1000.0 * SECONDS]
+    output = 100 * np.exp(0.5 * draws.standard_normal(len(times))) * np.where(times > 1000.0 * STEP_S, longer, 1.0)
+    tokens = RequestTokens(np.full(len(times), 200), np.rint(output).astype(np.int64).clip(1, 1500))
+    load = ControlledLoad(("m",), times, np.zeros(len(times), dtype=np.int32), SECONDS, tokens=tokens)
+    settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": "tenuto"}})
+    incidents = [Incident(STEP_S, lose=(lost,))] if lost else []
+    found = ControlledCluster(
+        load,
+        workload,
+        plan,
+        Cluster.parse("v100:3").gpus,
+        known,
+        settings,
+        lambda system: make_scheduler("deferred", system),
+        incidents=incidents,
+    ).run()
+    assert found.ended().sum() == len(times)
+    return found
+
+
+def test_answers_twice_as_long_bring_another_plan_at_the_same_rate() -> None:
+    same, longer = run(1.0), run(2.0)
+    assert same.count(Kind.CHANGED) == 0
+    changed = [entry for entry in longer.entries if entry.kind == Kind.CHANGED]
+    assert changed
+    assert STEP_S < changed[0].at_s < STEP_S + 60.0
+    _, plan, _ = next(each for each in longer.plans if len(each[1].gpulets) > 1)
+    assert plan.models[0].generates == ModelSpec.model_validate(MODEL).generates  # declared ones stay declared
+    late = longer.windows[-1].ended[0]
+    assert late[Outcome.OK] >= 0.99 * late.sum()
+
+
+def test_sequences_of_a_gpu_that_is_lost_go_on_elsewhere() -> None:
+    found = run(1.0, first_gpus=2, lost="n0/0")
+    assert found.ended()[0][OUTCOMES.index("failed")] == 0
+    assert found.attainments()["m"] > 0.97
+
+
+def seen(output: float, count: int = 20) -> dict[str, ModelSeen]:
+    return {"m": ModelSeen(count, count, 0, count, 200 * count, round(output * count))}
+
+
+def test_lengths_are_as_declared_until_they_differ_by_more_than_chance() -> None:
+    declared, draws = [ModelSpec.model_validate(MODEL)], np.random.default_rng(2)
+    lengths = MeasuredLengths(20.0)
+    assert lengths.measured(declared) == tuple(declared)
+    generates = declared[0].generates
+    assert generates is not None
+    assert generates.output_tokens is not None
+    mean = generates.output_tokens.mean
+    for _ in range(100):
+        lengths.observe(0.5, seen(mean * (1 + 0.1 * draws.standard_normal())))
+    assert not lengths.have_moved(declared)
+    for _ in range(24):
+        lengths.observe(0.5, seen(2 * mean * (1 + 0.1 * draws.standard_normal())))
+    assert lengths.have_moved(declared)
+    [spec] = lengths.measured(declared)
+    assert spec.generates is not None
+    assert spec.generates.output_tokens is not None
+    assert spec.generates.output_tokens.mean == pytest.approx(2 * mean, rel=0.15)
+    lengths.asked(declared)
+    assert not lengths.have_moved(declared)
+    assert as_declared([spec], declared) == tuple(declared)
+
+
+@pytest.mark.parametrize("form", [40, OUTPUT, {"quantiles": {0: 10, 50: 30, 100: 90}}])
+def test_scaled_lengths_have_the_scaled_mean(form: object) -> None:
+    lengths = Lengths.model_validate(form)
+    assert lengths.scaled(1.7).mean == pytest.approx(1.7 * lengths.mean, rel=0.01)
