@@ -129,6 +129,13 @@ class Accounts:
         if not counters.shadow:
             self.advice.ended(bad=1)
 
+    def token_came(self, generation: OpenGeneration, now_ms: float) -> None:
+        """Count a token that comes now, whatever becomes of its generation."""
+        counters = self.counters[generation.name]
+        counters.written_tokens += 1
+        if not generation.made:
+            counters.ttft_s.add((now_ms - generation.arrived_ms) / 1000.0)
+
     def generated(self, generation: OpenGeneration, now_ms: float) -> None:
         """Count and remember a generation that ended by itself."""
         counters = self.counters[generation.name]
@@ -139,8 +146,6 @@ class Accounts:
         counters.prompt_tokens += len(generation.prompt)
         counters.generated_tokens += generation.tokens
         counters.latency_s.add((now_ms - generation.arrived_ms) / 1000.0)
-        if generation.tokens:
-            counters.ttft_s.add((generation.first_ms - generation.arrived_ms) / 1000.0)
         if generation.tokens > 1:
             counters.tpot_s.add(generation.measured_tpot_ms / 1000.0)
         if not counters.shadow:

@@ -117,7 +117,7 @@ class Generations:
         for number, token in generated.tokens:
             generation = self._open.get(number)
             if generation is not None:
-                self._accounts.counters[generation.name].written_tokens += 1
+                self._accounts.token_came(generation, now_ms)
                 generation.take(token, now_ms)
         for ended in generated.ended:
             generation = self._open.get(ended.number)

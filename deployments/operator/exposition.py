@@ -145,7 +145,8 @@ def _gpulets(status: SystemStatus) -> Iterator[Metric]:
     yield each.counter("gpulet_batches", "Batches executed.", lambda g: g.batches)
     yield each.counter("gpulet_predicted_seconds", "Time that these batches take by the plan.", lambda g: g.predicted_s)
     yield each.counter("gpulet_lost", "How often the connection to a gpu-let ended.", lambda g: g.lost)
-    writing = _Rows(("gpulet", "gpu"), (((g.id, _gpus(g)), g) for g in status.gpulets if g.free_blocks is not None))
+    able = (g for g in status.gpulets if any(signature.generates for signature in g.signatures.values()))
+    writing = _Rows(("gpulet", "gpu"), (((g.id, _gpus(g)), g) for g in able))
     yield writing.gauge(
         "num_requests_running", "Generations that read or write.", lambda g: max(0, g.generating - g.waiting)
     )

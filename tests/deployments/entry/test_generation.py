@@ -375,6 +375,9 @@ async def test_what_cannot_be_done_is_refused_before_anything_runs(
 
 async def test_tokens_count_when_they_come_and_those_of_a_client_that_left_too(bench: Bench) -> None:
     request = {"model": "slow", "prompt": "x", "max_tokens": 250, "stream": True}
+    assert re.search(
+        r'^tenuto_num_requests_running{gpulet="b",.*} 0$', (await bench.client.get("/metrics")).text, re.MULTILINE
+    )
     async with bench.client.stream("POST", "/v1/completions", json=request) as answer:
         assert await anext(answer.aiter_lines())
         model = (await bench.status())["models"]["slow"]
@@ -382,6 +385,7 @@ async def test_tokens_count_when_they_come_and_those_of_a_client_that_left_too(b
         assert (model["ok"], model["generated_tokens"]) == (0, 0)
         metrics = (await bench.client.get("/metrics")).text
         assert re.search(r'^tenuto_generation_tokens_total{model="slow"} [1-9]', metrics, re.MULTILINE)
+        assert 'tenuto_time_to_first_token_seconds_count{model="slow"} 1\n' in metrics
     await until(lambda: bench.generator("b", "slow").free_blocks == BLOCKS)
     model = (await bench.status())["models"]["slow"]
     assert (model["cancelled"], model["generated_tokens"], model["written_tokens"] > 0) == (1, 0, True)
