@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -60,8 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark as `unit` whatever needs neither Ray nor a GPU, and say which tests stay in one process.
 
     Those are: all that use this run's Ray; all about networks, so that what builds them is imported once; of the others
-    those of one file. So what starts a Ray of its own runs beside those that share one. In a single process it comes
-    last, so that the shared one is started once.
+    those of one file. So what starts a Ray of its own runs beside those that share one. In a single process tests
+    without Ray come first and what starts a Ray of its own comes last, so that the shared one is started once.
     """
     for item in items:
         if item.get_closest_marker("image") and not config.getoption("--image"):
@@ -70,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.unit)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: "own_ray" in getattr(item, "fixturenames", ()))
+    items.sort(key=_uses_ray)
     if hasattr(config, "workerinput"):
         # What takes longest as a whole begins first.
         items.sort(key=_turn)
@@ -91,9 +92,14 @@ def pytest_collection_finish() -> None:
     keep_collected()
 
 
-def _group(item: pytest.Item) -> str:
+def _uses_ray(item: pytest.Item) -> int:
+    """0: not at all; 1: that of this run; 2: one of its own."""
     fixtures = getattr(item, "fixturenames", ())
-    if "local_ray" in fixtures and "own_ray" not in fixtures:
+    return 2 if "own_ray" in fixtures else int("local_ray" in fixtures)
+
+
+def _group(item: pytest.Item) -> str:
+    if _uses_ray(item) == 1:
         return "ray"
     file = item.nodeid.split("::")[0]
     return "networks" if file.startswith(WITH_NETWORKS) else file
@@ -149,6 +155,15 @@ def local_ray() -> Iterator[LocalRay]:
         found = LocalRay()
         yield found
         found.forget()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_ray_of_others(request: pytest.FixtureRequest) -> None:
+    """A module without Ray does not see the one of tests that ran in this process before: a command would join it."""
+    ray = sys.modules.get("ray")
+    here = (item for item in request.session.items if item.path == request.path)
+    if ray is not None and ray.is_initialized() and not any(map(_uses_ray, here)):
+        request.getfixturevalue("local_ray").end()
 
 
 @pytest.fixture(scope="module")

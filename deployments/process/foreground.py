@@ -36,6 +36,7 @@ _START_S = 900.0
 # limit: Serve gives all processes `UserConfig.ends_s` to end, 40 s at most; a busy machine takes longer for the rest
 DRAIN_S = 60.0
 _LEFT_S = 5.0  # limit: time for other processes to end after the process behind has ended
+_TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 _LOST = 3  # format: exit code: the environment failed, and a supervisor may start the command again
 
 # Processes of our own Ray and Serve: a part of the command line, what the process is, and what its death means.
@@ -127,18 +128,23 @@ def run_in_front(work: Callable[[Orders], int], tell: Callable[[str], None]) -> 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     others = frozenset(_below(frozenset()))  # processes that were there before, which must not be ended
     mine, its = socket.socketpair()
-    child = os.fork()
-    if child == 0:
-        code = _LOST
-        try:
-            mine.close()
-            os.setsid()  # so that a terminal's Ctrl-C and hang-up come only to the foreground
-            leave_signals_to_the_foreground()
-            code = work(Orders(its, DRAIN_S))
-        finally:
-            os._exit(code)
-    its.close()
     with mine, _signals() as taken:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)  # what comes now is not told to the foreground twice
+        child = os.fork()
+        if child == 0:
+            code = _LOST
+            try:
+                mine.close()
+                os.setsid()  # so that a terminal's Ctrl-C and hang-up come only to the foreground
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                leave_signals_to_the_foreground()
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _TAKEN)
+                code = work(Orders(its, DRAIN_S))
+            finally:
+                os._exit(code)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TAKEN)
+        its.close()
         return _Foreground(child, mine, taken, others, tell).run()
 
 
@@ -157,8 +163,7 @@ def _signals() -> Iterator[int]:
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    before = {number: signal.signal(number, lambda *_: None) for number in _TAKEN}
     try:
         yield reader
     finally:
@@ -274,7 +279,7 @@ class _Foreground:
     def _end(self, code: int, patience_s: float = 0.0) -> int:
         """End all processes below; those that have not ended after `patience_s` are killed. Return the exit code."""
         soon = time.monotonic() + patience_s
-        late = soon + _LEFT_S
+        late, looked_at = soon + _LEFT_S, float("inf")
         while time.monotonic() < late:
             below = _below(self._others)
             self._reap(below)
@@ -287,9 +292,10 @@ class _Foreground:
             if select.select([self._taken], [], [], 0.05)[0]:
                 taken = os.read(self._taken, 64)
                 if signal.SIGINT in taken or signal.SIGTERM in taken:
-                    if patience_s == 0.0 and time.monotonic() > soon + 1.0:
+                    if patience_s == 0.0 and time.monotonic() > looked_at + 1.0:  # it came after all were killed once
                         os._exit(code)
                     soon = time.monotonic()
+            looked_at = min(looked_at, time.monotonic())
         else:
             self._tell(f"could not end {', '.join(str(p.pid) for p in left)}")
         return code

@@ -44,6 +44,19 @@ def serving(orders):
         say("draining")
     return 0
 
+def early(orders):
+    time.sleep(600)
+
+def interrupted_fork(fork=os.fork):
+    say("serving")
+    child = fork()
+    if child:
+        os.kill(os.getpid(), signal.SIGTERM)  # before the next line of the foreground
+    return child
+
+if sys.argv[1] == "early":
+    os.fork = interrupted_fork
+
 def starting(orders):
     beside()
     say("serving")
@@ -185,6 +198,7 @@ def ended() -> Iterator[list[Front]]:
         ("serving", 60.0, (signal.SIGINT,), 0),
         ("starting", 60.0, (signal.SIGTERM,), 143),
         ("starting", 60.0, (signal.SIGINT,), 130),
+        ("early", 60.0, (), 143),
         ("joining", 60.0, (signal.SIGTERM,), 143),
         ("deaf", 60.0, (signal.SIGTERM, signal.SIGINT), 130),
         ("deaf", 0.3, (signal.SIGTERM,), 3),
