@@ -355,6 +355,9 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._streams: dict[int, CallStream] = {}
         self._stuck: dict[int, CallStream] = {}  # whose client takes no more for now
         self.unsent_bytes = 0  # of all calls
+        self._frames: list[bytes] = []  # that are sent at the end of the loop's turn, with one write
+        self._frames_bytes = 0
+        self._address = ""
         self._last = 0  # the last stream that the client has begun
         self._cut: dict[int, None] = {}  # that ended here before their clients' end: more of them may be on its way
         self._window = self._initial = _INITIAL_WINDOW  # of what may be sent: on all streams, and on a new one
@@ -369,6 +372,8 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        name = transport.get_extra_info("peername")
+        self._address = str(name[0]) if name else ""
         if not self.server.places.admit(self):
             self._transport.abort()
             return
@@ -740,15 +745,24 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._close()
 
     def write(self, frames: Sequence[bytes]) -> None:
-        """Send frames."""
-        if self._transport is not None and not self._transport.is_closing() and frames:
-            self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
+        """Send frames, those of one turn of the loop together."""
+        if not self._frames:
+            asyncio.get_running_loop().call_soon(self.write_out)
+        self._frames += frames
+        self._frames_bytes += sum(map(len, frames))
+        if self._frames_bytes >= UNSENT_BYTES:  # the transport says how much of it the client takes
+            self.write_out()
+
+    def write_out(self) -> None:
+        """Send at once what waits for the end of the turn."""
+        if self._frames and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(self._frames))
+        self._frames, self._frames_bytes = [], 0
 
     @property
     def address(self) -> str:
         """Where the client is; "" when that is not known."""
-        name = None if self._transport is None else self._transport.get_extra_info("peername")
-        return str(name[0]) if name else ""
+        return self._address
 
     @property
     def is_idle(self) -> bool:
@@ -782,6 +796,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._close_if_over()
 
     def _close(self) -> None:
+        self.write_out()
         if self._transport is not None:
             self._transport.close()
 

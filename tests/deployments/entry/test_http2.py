@@ -131,6 +131,7 @@ class Bench:
 
     def frames(self) -> list[tuple[int, int, int, bytes]]:
         """Kind, flags, stream and payload of what was sent, which is taken."""
+        self.connection.write_out()  # the turn has ended
         data, self.line.to_client, found, at = self.line.to_client, b"", [], 0
         while at < len(data):
             size, number = int.from_bytes(data[at : at + 3], "big"), int.from_bytes(data[at + 5 : at + 9], "big")
@@ -201,6 +202,7 @@ async def test_another_authors_client_is_answered(bench: Bench, size: int, piece
         data = client.data_to_send()
         for at in range(0, len(data), piece):
             await bench.all_came(data[at : at + piece])
+        bench.connection.write_out()
         answered, bench.line.to_client = bench.line.to_client, b""
         for event in client.receive_data(answered):
             if isinstance(event, DataReceived):
