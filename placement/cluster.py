@@ -23,6 +23,7 @@ from tenuto.profiles.mig_instances import (
 )
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # format: the name of a node or a rack
+MOST_ELASTIC_GPUS = 10_000  # limit: a rate that takes more is probably a typing error, and policies would take minutes
 
 
 def node_of(gpu_id: str) -> str:

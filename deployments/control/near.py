@@ -15,13 +15,14 @@ from tenuto.deployments.control.worth import Durations
 from tenuto.errors import InvalidInputError, refused
 from tenuto.placement import Cluster, Gpulet, Plan, Policy, Workload
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.completing import complete
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic, expected_of
 from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.plan import Expected, ExpectedModel, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import complete, solve
+from tenuto.placement.solve import solve
 from tenuto.placement.surviving import SLIGHT, Trial, bearable, drained, unmet, with_the_rest, without
 from tenuto.profiles import Profiles
 

@@ -22,11 +22,12 @@ from tenuto.deployments.control.worth import ChangeWorth, Durations, Rent, Scale
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu, GpuGroup, Node, cost_of
+from tenuto.placement.completing import complete
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import complete, solve
+from tenuto.placement.solve import solve
 from tenuto.placement.surviving import asks, bearable, drained, unmet, with_losses, with_the_rest
 from tenuto.placement.whereabouts import ANYWHERE, is_at, may_lie, prefers
 from tenuto.placement.workload import ModelSpec

@@ -41,7 +41,8 @@ from tenuto.deployments.entry.grpc_messages import (
     message,
     to_answer,
 )
-from tenuto.deployments.entry.http2 import MOST_CALLS, CallStream, Headers, Http2Connection, flaw, literal
+from tenuto.deployments.entry.header_blocks import Headers, flaw, literal
+from tenuto.deployments.entry.http2 import MOST_CALLS, CallStream, Http2Connection
 from tenuto.deployments.entry.oip import Given
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer

@@ -27,8 +27,8 @@ class Turns:
 
     In each turn, at most `MOST_WORK` requests of clients that ask once are answered, in the order in which they came.
     Then one connection goes on with requests that it has sent ahead, and others after it while there is work left for
-    them; one TLS handshake or ending goes on by a step, and one request that carries no load is answered. When the work of a turn is used up, a connection keeps the bytes that
-    it has read, and reads no more.
+    them. One TLS handshake or ending goes on by a step, and one request that carries no load is answered. When the work
+    of a turn is used up, a connection keeps the bytes that it has read, and reads no more.
 
     The loop reads bytes later than they come: its next poll finds what came while it worked. When a poll has slept, its
     bytes came just now. When a poll has not slept, its bytes came after the poll before it. The moment of that earlier

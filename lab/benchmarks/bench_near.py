@@ -23,8 +23,8 @@ from placement_scenes import machine, mixed_workload, thesis
 from tenuto.deployments.control.near import planned_near
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, load_policy, solve
+from tenuto.placement.completing import check_plan
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.solve import check_plan
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.instruments.near_plans import POLICIES, judged

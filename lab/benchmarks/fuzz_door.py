@@ -336,7 +336,7 @@ def _conversation_case(chance: random.Random) -> bytes:
 
 def _call_case(chance: random.Random) -> bytes:
     """One call, whose frames are as they should be; its metadata and its messages need not be."""
-    from tenuto.deployments.entry import http2
+    from tenuto.deployments.entry import header_blocks, http2
     from tenuto.deployments.entry.grpc_messages import COLD, SERVICE, InferRequest
 
     paths = [f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"] * 6
@@ -385,7 +385,7 @@ def _call_case(chance: random.Random) -> bytes:
     }.items():
         if chance.random() < 0.05:
             said[name] = chance.choice(values)
-    block = b"".join(http2.literal(name.encode(), value.encode()) for name, value in said.items())
+    block = b"".join(header_blocks.literal(name.encode(), value.encode()) for name, value in said.items())
     body = b"".join(sent)
     frames = [http2.frame(http2.DATA, 0, 1, body[at : at + 9000]) for at in range(0, len(body), 9000)]
     begun = http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0) + http2.frame(http2.HEADERS, 4, 1, block)

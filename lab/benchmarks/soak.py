@@ -46,7 +46,7 @@ from fuzz_door import KINDS, Case, send
 from jh2.hpack import Decoder
 
 from tenuto.deployments.control.operations import begin
-from tenuto.deployments.entry import http2
+from tenuto.deployments.entry import header_blocks, http2
 from tenuto.deployments.entry.grpc_messages import SERVICE, InferRequest
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
@@ -218,7 +218,7 @@ class Clients:
         data = asked.SerializeToString()
         said = {":method": "POST", ":scheme": "http", ":path": f"/{SERVICE}/ModelInfer", ":authority": "localhost"}
         said |= {"te": "trailers", "content-type": "application/grpc"}
-        block = b"".join(http2.literal(name.encode(), value.encode()) for name, value in said.items())
+        block = b"".join(header_blocks.literal(name.encode(), value.encode()) for name, value in said.items())
         reader, writer = await asyncio.open_connection("127.0.0.1", self._grpc_port)
         writer.write(
             http2.PREFACE

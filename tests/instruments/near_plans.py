@@ -14,9 +14,9 @@ from tenuto.batching.planning.losses import LossTrials
 from tenuto.deployments.control.near import changes_of, planned_near
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload, load_policy, solve
+from tenuto.placement.completing import check_plan, complete
 from tenuto.placement.expectation.outlook import IN_FULL, expected_of
 from tenuto.placement.plan import Expected, PolicyUsed
-from tenuto.placement.solve import check_plan, complete
 from tenuto.placement.surviving import SLIGHT
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped

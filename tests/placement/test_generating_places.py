@@ -14,9 +14,10 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload
 from tenuto.placement.cluster import node_of
+from tenuto.placement.completing import check_plan
 from tenuto.placement.explaining import explain
 from tenuto.placement.shown.table import rows_of
-from tenuto.placement.solve import check_plan, solve
+from tenuto.placement.solve import solve
 from tenuto.placement.surviving import Trial
 from tenuto.placement.whereabouts import domain_of, may_lie, prefers
 from tenuto.placement.workload import ModelSpec

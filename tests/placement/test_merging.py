@@ -11,9 +11,9 @@ import pytest
 from tenuto.deployments.serve.diff import diff
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement.completing import check_plan
 from tenuto.placement.merging import apply_merging
 from tenuto.placement.program import MergedGroup, worst_split_ms
-from tenuto.placement.solve import check_plan
 from tenuto.profiles import LatencyTable, LinearLatency, Profile, Profiles
 
 ONE_GPU = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": [{"type": "v100", "count": 1}]}]})

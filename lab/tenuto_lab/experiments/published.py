@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tenuto.placement import Cluster, Gpulet, Plan, PolicyUsed, Replica, Workload, load_policy
+from tenuto.placement.completing import check_plan, complete
 from tenuto.placement.plan import PlannedGpu
-from tenuto.placement.solve import check_plan, complete
 from tenuto.profiles import Profiles
 
 

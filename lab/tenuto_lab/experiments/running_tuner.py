@@ -24,9 +24,10 @@ from tenuto.loadgen.schedule import make_schedule
 from tenuto.outcome import Outcome
 from tenuto.pages import templates
 from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement.completing import complete
 from tenuto.placement.interference.igniter_model import Hardware, ModelConstants
 from tenuto.placement.policies.igniter.igniter import Igniter
-from tenuto.placement.solve import complete, solve
+from tenuto.placement.solve import solve
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.baselines.gslice import Gslice, Observed, Setting

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("jh2")
 http2 = pytest.importorskip("tenuto.deployments.entry.http2")
+header_blocks = pytest.importorskip("tenuto.deployments.entry.header_blocks")
 
 from tenuto.deployments.entry.grpc_messages import HEALTH, SERVICE, InferRequest  # noqa: E402
 from tests.deployments.entry.test_endless import Calls  # noqa: E402
@@ -25,13 +26,13 @@ MOST_CALLS = 20_000  # between two events
 CLIENTS = 100
 ROUNDS = 5
 FOUND_OUT = 2  # from this round on, who sends too much waits behind others
-ANSWERED = http2.literal(b"grpc-status", b"0")
+ANSWERED = header_blocks.literal(b"grpc-status", b"0")
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 def block(call: str, *more: tuple[str, str]) -> bytes:
     headers = [(name, f"/{call}" if name == ":path" else value) for name, value in HEADERS]
-    return b"".join(http2.literal(name.encode(), value.encode()) for name, value in [*headers, *more])
+    return b"".join(header_blocks.literal(name.encode(), value.encode()) for name, value in [*headers, *more])
 
 
 def head(stream: int = 1, call: str = f"{SERVICE}/ModelStreamInfer", flags: int = 4) -> bytes:
@@ -126,7 +127,7 @@ ENDLESS: dict[str, Any] = {
     "empty data": again(STREAM, http2.frame(http2.DATA, 0, 1)),
     "padding": again(STREAM, http2.frame(http2.DATA, 8, 1, b"\xff" + bytes(255))),
     "more than the window": again(STREAM + data(1, message(5000, count=20)), data(1, bytes(16_000))),
-    "trailers": again(STREAM, http2.frame(http2.HEADERS, 5, 1, http2.literal(b"x", b"y"))),
+    "trailers": again(STREAM, http2.frame(http2.HEADERS, 5, 1, header_blocks.literal(b"x", b"y"))),
     "what follows an end": again(STREAM + http2.frame(http2.DATA, 1, 1), http2.frame(http2.DATA, 0, 1, b"x")),
     "questions of what there is": again(begun() + head(1, REFLECTION), data(1, REFLECTED)),
     "questions without a window": again(begun() + NARROW + head(1, REFLECTION), data(1, REFLECTED)),

@@ -20,7 +20,7 @@ from h2.exceptions import InvalidBodyLengthError, ProtocolError  # noqa: E402
 from h2.utilities import HeaderValidationFlags, validate_headers  # noqa: E402
 from hpack import Encoder  # noqa: E402
 
-from tenuto.deployments.entry import http2  # noqa: E402
+from tenuto.deployments.entry import header_blocks, http2  # noqa: E402
 from tenuto.deployments.entry.grpc_messages import InferRequest  # noqa: E402
 from tests.deployments.entry.test_http2 import BLOCK, HEADERS, Bench, number  # noqa: E402
 
@@ -108,7 +108,7 @@ async def ours(sent: bytes, piece: int = 1 << 30) -> tuple[set[str], bool]:
 
 def block(headers: list[Header], encoder: Encoder | None = None) -> bytes:
     if encoder is None:
-        return b"".join(http2.literal(*each) for each in headers)
+        return b"".join(header_blocks.literal(*each) for each in headers)
     made: bytes = encoder.encode(headers)
     return made
 
@@ -191,7 +191,7 @@ FRAMED: dict[str, bytes] = {
     "trailers with a pseudo-header": BEGUN
     + _HEADED
     + http2.frame(0, 0, 1, message("x")[:-1])
-    + http2.frame(1, 5, 1, http2.literal(b":path", b"/"))
+    + http2.frame(1, 5, 1, header_blocks.literal(b":path", b"/"))
     + http2.frame(0, 0, 1, message("x")[-1:]),
     "a continuation of another": BEGUN + http2.frame(1, 0, 1, BLOCK) + http2.frame(http2.CONTINUATION, 4, 3) + _DATA,
     "a frame amid headers": BEGUN + http2.frame(1, 0, 1, BLOCK) + SETTINGS + http2.frame(9, 4, 1) + _DATA,

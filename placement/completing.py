@@ -1,0 +1,294 @@
+"""What follows from a policy's decision: latencies beside the neighbours, memory, merged programs, the promise, and
+what each loss leaves. Here are also the rules that hold for every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from tenuto.errors import Problem, one_of, raise_if_any
+from tenuto.placement.cluster import Cluster, whole_of
+from tenuto.placement.costs import ModelOnGpu, costs_of
+from tenuto.placement.expectation.outlook import expected_of, told
+from tenuto.placement.expectation.sharing import Sharing
+from tenuto.placement.ledger import unknown_memory, with_caps
+from tenuto.placement.merging import apply_merging
+from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.policy import Policy
+from tenuto.placement.program import Gpulet
+from tenuto.placement.surviving import Scene, Trial, arranged, not_surviving, with_losses
+from tenuto.placement.workload import ModelSpec, Workload
+from tenuto.profiles import Profiles
+
+# paper: Symphony's goodput, the 99th percentile within the SLO; the plan names every model that stays below
+ATTAINED = 0.99
+NEARLY = 0.97  # limit: from this part of the rate on, the reason says "little GPU time left" instead of "none"
+_SERVED_WITH = frozenset({"torch", "onnxruntime"})  # packages that execute models
+
+
+def complete(
+    plan: Plan,
+    policy: Policy,
+    workload: Workload,
+    cluster: Cluster,
+    profiles: Profiles,
+    *,
+    parts: Mapping[str, float] | None = None,
+    at_most: int | None = None,
+    trial: Trial | None = None,
+) -> Plan:
+    """Return the plan with everything that follows from the policy's decision, and check it.
+
+    These follow: the latency on each share beside the neighbours, memory and its caps, merged programs, the expected
+    goodput, the cost, and the workload's entries. The goodput that the policy itself states is kept as `believed`. With
+    `parts`, all replicas stay, and at most `at_most` are added until the plan promises these parts (see `arranged`).
+    `trial` is as in `solve`.
+
+    Raises:
+        InvalidInputError: the plan breaks a rule; it lists all problems.
+    """
+    expected = plan.expected
+    believed = Believed(goodput_rps=expected.goodput_rps, models=expected.models) if expected.models else None
+    cluster = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in plan.gpus)
+    known = {(gpu.id, gpu.type): gpu for gpu in cluster.gpus}
+    gpus = tuple(PlannedGpu.of(known[key]) if (key := (gpu.id, gpu.type)) in known else gpu for gpu in plan.gpus)
+    streaming = cluster.streams if workload.streaming is None else workload.streaming
+    plan = plan.model_copy(
+        update={
+            "policy": PolicyUsed(name=getattr(policy, "name", type(policy).__name__), options=plain_options(policy)),
+            "gpus": gpus,
+            "believed": believed,
+            "models": workload.models,
+            "applications": workload.applications,
+            "mps": workload.mps,
+            "streaming": streaming,
+            "objective": workload.objective,
+        }
+    )
+    sharing = Sharing(costs_of(workload, cluster, profiles), profiles, streaming)
+    scene = Scene(workload, cluster, sharing, trial)
+    tried = [told(gpulet) for gpulet in plan.gpulets] if getattr(policy, "is_tried", False) else None
+    plan = arranged(sharing.completed(plan), scene, parts=parts, at_most=at_most)
+    if parts is not None:
+        held = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
+        without = tuple(spec.name for spec in workload.models if spec.name not in held)
+        reasons = {name: plan.unserved_reasons.get(name, "no room was found for it") for name in without}
+        plan = plan.model_copy(update={"unserved": without, "unserved_reasons": reasons})
+    plan = apply_merging(plan, workload, profiles, sharing.completed)
+    plan = with_caps(plan, cluster, scene.contexts_mib)
+    notes = list(plan.notes)
+    unknown = unknown_memory(plan)
+    if unknown:
+        notes.append(f"memory was not measured, so that the ledger cannot tell whether they fit: {', '.join(unknown)}")
+    notes += _measured_otherwise_than_here(plan, profiles)
+    notes += _estimated(plan, sharing.costs, getattr(policy, "compute_metric", None))
+    follows = getattr(policy, "objectives", Policy.objectives)
+    if plan.objective not in follows and (plan.objective == "each" or len({spec.weight for spec in plan.models}) > 1):
+        notes.append(f"the policy plans by the objective '{follows[0]}'; '{plan.objective}' is for its scheduler alone")
+    plan = plan.model_copy(update={"notes": tuple(notes)})
+    plan = _with_expectation(plan, scene, tried)
+    check_plan(plan, cluster)
+    return plan
+
+
+def _measured_otherwise_than_here(plan: Plan, profiles: Profiles) -> list[str]:
+    """Return a line for each GPU type whose profiles come from several devices, and a line for each package that is
+    installed here in another version than the plan's profiles were measured with."""
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
+    devices: dict[str, dict[str, None]] = {}
+    versions: dict[tuple[str, str], dict[str, None]] = {}
+    specs = {spec.name: spec for spec in plan.models}
+    for gpulet in plan.gpulets:
+        kind = types.get(gpulet.gpu, "")
+        for spec in (specs[replica.name] for replica in gpulet.models if replica.name in specs):
+            measured = None if spec.latency is not None else profiles.measured(spec.profile_row, kind)
+            if measured is not None:
+                devices.setdefault(kind, {})[measured.hardware] = None
+                for package in measured.versions.keys() & _SERVED_WITH:
+                    versions.setdefault((package, measured.versions[package]), {})[spec.name] = None
+    found = [
+        f"profiles of {kind} come from several devices: {'; '.join(of)}" for kind, of in devices.items() if len(of) > 1
+    ]
+    for (package, version), names in versions.items():
+        here = _installed(package)
+        if here is not None and here.partition("+")[0] != version.partition("+")[0]:
+            found.append(f"measured with {package} {version}, installed here is {here}: {', '.join(names)}")
+    return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]], compute_metric: str | None) -> list[str]:
+    """Return, in a line per GPU type, which values of the plan's profiles were estimated and not measured.
+
+    `compute_metric` is the metric from which the policy reads a model's compute requirement; None if it reads none.
+    """
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
+    found: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
+    for gpulet in plan.gpulets:
+        kind = types.get(gpulet.gpu, "")
+        for replica in gpulet.models:
+            on = costs.get(replica.name, {}).get(kind)
+            if on is None:
+                continue
+            what = on.profile.estimated
+            if compute_metric not in (None, *what) and on.profile.estimates_occupancy(str(compute_metric)):
+                what = (*what, str(compute_metric))
+            if what:
+                found.setdefault((kind, what), {})[replica.name] = None
+    return [
+        f"estimated, not measured ({kind}): {', '.join(what)} of {', '.join(names)}"
+        for (kind, what), names in found.items()
+    ]
+
+
+def usage_of(gpus: Iterable[PlannedGpu], gpulets: Iterable[Gpulet], cluster: Cluster) -> dict[str, Any]:
+    """Return how many GPUs hold gpu-lets and what they cost per hour, as fields of `Expected`. Those that a plan buys
+    are none of the cluster's, and cost as the others of their type."""
+    taken = {gpu for gpulet in gpulets for gpu in gpulet.gpus}
+    prices = {gpu.type: whole_of(gpu).price_per_hour for gpu in cluster.gpus}
+    used = {gpu.device: prices.get(gpu.type) for gpu in gpus if gpu.id in taken}
+    cost = None if None in used.values() else round(sum(price or 0.0 for price in used.values()), 6)
+    return {"gpus_used": len(used), "cost_per_hour": cost}
+
+
+def _with_expectation(plan: Plan, scene: Scene, tried: Sequence[object] | None) -> Plan:
+    """Return the plan with what it promises, and with a reason for every model that it serves below `ATTAINED`.
+
+    `tried`: the gpu-lets that the policy tried, as `told`; None if it tries nothing. The plan promises what its trial
+    served. When gpu-lets were added or merged since the trial, only a model that stayed below `ATTAINED` in the trial
+    gets that promise; the others get what the formulas give.
+    """
+    believed = {n: m.goodput_rps for n, m in plan.believed.models.items()} if plan.believed is not None else {}
+    is_as_tried = tried == [told(gpulet) for gpulet in plan.gpulets]
+    rates = {spec.name: spec.rate_rps for spec in plan.models}
+    served_rps = {
+        name: rps
+        for name, rps in (believed if tried is not None else {}).items()
+        if is_as_tried or rps < ATTAINED * rates[name]
+    }
+    expected = expected_of(plan, with_margin=not served_rps.keys() >= {*rates} - {*plan.unserved})
+    assumptions = (*scene.sharing.assumptions(plan), *expected.assumptions)
+    reasons = {name: plan.unserved_reasons.get(name, "the policy gave no reason") for name in plan.unserved}
+    models = {
+        name: model.model_copy(update={"goodput_rps": served_rps.get(name, model.goodput_rps)})
+        for name, model in expected.models.items()
+    }
+    total_rps = round(sum(model.goodput_rps for model in models.values()), 6)
+    update = usage_of(plan.gpus, plan.gpulets, scene.cluster) | {"assumptions": assumptions}
+    expected = expected.model_copy(update=update | {"models": models, "goodput_rps": total_rps})
+    fastest = _fastest(plan)
+    for spec in plan.models:
+        if spec.name in expected.models:
+            part = expected.models[spec.name].goodput_rps / spec.rate_rps
+            if part < ATTAINED:
+                reasons[spec.name] = _why_below(plan, spec, part, believed, fastest.get(spec.name))
+    return with_losses_said(plan.model_copy(update={"expected": expected, "unserved_reasons": reasons}), scene.trial)
+
+
+def with_losses_said(plan: Plan, trial: Trial | None) -> Plan:
+    """Return the plan with what each loss leaves, and with a reason for every model that keeps less than it asks
+    for."""
+    plan, reasons = with_losses(plan, trial), dict(plan.unserved_reasons)
+    for name, why in not_surviving(plan).items():
+        reasons[name] = f"{reasons[name]}; {why}" if name in reasons else why
+    return plan.model_copy(update={"unserved_reasons": reasons})
+
+
+def _why_below(
+    plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, float], fastest: tuple[float, Gpulet] | None
+) -> str:
+    """Return in words how much of a model's rate is served in time, and why it is not all."""
+    why = plan.unserved_reasons.get(spec.name)
+    if fastest is not None and fastest[0] > spec.slo_ms:
+        why = (
+            f"SLO below batch 1: {_circumstances(plan, [fastest[1]])}a request takes {fastest[0]:.4g} ms, its SLO is "
+            f"{spec.slo_ms:g} ms"
+        )
+    if why is None:
+        why = "no GPU time left on its gpu-lets" if part < NEARLY else "little GPU time left, a few percent may be late"
+        if believed.get(spec.name, 0.0) > 1.001 * part * spec.rate_rps:
+            hosts = _circumstances(plan, plan.hosts_of(spec.name))
+            why = f"no GPU time left: {hosts}it carries less than the policy believed"
+    return f"{part * spec.rate_rps:.4g} of {spec.rate_rps:g} rps expected in time ({100 * part:.3g} %); {why}"
+
+
+def _circumstances(plan: Plan, gpulets: Sequence[Gpulet]) -> str:
+    """Return the beginning of a sentence: why a request takes longer on these gpu-lets than alone on a whole GPU."""
+    by_gpu = plan.by_gpu()
+    share = "on its share " if any(gpulet.effective_share_pct < 100.0 for gpulet in gpulets) else ""
+    beside = "beside its neighbours " if any(len(by_gpu[gpulet.gpu]) > 1 for gpulet in gpulets) else ""
+    return share + beside
+
+
+def _fastest(plan: Plan) -> dict[str, tuple[float, Gpulet]]:
+    """Return, for each model, the gpu-let where a request takes the shortest time, and that time in ms."""
+    found: dict[str, tuple[float, Gpulet]] = {}
+    for gpulet in plan.gpulets:
+        for program in gpulet.programs:
+            if program.latency is not None:
+                takes_ms = program.latency.at(1) * program.slowdown
+                for name in program.models:
+                    if name not in found or takes_ms < found[name][0]:
+                        found[name] = takes_ms, gpulet
+    return found
+
+
+def plain_options(policy: Policy) -> dict[str, object]:
+    """Return the options of a policy as a file has them."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in getattr(policy, "options", {}).items()}
+
+
+def check_plan(plan: Plan, cluster: Cluster) -> None:
+    """Raise `InvalidInputError` when a plan breaks a rule that holds for every policy.
+
+    The rules: Ids are consistent. Models exist. The gpu-lets of a GPU fit into its memory. The shares of a GPU sum to
+    at most 100 %, unless the plan says that it over-commits. Shares below 100 % need CUDA MPS. Every model is served or
+    listed as unserved.
+    """
+    plan.check_references()
+    problems: list[Problem] = []
+    memory = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
+    known = {spec.name for spec in plan.models}
+    by_gpu = plan.by_gpu()
+    for gpu in plan.gpus:
+        gpulets = by_gpu[gpu.id]
+        share = sum(g.effective_share_pct for g in gpulets)
+        if share > 100.0 + 1e-6 and not plan.overcommits:
+            problems.append(Problem(f"gpus.{gpu.id}", share, "shares sum to more than 100 %", "Make the plan again."))
+        need = sum(gpulet.memory_mib or gpulet.held_mib or 0.0 for gpulet in gpulets)
+        if gpu.type in memory and need > memory[gpu.type] + 1e-3 * len(gpulets):
+            rule = f"more memory than the GPU has ({memory[gpu.type]:.0f} MiB)"
+            cure = "Use smaller batches, fewer models per GPU, or a larger GPU type."
+            problems.append(Problem(f"gpus.{gpu.id}", f"{need:.0f} MiB", rule, cure))
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
+    for gpulet in plan.gpulets:
+        if plan.mps == "off" and gpulet.effective_share_pct < 100.0 and types[gpulet.gpu] != "cpu":
+            rule = "a share needs CUDA MPS, which the workload turns off (mps: off)"
+            cure = "Use mps: auto, or a policy without shares, such as symphony."
+            problems.append(Problem(f"gpulets.{gpulet.id}.share_pct", gpulet.share_pct, rule, cure))
+        for replica in gpulet.models:
+            if replica.name not in known:
+                cure = one_of(replica.name, sorted(known))
+                problems.append(
+                    Problem(f"gpulets.{gpulet.id}.models", replica.name, "not a model of the workload", cure)
+                )
+    served = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
+    for name in sorted(known - served - set(plan.unserved)):
+        problems.append(
+            Problem("unserved", name, "neither served nor listed as unserved", "This is a fault of the policy.")
+        )
+    raise_if_any(problems)
+
+
+def nothing_on(cluster: Cluster) -> Plan:
+    """Return a plan in which nothing runs yet."""
+    gpus = () if cluster.elastic else cluster.gpus
+    planned = tuple(PlannedGpu.of(gpu) for gpu in gpus)
+    return Plan(policy=PolicyUsed(name=""), gpus=planned)
