@@ -1,9 +1,9 @@
 """HTTP/2 on the gateway's own socket, as far as gRPC uses it: it reads frames, hands calls on, and sends answers.
 
-Every frame says its length first, so there is one way to find its end. `header_blocks` reads what a call says of itself.
-A frame that is not well-formed ends the connection. Everything that a client could make grow has a bound: streams, header
-blocks, messages, answers that it does not take, frames in one turn of the loop, and time. Section numbers are those of
-RFC 9113.
+Every frame says its length first, so there is one way to find its end. `header_blocks` reads headers. A frame that is
+not well-formed ends the connection. Everything that a client could make grow has a bound: streams, header blocks,
+messages, answers that it does not take, frames in one turn of the loop, and time. Section numbers are those of RFC
+9113.
 """
 
 from __future__ import annotations
