@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 MOST_WORK = 16  # limit: requests in a turn, which take 0.1 to 0.3 ms each
-_WORK_AHEAD = 4  # derived: a connection that goes on takes at most so many requests that it has sent ahead
+_WORK_AHEAD = 4  # derived: the least that a connection takes when it goes on with what it has sent ahead
 _WORK_SAMPLES = 16  # derived: taking so many more samples of a request takes as long as one request
 _WORK_BYTES = 1 << 12  # derived: reading this many bytes of JSON or of chunks takes as long as one request
 
@@ -112,10 +112,11 @@ class Turns:
         self.left = MOST_WORK
         while self._first and self.left > 0:
             self._first.popleft().go_on()
-        if self._ahead:
+        is_one = True
+        while self._ahead and (is_one or self.left > _WORK_AHEAD):
+            is_one = False
             self._ahead.popleft().go_on()
-        while self._ahead and self.left > _WORK_AHEAD:
-            self._ahead.popleft().go_on()
+            self.left -= 1
         if self._tls:
             self._tls.popleft().go_on()
         while self._cold:

@@ -14,10 +14,11 @@ import pytest
 
 from tenuto.deployments.entry import connection as connection_module
 from tenuto.deployments.entry.asgi import Receive, Scope, Send
-from tenuto.deployments.entry.connection import HttpConnection, HttpExchange, HttpServer
+from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
 from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.entry.http_server import HttpServer
 from tenuto.deployments.entry.open_connections import Limits
-from tenuto.deployments.entry.turns import MOST_WORK
+from tenuto.deployments.entry.turns import MOST_WORK, Turns
 from tenuto.deployments.wire.arena import Arena
 from tests.deployments.entry.test_endless import BODY_BYTES, ENDLESS, Calls, Deaf, Service
 
@@ -255,3 +256,30 @@ async def test_whoever_is_put_off_gets_every_answer_in_order(server: HttpServer,
         connection.connection_lost(None)
     await _quiet(server)
     assert server.arena.used_bytes == server.chunked_bytes == 0
+
+
+class Sending:
+    """A connection that has always more to be looked at."""
+
+    def __init__(self, turns: Turns, takes: int) -> None:
+        self.turns, self.takes, self.went_on = turns, takes, 0
+
+    def go_on(self) -> None:
+        self.went_on += 1
+        self.turns.spend(self.takes)
+        self.turns.wait_behind(self)
+
+
+@pytest.mark.parametrize(
+    ("takes", "others", "least"), [(0, 0, 8), (1, 0, 5), (4, 0, 2), (MOST_WORK, 0, 1), (4, MOST_WORK, 1)]
+)
+async def test_who_sends_ahead_uses_what_a_turn_has_left(takes: int, others: int, least: int) -> None:
+    turns = Turns(asyncio.get_running_loop())
+    ahead, first = Sending(turns, takes), [Sending(turns, 1) for _ in range(others)]
+    turns.wait_behind(ahead)
+    for each in first:
+        turns.wait(each)
+    await asyncio.sleep(0)
+    assert least <= ahead.went_on <= MOST_WORK
+    assert all(each.went_on == 1 for each in first)
+    assert turns.left >= -takes - 1
