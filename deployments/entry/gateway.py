@@ -25,12 +25,11 @@ from tenuto.deployments.entry.asgi import (
     read_request,
     send_response,
 )
-from tenuto.deployments.entry.connection import HttpExchange
+from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Speaks
 from tenuto.deployments.entry.decisions import AskBeside, nothing
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash
-from tenuto.deployments.entry.http_server import HttpServer, Speaks
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService

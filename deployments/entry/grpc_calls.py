@@ -48,7 +48,7 @@ from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 
 if TYPE_CHECKING:
-    from tenuto.deployments.entry.http_server import HttpServer
+    from tenuto.deployments.entry.connection import HttpServer
     from tenuto.deployments.entry.service import InferenceService
 
 _MESSAGE_S = 60.0  # limit: until a call's message has come, as for a body of HTTP

@@ -21,7 +21,7 @@ from tenuto.deployments.entry.turns import MOST_WORK
 from tenuto.deployments.wire.tensors import Buffer
 
 if TYPE_CHECKING:
-    from tenuto.deployments.entry.http_server import HttpServer
+    from tenuto.deployments.entry.connection import HttpServer
 
 MOST_STREAMS = 128  # limit: calls of a connection
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

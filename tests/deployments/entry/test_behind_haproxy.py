@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.deployments.entry.connection import HttpExchange
+from tenuto.deployments.entry.connection import HttpExchange, HttpServer
 from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.http_server import HttpServer
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena

@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tenuto.deployments.entry import connection as connection_module
-from tenuto.deployments.entry.connection import HttpExchange
+from tenuto.deployments.entry.connection import HttpExchange, HttpServer
 from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.http_server import HttpServer
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.turns import Turns
 from tenuto.deployments.wire.arena import Arena

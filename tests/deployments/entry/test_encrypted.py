@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.entry.connection import HttpConnection
+from tenuto.deployments.entry.connection import HttpConnection, HttpServer
 from tenuto.deployments.entry.encrypted import EncryptedConnection
-from tenuto.deployments.entry.http_server import HttpServer
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.turns import MOST_WORK
 from tenuto.deployments.serve.launcher import unused_port

@@ -18,9 +18,9 @@ header_blocks = pytest.importorskip("tenuto.deployments.entry.header_blocks")
 from jh2.config import H2Configuration  # noqa: E402
 from jh2.events import ConnectionTerminated, DataReceived, ResponseReceived, StreamReset, TrailersReceived  # noqa: E402
 
+from tenuto.deployments.entry.connection import HttpServer  # noqa: E402
 from tenuto.deployments.entry.grpc_calls import GrpcDoor  # noqa: E402
 from tenuto.deployments.entry.grpc_messages import InferRequest, InferResponse  # noqa: E402
-from tenuto.deployments.entry.http_server import HttpServer  # noqa: E402
 from tenuto.deployments.entry.open_connections import Limits  # noqa: E402
 from tenuto.deployments.wire.arena import Arena  # noqa: E402
 

@@ -14,9 +14,8 @@ import pytest
 
 from tenuto.deployments.entry import connection as connection_module
 from tenuto.deployments.entry.asgi import Receive, Scope, Send
-from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
+from tenuto.deployments.entry.connection import HttpConnection, HttpExchange, HttpServer
 from tenuto.deployments.entry.gateway import Entry
-from tenuto.deployments.entry.http_server import HttpServer
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.turns import MOST_WORK, Turns
 from tenuto.deployments.wire.arena import Arena

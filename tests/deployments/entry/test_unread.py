@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.entry.http_server import HttpServer
+from tenuto.deployments.entry.connection import HttpServer
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena
