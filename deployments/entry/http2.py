@@ -631,7 +631,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def write(self, frames: Sequence[bytes]) -> None:
         """Send frames, those of one turn of the loop together."""
-        if not self._frames:
+        if frames and not self._frames:
             asyncio.get_running_loop().call_soon(self.write_out)
         self._frames += frames
         self._frames_bytes += sum(map(len, frames))
