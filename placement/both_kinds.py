@@ -22,7 +22,7 @@ from tenuto.placement.carrying import (
     with_lengths,
 )
 from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster, Gpu, whole_of
-from tenuto.placement.completing import ATTAINED, check_plan, nothing_on, plain_options, usage_of, with_losses_said
+from tenuto.placement.completing import ATTAINED, check_plan, nothing_on, policy_used, usage_of, with_losses_said
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import expected_of, told
@@ -30,7 +30,7 @@ from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.laying import buy_generating, by_gpu_type, place_generating
 from tenuto.placement.ledger import with_caps
 from tenuto.placement.mixing import Mixing, SlicedCluster
-from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.placement.policy import Policy
@@ -433,7 +433,7 @@ def _joined(own: GeneratingPlan, plan: Plan, policy: Policy, workload: Workload,
     }
     whole = plan.model_copy(
         update={
-            "policy": PolicyUsed(name=getattr(policy, "name", type(policy).__name__), options=plain_options(policy)),
+            "policy": policy_used(policy),
             "gpus": gpus,
             "gpulets": gpulets,
             "models": workload.models,

@@ -56,7 +56,7 @@ def complete(
     streaming = cluster.streams if workload.streaming is None else workload.streaming
     plan = plan.model_copy(
         update={
-            "policy": PolicyUsed(name=getattr(policy, "name", type(policy).__name__), options=plain_options(policy)),
+            "policy": policy_used(policy),
             "gpus": gpus,
             "believed": believed,
             "models": workload.models,
@@ -240,9 +240,10 @@ def _fastest(plan: Plan) -> dict[str, tuple[float, Gpulet]]:
     return found
 
 
-def plain_options(policy: Policy) -> dict[str, object]:
-    """Return the options of a policy as a file has them."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in getattr(policy, "options", {}).items()}
+def policy_used(policy: Policy) -> PolicyUsed:
+    """Return a policy's name and options as a plan has them."""
+    options = {k: list(v) if isinstance(v, tuple) else v for k, v in getattr(policy, "options", {}).items()}
+    return PolicyUsed(name=getattr(policy, "name", type(policy).__name__), options=options)
 
 
 def check_plan(plan: Plan, cluster: Cluster) -> None:

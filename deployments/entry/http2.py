@@ -640,9 +640,9 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def write_out(self) -> None:
         """Send at once what waits for the end of the turn."""
-        if self._frames and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(self._frames))
-        self._frames, self._frames_bytes = [], 0
+        frames, self._frames, self._frames_bytes = self._frames, [], 0
+        if frames and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(frames))
 
     @property
     def address(self) -> str:
