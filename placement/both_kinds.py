@@ -154,7 +154,7 @@ class _BothKinds:
             return found
         if self.workload.mps == "off":
             return _noted(found, "models that generate share no GPU with others, as shares need CUDA MPS (mps: off)")
-        if _worst_served(found)[0] >= 1.0:
+        if _worst_served(found)[0] >= ATTAINED:
             return _noted(found, "models that generate share no GPU with others, as all are in time on GPUs apart")
         apart = _worst_served(found)
         found = self._mixed(found, own, cluster)
@@ -179,7 +179,7 @@ class _BothKinds:
             for gpus in by_gpu_type(left) if moving else ():
                 elsewhere = [gpu for gpu in left.gpus if gpu not in gpus]
                 mixing = Mixing(moving, gpus, self.others.models, elsewhere, costs, self.profiles, self.carries)
-                if mixing.is_possible and _worst_served(found)[0] < 1.0:
+                if mixing.is_possible and _worst_served(found)[0] < ATTAINED:
                     found = self._best_mix(found, stays, mixing, left, cluster, costs)
         return found
 
@@ -383,11 +383,9 @@ def _with_assumptions(plan: Plan, profiles: Profiles) -> Plan:
 
 
 def _parts_served(plan: Plan) -> list[tuple[float, str]]:
-    """Return which part of what is aimed at (`ATTAINED` of its rate) each model is expected to get in time, at most
-    1."""
+    """Return which part of its rate each model is expected to get in time."""
     held = {name: model.goodput_rps for name, model in plan.expected.models.items()}
-    parts = ((held.get(spec.name, 0.0) / (ATTAINED * spec.rate_rps), spec.name) for spec in plan.models)
-    return [(min(1.0, round(part, 3)), name) for part, name in parts]
+    return [(min(1.0, round(held.get(spec.name, 0.0) / spec.rate_rps, 4)), spec.name) for spec in plan.models]
 
 
 def _worst_served(plan: Plan) -> tuple[float, float]:

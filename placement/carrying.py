@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -91,9 +92,17 @@ Costs = Mapping[str, Mapping[str, ModelOnGpu]]
 Carries = Callable[[ModelSpec, StepCost, int], tuple[float, int]]
 """How many requests per second steps of a cost carry with memory for so many tokens, and with how many sequences."""
 
-Host = tuple[StepCost, int]
-"""What steps cost on a gpu-let, and the tokens it has memory for."""
-IsCarried = Callable[[ModelSpec, Sequence[Host]], bool]
+
+class GeneratingHost(NamedTuple):
+    """What steps cost on a gpu-let, the tokens it has memory for, and the requests per second that are planned for
+    it."""
+
+    steps: StepCost
+    kv_tokens: int
+    rate_rps: float
+
+
+IsCarried = Callable[[ModelSpec, Sequence[GeneratingHost]], bool]
 """Whether such gpu-lets carry a model's rate together."""
 
 
@@ -258,10 +267,10 @@ def plan_of(
     """Return gpu-lets as they are laid on GPUs. `memory` is by GPU the part of its memory that they get, if not all of
     it. `is_carried` may find that several carry more together than each alone."""
     together = {spec.name: 0.0 for spec in specs}
-    hosts: dict[str, list[Host]] = {spec.name: [] for spec in specs}
+    hosts: dict[str, list[GeneratingHost]] = {spec.name: [] for spec in specs}
     for option in (each.option for each in laid):
         together[option.spec.name] += option.rate_rps
-        hosts[option.spec.name].append((option.steps, option.kv_tokens))
+        hosts[option.spec.name].append(GeneratingHost(option.steps, option.kv_tokens, option.rate_rps))
     for spec in specs:
         several = len(hosts[spec.name]) > 1 and together[spec.name] < spec.rate_rps
         if is_carried is not None and several and is_carried(spec, hosts[spec.name]):

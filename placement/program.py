@@ -51,6 +51,11 @@ class Replica(StrictModel):
     copy_in_ms: Annotated[float, Field(ge=0)] | None = None
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None
 
+    @property
+    def planned_rps(self) -> float:
+        """The rate that is planned; 1 where the plan tells none, as all count alike then."""
+        return 1.0 if self.rate_rps is None else self.rate_rps
+
 
 MOST_MERGED = 4  # limit: models of a group, as a program is built for every combination of them
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from tenuto.batching.core.step_scheduler import UNLIMITED, StepLimits
 from tenuto.batching.core.system import (
+    INF,
     GeneratingGpulet,
     Host,
     Model,
@@ -60,8 +61,8 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
                     of_steps = _limits(limits, replica.kv_tokens, replica.block_tokens, replica.longest_context)
                     model = programs[index[program.name]].members[0]
                     how = (model, of_steps, replica.steps, replica.decided_ahead)
-                    bounds = () if slo is None else (slo.ttft_ms, slo.tpot_ms)
-                    generating.append(GeneratingGpulet(position, *how, *bounds))
+                    bounds = (INF, INF) if slo is None else (slo.ttft_ms, slo.tpot_ms)
+                    generating.append(GeneratingGpulet(position, *how, *bounds, replica.planned_rps))
             elif program.latency is None:
                 problems.append(Problem(where, None, "the replica carries no latency", _AGAIN))
             else:

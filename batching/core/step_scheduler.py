@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
@@ -162,6 +163,17 @@ class _Lately:
     def correct(self, more: float) -> None:
         """Add so much to one of the figures."""
         self.mean += more / self._count
+
+
+def emptiest(replicas: Iterable[tuple[int, float]]) -> int:
+    """Return the place of the replica that takes a new sequence: with it, none has fewer for its planned rate. Equal
+    ones so have equally many, and of others each is sent what its plan says, as it is as long about a sequence.
+
+    Args:
+        replicas: how many sequences each has, and the requests per second that are planned for it.
+    """
+    loads = [((count + 1) / rate if rate else math.inf, count) for count, rate in replicas]
+    return loads.index(min(loads))
 
 
 class StepScheduler:

@@ -133,7 +133,7 @@ class GeneratingGpulet(ByFields):
     """What a gpu-let, by index, runs the steps of: one model, by index, its limits, and what steps cost there.
 
     `decided_ahead`: its engine decides on a step while the one before it runs. `ttft_ms` and `tpot_ms` are what the
-    engine knows of the SLO.
+    engine knows of the SLO. `rate_rps` is planned for it.
     """
 
     gpulet: int
@@ -143,6 +143,7 @@ class GeneratingGpulet(ByFields):
     decided_ahead: bool = False
     ttft_ms: float = INF
     tpot_ms: float = INF
+    rate_rps: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tenuto.batching.planning.token_trials import carried_in_trial, is_carried_i
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem
 from tenuto.placement import Cluster, Plan, Policy, Workload
-from tenuto.placement.carrying import Host
+from tenuto.placement.carrying import GeneratingHost
 from tenuto.placement.costs import costs_of
 from tenuto.placement.plan import Expected, ExpectedModel, PolicyUsed
 from tenuto.placement.policies.shared.hosting import planned_gpus
@@ -86,7 +86,7 @@ class TenutoPolicy(ChoosingOptions, Policy):
         """Return what a share carries of a model that generates, by trials in virtual time."""
         return carried_in_trial(spec, cost, kv_tokens, attainment=self.attainment, seed=self.seed)
 
-    def is_carried(self, spec: ModelSpec, hosts: Sequence[Host]) -> bool:
+    def is_carried(self, spec: ModelSpec, hosts: Sequence[GeneratingHost]) -> bool:
         """Return whether gpu-lets carry a model that generates together, by a trial in virtual time."""
         return is_carried_in_trial(spec, hosts, attainment=self.attainment, seed=self.seed)
 

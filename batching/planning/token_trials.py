@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tenuto.batching.core.step_scheduler import StepLimits
+from tenuto.batching.core.step_scheduler import StepLimits, emptiest
 from tenuto.batching.core.system import INF
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
-from tenuto.placement.carrying import Host, carried
+from tenuto.placement.carrying import GeneratingHost, carried
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import StepCost
 
@@ -35,7 +35,9 @@ def carried_in_trial(
     aim = (1.0 + attainment) / 2.0  # half of the misses to spare: other arrivals are less kind
 
     def is_carried(steps: int, stream: int, requests: int = _REQUESTS) -> bool:
-        return in_time(spec, [(cost, kv_tokens)], rate * _STEP**steps, (seed, stream), requests) >= aim
+        return (
+            in_time(spec, [GeneratingHost(cost, kv_tokens, 1.0)], rate * _STEP**steps, (seed, stream), requests) >= aim
+        )
 
     steps = 0
     while steps < _FURTHEST and is_carried(steps, 0, _REQUESTS // 3):
@@ -45,15 +47,14 @@ def carried_in_trial(
     return (0.0, 0) if steps == -_FURTHEST else (rate * _STEP**steps, max(1, round(sequences * _STEP**steps)))
 
 
-def is_carried_in_trial(spec: ModelSpec, hosts: Sequence[Host], *, attainment: float, seed: int) -> bool:
-    """Return whether gpu-lets carry a model's whole rate together: a request goes to the one with the fewest
-    sequences."""
+def is_carried_in_trial(spec: ModelSpec, hosts: Sequence[GeneratingHost], *, attainment: float, seed: int) -> bool:
+    """Return whether gpu-lets carry a model's whole rate together: a request goes to the emptiest for its rate."""
     aim = (1.0 + attainment) / 2.0
     return all(in_time(spec, hosts, spec.rate_rps, (seed, stream)) >= aim for stream in range(1, 1 + _STREAMS))
 
 
 def in_time(
-    spec: ModelSpec, hosts: Sequence[Host], rate_rps: float, seed: Sequence[int], requests: int = _REQUESTS
+    spec: ModelSpec, hosts: Sequence[GeneratingHost], rate_rps: float, seed: Sequence[int], requests: int = _REQUESTS
 ) -> float:
     """Return the part of a Poisson stream's requests that keeps both bounds of the SLO, under the order of steps that
     serves."""
@@ -63,14 +64,18 @@ def in_time(
     draws = np.random.default_rng(seed)
     arrivals = np.cumsum(draws.exponential(1000.0 / rate_rps, requests))
     prompts, outputs = (of.draw(requests, draws) for of in (generates.prompt_tokens, generates.output_tokens))
-    limits = [StepLimits(generates.max_sequences, generates.max_batch_tokens, kv_tokens) for _, kv_tokens in hosts]
-    replicas = [VirtualSteps(limit, cost) for limit, (cost, _) in zip(limits, hosts, strict=True)]
+    replicas = [
+        VirtualSteps(StepLimits(generates.max_sequences, generates.max_batch_tokens, host.kv_tokens), host.steps)
+        for host in hosts
+    ]
+    rates = [host.rate_rps for host in hosts]
     for request, (at, prompt, output) in enumerate(
         zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
     ):
         for replica in replicas:
             replica.advance(at)
-        min(replicas, key=lambda one: one.scheduler.sequences).add(at, request, prompt, output)
+        place = emptiest(zip((replica.scheduler.sequences for replica in replicas), rates, strict=True))
+        replicas[place].add(at, request, prompt, output)
     first_ms, last_ms = np.full(requests, np.nan), np.full(requests, np.nan)  # NaN: it never ran
     for replica in replicas:
         while replica.due_ms < INF:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Reject, Scheduler
+from tenuto.batching.core.step_scheduler import emptiest
 from tenuto.batching.core.system import INF, GeneratingGpulet
 from tenuto.batching.core.told import SchedulerStatus
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
@@ -25,6 +26,7 @@ from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch, EmulatedGpule
 from tenuto.batching.virtual.virtual_steps import RequestTokens, VirtualSteps
 from tenuto.outcome import Outcome
 
+_TRIES = 2  # derived: a dispatcher sends a generation that is refused once more
 _REHEARSAL = 1 << 60  # format: marks a rehearsal on the heap of events; larger than the place of any gpu-let
 
 
@@ -79,6 +81,7 @@ class Engine:
         self._tokens = tokens
         self._names: list[str] = []  # gpu-lets, by replica
         self._bounds: list[tuple[float, float]] = []  # TTFT and TPOT, by replica
+        self._rates: dict[int, float] = {}  # requests per second planned, by replica
         self._writers: dict[int, list[int]] = {}  # places in `replicas`, by model of the system
         self._known: dict[tuple[str, str], tuple[GeneratingGpulet, int]] = {}  # the same, by ids of gpu-let and model
         self.is_there: Callable[[str], bool] = lambda _gpulet: True  # whether a gpu-let can begin to generate
@@ -111,9 +114,9 @@ class Engine:
         for gpulet in scheduler.system.generating:
             key = scheduler.system.gpulets[gpulet.gpulet].id, scheduler.system.models[gpulet.model].name
             old, place = before.pop(key, (None, -1))
-            if old is None or replace(old, gpulet=gpulet.gpulet, model=gpulet.model) != gpulet:
+            if old is None or replace(gpulet, gpulet=old.gpulet, model=old.model, rate_rps=old.rate_rps) != old:
                 place = len(self.replicas)
-            self._known[key] = gpulet, place
+            self._known[key], self._rates[place] = (gpulet, place), gpulet.rate_rps
             self._writers.setdefault(gpulet.model, []).append(place)
             if place < len(self.replicas):
                 continue  # it goes on; those that are gone end what they have begun
@@ -215,22 +218,26 @@ class Engine:
             self.scheduler.add_request(now, model, request, deadline)
 
     def _write(self, now: float, model: int, request: int) -> None:
-        """Let the replica with the fewest sequences generate the answer."""
+        """Let the emptiest replica generate the answer, or the next one where that refuses it."""
         there = [place for place in self._writers[model] if self.is_there(self._names[place])]
-        if not there:
-            self.lose(now, Outcome.FAILED, (request,))
-            return
-        place = min(there, key=lambda one: (self.replicas[one].scheduler.sequences, one))
+        outcome = Outcome.REJECTED if there else Outcome.FAILED
+        for _ in range(min(_TRIES, len(there))):
+            place = there.pop(emptiest((self.replicas[each].scheduler.sequences, self._rates[each]) for each in there))
+            if self._is_taken(now, place, request):
+                return
+        self.lose(now, outcome, (request,))
+
+    def _is_taken(self, now: float, place: int, request: int) -> bool:
         replica, tokens = self.replicas[place], self._tokens
         if tokens is None:
             raise ValueError(f"request {request} is for a model that generates: give the tokens of all requests.")
         due_ms, (ttft_ms, tpot_ms) = replica.due_ms, self._bounds[place]
         lengths = int(tokens.prompt[request]), int(tokens.output[request])
-        if replica.add(now, request, *lengths, float(self.times_ms[request]) + ttft_ms, tpot_ms) is not None:
-            self.lose(now, Outcome.REJECTED, (request,))
+        refusal = replica.add(now, request, *lengths, float(self.times_ms[request]) + ttft_ms, tpot_ms)
         self._give_up(now, replica)
         if replica.due_ms != due_ms:
             heappush(self.gpulets.events, (replica.due_ms, -1 - place, 0))
+        return refusal is None
 
     def _write_on(self, now: float, place: int) -> None:
         replica = self.replicas[place]

@@ -63,6 +63,12 @@ class AttachedGpulet:
             return False
         return all(state.programs.get(program.name, 0) >= program.batch_size for program in self.programs)
 
+    def planned_rps(self, model: str) -> float:
+        """Return the requests per second of a model that are planned here."""
+        return sum(
+            replica.planned_rps for program in self.programs for replica in program.members if replica.name == model
+        )
+
     def lose(self) -> list[Batch]:
         """Return and forget the batches of a gpu-let that is gone."""
         lost = list(self.running.values())

@@ -1,7 +1,7 @@
 """The generations that a dispatcher has open: each is sent to one gpu-let at once, which decides its steps and refuses
 what it cannot keep; its tokens are passed on as they come.
 
-A generation goes to the gpu-let with the most memory that no other one has claimed. When that gpu-let closes, dies or
+A generation goes to the emptiest gpu-let for its planned rate, as in virtual time. When that gpu-let closes, dies or
 has no place for it any more, another one goes on behind the tokens that it has. There is one rule against a generation
 that kills what runs it: two losses without a token in between end it.
 """
@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
+from tenuto.batching.core.step_scheduler import emptiest
 from tenuto.deployments.dispatch.accounts import Accounts
 from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.fleet import AttachedGpulet, Fleet
@@ -64,7 +65,7 @@ class Generations:
             rule = Rule.LOST if why else Rule.NONE
             self._fail(generation, Refused(Outcome.FAILED, f"{why}, and {none}" if why else none, 2.0, rule=rule))
             return
-        gpulet = min(able, key=lambda each: self._claimed(each) / _room(each, name))
+        gpulet = able[emptiest((len(each.generating), each.planned_rps(name)) for each in able)]
         # A new number at each gpu-let: what comes late from the last one is nobody's.
         number = generation.number = next(self._numbers)
         generation.gpulet = gpulet.id
@@ -75,10 +76,6 @@ class Generations:
     def _able(self, model: str) -> list[AttachedGpulet]:
         """Return the gpu-lets of the plan that can generate with a model now."""
         return [each for each in self._fleet if each.is_ready and any(model in p.models for p in each.programs)]
-
-    def _claimed(self, gpulet: AttachedGpulet) -> int:
-        """Return the tokens that those at a gpu-let may come to have."""
-        return sum(self._open[number].most_tokens for number in gpulet.generating)
 
     def _send_now(self, number: int) -> None:
         generation = self._open.get(number)
@@ -169,11 +166,3 @@ class Generations:
         for generation in list(self._open.values()):
             self._stop(generation)
             self._fail(generation, Refused(Outcome.FAILED, "the server is shutting down; send the request again"))
-
-
-def _room(gpulet: AttachedGpulet, model: str) -> int:
-    """Return the tokens that a gpu-let's memory holds, as it said."""
-    state = gpulet.connection.state
-    signature = None if state is None else state.signatures.get(model)
-    limits = None if signature is None else signature.generates
-    return 1 if limits is None else limits.longest

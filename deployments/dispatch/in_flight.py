@@ -193,11 +193,6 @@ class OpenGeneration(msgspec.Struct, eq=False):
         return len(self.made)
 
     @property
-    def most_tokens(self) -> int:
-        """The tokens of its prompt and of its answer, if it gets all."""
-        return len(self.prompt) + self.sampling.max_tokens
-
-    @property
     def measured_tpot_ms(self) -> float:
         """The mean time of its tokens after the first that came here; 0 where there are none."""
         further = self.tokens - self.had - 1

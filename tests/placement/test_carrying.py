@@ -10,7 +10,7 @@ from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.batching.planning.token_trials import carried_in_trial, in_time, is_carried_in_trial
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload
-from tenuto.placement.carrying import carried, known_once
+from tenuto.placement.carrying import GeneratingHost, carried, known_once
 from tenuto.placement.explaining import explain
 from tenuto.placement.laying import place_generating
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
@@ -52,12 +52,25 @@ def test_what_a_trial_finds_holds_for_other_arrivals_and_not_for_twice_the_rate(
     assert generation is not None
     spec = writes(generates={"prompt_tokens": 100, "output_tokens": {"lognormal": {"median": 100, "sigma": 0.5}}})
     rate, _ = carried_in_trial(spec, generation.cost(60), 50_000, attainment=0.99, seed=0)
-    hosts = [(generation.cost(60), 50_000)]
+    hosts = [GeneratingHost(generation.cost(60), 50_000, rate)]
     assert in_time(spec, hosts, rate, (7,)) >= 0.99
     assert in_time(spec, hosts, 2 * rate, (7,)) < 0.9
     together = spec.model_copy(update={"rate_rps": 2.05 * rate})
     assert is_carried_in_trial(together, 2 * hosts, attainment=0.99, seed=0)
     assert not is_carried_in_trial(together, hosts, attainment=0.99, seed=0)
+
+
+@pytest.mark.parametrize("shares", [(30, 100), (30, 30, 90), (40, 60, 80), (50, 60)])
+def test_unequal_gpulets_carry_together_what_each_carries_alone(shares: tuple[int, ...]) -> None:
+    generation = WRITES.generation
+    assert generation is not None
+    spec = writes(generates={"prompt_tokens": 100, "output_tokens": {"lognormal": {"median": 100, "sigma": 0.5}}})
+    hosts = []
+    for share in shares:
+        cost, kv_tokens = generation.cost(share), 600 * share
+        hosts.append(GeneratingHost(cost, kv_tokens, CARRIES(spec, cost, kv_tokens)[0]))
+    rate = sum(host.rate_rps for host in hosts)
+    assert in_time(spec, hosts, rate, (7,)) >= 0.99
 
 
 def test_small_loads_share_a_gpu_and_large_ones_get_replicas() -> None:

@@ -24,14 +24,12 @@ MODEL = {
 }
 
 
-def planned() -> System:
-    replica = {"name": "m", "batch_size": 8, "kv_tokens": 4000, "steps": COST.model_dump(mode="json")}
-    plan = {
-        "policy": {"name": "test"},
-        "gpus": [{"id": "g", "type": "v100"}],
-        "gpulets": [{"id": "a", "gpu": "g", "models": [replica]}],
-        "models": [MODEL],
-    }
+def planned(*costs: StepCost) -> System:
+    gpulets = []
+    for place, cost in enumerate(costs):
+        replica = {"name": "m", "batch_size": 8, "kv_tokens": 4000, "steps": cost.model_dump(mode="json")}
+        gpulets.append({"id": f"{place}", "gpu": "g", "share_pct": 50, "models": [replica]})
+    plan = {"policy": {"name": "test"}, "gpus": [{"id": "g", "type": "v100"}], "gpulets": gpulets, "models": [MODEL]}
     return from_plan(Plan.from_data(plan), check_slos=False)
 
 
@@ -45,7 +43,7 @@ def alone() -> System:
 
 @pytest.mark.parametrize(
     ("system", "scheduler", "refuses"),
-    [(planned(), "deferred", True), (planned(), "eager", False), (alone(), "deferred", False)],
+    [(planned(COST), "deferred", True), (planned(COST), "eager", False), (alone(), "deferred", False)],
 )
 def test_only_what_serves_refuses(system: System, scheduler: str, refuses: bool) -> None:
     draws = np.random.default_rng(3)
@@ -58,3 +56,11 @@ def test_only_what_serves_refuses(system: System, scheduler: str, refuses: bool)
     assert counts.sum() == 400
     assert (given_up > 20) == refuses
     assert (counts[Outcome.OK] > 150) == refuses
+
+
+def test_what_one_gpulet_refuses_another_one_takes_as_when_it_serves() -> None:
+    too_slow = StepCost.line(1000.0, 0.1, 1.0, 0.0, 0.0)
+    tokens, models = RequestTokens(np.full(5, 100), np.full(5, 20)), np.zeros(5, dtype=np.int32)
+    made = make_scheduler("deferred", planned(too_slow, COST))
+    run = simulate(made, 1000.0 * np.arange(5), models, tokens=tokens, slos={0: SLO}, warmup_s=0.0)
+    assert run.counts()[0][Outcome.OK] == 5

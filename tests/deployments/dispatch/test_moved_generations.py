@@ -36,8 +36,15 @@ IDS = ("a", "b", "c")
 STEP = StepCost.line(2.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def plan(ids: tuple[str, ...] = IDS, blocks: int = BLOCKS, *, is_real: bool = False, step: StepCost = STEP) -> Plan:
-    """One model that generates, on a gpu-let for each id."""
+def plan(
+    ids: tuple[str, ...] = IDS,
+    blocks: int = BLOCKS,
+    *,
+    is_real: bool = False,
+    step: StepCost = STEP,
+    rates: tuple[float, ...] | None = None,
+) -> Plan:
+    """One model that generates, on a gpu-let for each id; with the requests per second that are planned for each."""
     steps = {} if is_real else {"steps": step.model_dump(mode="json")}
     replica = {"name": "m", "batch_size": 8, "kv_tokens": blocks * 16, **steps}
     real = {"source": "transformers/llama", "options": OPTIONS} if is_real else {}
@@ -45,7 +52,10 @@ def plan(ids: tuple[str, ...] = IDS, blocks: int = BLOCKS, *, is_real: bool = Fa
         {
             "policy": {"name": "test"},
             "gpus": [{"id": "g", "type": "cpu" if is_real else "v100"}],
-            "gpulets": [{"id": each, "gpu": "g", "share_pct": 30, "models": [replica]} for each in ids],
+            "gpulets": [
+                {"id": each, "gpu": "g", "share_pct": 30, "models": [replica | {"rate_rps": rate}]}
+                for each, rate in zip(ids, rates or [None] * len(ids), strict=True)
+            ],
             "models": [{"name": "m", "rate_rps": 10, "slo": SLO, "generates": LENGTHS, **real}],
         }
     )
@@ -356,6 +366,16 @@ async def test_a_removed_model_ends_what_it_has_begun(room: Room) -> None:
     room.dispatcher.apply(Plan.from_data({"policy": {"name": "test"}, "gpus": [], "gpulets": [], "models": []}))
     await until(lambda: stream.end is not None)
     assert stream.tokens == undisturbed(emulated(), *request)
+
+
+async def test_each_gpulet_generates_as_much_as_is_planned_for_it() -> None:
+    room = Room(step=StepCost.line(60_000.0, 0.0, 0.0, 0.0, 0.0))
+    await room.begin()
+    room.dispatcher.apply(plan(rates=(30.0, 10.0, 20.0)))
+    streams = [room.ask([1], Sampling(9)) for _ in range(12)]
+    assert [room.at(name) for name in IDS] == [6, 2, 4]
+    assert all(stream.end is None for stream in streams)
+    await room.close()
 
 
 async def test_each_that_is_refused_says_by_which_rule() -> None:
