@@ -97,6 +97,14 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(". ")
 
 
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device or the machine has too little memory. PyTorch has a type for that on
+    GPUs only; on the processor it names its allocator. Nothing but what a person is told depends on it."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
 def raise_if_any(problems: Iterable[Problem]) -> None:
     """Raise one `InvalidInputError` with all problems, or return when there are none."""
     found = tuple(problems)

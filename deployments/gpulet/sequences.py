@@ -18,7 +18,7 @@ from tenuto.batching.core.step_scheduler import StepScheduler
 from tenuto.deployments.gpulet.channel import ArrivedSequence, LeftSequences, Peer
 from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.messages import EndedSequence, Generated, HeldBlocks
-from tenuto.errors import new_incident
+from tenuto.errors import is_lack_of_memory, new_incident
 from tenuto.outcome import Outcome, Rule
 from tenuto.profiles.networks.generating import Generator, StepRan
 
@@ -165,8 +165,7 @@ class OpenSequences:
         """End the sequences of a step that failed; the others go on."""
         incident = new_incident()
         is_lost = self._failed(error, incident)
-        is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        what = "there was not enough memory for a step" if is_memory else "a step failed"
+        what = "there was not enough memory for a step" if is_lack_of_memory(error) else "a step failed"
         why = f"{what} of '{self.program}'; the log of gpu-let {self._id} says more under {incident}"
         for number in list(self._open) if is_lost else [number for number, _ in chunks]:
             failed = Refused(Outcome.FAILED, why, None, self._id, Rule.LOST if is_lost else Rule.NONE)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, is_lack_of_memory
 from tenuto.profiles.networks.device import loses_device
 from tests.instruments.fake_cuda import FakeCuda
 
@@ -31,6 +31,14 @@ def test_the_device_is_asked_whatever_the_words_are(cuda: FakeCuda) -> None:
 def test_what_is_not_the_devices_fault_is_never_sticky(error: Exception, cuda: FakeCuda) -> None:
     cuda.lost = "anything"
     assert not loses_device(error)
+
+
+def test_what_torch_raises_without_memory_is_told_as_that() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)  # of the machine's own memory
+    assert is_lack_of_memory(raised.value)
+    assert is_lack_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_lack_of_memory(CUDNN)
 
 
 def test_a_full_device_is_not_a_lost_one(cuda: FakeCuda) -> None:
