@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,10 +58,10 @@ _ROUNDS = 60
 
 @dataclass(frozen=True)
 class _Layout:
-    """How each model that generates lies: the shares of its gpu-lets, ascending, by its place; whether they spread over
-    the GPUs or fill one after the other; and a slice's part of the memory that its share has."""
+    """How each model that generates lies: gpu-lets and their share, by its place; whether they spread over the GPUs or
+    fill one after the other; and a slice's part of the memory that its share has."""
 
-    lies: tuple[tuple[int, ...], ...]
+    lies: tuple[tuple[int, int], ...]
     spreads: bool
     memory_part: float
 
@@ -167,11 +166,10 @@ class Mixing:
             return
         for share in _STARTS:
             shares = [min((s for s in of if s >= share), default=of[-1]) for of in options]
-            yield _Layout(tuple((each,) for each in shares), True, MEMORY_PARTS[1])
+            yield _Layout(tuple((1, each) for each in shares), True, MEMORY_PARTS[1])
         draws = random.Random(0)
         for _ in range(_DRAWN):
-            counts = [draws.randint(1, len(self._gpus)) for _ in options]
-            lies = tuple((draws.choice(of),) * count for count, of in zip(counts, options, strict=True))
+            lies = tuple((draws.randint(1, len(self._gpus)), draws.choice(of)) for of in options)
             yield _Layout(lies, draws.random() < 0.5, draws.choice(MEMORY_PARTS))
 
     def _climbed(self, value: list[float], layout: _Layout, weigh: float) -> tuple[list[float], _Layout]:
@@ -187,14 +185,17 @@ class Mixing:
     def _changes(self, layout: _Layout) -> Iterator[_Layout]:
         yield replace(layout, spreads=not layout.spreads)
         yield from (replace(layout, memory_part=part) for part in MEMORY_PARTS if part != layout.memory_part)
-        for place, shares in enumerate(layout.lies):
-            for other in _other_shares(shares, self._options[self._specs[place].name]):
-                if 0 < len(other) <= len(self._gpus):
-                    yield replace(layout, lies=(*layout.lies[:place], other, *layout.lies[place + 1 :]))
+        for place, (count, _) in enumerate(layout.lies):
+            for share in self._options[self._specs[place].name]:
+                for more in (-1, 0, 1):
+                    if 0 < count + more <= len(self._gpus):
+                        lies = (*layout.lies[:place], (count + more, share), *layout.lies[place + 1 :])
+                        if lies != layout.lies:
+                            yield replace(layout, lies=lies)
 
     def _packed(self, layout: _Layout) -> list[list[tuple[int, int]]] | None:
         """Return by GPU the (place, share) of its gpu-lets; None where they do not fit."""
-        wanted = [(share, place) for place, shares in enumerate(layout.lies) for share in shares]
+        wanted = [(share, place) for place, (count, share) in enumerate(layout.lies) for _ in range(count)]
         on: list[list[tuple[int, int]]] = [[] for _ in self._gpus]
         left = [100] * len(self._gpus)
         for share, place in sorted(wanted, key=lambda each: (-each[0], each[1])):
@@ -244,8 +245,8 @@ class Mixing:
     def _kept(self, layout: _Layout) -> list[float]:
         """Return by model which part of what must survive its gpu-lets keep after the loss of a domain, at most 1."""
         found = []
-        for spec, shares in zip(self._specs, layout.lies, strict=True):
-            left = sum(shares[: left_of(len(shares), self._room.domains(spec))]) / sum(shares)
+        for spec, (count, _) in zip(self._specs, layout.lies, strict=True):
+            left = left_of(count, self._room.domains(spec)) / count
             found.append(1.0 if spec.survive is None else min(1.0, left / spec.survive))
         return found
 
@@ -303,19 +304,6 @@ class Mixing:
             if unit and left:
                 slices.append(Slice(gpu, left, round(memory * gpu.memory_mib, 3)))
         return Mix(tuple(units), tuple(slices))
-
-
-def _other_shares(shares: tuple[int, ...], able: Collection[int]) -> set[tuple[int, ...]]:
-    """Return the shares of a model's gpu-lets after one change: one more, one less, or one or all of a share another,
-    then also one more or one less of them."""
-    found = {(*shares, share) for share in able}
-    for share, count in Counter(shares).items():
-        rest = tuple(each for each in shares if each != share)
-        found.add((*rest, *[share] * (count - 1)))
-        for other in able:
-            found.add((*rest, *[share] * (count - 1), other))
-            found |= {(*rest, *[other] * (count + more)) for more in (-1, 0, 1)}
-    return {tuple(sorted(each)) for each in found} - {shares}
 
 
 def _takes_s(on: ModelOnGpu | None, share_pct: float, room_mib: float) -> float:
