@@ -166,8 +166,8 @@ class _Lately:
 
 
 def emptiest(replicas: Iterable[tuple[int, float]]) -> int:
-    """Return the place of the replica that takes a new sequence: with it, none has fewer for its planned rate. Equal
-    ones so have equally many, and of others each is sent what its plan says, as it is as long about a sequence.
+    """Return the place of the replica that takes a new sequence: the one that then has the fewest for its planned rate.
+    A sequence takes about as long on each (Little's law: sequences = rate x time), so each is sent what is planned.
 
     Args:
         replicas: how many sequences each has, and the requests per second that are planned for it.
