@@ -34,7 +34,7 @@ def found_after(canaries: Canaries, draw: Random, looks: int, part: float, rest_
 
 @pytest.mark.parametrize(("part", "batch"), [(0.0, 1), (0.01, 32), (0.3, 1), (0.3, 8)])
 def test_a_canary_that_is_as_good_is_hardly_ever_taken_back_however_long_one_looks(part: float, batch: int) -> None:
-    runs = 40
+    runs = 100
     alarms = sum(found_after(Canaries(0.95), Random(seed), 1000, part, part, batch) is not None for seed in range(runs))
     assert alarms <= 0.05 * runs + 3.0 * (0.05 * 0.95 * runs) ** 0.5  # three standard deviations above the bound
 
