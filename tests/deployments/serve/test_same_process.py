@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.batching.registry import make_scheduler
@@ -100,7 +100,6 @@ def restarted_in_virtual_time(old: Plan, new: Plan) -> set[str]:
     return set(system.look().waiting) & {gpulet.id for gpulet in old.gpulets}
 
 
-@settings(max_examples=40)
 @given(plans(), plans(), st.sampled_from(["auto", "emulated"]))
 def test_whoever_asks_whether_a_process_starts_anew_is_told_what_serve_does(
     old: Plan, new: Plan, executor: Any
