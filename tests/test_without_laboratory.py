@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tenuto.plugins import ARRIVALS, LABORATORY, POLICIES, SCHEDULERS, VERBS
 
 # Takes the distribution away as if it had never been installed: neither its modules nor its entry points are found.
@@ -105,9 +103,7 @@ def test_another_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     assert "Did you mean 'serve'?" in verb[2]
 
 
-@pytest.mark.parametrize(
-    "room", ["deployments.serve.config", "deployments.entry.gateway", "deployments.gpulet.replica"]
-)
-def test_what_serves_is_imported(tmp_path: Path, room: str) -> None:
-    done = run(tmp_path, f"import tenuto.{room}")
+def test_what_serves_is_imported(tmp_path: Path) -> None:
+    rooms = ("deployments.serve.config", "deployments.entry.gateway", "deployments.gpulet.replica")
+    done = run(tmp_path, "".join(f"import tenuto.{room}\n" for room in rooms))
     assert (done.returncode, done.stderr) == (0, "")

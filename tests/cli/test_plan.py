@@ -65,7 +65,7 @@ def test_json_is_the_plan(tenuto) -> None:  # type: ignore[no-untyped-def]
 
 def test_the_written_file_is_a_plan_again(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     files = ("-o", "plan.yaml", "--executor", "emulated", "--json")
-    ran = tenuto("plan", "w.yaml", "--gpus", "v100:2", "--option", "requests=1000", *files)
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:2", "--option", "requests=200", *files)
     assert ran.code == 0
     assert "wrote plan.yaml" in ran.err
     assert json.loads(ran.out)["policy"]["name"] == "tenuto"  # where none is named
@@ -356,7 +356,7 @@ def test_two_gpu_types_under_the_same_names_of_networks(tenuto, tmp_path: Path, 
 @pytest.mark.parametrize("policy", ["symphony", "tenuto"])
 def test_what_is_said_to_serve_all_does(tenuto, tmp_path: Path, entry: str, gpus: str, policy: str) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "w.yaml").write_text(f"models:\n  - {entry}\n")
-    quick = ("--option", "requests=2000", "--option", "starts=symphony,gpulet") if policy == "tenuto" else ()
+    quick = ("--option", "requests=500", "--option", "starts=symphony,gpulet") if policy == "tenuto" else ()
     ran = tenuto("plan", "w.yaml", "--policy", policy, *quick, "--gpus", gpus, "--strict")
     assert ran.code == 1
     last = ran.out.splitlines()[-1]
@@ -452,7 +452,7 @@ def test_what_may_only_be_on_a_node_that_is_left_out_is_not_served_and_the_rest_
 
 S1 = """
 models:
-  - {name: bert, rate_rps: 19, slo_ms: 6434}
+  - {name: bert, rate_rps: 19, slo_ms: 1000}
   - {name: densenet121, rate_rps: 353, slo_ms: 183}
   - {name: vgg19, rate_rps: 354, slo_ms: 396}
 """
@@ -460,12 +460,13 @@ models:
 
 def test_gpus_that_may_be_cut_are_planned_changed_and_compared(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "w.yaml").write_text(S1)
-    made = tenuto("plan", "w.yaml", "--gpus", "a100-80gb:2:mig", "--fewest-gpus", "-o", "p.yaml", "--json")
+    quick = ("--option", "requests=500")
+    made = tenuto("plan", "w.yaml", "--gpus", "a100-80gb:2:mig", *quick, "--fewest-gpus", "-o", "p.yaml", "--json")
     plan = Plan.from_data(json.loads(made.out))
     assert plan.expected.gpus_used == 1
     assert {gpu.device for gpu in plan.gpus} == {"n0/0", "n0/1"}
-    near = tenuto("plan", "w.yaml", "--gpus", "a100-80gb:2:mig", "--from", "p.yaml", "--json")
+    near = tenuto("plan", "w.yaml", "--gpus", "a100-80gb:2:mig", *quick, "--from", "p.yaml", "--json")
     cut = {(gpu.id, gpu.type) for gpu in plan.gpus if gpu.instance is not None}
     assert cut <= {(gpu.id, gpu.type) for gpu in Plan.from_data(json.loads(near.out)).gpus}
-    shown = tenuto("plan", "w.yaml", "--gpus", "a100-80gb:2:mig", "--compare", "tenuto,parvagpu")
+    shown = tenuto("plan", "w.yaml", "--gpus", "a100-80gb:2:mig", *quick, "--compare", "tenuto,parvagpu")
     assert "of 2" in shown.out

@@ -147,20 +147,26 @@ class System:
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    made = System(tmp_path_factory.mktemp("system"))
-    made.start_all()
-    yield made
-    made.end()
+def system(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """The system that a test asks for. As it is one fixture, one system ends before the next begins."""
+    with ExitStack() as stack:
+        folder = tmp_path_factory.mktemp("system")
+        if request.param == "apart":
+            reason = why_not()
+            if reason:
+                pytest.skip(reason)
+            made = System(folder, stack.enter_context(machines(*KIND)))
+        else:
+            made = System(folder, addresses=dict.fromkeys(KIND, "127.0.0.1") if request.param == "by address" else None)
+        stack.callback(made.end)
+        made.start_all()
+        yield made
 
 
-@pytest.fixture(scope="module")
-def by_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """Nobody knows whose process is behind an address, so that nobody kills a stopped one."""
-    made = System(tmp_path_factory.mktemp("by-address"), addresses=dict.fromkeys(KIND, "127.0.0.1"))
-    made.start_all()
-    yield made
-    made.end()
+HERE = pytest.mark.parametrize("system", ["here"], indirect=True)
+# Nobody knows whose process is behind an address, so that nobody kills a stopped one.
+BY_ADDRESS = pytest.mark.parametrize("system", ["by address"], indirect=True)
+APART = pytest.mark.parametrize("system", ["apart"], indirect=True)
 
 
 def _victim(system: System, kind: str) -> str:
@@ -181,6 +187,7 @@ def _has_noticed(system: System, victim: str, others: Sequence[str]) -> Callable
     return noticed
 
 
+@HERE
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 @pytest.mark.parametrize("kind", ["gpulet", "dispatcher", "gateway"])
 def test_a_process_that_is_killed_or_stopped_costs_no_other_and_runs_nothing_twice(
@@ -200,11 +207,9 @@ def test_a_process_that_is_killed_or_stopped_costs_no_other_and_runs_nothing_twi
     system.judge()
 
 
+@BY_ADDRESS
 @pytest.mark.parametrize("kind", ["gpulet", "dispatcher", "gateway"])
-def test_a_process_that_was_given_up_and_goes_on_runs_nothing_that_others_were_given(
-    by_address: System, kind: str
-) -> None:
-    system = by_address
+def test_a_process_that_was_given_up_and_goes_on_runs_nothing_that_others_were_given(system: System, kind: str) -> None:
     victim = _victim(system, kind)
     others = [name for name in GATEWAYS if name != victim]
     system.serves(*GATEWAYS)
@@ -225,92 +230,84 @@ def test_a_process_that_was_given_up_and_goes_on_runs_nothing_that_others_were_g
 # --- lines between machines -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    with ExitStack() as stack:
-        made = System(tmp_path_factory.mktemp("apart"), stack.enter_context(machines(*KIND)))
-        stack.callback(made.end)
-        made.start_all()
-        yield made
-
-
+@APART
 @pytest.mark.parametrize("ends", ["mended", "killed behind it"])
 @pytest.mark.parametrize("kind", ["gpulet", "dispatcher", "gateway"])
-def test_a_machine_that_is_cut_off_is_replaced_and_joins_again_by_itself(apart: System, kind: str, ends: str) -> None:
-    victim = _victim(apart, kind)
+def test_a_machine_that_is_cut_off_is_replaced_and_joins_again_by_itself(system: System, kind: str, ends: str) -> None:
+    victim = _victim(system, kind)
     others = [name for name in GATEWAYS if name != victim]
-    apart.serves(*GATEWAYS)
-    apart.machines[victim].cut()
+    system.serves(*GATEWAYS)
+    system.machines[victim].cut()
     if kind != "gateway":
-        until(_has_noticed(apart, victim, others))
+        until(_has_noticed(system, victim, others))
     else:
-        until(lambda: apart.sees(victim).dispatchers == 0)
-    apart.serves(*others)
+        until(lambda: system.sees(victim).dispatchers == 0)
+    system.serves(*others)
     if ends != "mended":
-        _kill(apart.machines[victim])
-        apart.processes[victim].wait()
-        apart.machines[victim].mend()
-        apart.start(victim)
+        _kill(system.machines[victim])
+        system.processes[victim].wait()
+        system.machines[victim].mend()
+        system.start(victim)
     else:
-        apart.machines[victim].mend()
-    until(apart.is_whole)
-    apart.serves(*GATEWAYS)
-    apart.judge()
+        system.machines[victim].mend()
+    until(system.is_whole)
+    system.serves(*GATEWAYS)
+    system.judge()
 
 
-def test_a_gateway_cut_off_from_the_dispatcher_that_schedules_takes_all_to_the_other_one(apart: System) -> None:
+@APART
+def test_a_gateway_cut_off_from_the_dispatcher_that_schedules_takes_all_to_the_other_one(system: System) -> None:
     """The dispatcher lives, and hears everybody else: no gpu-let may be used by two."""
-    victim = _victim(apart, "dispatcher")
-    far, near = apart.machines["g"], apart.machines[victim]
+    victim = _victim(system, "dispatcher")
+    far, near = system.machines["g"], system.machines[victim]
     far.cut_from([near])
     near.cut_from([far])
-    pid = apart.processes[victim].pid
-    until(lambda: all(apart.sees(name).scheduling not in (0, pid) for name in GATEWAYS))
-    apart.serves(*GATEWAYS)
-    assert {apart.sees(name).scheduling for name in GATEWAYS} == {
-        apart.processes[name].pid for name in DISPATCHERS if name != victim
+    pid = system.processes[victim].pid
+    until(lambda: all(system.sees(name).scheduling not in (0, pid) for name in GATEWAYS))
+    system.serves(*GATEWAYS)
+    assert {system.sees(name).scheduling for name in GATEWAYS} == {
+        system.processes[name].pid for name in DISPATCHERS if name != victim
     }
     far.mend()
     near.mend()
-    until(apart.is_whole)
-    apart.serves(*GATEWAYS)
-    apart.judge()
+    until(system.is_whole)
+    system.serves(*GATEWAYS)
+    system.judge()
 
 
+@APART
 @pytest.mark.parametrize(
     ("kind", "delay_ms", "loss_pct"), [("gpulet", 50, 0), ("dispatcher", 0, 5), ("gateway", 50, 5), ("every", 25, 2.5)]
 )
 def test_a_far_line_that_loses_packets_repeats_no_request_and_all_join_again(
-    apart: System, kind: str, delay_ms: float, loss_pct: float
+    system: System, kind: str, delay_ms: float, loss_pct: float
 ) -> None:
-    victim = GATEWAYS[0] if kind == "every" else _victim(apart, kind)
-    lines = list(apart.machines.values()) if kind == "every" else [apart.machines[victim]]
-    until(apart.is_whole)
+    victim = GATEWAYS[0] if kind == "every" else _victim(system, kind)
+    lines = list(system.machines.values()) if kind == "every" else [system.machines[victim]]
+    until(system.is_whole)
     for seed, machine in enumerate(lines):
         machine.disturb(delay_ms, loss_pct, seed)
     for _ in range(3):
-        apart.serves(*GATEWAYS)
+        system.serves(*GATEWAYS)
     for machine in lines:
         machine.mend()
-    until(apart.is_whole)
-    apart.serves(*GATEWAYS)
-    apart.judge()
+    until(system.is_whole)
+    system.serves(*GATEWAYS)
+    system.judge()
 
 
-def test_a_gpulet_that_hears_its_dispatcher_late_runs_nothing_that_others_were_given(apart: System) -> None:
+@APART
+def test_a_gpulet_that_hears_its_dispatcher_late_runs_nothing_that_others_were_given(system: System) -> None:
     """What comes was said a second ago: whoever said it has given the gpu-let up meanwhile."""
-    victim = _victim(apart, "gpulet")
-    apart.serves(*GATEWAYS)
-    apart.machines[victim].disturb(1000, 0)
-    until(_has_noticed(apart, victim, GATEWAYS))
-    apart.serves(*GATEWAYS)
-    apart.machines[victim].mend()
-    until(apart.is_whole)
-    apart.serves(*GATEWAYS)
-    apart.judge()
+    victim = _victim(system, "gpulet")
+    system.serves(*GATEWAYS)
+    system.machines[victim].disturb(1000, 0)
+    until(_has_noticed(system, victim, GATEWAYS))
+    system.serves(*GATEWAYS)
+    system.machines[victim].mend()
+    until(system.is_whole)
+    system.serves(*GATEWAYS)
+    system.judge()
 
 
 def _kill(machine: Machine) -> None:

@@ -53,14 +53,14 @@ def judged(seed: int, policy: str, **options: str) -> Judged:
     with other figures than are counted; less service than anew where that takes no more changes than are allowed; a
     change that is for nothing."""
     before, after, on, left, profiles = _scene(seed, policy)
-    loaded, used = load_policy(policy, options), PolicyUsed(name=policy)
+    loaded, used = load_policy(policy, options), PolicyUsed(name=policy, options=options)
     old, anew = solve(loaded, before, on, profiles), solve(loaded, after, left, profiles)
     rates = {spec.name: spec.rate_rps for spec in after.models}
     least = {name: min(model.goodput_rps, IN_FULL * rates[name]) for name, model in anew.expected.models.items()}
-    found = Judged()
+    losses, found = LossTrials(), Judged()
     for at_most in LIMITS:
         try:
-            plan = planned_near(old, anew, loaded, used, after, left, profiles, at_most=at_most, trial=LossTrials())
+            plan = planned_near(old, anew, loaded, used, after, left, profiles, at_most=at_most, trial=losses)
         except InvalidInputError as error:
             found.sums["refused"] += 1
             if at_most is None or "changes at least" not in str(error):

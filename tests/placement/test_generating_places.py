@@ -101,7 +101,7 @@ def test_at_least_what_a_plan_says_of_a_loss_runs_after_it() -> None:
     for loss in plan.expected.losses:
         kind, name = loss.domain.split()
         lost = frozenset(gpu.id for gpu in plan.gpus if domain_of(gpu, kind) == name)
-        how = {"duration_s": 120.0, "warmup_s": 20.0, "seed": 5, "losses": ((20.0, lost),)}
+        how = {"duration_s": 50.0, "warmup_s": 10.0, "seed": 5, "losses": ((10.0, lost),)}
         ran = Simulation.of_plan(plan, **how).run().summary()["models"]
         for model, rate in loss.goodput_rps.items():
             part = rate / plan.model(model).rate_rps

@@ -268,7 +268,8 @@ def test_memory_is_counted_per_instance() -> None:
 @pytest.mark.parametrize("policy", ["symphony", "gpulet", "usher", "ao-milp", "wsm-milp", "tenuto"])
 def test_every_policy_plans_inside_given_instances(policy: str) -> None:
     there = cluster(mig="fixed", instances=layout(("3g.40gb", 4), ("3g.40gb", 0)))
-    found = solve(load_policy(policy, {}), workload("a", "b"), there, measured())
+    options = {"requests": "500"} if policy == "tenuto" else {}
+    found = solve(load_policy(policy, options), workload("a", "b"), there, measured())
     assert not found.unserved
     assert {gpulet.gpu for gpulet in found.gpulets} <= {"n0/0.4", "n0/0.0"}
 

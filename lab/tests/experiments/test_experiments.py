@@ -135,7 +135,8 @@ def test_a_policy_that_cannot_plan_says_what_it_lacks() -> None:
 
 @pytest.mark.parametrize("policy", sorted(DERIVED_FOR))
 def test_policies_of_shares_plan_with_shares_and_say_that_these_are_derived(policy: str) -> None:
-    figures = run_case(case(policy, gpus=5), ("thesis-router",))
+    quick = {"requests": "500"} if policy == "tenuto" else {}
+    figures = run_case(case(policy, gpus=5, options=quick), ("thesis-router",))
     assert figures["profile"] == "thesis-v100-derived"
     assert figures["promised_rps"] == pytest.approx(2500.0)
     if policy not in ("ideal", "tenuto"):  # which may choose whole GPUs

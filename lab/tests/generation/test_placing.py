@@ -67,13 +67,13 @@ def test_the_experiment_scores_three_placements_of_the_same_requests() -> None:
     experiment = Experiment(
         {"models": sizes, "workloads": {"8": workload}, "reached": {"throughput_rps": {"8": [1, 1]}}, "rows": rows}
     )
-    requests = experiment.requests(8, seed=3)[::8]
-    assert [r.output_tokens for r in requests] == [r.output_tokens for r in experiment.requests(8, seed=3)[::8]]
+    requests = experiment.requests(8, seed=3)[::24]
+    assert [r.output_tokens for r in requests] == [r.output_tokens for r in experiment.requests(8, seed=3)[::24]]
     experiment.served_by_meshes(experiment.muxserve_units(8), requests)
     muxed = experiment.score(8, requests)
     plan = experiment.gpulet_plan(8)
     assert not plan.unserved
-    again = experiment.requests(8, seed=3)[::8]
+    again = experiment.requests(8, seed=3)[::24]
     experiment.served_by_gpulets(plan, again)
     own = experiment.score(8, again)
     assert 0.0 < muxed.attainment <= 1.0

@@ -29,7 +29,7 @@ def served(
 @pytest.mark.parametrize("kv_tokens", [UNLIMITED, 8000])
 def test_the_first_part_of_a_log_predicts_the_second(kv_tokens: int) -> None:
     log = served(120, 60.0, kv_tokens)
-    fitted = fit_requests(ServedLog(*(column[:60] for column in log.columns)))
+    fitted = fit_requests(ServedLog(*(column[:60] for column in log.columns)), rounds=20)
     generation = fitted.generation
     limits = StepLimits(fitted.max_sequences, 2048, generation.kv_tokens or UNLIMITED)
     replica = VirtualSteps(limits, generation.cost(), decided_ahead=generation.decided_ahead)

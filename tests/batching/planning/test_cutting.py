@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from tenuto.batching.core.build import from_plan
+from tenuto.batching.planning import trial
 from tenuto.batching.planning.cutting import layouts_of
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
@@ -24,14 +26,22 @@ PUBLISHED: dict[str, Any] = load_document(Path(__file__).parents[2] / "data" / "
 ELASTIC = Cluster.parse("a100-80gb:1:mig", elastic=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_trials() -> Iterator[None]:
+    """The long SLO of one model does not lengthen trials to ten times as many arrivals."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "MOST", 20_000)
+        yield
+
+
 def workload_of(scenario: str, times: float = 1.0, **options: Any) -> Workload:
     models = PUBLISHED[scenario]["models"].items()
     specs = (ModelSpec(name=name, rate_rps=times * rate, slo_ms=slo) for name, (rate, slo) in models)
     return Workload(models=tuple(specs), **options)
 
 
-def planned(workload: Workload, cluster: Cluster = ELASTIC) -> Plan:
-    return solve(load_policy("tenuto", {}), workload, cluster, PROFILES)
+def planned(workload: Workload, cluster: Cluster = ELASTIC, requests: int = 1_000) -> Plan:
+    return solve(load_policy("tenuto", {"requests": f"{requests}"}), workload, cluster, PROFILES)
 
 
 @cache
@@ -87,7 +97,7 @@ def test_gpus_that_are_cut_already_as_is_best_stay_so() -> None:
 def test_on_too_few_gpus_all_models_get_equal_parts() -> None:
     workload = workload_of("s4", objective="each")
     workload = workload.model_copy(update={"models": tuple(m for m in workload.models if m.name != "bert")})  # 4 s
-    plan = planned(workload, Cluster.parse("a100-80gb:4:mig"))
+    plan = planned(workload, Cluster.parse("a100-80gb:4:mig"), requests=4_000)
     promised = np.array([plan.expected.models[m.name].goodput_rps / m.rate_rps for m in plan.models])
     assert promised.min() > 0.6
     assert not plan.unserved

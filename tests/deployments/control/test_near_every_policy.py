@@ -9,7 +9,7 @@ from tests.instruments.near_plans import POLICIES, judged
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_plans_near_one_that_runs_change_no_more_than_they_must(policy: str) -> None:
-    found = judged(4, policy, **({"requests": "2000"} if policy == "tenuto" else {}))
+    found = judged(4, policy, **({"requests": "500"} if policy == "tenuto" else {}))
     assert found.faults == []
     assert found.sums["plans"] + found.sums["refused"] == 5
 
@@ -19,7 +19,7 @@ def test_where_limits_of_memory_leave_no_room_beside_what_stays_there_is_a_plan_
 
 
 def test_of_a_policy_that_tries_its_plans_near_ones_promise_what_trials_serve_too() -> None:
-    assert judged(9103, "tenuto", requests="2000").faults == []
+    assert judged(9103, "tenuto", requests="500").faults == []
 
 
 def test_what_was_added_for_a_model_and_is_not_needed_in_the_end_is_left_away() -> None:

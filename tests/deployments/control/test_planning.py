@@ -101,7 +101,7 @@ def test_who_asks_for_standby_processes_alone_is_told_those_of_what_runs() -> No
 
 MEASURED = Profiles([load_shipped("parvagpu-a100")])
 WHOLE = [{"profile": "7g.80gb", "start": 0}]
-QUICK = {"starts": "symphony", "requests": "1000"}
+QUICK = {"starts": "symphony", "requests": "300"}
 
 
 def a100s(*layouts: list[dict[str, object]] | None, mig: str = "managed") -> Cluster:

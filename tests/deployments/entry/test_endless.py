@@ -20,9 +20,9 @@ from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.wire.arena import Arena
 
-SENT_BYTES = 2 << 20
-BODY_BYTES = 1 << 18
-MOST_HELD_BYTES = 4 << 20  # twice a body and what a transport holds back
+SENT_BYTES = 1 << 19
+BODY_BYTES = 1 << 16
+MOST_HELD_BYTES = 1 << 20  # twice a body and what a transport holds back
 MOST_CALLS = 40_000  # between two events; a read of 64 KiB has up to 11,000 chunks, of one byte each
 
 

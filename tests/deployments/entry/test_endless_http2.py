@@ -18,10 +18,10 @@ from tenuto.deployments.entry.grpc_messages import HEALTH, SERVICE, InferRequest
 from tests.deployments.entry.test_endless import Calls  # noqa: E402
 from tests.deployments.entry.test_http2 import HEADERS, Bench, Line, begun, message, number  # noqa: E402
 
-SENT_BYTES = 5 << 19
-SENT_FRAMES = 3000  # of small ones
-UNFINISHED_BYTES = 1 << 19
-MOST_HELD_BYTES = 2 << 20  # what may be unfinished, and what a transport and the connection hold back
+SENT_BYTES = 2 << 20
+SENT_FRAMES = 1500  # of small ones
+UNFINISHED_BYTES = 1 << 18
+MOST_HELD_BYTES = 7 << 18  # what may be unfinished, and what a transport and the connection hold back
 MOST_CALLS = 20_000  # between two events
 CLIENTS = 100
 ROUNDS = 5

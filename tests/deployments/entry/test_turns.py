@@ -19,7 +19,7 @@ from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.turns import MOST_WORK, Turns
 from tenuto.deployments.wire.arena import Arena
-from tests.deployments.entry.test_endless import BODY_BYTES, ENDLESS, Calls, Deaf, Service
+from tests.deployments.entry.test_endless import ENDLESS, Calls, Deaf, Service
 
 TOGETHER = 1000
 MOST_CALLS = 20_000  # of a turn: one read of the smallest chunks has 11,000
@@ -33,7 +33,7 @@ MOST_PUT_OFF = 25
 @pytest.fixture
 async def server() -> AsyncIterator[HttpServer]:
     arena = Arena(64 << 20)
-    limits = Limits(body_bytes=BODY_BYTES, unfinished_bytes=64 << 20, connections=2 * TOGETHER)
+    limits = Limits(body_bytes=1 << 18, unfinished_bytes=64 << 20, connections=2 * TOGETHER)
     made = HttpServer(Service(), arena, limits)
     yield made
     arena.close()

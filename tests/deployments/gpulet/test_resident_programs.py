@@ -86,6 +86,7 @@ def test_batches_are_answered_while_merging_and_after_without_a_gap() -> None:
                 ways.append(found[1])
                 for name, logits in found[0].items():
                     assert np.abs(logits - right[name]).max() <= 1e-5 * np.abs(right[name]).max()
+                await asyncio.sleep(0.02)  # leaves the processor to the process that merges
         assert list(dict.fromkeys(ways)) == ["single graphs", "merged"]
         assert executor.merged()["base+tuned"]["operators_after"] > 0
 

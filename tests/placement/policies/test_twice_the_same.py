@@ -47,7 +47,7 @@ def plan_of(name: str) -> dict[str, Any]:
     """Return the plan of a policy for the first case that it can plan."""
     refused: TenutoError | None = None
     for workload, cluster, profiles in scenes():
-        options = {"requests": "1000"} if name == "tenuto" else {}
+        options = {"requests": "200"} if name == "tenuto" else {}
         try:
             return solve(load_policy(name, options), workload, cluster, profiles).to_data()
         except TenutoError as error:
