@@ -51,7 +51,7 @@ class Judged:
 def judged(seed: int, policy: str, **options: str) -> Judged:
     """Return what is wrong with plans near one that runs: more changes than allowed; a plan that breaks a rule; a note
     with other figures than are counted; less service than anew where that takes no more changes than are allowed; a
-    change that is for nothing."""
+    change that is for nothing; of a policy that tries its plans, a promise that its trial does not keep."""
     before, after, on, left, profiles = _scene(seed, policy)
     loaded, used = load_policy(policy, options), PolicyUsed(name=policy, options=options)
     old, anew = solve(loaded, before, on, profiles), solve(loaded, after, left, profiles)
@@ -73,6 +73,8 @@ def judged(seed: int, policy: str, **options: str) -> Judged:
             complete, policy=loaded, workload=after, cluster=left, profiles=profiles, parts={}, at_most=0
         )
         wrong = [*_told_wrongly(plan, changes), *_needless(old, plan, least, completed)]
+        if getattr(loaded, "is_tried", False) and plan.expected.models != anew.expected.models:
+            wrong += [f"promises more of {name} than its trial serves" for name in _promised_too_much(plan, losses)]
         if Plan.from_data(plan.to_data()) != plan:
             wrong.append("another plan after a round trip")
         if at_most is not None and changes > at_most:
@@ -121,6 +123,14 @@ def _lacking(plan: Plan, least: Mapping[str, float]) -> list[str]:
     got = {name: model.goodput_rps for name, model in plan.expected.models.items()}
     rates = {spec.name: spec.rate_rps for spec in plan.models}
     return [name for name, rate in least.items() if got.get(name, 0.0) < rate - 2.0 * SLIGHT * rates[name]]
+
+
+def _promised_too_much(plan: Plan, losses: LossTrials) -> list[str]:
+    """Return the models that a trial serves by more than a percent of their rate less than promised."""
+    served, rates = losses(plan), {spec.name: spec.rate_rps for spec in plan.models}
+    assert served is not None
+    promised = {name: model.goodput_rps / rates[name] for name, model in plan.expected.models.items()}
+    return [name for name, part in promised.items() if part > served[name] + 0.01]
 
 
 def _told_wrongly(plan: Plan, changes: int) -> Iterator[str]:
