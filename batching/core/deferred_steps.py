@@ -49,7 +49,7 @@ class DeferredSteps:
         others, prompt = sequences - 1, round(load.mean_prompt)
         decoding_ms = self._cost.ms(0, sequences, context_tokens)
         reading_ms = self._cost.ms(prompt, sequences, context_tokens, pairs_of(prompt, 0)) - decoding_ms
-        each_ms = reading_ms / load.mean_output
+        each_ms = max(0.0, reading_ms) / load.mean_output  # a short prompt takes nothing, up to rounding
         return decoding_ms + others * each_ms, math.sqrt(others) * each_ms
 
     def _kept(self, sequences: int, context_tokens: float, load: TokenLoad, allowed_ms: float) -> float:

@@ -5,6 +5,8 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.step_scheduler import Step, StepLimits, StepScheduler, TokenLoad
@@ -43,6 +45,21 @@ def test_a_mean_step_reads_prompts_in_place_of_sequences_that_end(
     sequences: int, context: int, load: TokenLoad, further_ms: float, chance_ms: float
 ) -> None:
     assert ORDER.further_token_ms(sequences, context, load) == pytest.approx((further_ms, chance_ms))
+
+
+@given(st.integers(1, 80), st.integers(0, 64), st.integers(0, 60_000), st.floats(1.0, 100.0))
+def test_nothing_is_refused_where_a_token_takes_a_tenth_of_what_is_allowed(
+    prompt: int, sequences: int, context: int, knot_ms: float
+) -> None:
+    """Prompts below the first knot of a profile take no longer than a step without them, up to rounding."""
+    cost = StepCost(prefill_ms=((90.0, knot_ms), (1000.0, 11.3 * knot_ms)), decode_ms=((1.0, 9.7), (64.0, 13.1)))
+    order = DeferredSteps(cost, max_batch_tokens=2048)
+    mean_ms, chance_ms = order.further_token_ms(
+        sequences + 1, context + prompt, TokenLoad(mean_prompt=prompt, mean_output=37.0)
+    )
+    assert chance_ms >= 0.0
+    load = TokenLoad(sequences, context, sequences=sequences, mean_prompt=prompt, mean_output=37.0)
+    assert order.refusal(prompt, 0.0, math.inf, 10.0 * mean_ms, load) is None
 
 
 def test_both_bounds_refuse_and_say_which() -> None:
