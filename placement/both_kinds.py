@@ -12,7 +12,7 @@ from tenuto.placement.carrying import (
     Carries,
     Costs,
     GeneratingPlan,
-    IsCarried,
+    Serves,
     carried,
     generating_problems,
     known_once,
@@ -125,8 +125,8 @@ class _BothKinds:
     solve: Solve
 
     @property
-    def _is_carried(self) -> IsCarried | None:
-        return getattr(self.policy, "is_carried", None)
+    def _serves(self) -> Serves | None:
+        return getattr(self.policy, "serves", None)
 
     def on(self, cluster: Cluster) -> Plan:
         """Return the plan on a fixed cluster."""
@@ -139,7 +139,7 @@ class _BothKinds:
             most_gpus=at_most,
             fewest=bool(others.models),
             carries=self.carries,
-            is_carried=self._is_carried,
+            serves=self._serves,
             shares=shares_of(self.workload),
         )
         taken = set(own.gpus)
@@ -205,7 +205,7 @@ class _BothKinds:
             if mix.told not in tried:
                 sliced = SlicedCluster(left, mix, self.others, costs, self.profiles)
                 plan = sliced.in_place(self.solve(policy, sliced.workload, sliced.cluster, sliced.profiles), cluster)
-                mixed = stays.and_then(mixing.plan(mix, self._is_carried))
+                mixed = stays.and_then(mixing.plan(mix, self._serves))
                 tried[mix.told] = _joined(mixed, plan, self.policy, self.workload, cluster)
             both = tried[mix.told]
             found = max(found, both, key=_worst_served)
@@ -237,7 +237,7 @@ class _BothKinds:
             pool.take,
             most_gpus=MOST_ELASTIC_GPUS,
             carries=self.carries,
-            is_carried=self._is_carried,
+            serves=self._serves,
             shares=shares_of(self.workload),
         )
         found = _joined(own, plan, self.policy, self.workload, cluster)

@@ -102,8 +102,8 @@ class GeneratingHost(NamedTuple):
     rate_rps: float
 
 
-IsCarried = Callable[[ModelSpec, Sequence[GeneratingHost]], bool]
-"""Whether such gpu-lets carry a model's rate together."""
+Serves = Callable[[ModelSpec, Sequence[GeneratingHost]], float]
+"""Which part of a model's rate such gpu-lets serve in time together."""
 
 
 def known_once(carries: Carries) -> Carries:
@@ -261,20 +261,20 @@ def plan_of(
     specs: Sequence[ModelSpec],
     laid: Sequence[Laid],
     profiles: Profiles,
-    is_carried: IsCarried | None = None,
+    serves: Serves | None = None,
     memory: Mapping[str, float] | None = None,
 ) -> GeneratingPlan:
     """Return gpu-lets as they are laid on GPUs. `memory` is by GPU the part of its memory that they get, if not all of
-    it. `is_carried` may find that several carry more together than each alone."""
+    it. `serves` says what a model has in time that asks for more than its gpu-lets carry, each by itself."""
     together = {spec.name: 0.0 for spec in specs}
     hosts: dict[str, list[GeneratingHost]] = {spec.name: [] for spec in specs}
     for option in (each.option for each in laid):
         together[option.spec.name] += option.rate_rps
         hosts[option.spec.name].append(GeneratingHost(option.steps, option.kv_tokens, option.rate_rps))
     for spec in specs:
-        several = len(hosts[spec.name]) > 1 and together[spec.name] < spec.rate_rps
-        if is_carried is not None and several and is_carried(spec, hosts[spec.name]):
-            together[spec.name] = spec.rate_rps
+        if serves is not None and hosts[spec.name] and together[spec.name] < spec.rate_rps * (1.0 - 1e-6):
+            served = serves(spec, hosts[spec.name]) * spec.rate_rps
+            together[spec.name] = max(together[spec.name], served)
     goodput = {spec.name: round(min(spec.rate_rps, together[spec.name]), 6) for spec in specs}
     reasons = {
         spec.name: f"{goodput[spec.name]:.4g} of {spec.rate_rps:g} rps expected in time; no GPU time is left for more"

@@ -16,8 +16,8 @@ from tenuto.placement.carrying import (
     Carries,
     Carrying,
     GeneratingPlan,
-    IsCarried,
     Laid,
+    Serves,
     carried,
     options_of,
     plan_of,
@@ -42,19 +42,19 @@ def place_generating(
     most_gpus: int,
     fewest: bool,
     carries: Carries | None = None,
-    is_carried: IsCarried | None = None,
+    serves: Serves | None = None,
     shares: Sequence[int] = SHARES,
 ) -> GeneratingPlan:
     """Return gpu-lets for models that generate, on at most so many GPUs of the type that carries most of their load;
     models that none of this type carries go to the next one.
 
     With `fewest`, they take no more GPUs than their load asks for; otherwise what is left is headroom. `carries` judges
-    a share in place of the closed form (`carried`), and `is_carried` several gpu-lets together. `shares` may be used.
+    a share in place of the closed form (`carried`); for `serves` see `plan_of`. `shares` may be used.
     """
     left, done, by_type = tuple(specs), GeneratingPlan(), by_gpu_type(cluster)
     while left and by_type and most_gpus > 0:
         found = [
-            (*_on_type(left, gpus[:most_gpus], profiles, carries or carried, is_carried, shares, fewest=fewest), place)
+            (*_on_type(left, gpus[:most_gpus], profiles, carries or carried, serves, shares, fewest=fewest), place)
             for place, gpus in enumerate(by_type)
         ]
         _, plan, place = max(found, key=lambda each: (each[0], -each[2]))
@@ -83,7 +83,7 @@ def buy_generating(
     *,
     most_gpus: int,
     carries: Carries | None = None,
-    is_carried: IsCarried | None = None,
+    serves: Serves | None = None,
     shares: Sequence[int] = SHARES,
 ) -> GeneratingPlan:
     """Return gpu-lets for models that generate on the cheapest GPUs found of an elastic cluster that carry their load:
@@ -119,7 +119,7 @@ def buy_generating(
     bought = {place.id: gpu for place in gpus_of(laid) if (gpu := take(place.type)) is not None}
     laid = [Laid(each.option, tuple(bought[place.id] for place in each.gpus)) for each in laid]
     held = {each.option.spec.name for each in laid}
-    plan = plan_of([spec for spec in specs if spec.name in held], laid, profiles, is_carried)
+    plan = plan_of([spec for spec in specs if spec.name in held], laid, profiles, serves)
     reasons = {
         spec.name: f"its rate takes more than {most_gpus:,} GPUs"
         if any(options[kind][spec.name] for kind in options)
@@ -202,7 +202,7 @@ def _on_type(
     gpus: Sequence[Gpu],
     profiles: Profiles,
     carries: Carries,
-    is_carried: IsCarried | None,
+    serves: Serves | None,
     shares: Sequence[int],
     *,
     fewest: bool,
@@ -230,7 +230,7 @@ def _on_type(
             high = times
     if not fewest:
         laid = _with_what_is_left(laid, options)
-    plan = plan_of(able, laid, profiles, is_carried)
+    plan = plan_of(able, laid, profiles, serves)
     return low, replace(plan, reasons={**reasons, **(plan.reasons or {})}, notes=tuple(_notes(laid, options, low)))
 
 
@@ -317,8 +317,12 @@ def _notes(laid: Sequence[Laid], options: Options, times: float) -> list[str]:
         if any(len(beside[gpu.id]) > 1 for gpu in each.gpus):
             continue
         if share == 100:
-            is_full = min(option.share_pct for option in options[name]) < 100
-            alone[name] = "its load fills a GPU" if is_full else "only a whole GPU keeps its SLO and memory"
+            parts = [option for option in options[name] if option.share_pct < 100 and option.together == 1]
+            count = sum(other.option.spec.name == name for other in laid)
+            if any(count * option.rate_rps >= each.option.spec.rate_rps for option in parts):
+                alone[name] = "no other model that generates takes a part of it"
+            else:
+                alone[name] = "its load fills a GPU" if parts else "only a whole GPU keeps its SLO and memory"
         else:
             alone.setdefault(name, f"no other model that generates takes the {100 - share:g} % that it leaves")
     return notes + [f"{name} shares no GPU: {why}" for name, why in sorted(alone.items())]

@@ -21,8 +21,8 @@ from tenuto.placement.carrying import (
     Carrying,
     Costs,
     GeneratingPlan,
-    IsCarried,
     Laid,
+    Serves,
     carried,
     options_of,
     plan_of,
@@ -140,12 +140,12 @@ class Mixing:
         """Whether each model that generates can lie on one of the GPUs."""
         return all(self._options.values())
 
-    def plan(self, mix: Mix, is_carried: IsCarried | None) -> GeneratingPlan:
-        """Return the gpu-lets that generate; `is_carried` judges those of a model together."""
+    def plan(self, mix: Mix, serves: Serves | None) -> GeneratingPlan:
+        """Return the gpu-lets that generate; for `serves` see `plan_of`."""
         taken = {each.gpu.id: each.memory_mib / each.gpu.memory_mib for each in mix.slices}
         laid = [Laid(option, (gpu,)) for gpu, unit in mix.units for option in unit]
         memory = {name: 1.0 - part for name, part in taken.items()}
-        return plan_of(self._specs, laid, self._profiles, is_carried, memory)
+        return plan_of(self._specs, laid, self._profiles, serves, memory)
 
     def best(self, others_weigh: float) -> Mix | None:
         """Return the layout whose worst served model carries most of its rate; None where nothing fits.

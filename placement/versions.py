@@ -130,7 +130,7 @@ def splits(versions: Iterable[Versioned]) -> set[tuple[str, float | None, bool]]
 def completed(entries: Sequence[Any]) -> list[Any]:
     """Return the entries of a file with what their versions do not say.
 
-    A version without `slo_ms` takes what it does not say from the version that takes the rest. Versions without
+    A version without an SLO takes what it does not say from the version that takes the rest. Versions without
     `rate_rps` have their shares of the rate of that one, which is then what all of them are asked together.
     """
     raw = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
@@ -139,13 +139,13 @@ def completed(entries: Sequence[Any]) -> list[Any]:
         groups.setdefault(split_name(entry["name"])[0], []).append(entry)
     replaced: dict[int, dict[str, Any]] = {}
     for group in groups.values():
-        rest = next((e for e in group if "slo_ms" in e and e.get("share_pct") is None and not e.get("shadow")), None)
-        short = [e for e in group if e is not rest and not {"slo_ms", "rate_rps"} <= e.keys()]
+        rest = next((e for e in group if _has_slo(e) and e.get("share_pct") is None and not e.get("shadow")), None)
+        short = [e for e in group if e is not rest and not (_has_slo(e) and "rate_rps" in e)]
         if rest is None or not short:
             continue
         total, given = _number(rest.get("rate_rps")), 0.0
         for entry in short:
-            full = entry if "slo_ms" in entry else {**inherited(rest, entry), **entry}
+            full = entry if _has_slo(entry) else {**inherited(rest, entry), **entry}
             share = _number(full.get("share_pct", 100.0 if full.get("shadow") else None))
             if "rate_rps" not in full and total and share:
                 full = {**full, "rate_rps": total * share / 100.0}
@@ -167,6 +167,10 @@ def inherited(rest: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, An
     if entry.get("shadow"):
         found["weight"] = _SHADOWS_WEIGHT * (_number(found.get("weight")) or 1.0)
     return found
+
+
+def _has_slo(entry: Mapping[str, Any]) -> bool:
+    return "slo_ms" in entry or "slo" in entry
 
 
 def _number(value: object) -> float:

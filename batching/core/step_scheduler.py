@@ -27,6 +27,7 @@ from typing import NamedTuple, Protocol
 from tenuto.outcome import Rule
 from tenuto.profiles.generation import BLOCK_TOKENS, pairs_of
 
+TRIES = 2  # derived: a dispatcher sends a generation that is refused once more
 UNLIMITED = 1 << 40  # unit: tokens of memory that never run out
 
 

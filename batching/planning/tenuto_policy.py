@@ -11,7 +11,7 @@ import numpy as np
 
 from tenuto.batching.planning.buying import cheapest
 from tenuto.batching.planning.choosing import Candidate, Chooser, ChoosingOptions
-from tenuto.batching.planning.token_trials import carried_in_trial, is_carried_in_trial
+from tenuto.batching.planning.token_trials import carried_in_trial, served_in_trial
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem
 from tenuto.placement import Cluster, Plan, Policy, Workload
@@ -86,9 +86,9 @@ class TenutoPolicy(ChoosingOptions, Policy):
         """Return what a share carries of a model that generates, by trials in virtual time."""
         return carried_in_trial(spec, cost, kv_tokens, attainment=self.attainment, seed=self.seed)
 
-    def is_carried(self, spec: ModelSpec, hosts: Sequence[GeneratingHost]) -> bool:
-        """Return whether gpu-lets carry a model that generates together, by a trial in virtual time."""
-        return is_carried_in_trial(spec, hosts, attainment=self.attainment, seed=self.seed)
+    def serves(self, spec: ModelSpec, hosts: Sequence[GeneratingHost]) -> float:
+        """Return which part of its rate gpu-lets of a model that generates serve, by a trial in virtual time."""
+        return served_in_trial(spec, hosts, attainment=self.attainment, seed=self.seed)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the best plan found."""

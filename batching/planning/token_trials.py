@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tenuto.batching.core.step_scheduler import StepLimits, emptiest
+from tenuto.batching.core.deferred_steps import DeferredSteps
+from tenuto.batching.core.step_scheduler import TRIES, StepLimits, emptiest
 from tenuto.batching.core.system import INF
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
 from tenuto.placement.carrying import GeneratingHost, carried
@@ -47,35 +48,54 @@ def carried_in_trial(
     return (0.0, 0) if steps == -_FURTHEST else (rate * _STEP**steps, max(1, round(sequences * _STEP**steps)))
 
 
-def is_carried_in_trial(spec: ModelSpec, hosts: Sequence[GeneratingHost], *, attainment: float, seed: int) -> bool:
-    """Return whether gpu-lets carry a model's whole rate together: a request goes to the emptiest for its rate."""
-    aim = (1.0 + attainment) / 2.0
-    return all(in_time(spec, hosts, spec.rate_rps, (seed, stream)) >= aim for stream in range(1, 1 + _STREAMS))
+def served_in_trial(spec: ModelSpec, hosts: Sequence[GeneratingHost], *, attainment: float, seed: int) -> float:
+    """Return which part of a model's whole rate gpu-lets serve in time together, as they refuse what they cannot keep;
+    1 where it is carried in several streams. A request goes to the emptiest for its rate, then to the next."""
+    aim, part = (1.0 + attainment) / 2.0, 1.0
+    for stream in range(1, 1 + _STREAMS):
+        part = in_time(spec, hosts, spec.rate_rps, (seed, stream), refuses=True)
+        if part < aim:
+            return part
+    return 1.0
 
 
 def in_time(
-    spec: ModelSpec, hosts: Sequence[GeneratingHost], rate_rps: float, seed: Sequence[int], requests: int = _REQUESTS
+    spec: ModelSpec,
+    hosts: Sequence[GeneratingHost],
+    rate_rps: float,
+    seed: Sequence[int],
+    requests: int = _REQUESTS,
+    *,
+    refuses: bool = False,
 ) -> float:
-    """Return the part of a Poisson stream's requests that keeps both bounds of the SLO, under the order of steps that
-    serves."""
+    """Return the part of a Poisson stream's requests that keeps both bounds of the SLO: when all are taken, or under
+    the order of steps that serves, which `refuses` what it cannot keep."""
     generates, slo = spec.generates, spec.slo
     if generates is None or slo is None or generates.prompt_tokens is None or generates.output_tokens is None:
         raise ValueError(f"{spec.name} does not generate, or its lengths are not known.")
     draws = np.random.default_rng(seed)
     arrivals = np.cumsum(draws.exponential(1000.0 / rate_rps, requests))
     prompts, outputs = (of.draw(requests, draws) for of in (generates.prompt_tokens, generates.output_tokens))
+    most = generates.max_batch_tokens
     replicas = [
-        VirtualSteps(StepLimits(generates.max_sequences, generates.max_batch_tokens, host.kv_tokens), host.steps)
+        VirtualSteps(
+            StepLimits(generates.max_sequences, most, host.kv_tokens),
+            host.steps,
+            order=DeferredSteps(host.steps, most) if refuses else None,
+        )
         for host in hosts
     ]
-    rates = [host.rate_rps for host in hosts]
+    bounds = (slo.ttft_ms, slo.tpot_ms) if refuses else (INF, INF)
     for request, (at, prompt, output) in enumerate(
         zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
     ):
         for replica in replicas:
             replica.advance(at)
-        place = emptiest(zip((replica.scheduler.sequences for replica in replicas), rates, strict=True))
-        replicas[place].add(at, request, prompt, output)
+        left = list(zip(replicas, hosts, strict=True))
+        for _ in range(min(TRIES, len(left))):
+            replica, _ = left.pop(emptiest((one.scheduler.sequences, host.rate_rps) for one, host in left))
+            if replica.add(at, request, prompt, output, at + bounds[0], bounds[1]) is None:
+                break
     first_ms, last_ms = np.full(requests, np.nan), np.full(requests, np.nan)  # NaN: it never ran
     for replica in replicas:
         while replica.due_ms < INF:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Reject, Scheduler
-from tenuto.batching.core.step_scheduler import emptiest
+from tenuto.batching.core.step_scheduler import TRIES, emptiest
 from tenuto.batching.core.system import INF, GeneratingGpulet
 from tenuto.batching.core.told import SchedulerStatus
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
@@ -26,7 +26,6 @@ from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch, EmulatedGpule
 from tenuto.batching.virtual.virtual_steps import RequestTokens, VirtualSteps
 from tenuto.outcome import Outcome
 
-_TRIES = 2  # derived: a dispatcher sends a generation that is refused once more
 _REHEARSAL = 1 << 60  # format: marks a rehearsal on the heap of events; larger than the place of any gpu-let
 
 
@@ -221,7 +220,7 @@ class Engine:
         """Let the emptiest replica generate the answer, or the next one where that refuses it."""
         there = [place for place in self._writers[model] if self.is_there(self._names[place])]
         outcome = Outcome.REJECTED if there else Outcome.FAILED
-        for _ in range(min(_TRIES, len(there))):
+        for _ in range(min(TRIES, len(there))):
             place = there.pop(emptiest((self.replicas[each].scheduler.sequences, self._rates[each]) for each in there))
             if self._is_taken(now, place, request):
                 return

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
-from tenuto.batching.planning.token_trials import carried_in_trial, in_time, is_carried_in_trial
+from tenuto.batching.planning.token_trials import carried_in_trial, in_time, served_in_trial
 from tenuto.errors import InvalidInputError
+from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload
 from tenuto.placement.carrying import GeneratingHost, carried, known_once
 from tenuto.placement.explaining import explain
@@ -56,8 +57,8 @@ def test_what_a_trial_finds_holds_for_other_arrivals_and_not_for_twice_the_rate(
     assert in_time(spec, hosts, rate, (7,)) >= 0.99
     assert in_time(spec, hosts, 2 * rate, (7,)) < 0.9
     together = spec.model_copy(update={"rate_rps": 2.05 * rate})
-    assert is_carried_in_trial(together, 2 * hosts, attainment=0.99, seed=0)
-    assert not is_carried_in_trial(together, hosts, attainment=0.99, seed=0)
+    assert served_in_trial(together, 2 * hosts, attainment=0.99, seed=0) == 1.0
+    assert 0.4 < served_in_trial(together, hosts, attainment=0.99, seed=0) < 0.9
 
 
 @pytest.mark.parametrize("shares", [(30, 100), (30, 30, 90), (40, 60, 80), (50, 60)])
@@ -80,7 +81,9 @@ def test_small_loads_share_a_gpu_and_large_ones_get_replicas() -> None:
     assert small.expected.models["a"].goodput_rps == 1.0
     large = planned((writes("a", 60.0),), 3)
     assert len({gpulet.gpu for gpulet in large.hosts_of("a")}) > 1
-    assert any("a shares no GPU: its load fills a GPU" in note for note in large.notes)
+    for rate_rps, why in ((60.0, "no other model that generates takes a part of it"), (500.0, "its load fills a GPU")):
+        notes = planned((writes("a", rate_rps),), 3).notes
+        assert any(f"a shares no GPU: {why}" in note for note in notes)
     for gpulet in (*small.gpulets, *large.gpulets):
         (replica,) = gpulet.models
         assert replica.steps is not None
@@ -103,11 +106,15 @@ def test_both_kinds_are_planned_on_gpus_of_their_own_and_the_plan_survives_its_f
     assert Plan.model_validate(plan.model_dump(mode="json", by_alias=True)) == plan
 
 
-def test_too_much_load_is_carried_in_part_and_the_plan_says_how_much() -> None:
-    plan = planned((writes(rate_rps=500.0),), 1)
-    carried_rps = plan.expected.models["llm"].goodput_rps
-    assert 5 < carried_rps < 100
-    assert "of 500 rps expected in time" in plan.unserved_reasons["llm"]
+@pytest.mark.parametrize("rate_rps", [60.0, 120.0])
+def test_too_much_load_is_served_in_part_and_the_plan_says_how_much(rate_rps: float) -> None:
+    plan = planned((writes(rate_rps=rate_rps, slo={"ttft_ms": 500, "tpot_ms": 25}),), 1)
+    served = (
+        Simulation.of_plan(plan, duration_s=60.0, warmup_s=5.0, seed=5).run().summary()["models"]["llm"]["attainment"]
+    )
+    assert served < 0.9
+    assert plan.expected.models["llm"].goodput_rps / rate_rps == pytest.approx(served, abs=0.02)
+    assert f"of {rate_rps:g} rps expected in time" in plan.unserved_reasons["llm"]
 
 
 def test_both_kinds_share_a_gpu_where_apart_some_are_not_served() -> None:
@@ -130,7 +137,8 @@ def test_both_kinds_share_a_gpu_where_apart_some_are_not_served() -> None:
 
 
 def test_a_share_beside_decoding_is_used_where_no_number_of_whole_gpus_serves_both_kinds() -> None:
-    rates = (planned((writes(rate_rps=500.0),), 2).expected.models["llm"].goodput_rps, 1000.0)
+    full = planned((writes(rate_rps=500.0),), 2).hosts_of("llm")
+    rates = (sum(gpulet.models[0].rate_rps or 0.0 for gpulet in full), 1000.0)
     plan = planned((writes(rate_rps=0.6 * rates[0]), fixed(0.6 * rates[1])), 2)
     assert not plan.unserved_reasons
     assert len(plan.hosts_of("fixed")) >= 1

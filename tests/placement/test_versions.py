@@ -43,6 +43,15 @@ def test_a_version_says_only_what_differs_and_rates_are_shared_out() -> None:
     assert (own.latency.at(1) if own.latency else 0.0, own.source) == (3.0, "a.b:c")
 
 
+def test_versions_of_a_model_that_generates_inherit_too() -> None:
+    generates = {"prompt_tokens": 150, "output_tokens": 50}
+    writer = {"name": "m", "profile": "w", "rate_rps": 2, "slo": {"ttft_ms": 1000, "tpot_ms": 60}}
+    made = workload({**writer, "generates": generates}, {"name": "m:2", "share_pct": 20, "profile": "other"})
+    first, second = made.models
+    assert (second.slo, second.generates, second.profile_row) == (first.slo, first.generates, "other")
+    assert (first.rate_rps, second.rate_rps) == (1.6, 0.4)
+
+
 def test_an_slo_by_rule_holds_for_versions_too(tmp_path: Path) -> None:
     file = tmp_path / "workload.yaml"
     file.write_text(
