@@ -51,6 +51,11 @@ UNCHANGEABLE = ("executor", "host", "port", "proxy_port", "operator_port", "gate
 _GONE_S = 60.0  # limit: for applications to end
 _EMPTIED_S = 130.0  # limit: gateways may use a gpu-let for one more minute; ending takes `UserConfig.ends_s`
 _SILENT_S = 300.0  # limit: a stage may take two minutes by default (`change.ready_timeout_s`), going back as long
+_GOES_ON = "the controller goes on with the change; `tenuto control log` says how it ends"
+_HALF_DONE = (
+    "the change may be half done: run the same command again to reach the new plan, or deploy the one before; "
+    "`tenuto status` shows what runs"
+)
 _LAUNCHER = "serve/launcher"  # the process that the deployment ends with
 
 
@@ -255,11 +260,15 @@ class Operations:
         check_nodes(wanted.config())
         if wanted.executor != "emulated":
             check_layouts(wanted.plan)
-        if has_controller:
-            since_s = time.time()
-            _asked(lambda controller: controller.deploy(wanted.model_dump(mode="json"), by, why))
-            return self._follow(since_s)
-        return _carry_out(running, wanted, None, self._store, by, why, self._progress, self._sleep)
+        try:
+            if has_controller:
+                since_s = time.time()
+                _asked(lambda controller: controller.deploy(wanted.model_dump(mode="json"), by, why))
+                return self._follow(since_s)
+            return _carry_out(running, wanted, None, self._store, by, why, self._progress, self._sleep)
+        except KeyboardInterrupt:
+            self._progress(_GOES_ON if has_controller else _HALF_DONE)
+            raise
 
     def _follow(self, since_s: float) -> bool:
         """Report what the controller logs until a change is over."""
