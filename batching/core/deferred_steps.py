@@ -77,9 +77,11 @@ class DeferredSteps:
         if first_ms > first_in_ms:
             why = f"its first token would take {first_ms:.0f} ms and is due in {first_in_ms:.0f} ms; {_CURE}"
             return Unkept(Rule.FIRST_TOKEN, why)
-        allowed_ms, context = min(tpot_ms, load.least_tpot_ms), load.context_tokens + load.unread_tokens
-        beside = load.sequences + 1, context + prompt_tokens, load
-        if self._kept(*beside, allowed_ms) <= self._kept(load.sequences, context, load, allowed_ms):
+        allowed_ms, here = min(tpot_ms, load.least_tpot_ms), load.sequences
+        # Sequences that began together have short contexts now, and long ones later: at least those of half an answer.
+        context, each = load.context_tokens + load.unread_tokens, load.mean_prompt + load.mean_output / 2.0
+        beside = here + 1, max(context + prompt_tokens, (here + 1) * each), load
+        if self._kept(*beside, allowed_ms) <= self._kept(here, max(context, here * each), load, allowed_ms):
             further_ms, _ = self.further_token_ms(*beside)
             why = f"with it a token would take {further_ms:.1f} ms, and {allowed_ms:.1f} ms are allowed"
             return Unkept(Rule.FURTHER_TOKENS, f"{why}: fewer would keep that; {_CURE}")

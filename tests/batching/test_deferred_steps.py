@@ -195,3 +195,20 @@ def test_what_began_elsewhere_is_not_turned_away() -> None:
     steps = StepScheduler(StepLimits(8, 100, 10_000), ORDER)
     assert "would take 15 ms" in str(steps.add(0, 50, 50, 10.0, 10.1, 1.0))
     assert steps.add(0, 50, 50, 10.0, math.inf, 1.0, has_begun=True) is None
+
+
+def test_sequences_that_begin_together_do_not_all_grow_too_long_together() -> None:
+    """Short prompts and answers of one length, at four times the load: contexts grow with every token, all at once."""
+    cost = StepCost(
+        prefill_ms=((40.0, 30.0), (1000.0, 200.0)), decode_ms=((1.0, 20.0), (256.0, 80.0)), context_token_ms=0.01
+    )
+    steps = VirtualSteps(StepLimits(256, 2048, 1 << 20), cost, order=DeferredSteps(cost, 2048))
+    arrivals = np.cumsum(np.random.default_rng(5).exponential(12.0, 2000)).tolist()
+    for request, at_ms in enumerate(arrivals):
+        steps.advance(at_ms)
+        steps.add(at_ms, request, 20, 160, at_ms + 500.0, 50.0)
+    while steps.due_ms < math.inf:
+        steps.advance(steps.due_ms)
+    kept = sum((last - steps.first_ms[name]) / 159 <= 50.0 for name, last in steps.last_ms.items())
+    assert len(steps.last_ms) > 200
+    assert kept > 0.95 * len(steps.last_ms)
