@@ -161,3 +161,11 @@ def test_a_layout_that_breaks_a_rule_is_left_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ModelOnGpu, "has_room_for", lambda *_: True)
     plan = planned(Workload(models=(ModelSpec(name="vgg19", rate_rps=50, slo_ms=300),)), Cluster.parse("a100:1:mig"))
     assert not plan.unserved
+
+
+def test_models_that_only_whole_gpus_run_are_served_beside_those_measured_in_instances() -> None:
+    inline = ModelSpec.model_validate(
+        {"name": "a", "rate_rps": 50, "slo_ms": 100, "latency": {"alpha_ms": 1, "beta_ms": 4}}
+    )
+    for models in ((inline,), (inline, ModelSpec(name="vgg19", rate_rps=20, slo_ms=300))):
+        assert not planned(Workload(models=models), requests=200).unserved
