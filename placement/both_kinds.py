@@ -142,13 +142,7 @@ class _BothKinds:
             serves=self._serves,
             shares=shares_of(self.workload),
         )
-        taken = set(own.gpus)
-        if len(taken) < len(cluster.gpus):
-            plan = self.solve(policy, others, _without(cluster, taken), self.profiles)
-        else:
-            plan = nothing_on(cluster)
-            why = dict.fromkeys((spec.name for spec in others.models), "the models that generate take all GPUs")
-            plan = plan.model_copy(update={"unserved": tuple(why), "unserved_reasons": why})
+        plan = self._of_others(policy, others, _without(cluster, own.gpus), self.profiles)
         found = _joined(own, plan, policy, self.workload, cluster)
         if not others.models:
             return found
@@ -167,6 +161,20 @@ class _BothKinds:
             f"{100 * worst[0]:.3g} % in place of {100 * apart[0]:.3g} % of its rate in time; how they slow each other "
             "down beyond their shares is not known",
         )
+
+    def _of_others(self, policy: Policy, others: Workload, there: Cluster, profiles: Profiles) -> Plan:
+        """Return the plan of the others on what is left of a cluster; what runs on none of it goes unserved."""
+        costs = costs_of(others, there, profiles)
+        able = tuple(spec for spec in others.models if costs[spec.name])
+        why = dict.fromkeys(
+            (spec.name for spec in others.models if not costs[spec.name]),
+            "the models that generate take all GPUs that it runs on",
+        )
+        if why:
+            others = others.model_copy(update={"models": able, "merge": "off"})
+        plan = self.solve(policy, others, there, profiles) if there.gpus else nothing_on(there)
+        update = {"unserved": (*plan.unserved, *why), "unserved_reasons": {**plan.unserved_reasons, **why}}
+        return plan.model_copy(update=update)
 
     def _mixed(self, found: Plan, own: GeneratingPlan, cluster: Cluster) -> Plan:
         """Return the plan of both kinds on the same GPUs that serves the worst served model best, or else the given
@@ -204,7 +212,10 @@ class _BothKinds:
                 break
             if mix.told not in tried:
                 sliced = SlicedCluster(left, mix, self.others, costs, self.profiles)
-                plan = sliced.in_place(self.solve(policy, sliced.workload, sliced.cluster, sliced.profiles), cluster)
+                if not sliced.cluster.gpus:
+                    break  # no layout leaves the others room in which they are in time
+                plan = self._of_others(policy, sliced.workload, sliced.cluster, sliced.profiles)
+                plan = sliced.in_place(plan, cluster)
                 mixed = stays.and_then(mixing.plan(mix, self._serves))
                 tried[mix.told] = _joined(mixed, plan, self.policy, self.workload, cluster)
             both = tried[mix.told]

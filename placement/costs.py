@@ -121,6 +121,11 @@ class ModelOnGpu:
         """
         return self.memory_mib(batch_size) or 0.0, self.profile.weights_mib
 
+    def has_room_for(self, processes: int, batch_size: int, context_mib: float) -> bool:
+        """Return whether so many processes, each with a context and a replica, fit into its GPU's memory together.
+        Replicas of unknown memory take none."""
+        return processes * (self.needs_mib(batch_size)[0] + context_mib) <= self.gpu.memory_mib * (1 + SLACK)
+
     def cut(self, share_pct: float, batch_size: int) -> Latency:
         """Return l(b) on a share for the plan: a line stays as it is, a table keeps its points up to a batch size.
 

@@ -13,7 +13,7 @@ from tenuto.batching.planning.judging import Judged, Worth, foreseen
 from tenuto.batching.planning.sliced import ways_to_slice
 from tenuto.batching.planning.starts import Balanced, Everywhere
 from tenuto.batching.planning.trial import Trials
-from tenuto.errors import InvalidInputError, TenutoError, first_line
+from tenuto.errors import TenutoError, first_line
 from tenuto.options import option
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
@@ -164,21 +164,27 @@ class Chooser:
     def _cut_plans(self) -> Iterator[tuple[str, Plan]]:
         """Yield plans on GPUs cut into MIG instances by their names, on an elastic cluster those on the fewest GPUs
         first, and the plan of `parvagpu` behind those that take as many."""
-        published = self._of_parvagpu() if self._cluster.elastic else None
+        is_bought = self._cluster.elastic and any(gpu.mig == "managed" for gpu in self._cluster.gpus)
+        published = self._planned(ParvaGpu.name, ParvaGpu(), self._cluster) if is_bought else None
         for each in ways_to_slice(self._workload, self._cluster, self._profiles):
             if published is not None and each.gpus > published.expected.gpus_used:
                 yield ParvaGpu.name, published
                 published = None
             self.watch.say(f"cutting {each.gpus} GPUs into MIG instances")
-            yield each.name, solve(each, self._workload, self._cluster, self._profiles)
+            plan = self._planned(each.name, each, self._cluster)
+            if plan is not None:
+                yield each.name, plan
         if published is not None:
             yield ParvaGpu.name, published
 
-    def _of_parvagpu(self) -> Plan | None:
+    def _planned(self, name: str, policy: Policy, cluster: Cluster) -> Plan | None:
+        """Return the plan of a start; None where it cannot plan, or nothing runs by its plan."""
         try:
-            return solve(ParvaGpu(), self._workload, self._cluster, self._profiles)
-        except InvalidInputError:
+            plan = solve(policy, self._workload, cluster, self._profiles)
+        except TenutoError as error:
+            self.refused[name] = first_line(error)
             return None
+        return plan if plan.gpulets else None
 
     def candidates(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[Candidate]:
         """Return completed plans for a cluster, those that are expected to serve everything first, then by what they
@@ -193,13 +199,9 @@ class Chooser:
             if found and self.watch.is_stopped():
                 break
             self.watch.say(f"planning with {start} on {len(cluster.gpus)} GPUs")
-            try:
-                plan = solve(policy, self._workload, cluster, self._profiles)
-            except TenutoError as error:
-                self.refused[start] = first_line(error)
-                continue
-            judged = foreseen(plan, self.worth)
-            if plan.gpulets:
+            plan = self._planned(start, policy, cluster)
+            if plan is not None:
+                judged = foreseen(plan, self.worth)
                 found.setdefault((judged.value, len(plan.gpulets)), Candidate(start, plan, judged))
                 if is_one_enough and judged.keeps(self._options.attainment):
                     break

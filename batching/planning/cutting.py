@@ -69,8 +69,11 @@ class InstanceWay:
 class CutModel:
     """A model with its ways in instances of every size."""
 
-    def __init__(self, name: str, rate_rps: float, slo_ms: float, costs: Mapping[str, ModelOnGpu]) -> None:
-        """`costs`: inside an instance, by MIG profile; only what was measured counts."""
+    def __init__(
+        self, name: str, rate_rps: float, slo_ms: float, costs: Mapping[str, ModelOnGpu], context_mib: float
+    ) -> None:
+        """`costs`: inside an instance, by MIG profile; only what was measured and fits into its memory counts.
+        `context_mib`: of a process."""
         self.name, self.rate_rps, self.slo_ms = name, rate_rps, slo_ms
         self._ways: dict[str, dict[int, list[InstanceWay]]] = {}
         self._known: dict[tuple[str, int, float, float | None], InstanceWay | None] = {}
@@ -79,6 +82,8 @@ class CutModel:
             for point in on.profile.points:
                 memory, weights = on.needs_mib(point.batch_size)
                 for count, ms in ({1: point.latency_ms} | point.processes_ms).items():
+                    if not on.has_room_for(count, point.batch_size, context_mib):
+                        continue
                     slowdown = max(1.0, ms / point.latency_ms)
                     latency_ms = slowdown * point.latency_ms
                     way = InstanceWay(point.batch_size, count, latency_ms, memory, weights, slowdown)

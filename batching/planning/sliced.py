@@ -83,16 +83,20 @@ class Slicing:
             sizes = {name: example.cut(name, size.starts[0]) for name, size in instance_profiles(self._kind).items()}
             names = {gpu.type: name for name, gpu in sizes.items()}
             costs = costs_of(workload, Cluster.of(sizes.values()), profiles)
+            context_mib = context_mib_of(example.type, profiles)
             models = [
                 CutModel(
-                    spec.name, spec.rate_rps, spec.slo_ms, {names[kind]: on for kind, on in costs[spec.name].items()}
+                    spec.name,
+                    spec.rate_rps,
+                    spec.slo_ms,
+                    {names[kind]: on for kind, on in costs[spec.name].items()},
+                    context_mib,
                 )
                 for spec in workload.models
             ]
             able = [model for model in models if any(model.best(size, model.slo_ms) for size in sizes)]
             if able:
                 room = {name: gpu.memory_mib for name, gpu in sizes.items()}
-                context_mib = context_mib_of(example.type, profiles)
                 self.cutting = Cutting(able, instance_profiles(self._kind), room, context_mib)
                 self._placed = self._cut_now()
                 layouts = (self.cutting.like(size for size, _ in placed) for placed in self._placed.values())
@@ -130,7 +134,7 @@ class Slicing:
                 if waiting.get(size):
                     hosted += _hosted(gpu.cut(size, start), waiting[size].pop())
         served = {name for instance in cut.instances for name in instance.rates_rps}
-        late = "in no MIG instance is a request within its SLO"
+        late = "in no MIG instance that has memory for it is a request within its SLO"
         reasons = {spec.name: late for spec in self._workload.models if spec.name not in served}
         several = any(instance.processes > 1 for instance in cut.instances)
         return hosting_plan(Sliced.name, self._workload, self._cluster, hosted, reasons, overcommits=several)

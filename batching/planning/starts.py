@@ -204,7 +204,8 @@ class _Balance:
         gpu = guests[0].on.gpu
         hosted = [Hosted(gpu, None, _replicas(guests))]
         models = tuple(guest.on.spec.model_copy(update={"rate_rps": guest.rate_rps}) for guest in guests)
-        plan = hosting_plan("balanced", Workload(models=models), self._cluster, hosted, {})
+        part = self._workload.model_copy(update={"models": models})  # not made anew: a canary may be without its model
+        plan = hosting_plan("balanced", part, self._cluster, hosted, {})
         update = {
             "policy": PolicyUsed(name="balanced"),
             "gpus": planned_gpus(self._cluster, [gpu]),

@@ -96,7 +96,7 @@ class TenutoPolicy(ChoosingOptions, Policy):
             return _nothing(cluster, {})
         choice = Chooser(self, workload, cluster, profiles, self.watch, compares_by=self._compares_by)
         found = choice.sliced()
-        if found is None or any(gpu.mig != "managed" for gpu in cluster.gpus):
+        if found is None or found.plan.unserved or any(gpu.mig != "managed" for gpu in cluster.gpus):
             found = _better(found, _uncut(choice, cluster), self.attainment)
         if found is None:
             why = f"no start can plan: {next(iter(choice.refused.values()), 'there is none')}"

@@ -229,7 +229,7 @@ def _say_what_is_enough(
                 for _ in range(_TRIES):
                     gpus = ",".join(f"{kind}:{count}{cut}" for (kind, cut), count in counts.items())
                     given = solve(policy, workload, Cluster.parse(gpus), profiles, trial=trial)
-                    if found.unserved_reasons or not given.unserved_reasons:
+                    if not given.unserved_reasons or (found.unserved_reasons and not given.unserved):
                         found, how = given, f"--gpus {gpus}"
                     if not given.unserved_reasons:
                         break

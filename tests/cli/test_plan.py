@@ -393,6 +393,15 @@ def test_a_policy_that_cannot_tell_what_is_enough_says_so(tenuto, tmp_path: Path
     assert last.startswith("how many GPUs would serve all models is not known: an elastic cluster does not say")
 
 
+def test_gpus_that_may_be_cut_and_need_not_be_count_whole(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    entry = "{name: m, rate_rps: 1500, slo_ms: 100, latency: {alpha_ms: 1, beta_ms: 4}}"
+    (tmp_path / "w.yaml").write_text(f"models: [{entry}]")
+    quick = ("--option", "starts=symphony", "--option", "requests=200")
+    last = tenuto("plan", "w.yaml", "--gpus", "a100-80gb:1:mig", *quick).out.splitlines()[-1]
+    assert last.startswith("would serve all as asked: 2 GPUs"), last
+    assert last.endswith("--gpus a100-80gb:2:mig")
+
+
 def test_where_no_number_of_gpus_would_do_it_is_said(tenuto) -> None:  # type: ignore[no-untyped-def]
     ran = tenuto("plan", "w.yaml", "--policy", "ffd", "--gpus", "v100:1")
     assert ran.out.splitlines()[-1] == "no number of these GPUs serves: xlnet"

@@ -353,3 +353,20 @@ def test_a_plan_says_which_part_of_requests_is_too_long() -> None:
     (note,) = [note for note in plan.notes if "tokens: refused" in note]
     assert note.startswith("long: 4")
     assert note.endswith(" % of its requests have more than 2048 tokens: refused")
+
+
+def test_where_models_that_generate_leave_no_room_the_others_go_unserved() -> None:
+    hurried = ModelSpec(name="fixed", rate_rps=500.0, slo_ms=7.0)  # no share of a GPU is in time
+    plan = planned((writes(), hurried), cluster(1, 1))
+    assert plan.unserved == ("fixed",)
+    assert plan.hosts_of("llm")
+
+
+def test_others_that_only_a_taken_type_runs_go_unserved() -> None:
+    slow = Profile(name="q", gpu_type="v100", source="made up", models={"slow": FIXED})
+    on = Cluster.parse(f"{KIND}:1,v100:1")
+    only_here = fixed(5_000.0)
+    other = ModelSpec(name="slow", rate_rps=10.0, slo_ms=100.0)
+    plan = planned((writes(rate_rps=20.0), only_here, other), on, Profiles([*PROFILES, slow]))
+    assert plan.hosts_of("slow")
+    assert "fixed" in plan.unserved_reasons

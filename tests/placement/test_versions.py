@@ -106,6 +106,15 @@ def test_a_plan_has_versions_as_models_of_their_own_and_is_simulated_benched_and
         Plan.from_data(broken)
 
 
+def test_versions_may_lie_apart() -> None:
+    models = workload({**M, "rate_rps": 400, "slo_ms": 150}, {**CANARY, "share_pct": 20}, {**M, "name": "x"}).models
+    fair = Workload(models=models, objective="each")
+    plan = solve(
+        load_policy("tenuto", {"starts": "none", "requests": "200"}), fair, Cluster.parse("v100:4"), Profiles([])
+    )
+    assert not plan.unserved
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_shared_out_is_all_there_was(seed: int) -> None:
     draw = random.Random(seed)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tenuto.errors import refused
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.costs import costs_of
+from tenuto.placement.costs import context_mib_of, costs_of
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.parvagpu.allocation import Allocator, CutGpu, Segment
 from tenuto.placement.policies.parvagpu.segments import ModelToServe, best_triplets
@@ -50,15 +50,17 @@ class ParvaGpu(Policy):
         example = next(gpu for gpu in cluster.gpus if gpu.type == kind)
         parts = Cluster.of(example.cut(name, size.starts[0]) for name, size in sizes.values())
         of_type = {part.type: size.gpcs for part, (_, size) in zip(parts.gpus, sizes.values(), strict=True)}
-        services, reasons = [], {}
+        services, reasons, context_mib = [], {}, context_mib_of(kind, profiles)
         for name, by_type in costs_of(workload, parts, profiles).items():
             spec = next(spec for spec in workload.models if spec.name == name)
-            inside = {of_type[part]: on.profile for part, on in by_type.items()}
-            best = best_triplets(inside, spec.slo_ms, self.processes)
+            inside = {of_type[part]: on for part, on in by_type.items()}
+            best = best_triplets(inside, self.processes, context_mib)
             if best:
                 services.append(ModelToServe(name, spec.rate_rps, best))
             else:
-                reasons[name] = f"no batch takes less than 0.45 of its SLO of {spec.slo_ms:g} ms in any instance"
+                reasons[name] = (
+                    f"no batch that fits takes less than 0.45 of its SLO of {spec.slo_ms:g} ms in any instance"
+                )
         pool = GpuPool(cluster)
         allocator = Allocator({gpcs: size for gpcs, (_, size) in sizes.items()}, pool.left(kind))
         allocator.place([Segment(service, triplet) for service in services for triplet in service.segments()])

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tenuto.profiles import ModelProfile
+from tenuto.placement.costs import ModelOnGpu
 from tenuto.profiles.mig_instances import ALL_GPCS
 
 QUEUEING = 0.5  # paper: section III-D; half of the SLO is for waiting until a batch is full
@@ -55,26 +55,27 @@ class ModelToServe:
         return [optimal] * count + [next(able, optimal)]
 
 
-def triplets_of(profile: ModelProfile, gpcs: int, most_processes: int) -> Iterable[Triplet]:
-    """Yield the triplets of an instance size that were measured; `profile` is the one inside such an instance."""
-    for point in profile.points:
+def triplets_of(on: ModelOnGpu, gpcs: int, most_processes: int, context_mib: float) -> Iterable[Triplet]:
+    """Yield the triplets of an instance size that were measured and fit into its memory; `on` is such an instance."""
+    for point in on.profile.points:
         for processes, ms in ({1: point.latency_ms} | point.processes_ms).items():
-            if processes <= most_processes:
+            if processes <= most_processes and on.has_room_for(processes, point.batch_size, context_mib):
                 rate = 1000.0 * point.batch_size * processes / ms
                 yield Triplet(gpcs, point.batch_size, processes, ms, rate)
 
 
-def best_triplets(profiles: Mapping[int, ModelProfile], slo_ms: float, most_processes: int) -> dict[int, Triplet]:
-    """Return, by GPCs, the triplet with most throughput that keeps an SLO; sizes without one are left out.
+def best_triplets(costs: Mapping[int, ModelOnGpu], most_processes: int, context_mib: float) -> dict[int, Triplet]:
+    """Return, by GPCs, the triplet with most throughput that keeps the SLO; sizes without one are left out.
 
     Args:
-        profiles: of the model inside instances, by GPCs.
-        slo_ms: of the model.
+        costs: of the model inside instances, by GPCs.
         most_processes: in one instance.
+        context_mib: memory of a process's CUDA context.
     """
     found = {}
-    for gpcs, profile in profiles.items():
-        able = [t for t in triplets_of(profile, gpcs, most_processes) if t.latency_ms < SPARE * QUEUEING * slo_ms]
+    for gpcs, on in costs.items():
+        most_ms = SPARE * QUEUEING * on.slo_ms
+        able = [t for t in triplets_of(on, gpcs, most_processes, context_mib) if t.latency_ms < most_ms]
         if able and gpcs <= ALL_GPCS:
             found[gpcs] = max(able, key=lambda triplet: triplet.throughput_rps)
     return found

@@ -17,6 +17,7 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import load_document
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
+from tenuto.placement.costs import ModelOnGpu
 from tenuto.profiles import Profiles
 from tenuto.profiles.mig_instances import ALL_GPCS, instance_profiles, mig_types
 from tenuto.profiles.shipped import load_shipped
@@ -144,3 +145,27 @@ def test_when_rates_change_by_a_tenth_what_is_cut_stays_so(scenario: str, times:
     new = {(gpu.id, gpu.type) for gpu in after.gpus} - {(gpu.id, gpu.type) for gpu in before.gpus}
     bought = after.expected.gpus_used - before.expected.gpus_used
     assert len({place.partition(".")[0] for place, _ in new}) <= max(0, bought)
+
+
+@pytest.mark.parametrize("policy", ["tenuto", "parvagpu"])
+@pytest.mark.parametrize("name", ["vgg19", "resnet152", "inception_v3"])
+def test_batches_and_processes_fit_into_the_memory_of_an_instance(policy: str, name: str) -> None:
+    options = {"requests": "200"} if policy == "tenuto" else {}
+    large = Workload(models=(ModelSpec(name=name, rate_rps=2_000, slo_ms=300),))
+    plan = solve(load_policy(policy, options), large, Cluster.parse("a100:1:mig"), PROFILES)  # half of an 80 GB one
+    assert plan.gpulets
+    assert any(gpu.instance is not None for gpu in plan.gpus)
+
+
+def test_a_layout_that_breaks_a_rule_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelOnGpu, "has_room_for", lambda *_: True)
+    plan = planned(Workload(models=(ModelSpec(name="vgg19", rate_rps=50, slo_ms=300),)), Cluster.parse("a100:1:mig"))
+    assert not plan.unserved
+
+
+def test_models_that_only_whole_gpus_run_are_served_beside_those_measured_in_instances() -> None:
+    inline = ModelSpec.model_validate(
+        {"name": "a", "rate_rps": 50, "slo_ms": 100, "latency": {"alpha_ms": 1, "beta_ms": 4}}
+    )
+    for models in ((inline,), (inline, ModelSpec(name="vgg19", rate_rps=20, slo_ms=300))):
+        assert not planned(Workload(models=models), requests=200).unserved
