@@ -130,7 +130,11 @@ def load_run(folder: str | Path) -> Run:
         InvalidInputError: one of them is missing or broken.
     """
     document = load_document(folder)
-    plan = Plan.from_data(document["plan"], origin=f"{folder}/result.json: plan") if document.get("plan") else None
+    plan = (
+        Plan.from_data(document["plan"], origin=f"{folder}/result.json: plan", is_whole=False)
+        if document.get("plan")
+        else None
+    )
     return Run(document, _read_records(Path(folder) / "requests.parquet", list(document["models"])), plan)
 
 

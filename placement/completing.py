@@ -17,6 +17,7 @@ from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.policy import Policy
 from tenuto.placement.program import Gpulet
+from tenuto.placement.rules import room_problems
 from tenuto.placement.surviving import Scene, Trial, arranged, not_surviving, with_losses
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
@@ -254,20 +255,10 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
     listed as unserved.
     """
     plan.check_references()
-    problems: list[Problem] = []
-    memory = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
+    of_type = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
+    memory = {gpu.id: of_type.get(gpu.type) for gpu in plan.gpus}
+    problems = room_problems(plan.by_gpu(), memory, overcommits=plan.overcommits, unrestricted_pct=100.0)
     known = {spec.name for spec in plan.models}
-    by_gpu = plan.by_gpu()
-    for gpu in plan.gpus:
-        gpulets = by_gpu[gpu.id]
-        share = sum(g.effective_share_pct for g in gpulets)
-        if share > 100.0 + 1e-6 and not plan.overcommits:
-            problems.append(Problem(f"gpus.{gpu.id}", share, "shares sum to more than 100 %", "Make the plan again."))
-        need = sum(gpulet.memory_mib or gpulet.held_mib or 0.0 for gpulet in gpulets)
-        if gpu.type in memory and need > memory[gpu.type] + 1e-3 * len(gpulets):
-            rule = f"more memory than the GPU has ({memory[gpu.type]:.0f} MiB)"
-            cure = "Use smaller batches, fewer models per GPU, or a larger GPU type."
-            problems.append(Problem(f"gpus.{gpu.id}", f"{need:.0f} MiB", rule, cure))
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     for gpulet in plan.gpulets:
         if plan.mps == "off" and gpulet.effective_share_pct < 100.0 and types[gpulet.gpu] != "cpu":

@@ -14,14 +14,15 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml, load_document, parse_document
-from tenuto.errors import raise_if_any, refused
+from tenuto.errors import one_of, raise_if_any, refused
 from tenuto.placement.application import Application
 from tenuto.placement.cluster import Gpu, InstancePlace, Placed
 from tenuto.placement.program import Gpulet
-from tenuto.placement.rules import layout_problems, plan_problems
+from tenuto.placement.rules import layout_problems, plan_problems, room_problems
 from tenuto.placement.versions import split_problems
 from tenuto.placement.workload import ModelSpec, MpsUse, Objective, Workload
 from tenuto.profiles.generation import BLOCK_TOKENS
+from tenuto.profiles.gpu_types import GPU_TYPES, memory_mib_of, price_of
 
 
 class PolicyUsed(StrictModel):
@@ -33,12 +34,29 @@ class PolicyUsed(StrictModel):
 
 class PlannedGpu(Placed):
     """A GPU or MIG instance of the plan. Its gpu-lets run on the node with the IP `address` or the label `label`; when
-    both are None, they run on any node."""
+    both are None, they run on any node. `memory_mib` is None where the GPU has the memory of its type."""
+
+    memory_mib: Annotated[float, Field(gt=0)] | None = None
 
     @classmethod
     def of(cls, gpu: Gpu) -> PlannedGpu:
         """Return the plan's entry for a GPU of the cluster."""
-        return cls(**gpu.model_dump(exclude={"memory_mib", "price_per_hour"}))
+        found = cls(**gpu.model_dump(exclude={"memory_mib", "price_per_hour"}))
+        usual = gpu.memory_mib in (0.0, memory_mib_of(gpu.type))
+        return found if usual else found.model_copy(update={"memory_mib": gpu.memory_mib})
+
+    @property
+    def known_mib(self) -> float | None:
+        """The memory in MiB; None where neither the plan nor the type tells it."""
+        return self.memory_mib or memory_mib_of(self.type)
+
+    @property
+    def as_gpu(self) -> Gpu:
+        """This GPU with its memory, and the price of its type; raises `InvalidInputError` if its memory is unknown."""
+        if self.known_mib is None:
+            cure = f"Give its memory_mib there, or another type. {one_of(self.type, GPU_TYPES, 'Known types:')}"
+            raise refused(f"gpus.{self.id}.type", self.type, "is no known type, and its memory is not given", cure)
+        return Gpu(**self.model_dump() | {"memory_mib": self.known_mib, "price_per_hour": price_of(self.type)})
 
 
 class ExpectedModel(StrictModel):
@@ -193,7 +211,7 @@ class Plan(StrictModel):
         """Return the plan as plain data, with keys in the order of the file format."""
         data = self.model_dump(mode="json", by_alias=True)
         for gpu in data["gpus"]:
-            _drop(gpu, address=None, label=None, rack=None, mig=None, instance=None)
+            _drop(gpu, address=None, label=None, rack=None, mig=None, instance=None, memory_mib=None)
             if "instance" in gpu:
                 _drop(gpu["instance"], gpu_uuid=None)
         for gpulet in data["gpulets"]:
@@ -221,7 +239,8 @@ class Plan(StrictModel):
         Args:
             data: as read from a file.
             origin: what the paths of problems begin with.
-            is_whole: it has all versions of its models, as the part of a sub-cluster need not.
+            is_whole: it has all versions of its models and fits its GPUs, as the part of a sub-cluster or a stage of a
+                change need not.
 
         Raises:
             InvalidInputError: with every problem found.
@@ -234,7 +253,10 @@ class Plan(StrictModel):
         plan = parse_document(cls, data, origin=origin)
         plan.check_references(origin)
         if is_whole:
-            raise_if_any(split_problems(plan.models, f"{origin}: "))
+            memory = {gpu.id: gpu.known_mib for gpu in plan.gpus}
+            how: dict[str, Any] = {"overcommits": plan.overcommits, "unrestricted_pct": 0.0, "origin": origin}
+            room = room_problems(plan.by_gpu(), memory, **how)
+            raise_if_any([*split_problems(plan.models, f"{origin}: "), *room])
         return plan
 
     @classmethod

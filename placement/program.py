@@ -34,11 +34,11 @@ class Replica(StrictModel):
 
     name: str
     batch_size: Annotated[int, Field(ge=1)]
-    rate_rps: float | None = None
-    latency_ms: float | None = None  # expected latency of one full batch beside the neighbours
+    rate_rps: Annotated[float, Field(ge=0)] | None = None
+    latency_ms: Annotated[float, Field(ge=0)] | None = None  # expected latency of one full batch beside the neighbours
     slowdown: Annotated[float, Field(ge=1)] = 1.0
-    memory_mib: float | None = None
-    weights_mib: float | None = None  # the part of memory_mib that every batch needs; None: not known
+    memory_mib: Annotated[float, Field(ge=0)] | None = None
+    weights_mib: Annotated[float, Field(ge=0)] | None = None  # the part that every batch needs; None: not known
     latency: LatencyField | None = None
     latency_rule: ShareRule = "measured"  # where the latency on the share comes from
     # Of a model that generates, in place of `latency`: what its steps cost, and the tokens that it has memory for.

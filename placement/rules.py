@@ -1,7 +1,7 @@
 """The rules that hold for every plan: ids and names that exist, models that can run as one program, and options that
 work where models are placed.
 
-They need only the plan. `tenuto.placement.completing` checks what also needs the cluster (memory, shares).
+They need only the plan. `tenuto.placement.completing` checks what also needs the cluster.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def plan_problems(
     return [
         *_reference_problems(gpu_types, gpulets, origin),
         *_together_problems(gpu_types, gpulets, origin),
+        *_replica_problems(gpulets, models, origin),
         *_merge_problems(gpulets, models, origin),
         *option_problems(models, groups, on_cpu, f"{origin}: "),
     ]
@@ -126,6 +127,55 @@ def _together_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet], 
         if len(gpulet.models) != 1 or any(replica.steps is None for replica in gpulet.models):
             rule = "only a model that generates, alone in its gpu-let, runs on several GPUs together"
             found.append(Problem(where, given, rule, "Leave `also_on` out, or give the model a gpu-let with `steps`."))
+    return found
+
+
+def _replica_problems(gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], origin: str) -> list[Problem]:
+    """Return batches larger than their latency knows, and steps of models that do not generate."""
+    fixed = {spec.name for spec in models if spec.generates is None}
+    found: list[Problem] = []
+    for index, gpulet in enumerate(gpulets):
+        for place, replica in enumerate(gpulet.models):
+            where, latency = f"{origin}: gpulets.{index}.models.{place}", replica.latency
+            if isinstance(latency, LatencyTable) and replica.batch_size > latency.largest:
+                rule = f"above the largest batch of its latency ({latency.largest})"
+                cure = "Lower it, or plan again with a profile of larger batches."
+                found.append(Problem(f"{where}.batch_size", replica.batch_size, rule, cure))
+            if replica.steps is not None and replica.name in fixed:
+                cure = "Remove `steps`, or say under `models` what it `generates`."
+                found.append(Problem(f"{where}.steps", replica.name, "is of a model that does not generate", cure))
+    return found
+
+
+def room_problems(
+    by_gpu: Mapping[str, Sequence[Gpulet]],
+    memory_mib: Mapping[str, float | None],
+    *,
+    overcommits: bool,
+    unrestricted_pct: float,
+    origin: str = "",
+) -> list[Problem]:
+    """Return GPUs with less memory or a smaller share than their gpu-lets have.
+
+    Args:
+        by_gpu: the gpu-lets of each GPU.
+        memory_mib: of each GPU; None where it is not known.
+        overcommits: whether shares may add up to more than 100 %.
+        unrestricted_pct: what a gpu-let without a share counts.
+        origin: what the paths of problems begin with.
+    """
+    found: list[Problem] = []
+    for gpu, gpulets in by_gpu.items():
+        where, mib = f"{origin}: gpus.{gpu}".removeprefix(": "), memory_mib.get(gpu)
+        share = sum(unrestricted_pct if g.share_pct is None else g.share_pct for g in gpulets)
+        if share > 100.0 + 1e-6 and not overcommits:
+            cure = "Lower `share_pct` of its gpu-lets, or write `overcommits: true` if it is on purpose."
+            found.append(Problem(where, share, "shares sum to more than 100 %", cure))
+        need = sum(gpulet.memory_mib or gpulet.held_mib or 0.0 for gpulet in gpulets)
+        if mib is not None and need > mib + 1e-3 * len(gpulets):
+            rule = f"more memory than the GPU has ({mib:.0f} MiB)"
+            cure = "Use smaller batches, fewer models per GPU, lower `memory_mib` of its gpu-lets, or a larger GPU."
+            found.append(Problem(where, f"{need:.0f} MiB", rule, cure))
     return found
 
 

@@ -22,7 +22,6 @@ from tenuto.placement.plan import GpuletProcess, PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.placement.surviving import SLIGHT, with_losses
 from tenuto.placement.whereabouts import may_lie, prefers
-from tenuto.profiles.gpu_types import memory_mib_of, price_of
 
 FORBIDDEN = 1e12  # derived: more than all breaks together: no model goes where it must not
 PREFERRED = 1e-6  # derived: less than any model that stays loaded: a preference only breaks ties
@@ -141,12 +140,13 @@ def renamed(plan: Plan, running: Plan) -> Plan:
 
 
 def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
-    """Return the GPUs of plans, with memory and price of their types; unbounded memory where the type is unknown."""
+    """Return the GPUs of plans, with their memory and the price of their types.
+
+    Raises:
+        InvalidInputError: the memory of a GPU is not known.
+    """
     known = {gpu.id: gpu for plan in plans for gpu in plan.gpus}
-    return tuple(
-        Gpu(**gpu.model_dump(), memory_mib=memory_mib_of(gpu.type) or float("inf"), price_per_hour=price_of(gpu.type))
-        for gpu in known.values()
-    )
+    return tuple(gpu.as_gpu for gpu in known.values())
 
 
 def fresh_id(gpu_id: str, taken: Collection[str]) -> str:

@@ -15,7 +15,6 @@ from tenuto.placement.cluster import Gpu, excludes
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.versions import taking_the_rest
-from tenuto.profiles.gpu_types import memory_mib_of
 
 
 def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> Plan | None:
@@ -52,7 +51,7 @@ def places_to_be(target: Plan, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     """Return the planned MIG instances that do not exist yet, and planned GPUs that are still cut otherwise."""
     there = {(gpu.id, gpu.type) for gpu in gpus}
     return tuple(
-        Gpu(**gpu.model_dump(), memory_mib=memory_mib_of(gpu.type) or float("inf"))
+        gpu.as_gpu
         for gpu in target.gpus
         if (gpu.id, gpu.type) not in there and (gpu.instance is not None or gpu.mig is not None)
     )

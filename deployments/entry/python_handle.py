@@ -97,7 +97,7 @@ class TenutoHandle:
             ) from error
         if served is None:
             raise EnvironmentFaultError("Tenuto has no plan yet. Wait a moment, or apply one with `serve deploy`.")
-        plan = Plan.from_data(served.plan, origin="the running Tenuto")
+        plan = Plan.from_data(served.plan, origin="the running Tenuto", is_whole=False)
         sub_clusters = served.sub_clusters
 
         def find(name: str) -> Finder:

@@ -8,6 +8,7 @@ Settings that can change in place (models, batch sizes, the dispatcher's plan) a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Generic, TypeVar
 
 from tenuto.deployments.serve.user_config import (
@@ -16,8 +17,10 @@ from tenuto.deployments.serve.user_config import (
     GatewayConfig,
     GpuletConfig,
     GpuletSpec,
+    Listen,
     UserConfig,
 )
+from tenuto.errors import Problem, raise_if_any
 
 ENTRY_APPLICATION = "tenuto"
 CONTROL_APPLICATION = "tenuto-control"
@@ -143,6 +146,28 @@ class ServeConfig:
         """All applications, the entry first."""
         control = () if self.control is None else (self.control,)
         return (self.entry, *self.dispatchers, *self.gpulets, *control)
+
+    @property
+    def sockets(self) -> tuple[tuple[Listen, str], ...]:
+        """Where its processes listen, each with the option that says so."""
+        gateway = self.entry.user_config
+        named = (
+            (gateway.listen, "--port"),
+            (Listen(port=self.proxy_port), "--proxy-port"),
+            (gateway.operators, "--operator-port"),
+            (gateway.grpc, "--grpc-port"),
+        )
+        return tuple((listen, option) for listen, option in named if listen is not None)
+
+    def check_ports(self) -> None:
+        """Raise `InvalidInputError` if two sockets have the same port, unless each is on an address of its own."""
+        found: list[Problem] = []
+        for (one, first), (other, second) in combinations(self.sockets, 2):
+            is_apart = one.is_loopback != other.is_loopback and not {one.host, other.host} & {"0.0.0.0", "::"}
+            if one.port == other.port and not is_apart:
+                cure = f"Give {first} and {second} different ports."
+                found.append(Problem(second, other.port, f"is the port of {first} too", cure))
+        raise_if_any(found)
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data, ready for `serve deploy`."""

@@ -7,6 +7,7 @@ settings that must be in the environment before Ray starts.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -138,14 +139,9 @@ class Launcher:
         gateway, proxy = config.entry.user_config, Listen(port=config.proxy_port)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         ours = is_serving()
-        for listen, option in (
-            (gateway.listen, "--port"),
-            (proxy, "--proxy-port"),
-            (gateway.operators, "--operator-port"),
-            (gateway.grpc, "--grpc-port"),
-        ):
-            if listen is not None and not ours:
-                _check_port(listen.host, listen.port, option)
+        for listen, option in config.sockets:
+            if not ours:
+                check_port(listen.host, listen.port, option)
         try:
             how = {key: value for key, value in config.to_data().items() if key != "applications"}
             within(_SERVE_STARTS_S, serve.start, **how)
@@ -215,13 +211,16 @@ def is_serving() -> bool:
     return any(actor["name"] == "SERVE_CONTROLLER_ACTOR" for actor in actors)
 
 
-def _check_port(host: str, port: int, option: str) -> None:
-    """Raise if another process listens on the port. Serve would fail later, and not say why."""
+def check_port(host: str, port: int, option: str) -> None:
+    """Raise if nobody can listen there, as when another process does. Serve would fail later, and not say why."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise EnvironmentFaultError(
-                f"{host}:{port} is taken ({error.strerror}). Choose another with {option}."
-            ) from error
+            why = f"({error.strerror}). Choose another with"
+            if error.errno == errno.EADDRINUSE:
+                raise EnvironmentFaultError(f"{host}:{port} is taken {why} {option}.") from error
+            if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+                raise EnvironmentFaultError(f"{host} is no address of this machine {why} --host.") from error
+            raise EnvironmentFaultError(f"{host}:{port} cannot be listened on {why} {option}.") from error

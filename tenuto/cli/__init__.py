@@ -6,6 +6,7 @@ Data goes to stdout, progress to stderr. Exit codes: 0 ok, 1 verdict failed, 2 w
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -51,6 +52,8 @@ BRINGS = {
     "tenuto[vllm]": "vllm",
     "tenuto-lab": "sklearn xgboost",
 }
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # format: Linux's
 
 
 def verb_names() -> list[str]:
@@ -133,10 +136,22 @@ def exit_code(run: Callable[[], Any]) -> int:
             raise
         return _failed(f"error: this command needs the package '{error.name}'. Run: {installs(error.name)}", 3, error)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            _drop_what_cannot_be_written()
+            what = error.filename or "the output"
+            return _failed(f"error: {what} cannot be written ({error.strerror}). Write it elsewhere.", 3, error)
         return _failed(
             f"internal error: {type(error).__name__}: {error}. Set TENUTO_DEBUG=1 for the traceback.", 3, error
         )
     return code if isinstance(code, int) else 0
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Drop what stdout still holds if it cannot be written. Python would try again at the end, and exit with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def installs(module: str) -> str:

@@ -99,7 +99,7 @@ def command(
     if key_file is not None:
         os.environ[CLIENT_KEY] = _read_key(key_file)
     url = endpoint_of(address or (target if "://" in target else None), operators=False)
-    plan = Plan.from_data(served_plan(url), origin=url) if "://" in target else Plan.load(target)
+    plan = Plan.from_data(served_plan(url), origin=url, is_whole=False) if "://" in target else Plan.load(target)
     out = prepare_report(Path(folder), force=force) if folder is not None else None
     served, applications, notes = asked_of(plan)
     bodies = named_values("--body", given, "digits=pictures/")

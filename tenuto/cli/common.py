@@ -28,6 +28,7 @@ T = TypeVar("T")
 # Limit: memory of a GPU of a type that is known by a profile alone which does not say it. Nothing that is counted in
 # MiB fits; what generates is counted in the tokens of its profile.
 _NO_MIB = 1.0
+_WIDEST = 10_000  # limit: characters of a line of a table that goes to a file
 _AS_JSON = "tenuto.cli.as_json"  # key in the context of the verb that runs
 
 
@@ -55,8 +56,8 @@ def progress_console() -> Console:
 
 
 def stdout_console() -> Console:
-    """Return the console for results. When its output goes to a file, it is wide enough for tables."""
-    return _Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    """Return the console for results. When its output goes to a file or a pipe, lines are as wide as they need."""
+    return _Console(highlight=False, width=None if sys.stdout.isatty() else _WIDEST)
 
 
 def say(text: str) -> None:

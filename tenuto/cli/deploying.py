@@ -64,6 +64,7 @@ class ServingArguments:
         """
         from tenuto.batching.core.build import from_plan
         from tenuto.batching.registry import make_scheduler
+        from tenuto.deployments.control.fit import gpus_of
         from tenuto.deployments.control.settings import ControlSettings, check_policy
         from tenuto.deployments.security.keys import read_keys
         from tenuto.deployments.serve.deployment import Deployment
@@ -111,7 +112,8 @@ class ServingArguments:
         # A wrong name or option must fail here, and not later in a replica.
         make_scheduler(found.scheduler, from_plan(found.plan), found.scheduler_options)
         check_policy(found.control, found.plan)
-        found.config()
+        found.config().check_ports()
+        gpus_of(found.plan)
         check_texts(found)
         return found
 

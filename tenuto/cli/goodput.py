@@ -153,7 +153,7 @@ def _live(asked: VirtualArguments, seconds: float, clients: int, goal: Goal) -> 
     from tenuto.placement import Plan
 
     url = asked.source
-    models, applications, notes = asked_of(Plan.from_data(served_plan(url), origin=url))
+    models, applications, notes = asked_of(Plan.from_data(served_plan(url), origin=url, is_whole=False))
     for note in notes:
         tell(note)
     options = BenchOptions(url.rstrip("/"), seconds, asked.seed, warmup_s=asked.warmup_s, clients=clients)

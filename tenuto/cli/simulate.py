@@ -33,8 +33,10 @@ PROGRESS_S = 5.0  # limit: time between two lines of progress
 )
 def command(
     asked: VirtualArguments, rate_scale: float, folder: str | None, force: bool, control_file: str | None
-) -> None:
+) -> int:
     """Run PLAN in virtual time; or WORKLOAD, on a cluster in which every GPU hosts every model.
+
+    The exit code is 1 when no request is in time, as of a plan without gpu-lets.
 
     Example: tenuto simulate workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60 --seed 0
     """
@@ -47,8 +49,7 @@ def command(
                 if value is not None
             ]
         )
-        _run_controlled(asked, control_file, rate_scale)
-        return
+        return _run_controlled(asked, control_file, rate_scale)
     simulation = asked.simulation()
     out = _report_folder(folder, force=force)
     run = simulation.run(rate_scale)
@@ -63,9 +64,15 @@ def command(
     if out is not None:
         _write_report(out, run, simulation, rate_scale)
         notice(f"report: {out / 'report.html'}")
+    return _code(summary)
 
 
-def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: float) -> None:
+def _code(summary: Mapping[str, Any]) -> int:
+    """Return the exit code: 1 when requests came and none was in time."""
+    return int(bool(summary["offered_rps"]) and not summary["goodput_rps"])
+
+
+def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: float) -> int:
     from tenuto.deployments.control.journal import Kind
     from tenuto.loadgen.controlled import controlled_summary
 
@@ -81,7 +88,7 @@ def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: floa
     run = simulation.run(rate_scale, progress)
     summary = controlled_summary(run, asked.duration_s, since, simulation.workload.applications)
     if printed_as_json(summary):
-        return
+        return _code(summary)
     for what in ("application", "model"):
         if f"{what}s" in summary:
             print_table(
@@ -99,6 +106,7 @@ def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: floa
         f"back, {control['gpu_hours']:.2f} GPU-hours, {control['share_hours']:.2f} of them by share; "
         f"{summary['requests']:,} requests in {summary['wall_s']:.1f} s"
     )
+    return _code(summary)
 
 
 def _in_words(summary: Mapping[str, Any], scheduler_name: str) -> str:

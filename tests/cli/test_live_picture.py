@@ -1,6 +1,7 @@
 """`tenuto status --watch` shows what the live page shows, in as many lines as there are."""
 
 import asyncio
+import dataclasses
 import io
 
 import pytest
@@ -82,3 +83,24 @@ def test_once_it_says_what_was_turned_away(monkeypatch: pytest.MonkeyPatch, caps
     with pytest.raises(SystemExit):
         main(["status"])
     assert "turned away at the door: key 3, rate 5; wrong keys: 2\n" in capsys.readouterr().out
+
+
+def test_into_a_file_nothing_is_cut(
+    live: LiveStatus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = live.window.gpulets
+    name = "a-node-with-a-very-long-name-of-its-own.example.org/0/a"
+    first = replace(live.gpulets[0], id=name, models={f"network_{index:02d}": 32 for index in range(50)})
+    shown = replace(
+        live,
+        gpulets=[first, *live.gpulets[1:]],
+        window=dataclasses.replace(live.window, gpulets=figures | {name: figures[live.gpulets[0].id]}),
+    )
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("tenuto.deployments.serve.endpoint.get_told", lambda *_: shown)
+    with pytest.raises(SystemExit):
+        main(["status", "--watch"])
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert {gpulet.id for gpulet in shown.gpulets} | shown.models.keys() <= {*out.split()}
+    assert max(map(len, out.splitlines())) < 1000

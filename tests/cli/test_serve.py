@@ -243,6 +243,10 @@ def test_an_unknown_scheduler_is_refused_before_anything_starts(
         (("--emulate", "--executor", "torch"), "--executor: 'torch': contradicts --emulate. Give one of the two."),
         (("--tls-cert", "cert.pem"), "has one of tls_cert and tls_key. Give both, or neither.\n"),
         (("--host", "0.0.0.0"), "user_config of the gateway: listen.host is 0.0.0.0"),
+        (("--port", "7000", "--operator-port", "7000"), "--operator-port: 7000: is the port of --port too. Give "),
+        (("--port", "7000", "--operator-port", "7001"), "--operator-port: 7001: is the port of --proxy-port too. "),
+        (("--proxy-port", "8000", "--host", "localhost"), "--proxy-port: 8000: is the port of --port too. "),
+        (("--grpc-port", "8000"), "--grpc-port: 8000: is the port of --port too. "),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_anything_starts(

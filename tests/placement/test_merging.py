@@ -237,7 +237,7 @@ def test_a_bare_off_in_yaml_is_off(tmp_path: Any) -> None:
 
 PLAN: dict[str, Any] = {
     "policy": {"name": "hand"},
-    "gpus": [{"id": "n0/0", "type": "v100"}],
+    "gpus": [{"id": "n0/0", "type": "v100", "memory_mib": 60_000}],
     "gpulets": [
         {
             "id": "x",

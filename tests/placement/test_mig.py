@@ -300,7 +300,7 @@ def test_instances_are_empty_before_others_take_their_place(old: list[Any], new:
     now, target = plan(*old), plan(*new)
     target = renamed(target, now)
     rates = {spec.name: spec.rate_rps for spec in now.models}
-    gpus = tuple(Gpu(**gpu.model_dump(), memory_mib=81_920) for gpu in now.gpus)
+    gpus = tuple(gpu.as_gpu.model_copy(update={"memory_mib": 81_920}) for gpu in now.gpus)
     seen, stage = [now], now
     while (following := next_stage(stage, target, gpus, rates)) is not None:
         following.check_references()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.serve.launcher import start_local_ray, unused_port
+from tenuto.deployments.serve.launcher import check_port, start_local_ray, unused_port
 from tenuto.errors import EnvironmentFaultError
 
 
@@ -26,3 +26,13 @@ def test_an_unused_port_is_the_one_wished_for_or_none_that_outgoing_connections_
         port = unused_port(taken.getsockname()[1])
     assert 20000 <= port < 32768
     assert unused_port(port) == port
+
+
+def test_where_nobody_can_listen_is_said_with_the_option_that_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentFaultError, match=rf"127.0.0.1:{port} is taken .* with --grpc-port"):
+            check_port("127.0.0.1", port, "--grpc-port")
+    check_port("127.0.0.1", port, "--grpc-port")
+    with pytest.raises(EnvironmentFaultError, match=r"^192.0.2.1 is no address of this machine .* with --host"):
+        check_port("192.0.2.1", port, "--port")

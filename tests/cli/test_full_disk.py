@@ -1,0 +1,47 @@
+"""What cannot be written is told as that, whichever verb prints it."""
+
+from pathlib import Path
+
+import pytest
+
+from tenuto.cli import main
+
+WORKLOAD = "models: [{name: resnet50, rate_rps: 30, slo_ms: 200}]"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--help",
+        "policies",
+        "policies --json",
+        "plan w.yaml --gpus v100:1 --policy symphony",
+        "plan w.yaml --gpus v100:1 --policy symphony --json",
+        "simulate w.yaml --gpus v100:1 --duration-s 1",
+    ],
+)
+def test_a_full_disk_is_no_internal_error(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        with pytest.raises(SystemExit) as stop:
+            main(arguments.split())
+        full.flush()  # as Python does at its end
+    assert stop.value.code == 3
+    told = capsys.readouterr().err
+    assert told.endswith("error: the output cannot be written (No space left on device). Write it elsewhere.\n")
+
+
+def test_another_fault_of_the_system_stays_an_internal_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("tenuto.cli.root.main", fails)
+    with pytest.raises(SystemExit):
+        main([])
+    assert "internal error: OSError" in capsys.readouterr().err
