@@ -106,3 +106,13 @@ def test_mig_devices_are_types_whose_memory_their_name_tells() -> None:
 def test_what_only_looks_like_a_mig_device_is_refused(kind: str) -> None:
     with pytest.raises(InvalidInputError, match=f"unknown GPU type '{kind}'"):
         Cluster.parse(kind)
+
+
+def test_a_name_that_a_plan_gave_to_another_type_is_not_handed_out_again() -> None:
+    pool = GpuPool(Cluster.parse("a100-80gb:1,v100:1", elastic=True))
+    named = pool.take_named("n0/0", "v100")
+    bought = pool.take("a100-80gb")
+    assert named is not None
+    assert bought is not None
+    assert (named.type, bought.type) == ("v100", "a100-80gb")
+    assert named.id != bought.id

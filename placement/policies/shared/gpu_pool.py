@@ -37,11 +37,13 @@ class GpuPool:
         return self._bought(gpu_type)
 
     def take_named(self, gpu_id: str, gpu_type: str) -> Gpu | None:
-        """Hand out a GPU that another plan named, or None when there is no such GPU."""
-        for gpu in self._free.get(gpu_type, ()):
-            if gpu.id == gpu_id:
-                self._free[gpu_type].remove(gpu)
-                return gpu
+        """Hand out a GPU that another plan named, or None when there is no such GPU. On an elastic cluster a plan may
+        have given the id of a GPU to one of another type; nobody else gets that id then."""
+        named = next((gpu for free in self._free.values() for gpu in free if gpu.id == gpu_id), None)
+        if named is not None and (self.elastic or named.type == gpu_type):
+            self._free[named.type].remove(named)
+            if named.type == gpu_type:
+                return named
         if not self.elastic or gpu_type not in self.types:
             return None
         self._named.add(gpu_id)
