@@ -238,8 +238,8 @@ def _gpus(old: Plan, anew: Plan, cluster: Cluster) -> tuple[Gpu, ...]:
     if not cluster.elastic:
         return cluster.gpus
     pool, sizes = GpuPool(cluster), cluster.one_of_each
-    kept = [gpu for gpu in old.gpus if gpu.type in sizes and old.on_gpu(gpu.id)]
-    here = [Gpu(**sizes[gpu.type].model_dump() | gpu.model_dump(exclude={"memory_mib"})) for gpu in kept]
+    kept = ((g, sizes[g.type]) for g in old.gpus if g.type in sizes and old.on_gpu(g.id))
+    here = [size.model_copy(update={**dict(gpu), "memory_mib": size.memory_mib}) for gpu, size in kept]
     for gpu in here:
         pool.take_named(gpu.id, gpu.type)
     more = (pool.take(gpu.type) for gpu in anew.gpus if anew.on_gpu(gpu.id))

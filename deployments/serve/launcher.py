@@ -222,5 +222,5 @@ def check_port(host: str, port: int, option: str) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise EnvironmentFaultError(f"{host}:{port} is taken {why} {option}.") from error
             if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-                raise EnvironmentFaultError(f"{host} is no address of this machine {why} --host.") from error
+                raise EnvironmentFaultError(f"{host} is no IPv4 address of this machine {why} --host.") from error
             raise EnvironmentFaultError(f"{host}:{port} cannot be listened on {why} {option}.") from error

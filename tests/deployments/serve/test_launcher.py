@@ -34,5 +34,5 @@ def test_where_nobody_can_listen_is_said_with_the_option_that_says_so() -> None:
         with pytest.raises(EnvironmentFaultError, match=rf"127.0.0.1:{port} is taken .* with --grpc-port"):
             check_port("127.0.0.1", port, "--grpc-port")
     check_port("127.0.0.1", port, "--grpc-port")
-    with pytest.raises(EnvironmentFaultError, match=r"^192.0.2.1 is no address of this machine .* with --host"):
+    with pytest.raises(EnvironmentFaultError, match=r"^192.0.2.1 is no IPv4 address of this machine .* with --host"):
         check_port("192.0.2.1", port, "--port")
