@@ -74,7 +74,8 @@ def in_two_places() -> Plan:
     data = plan().to_data()
     place = next(each for each in data["gpulets"] if each["id"] == "b")
     others = [each for each in data["gpulets"] if each["id"] != "b"]
-    return Plan.from_data(data | {"gpulets": [*others, {**place, "id": "e"}, {**place, "id": "f"}]})
+    twice = [{**place, "id": "e"}, {**place, "id": "f"}]
+    return Plan.from_data(data | {"gpulets": [*others, *twice], "overcommits": True})
 
 
 async def test_streams_go_on_when_their_gpulet_is_taken_away_or_killed(url: str, launcher: Launcher) -> None:
