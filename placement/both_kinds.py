@@ -155,11 +155,14 @@ class _BothKinds:
         worst = min(_parts_served(found))
         if _worst_served(found) == apart:
             return _noted(found, f"models that generate share no GPU with others, as that gives {worst[1]} no more")
+        more = "serves more in all"
+        if worst[0] > apart[0]:
+            parts = f"{100 * worst[0]:.3g} % in place of {100 * apart[0]:.3g} %"
+            more = f"gives {worst[1]}, the model served worst, {parts} of its rate in time"
         return _noted(
             found,
-            f"models that generate share GPUs with others, which gives {worst[1]}, the model served worst, "
-            f"{100 * worst[0]:.3g} % in place of {100 * apart[0]:.3g} % of its rate in time; how they slow each other "
-            "down beyond their shares is not known",
+            f"models that generate share GPUs with others, which {more}; how they slow each other down beyond their "
+            "shares is not known",
         )
 
     def _of_others(self, policy: Policy, others: Workload, there: Cluster, profiles: Profiles) -> Plan:
