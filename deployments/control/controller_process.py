@@ -36,7 +36,7 @@ from tenuto.deployments.wire.status import ControllerState, ControllerStatus, Ev
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.versions import by_model, split_name
+from tenuto.placement.versions import by_model, split_name, versioned
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profile, Profiles
 
@@ -228,18 +228,19 @@ class ControllerReplica:
         ground = read_ground(self._store)
 
         def entries(controller: Controller) -> Edits:
-            edits = with_version(controller.workload, controller.rates.mean_rps, model, version, terms, entry)
+            edits = with_version(controller.workload, model, version, terms, entry)
             for spec in filter(None, edits.values()):
                 _check_profiled(spec, *ground)
             return edits
 
-        (spec,) = filter(None, (await self._edit(entries)).values())
-        return spec.model_dump(mode="json", exclude_defaults=True)
+        await self._edit(entries)
+        workload = await self._do(lambda live: live.controller.workload)
+        return workload[versioned(model, version)].model_dump(mode="json", exclude_defaults=True)
 
     async def promote(self, model: str, version: str) -> None:
         """Let a version take the rest of the requests in place of the present one; raise `InvalidInputError` when it
         cannot."""
-        await self._edit(lambda control: promoted(control.workload, control.rates.mean_rps, model, version))
+        await self._edit(lambda control: promoted(control.workload, model, version))
 
     async def take_back(self, model: str, version: str) -> None:
         """Send a version no more requests and end it; raise `InvalidInputError` when it must stay."""
