@@ -72,6 +72,7 @@ class TenutoHandle:
         self._copies = Copies()
         self._plan: Plan | None = None  # the plan of `_versioned`, its models with versions
         self._versioned: frozenset[str] = frozenset()
+        self._is_closed = False
 
     @classmethod
     async def connect(cls, *, wait_s: float = 20.0) -> TenutoHandle:
@@ -143,6 +144,8 @@ class TenutoHandle:
 
     def _name(self, model: str, version: str | None) -> str:
         """Return the plan's name of a model or a version; without a version, that of the one that takes the rest."""
+        if self._is_closed:
+            raise UnavailableError("this handle is closed. Connect again: `await TenutoHandle.connect()`.")
         plan = self._dispatchers.plan
         names = [spec.name for spec in plan.models] if plan is not None else []
         split = None if version else self._split(model)
@@ -376,6 +379,9 @@ class TenutoHandle:
 
     async def close(self) -> None:
         """Disconnect; what is under way fails."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         await self._dispatchers.close()
         if self._arena is not None:
             self._arena.close()
