@@ -187,8 +187,7 @@ class ControllerReplica:
             InvalidInputError: the model exists already (add) or does not (replace), the entry is invalid, or no profile
                 says what it costs.
         """
-        spec = parse_document(ModelSpec, dict(entry), origin="model")
-        _check_profiled(spec, *read_ground(self._store))
+        spec, ground = parse_document(ModelSpec, dict(entry), origin="model"), read_ground(self._store)
 
         def entries(controller: Controller) -> Edits:
             others = [other for other in controller.workload.models if other.name != spec.name]
@@ -196,6 +195,7 @@ class ControllerReplica:
                 rule = "is in the workload already" if add else "is not in the workload"
                 cure = "Use `tenuto model update`." if add else "Use `tenuto model add`."
                 raise refused("model", spec.name, rule, cure)
+            _check_profiled(spec, *ground)
             return {spec.name: checked([*others, spec])[spec.name]}
 
         await self._edit(entries)

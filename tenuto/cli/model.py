@@ -70,8 +70,9 @@ def add(entry: str, address: str | None) -> None:
 
     Example: tenuto model add '{name: resnet50, rate_rps: 100, slo_ms: 50}'
     """
+    spec = _entry(entry)
     with operations(address) as running:
-        running.ask(lambda controller: controller.set_model(_entry(entry), add=True))
+        running.ask(lambda controller: controller.set_model(spec, add=True))
     say("added; `tenuto control log` says when it is served")
 
 
@@ -83,8 +84,9 @@ def update(entry: str, address: str | None) -> None:
 
     Example: tenuto model update '{name: resnet50, rate_rps: 300, slo_ms: 50}'
     """
+    spec = _entry(entry)
     with operations(address) as running:
-        running.ask(lambda controller: controller.set_model(_entry(entry), add=False))
+        running.ask(lambda controller: controller.set_model(spec, add=False))
     say("updated; `tenuto control log` says what it changes")
 
 
