@@ -91,6 +91,8 @@ class Controller:
         reasons, self._reasons = self._reasons, {}
         self.advice = None
         if isinstance(result, str):
+            if not reasons:  # they have passed meanwhile
+                return
             self._mention(journal.no_plan(now_s, reasons, result), result, *reasons)
             return
         if result.plan is not None:
@@ -429,7 +431,8 @@ class Controller:
         questions, learned, change = self._questions, self._learned, self._settings.change
         if questions.out is not None:
             if self._now_s - questions.out.since_s > change.plan_timeout_s:
-                self.planned(self._now_s, questions.out.number, "the planner took too long")
+                why = f"the planner took more than {change.plan_timeout_s:g} s. Raise change.plan_timeout_s"
+                self.planned(self._now_s, questions.out.number, why)
             return
         if not self._reasons:
             return

@@ -35,7 +35,9 @@ from tenuto.deployments.serve.history import ClusterStore, History, Store
 from tenuto.deployments.wire.status import ControllerState, ControllerStatus, Event, LogLine
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
-from tenuto.placement.cluster import Gpu
+from tenuto.placement import Cluster
+from tenuto.placement.carrying import carries_alone, generating_problems, options_of, with_lengths
+from tenuto.placement.cluster import Gpu, node_of
 from tenuto.placement.versions import by_model, split_name, versioned
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profile, Profiles
@@ -367,19 +369,36 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogLine], None],
 def _check_profiled(spec: ModelSpec, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:
     """Raise `InvalidInputError` when no present GPU has a profile under which a lone request is in time. No plan could
     then hold this model, nor be made for the others."""
-    faults = []
-    for gpu_type in sorted({gpu.type for gpu in gpus}):
+    spec, faults = with_lengths(spec), []
+    for gpu in {gpu.type: gpu for gpu in gpus}.values():
         try:
-            alone_ms = profile_of(spec, gpu_type, profiles).latency_ms(1)
+            profile_of(spec, gpu.type, profiles)
+            rule = _why_late(spec, gpu, profiles, sum(node_of(other.id) == node_of(gpu.id) for other in gpus))
         except InvalidInputError as error:
             faults.append(error)
             continue
-        if alone_ms <= spec.slo_ms:
+        if rule is None:
             return
-        rule = f"a request alone takes {alone_ms:.1f} ms on a whole {gpu_type}"
-        faults.append(refused("model: slo_ms", spec.slo_ms, rule, "Allow more time."))
+        path, given = ("slo_ms", spec.slo_ms) if spec.slo is None else ("slo", spec.slo.model_dump())
+        faults.append(refused(f"model: {path}", given, rule, "Allow more time."))
     if faults:
         raise faults[0]
+
+
+def _why_late(spec: ModelSpec, gpu: Gpu, profiles: Profiles, together: int) -> str | None:
+    """Return why a lone request is late on a GPU, or on up to so many; None when it is not.
+
+    Raises:
+        InvalidInputError: its profile does not say what it takes.
+    """
+    if spec.generates is None:
+        alone_ms = profile_of(spec, gpu.type, profiles).latency_ms(1)
+        return None if alone_ms <= spec.slo_ms else f"a request alone takes {alone_ms:.1f} ms on a whole {gpu.type}"
+    problems = generating_problems([spec], Cluster.of([gpu]), profiles)
+    if problems:
+        raise InvalidInputError(problems)
+    fits = options_of(spec, gpu, profiles, carries_alone, together)
+    return None if fits else f"a request alone is late, or has no memory, on a whole {gpu.type}"
 
 
 def want_gpus(by_type: Mapping[str, int]) -> None:

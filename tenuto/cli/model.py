@@ -52,8 +52,13 @@ def listing(address: str | None) -> None:
         return
     print_table(
         ("model", "share", "declared rps", "SLO ms"),
-        ((e["name"], _part(e), f"{e['rate_rps']:g}", f"{e['slo_ms']:g}") for e in entries),
+        ((e["name"], _part(e), f"{e['rate_rps']:g}", _slo(e)) for e in entries),
     )
+
+
+def _slo(entry: Mapping[str, Any]) -> str:
+    slo = entry.get("slo")
+    return f"{entry['slo_ms']:g}" if slo is None else f"{slo['ttft_ms']:g}, {slo['tpot_ms']:g} a token"
 
 
 def _part(entry: Mapping[str, Any]) -> str:

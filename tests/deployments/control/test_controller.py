@@ -104,13 +104,13 @@ def test_a_change_is_made_before_what_it_replaces_is_broken() -> None:
     ("answer", "words"),
     [
         ("the solver broke", "Running plan kept: the solver broke"),
-        (None, "took too long"),
+        (None, "took more than 10 s. Raise change.plan_timeout_s"),
         (Proposal(None, "", ChangeWorth(False, "no other plan was found")), "no other plan was found"),
         (Proposal(TWO, "planned anew", ChangeWorth(False, "it carries less")), "it carries less"),
     ],
 )
 def test_what_is_no_better_plan_changes_nothing(answer: Proposal | str | None, words: str) -> None:
-    desk = Desk(ONE, GPUS)
+    desk = Desk(ONE, GPUS, {"change": {"plan_timeout_s": 10}})
     desk.rates["a"] = 700.0
     desk.answer = answer
     desk.look(30)
