@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tenuto.deployments.control.fit import gpus_of, renamed
-from tenuto.deployments.control.worth import Durations, stages
+from tenuto.deployments.control.interface import Durations
+from tenuto.deployments.control.worth import stages
 from tenuto.deployments.serve.diff import GpuletChange, LayoutChange, diff
 from tenuto.placement import Plan
 

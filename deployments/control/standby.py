@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tenuto.deployments.control.batches import with_latency
 from tenuto.deployments.control.fit import fresh_id
 from tenuto.deployments.control.steps import fits, needed_mib
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.costs import latency_up_to
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.whereabouts import is_at
@@ -123,13 +123,7 @@ def _larger(gpulet: Gpulet, more_pct: float, plan: Plan, profiles: Profiles, gpu
             return None
         if replica.latency is None:
             return None
-        size = replica.batch_size
-        # The plan's latency may include more than the profile's; the profile says what more share saves.
-        ratio = replica.latency.at(size) / before.at(size)
-        curve = latency_up_to(after, size).scaled(ratio)
-        models.append(
-            replica.model_copy(update={"latency": curve, "latency_ms": round(curve.at(size) * replica.slowdown, 6)})
-        )
+        models.append(with_latency(replica, before, after, replica.batch_size))
     return gpulet.model_copy(update={"share_pct": share_pct, "models": tuple(models)})
 
 

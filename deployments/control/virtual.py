@@ -17,7 +17,7 @@ from tenuto.batching.virtual.engine import Follows
 from tenuto.batching.virtual.running import Life, Look, RunningSystem
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.interface import Apply, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
+from tenuto.deployments.control.interface import Apply, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.deployments.control.remembered import Memory
@@ -257,7 +257,7 @@ class ControlledCluster:
             ready=look.ready,
             gpus=tuple(known[name] for name in sorted(known)),
             broken=look.broken,
-            gpulets={name: GpuletSeen(use.ratio) for name, use in look.gpulets.items() if use.ratio},
+            slowdowns={name: use.ratio for name, use in look.gpulets.items() if use.ratio},
         )
 
     # --- what it decides ------------------------------------------------------------------------------------------

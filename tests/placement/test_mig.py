@@ -8,8 +8,9 @@ import pytest
 
 from tenuto.deployments.control.fit import renamed
 from tenuto.deployments.control.foreseen import foresee
+from tenuto.deployments.control.interface import Durations
 from tenuto.deployments.control.steps import next_stage
-from tenuto.deployments.control.worth import CUTTING_S, Durations, stages
+from tenuto.deployments.control.worth import CUTTING_S, stages
 from tenuto.deployments.serve.diff import diff
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from tenuto.deployments.control.planning import PlanRequest, propose
-from tenuto.deployments.control.worth import CUTTING_S, Durations
+from tenuto.deployments.control.interface import Durations, PlanRequest
+from tenuto.deployments.control.planning import propose
+from tenuto.deployments.control.worth import CUTTING_S
 from tenuto.deployments.serve.diff import diff
 from tenuto.placement import Cluster, ModelSpec, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
