@@ -87,7 +87,7 @@ class PrivateDaemon:
                 else:
                     self.control.default_share_pct()
             except BaseException:
-                self._forget_presence()
+                self.leave()
                 raise
 
     def _make_folder(self) -> None:
@@ -169,7 +169,10 @@ class PrivateDaemon:
             self._sleep(0.1)
 
     def _pid_in_pipe_directory(self) -> int | None:
-        return _read_pid(self.control.pipe_directory / _PID_FILE)
+        try:
+            return int((self.control.pipe_directory / _PID_FILE).read_text(encoding="utf-8").strip())
+        except (OSError, ValueError):
+            return None
 
     def _owned_pid(self) -> int | None:
         """Return the pid of our running daemon; None if there is none, or if the pid belongs to another process now.
@@ -290,10 +293,6 @@ class PrivateDaemon:
         except ControlError:
             return ()
 
-    def servers(self) -> tuple[int, ...]:
-        """Return the pids of the daemon's servers."""
-        return self.control.servers()
-
     def terminate(self, client: int) -> None:
         """End a client that did not leave by itself. Call this before killing the process.
 
@@ -308,7 +307,9 @@ class PrivateDaemon:
 
     def leave(self) -> None:
         """Give up this process's place. It may stay a client of the daemon until it ends."""
-        self._forget_presence()
+        if self._presence is not None:
+            os.close(self._presence)
+            self._presence = None
 
     def is_ours(self) -> bool:
         """Return whether a daemon runs that Tenuto started."""
@@ -355,11 +356,6 @@ class PrivateDaemon:
         shutil.rmtree(self.control.pipe_directory, ignore_errors=True)
         return True
 
-    def _forget_presence(self) -> None:
-        if self._presence is not None:
-            os.close(self._presence)
-            self._presence = None
-
     def _open(self, name: str) -> int:
         return os.open(self._folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
@@ -396,10 +392,3 @@ def detach_reaper(gpu_uuid: str) -> None:
     subprocess.run(
         ["sh", "-c", detach, "sh", *command], env=without_mps(os.environ), check=True, start_new_session=True
     )
-
-
-def _read_pid(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="utf-8").strip())
-    except (OSError, ValueError):
-        return None

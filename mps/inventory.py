@@ -229,11 +229,7 @@ def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ..
     if not gpu.is_mig:
         return ()
     found = []
-    for index in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))):
-        try:
-            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-        except nvml.NVMLError:  # no device in this place
-            continue
+    for part in mig_handles(nvml, handle):
         attributes, memory = nvml.nvmlDeviceGetAttributes(part), nvml.nvmlDeviceGetMemoryInfo(part)
         name = text_of(nvml.nvmlDeviceGetName(part))
         if " MIG " not in name:  # drivers before 450.80 give the GPU's name
@@ -254,6 +250,13 @@ def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ..
             )
         )
     return tuple(found)
+
+
+def mig_handles(nvml: Nvml, handle: Any) -> Iterator[Any]:
+    """Yield the handles of a GPU's MIG devices."""
+    for index in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))):
+        with contextlib.suppress(nvml.NVMLError):  # no device in this place
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
 
 
 def _start(nvml: Nvml, handle: Any, part: Any) -> int | None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.mps.inventory import GpuProcesses, Nvml, answering, load_nvml, read_inventory, text_of
+from tenuto.mps.inventory import GpuProcesses, Nvml, answering, load_nvml, mig_handles, read_inventory, text_of
 from tenuto.mps.others import find_others
 from tenuto.mps.processes import Processes
 
@@ -247,11 +247,7 @@ class _Gpu:
     def _devices(self) -> dict[int, list[str]]:
         """Return the UUIDs of its MIG devices by the number of their instance."""
         found: dict[int, list[str]] = {}
-        for index in range(int(self._nvml.nvmlDeviceGetMaxMigDeviceCount(self._handle))):
-            try:
-                part = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(self._handle, index)
-            except self._nvml.NVMLError:  # no device in this place
-                continue
+        for part in mig_handles(self._nvml, self._handle):
             number = int(self._nvml.nvmlDeviceGetGpuInstanceId(part))
             found.setdefault(number, []).append(text_of(self._nvml.nvmlDeviceGetUUID(part)))
         return found

@@ -45,7 +45,7 @@ def find_others(found: tuple[int, ...], ours: Set[int], processes: Processes | N
 def processes_of(daemon: PrivateDaemon) -> frozenset[int]:
     """Return the pids of a daemon's servers and clients; none while it does not answer."""
     try:
-        return frozenset({*daemon.servers(), *daemon.clients()})
+        return frozenset({*daemon.control.servers(), *daemon.clients()})
     except ControlError:
         return frozenset()
 

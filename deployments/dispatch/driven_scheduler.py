@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from tenuto.batching.core.eager import EagerScheduler
 from tenuto.batching.core.scheduler import Dispatch, Refusal, Scheduler
-from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.core.told import SchedulerStatus
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.deployments.dispatch.core_time import LEAST_PATIENCE_MS, CoreTime
 from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.dispatch.measured_times import LatencyRatios, WayMeter
 from tenuto.deployments.dispatch.rehearsals import Compute, Computed, RehearsalRunner
-from tenuto.deployments.dispatch.unplanned import UnplannedScheduler
 from tenuto.deployments.wire.messages import BatchRan
 from tenuto.deployments.wire.status import NetworkStatus
 from tenuto.errors import refused
@@ -48,7 +48,7 @@ class DrivenScheduler:
         self._clock, self.way = clock, way
         self.time = CoreTime(clock, self.wake)
         self._on_refusals, self._on_dispatch = on_refusals, on_dispatch
-        self.scheduler: Scheduler = UnplannedScheduler()
+        self.scheduler: Scheduler = EagerScheduler(System((), ()))  # before there is a plan: of no model
         self.number = 0  # of the plan that it schedules
         self._ratios = LatencyRatios()
         self._rehearsals: Rehearsals | None = None  # of the scheduler
