@@ -150,7 +150,7 @@ class Dispatcher:
             asker: is told how the request ended.
             arrived_ms: when the request came, on the monotonic clock; default now.
             slo_ms: time allowed from then; the model's SLO by default. With zero or less the request expires at once.
-            client_id: the client's id of the request; it travels to the gpu-let's log.
+            client_id: the client's id of the request.
             reserve_ms: time kept of the deadline for the way back to the client.
             yields: the request may only fill up batches: when a full batch of its model waits, it is turned away.
 

@@ -1,4 +1,4 @@
-"""The last requests that ended, with their id and times. The id joins a client's record with a gpu-let's.
+"""The last requests that ended, with their clients' ids and their times.
 
 All times of a record are ms after `received_at_s`, on one clock. `start_ms` and `end_ms` are None when the gpu-let is
 on another node, with another clock: the difference of two clocks is never printed as a duration.
