@@ -76,7 +76,6 @@ class MigInstance:
 class MigLayout:
     """How a GPU is cut. `is_on`: it is in MIG mode; `is_pending`: it changes that mode at its next reset."""
 
-    gpu_uuid: str
     is_on: bool
     is_pending: bool
     instances: tuple[MigInstance, ...] = ()
@@ -195,7 +194,7 @@ class _Gpu:
             for cut, slices, _, number in self._instances():
                 found.append(MigInstance(cut, slices, tuple(devices.get(number, ()))))
         order = sorted(found, key=lambda instance: instance.cut.start)
-        return MigLayout(self._uuid, mode == _ON, mode != pending, tuple(order))
+        return MigLayout(mode == _ON, mode != pending, tuple(order))
 
     def profiles(self) -> list[_Profile]:
         """Return the sizes of instances that it knows."""

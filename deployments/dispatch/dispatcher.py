@@ -199,8 +199,8 @@ class Dispatcher:
             self._core.scheduler.cancel(now, request.model, request.id)
         self._core.carry_out(now)
 
-    def _send(self, decision: Dispatch, now: float) -> None:
-        self._batches.send(decision, self._requests.those(decision.request_ids), now)
+    def _send(self, decision: Dispatch) -> None:
+        self._batches.send(decision, self._requests.those(decision.request_ids))
 
     def generate(
         self,

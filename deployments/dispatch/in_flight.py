@@ -70,7 +70,6 @@ class Batch:
     members: list[tuple[str, int]]
     requests: list[Request]
     generation: int
-    dispatched_ms: float
     sent_ms: float
     start_ms: float
     finish_ms: float

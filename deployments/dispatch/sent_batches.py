@@ -79,7 +79,7 @@ class SentBatches:
 
     # --- to gpu-lets ------------------------------------------------------------------------------------------------
 
-    def send(self, decision: Dispatch, requests: list[Request], now: float) -> None:
+    def send(self, decision: Dispatch, requests: list[Request]) -> None:
         """Send a batch."""
         core = self._core
         program = core.scheduler.system.programs[decision.program]
@@ -96,7 +96,6 @@ class SentBatches:
             members,
             requests,
             core.number,
-            now,
             core.time.clock_ms,
             decision.start_ms,
             decision.finish_ms,
