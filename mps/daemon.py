@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -21,10 +20,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from tenuto.documents import write_whole
 from tenuto.mps.control import BINARY, Control, ControlError, MpsClient, Runner, Subprocesses
 from tenuto.mps.faults import MOST_FAULTS, WINDOW_S, FaultLog
-from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, is_unused, pipe_directory, read_record
+from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, Record, is_unused, pipe_directory, read_record
 from tenuto.mps.inventory import without_mps
 from tenuto.mps.processes import Processes
 
@@ -145,14 +146,8 @@ class PrivateDaemon:
 
     def _write_down(self, pid: int) -> None:
         """Record a daemon as ours, and start the reaper that will stop it."""
-        data = {
-            "pid": pid,
-            "started_at": self.processes.started_at(pid),
-            "gpu_uuid": self.gpu_uuid,
-            "uid": os.getuid(),
-            "pid_namespace": self.processes.namespace(),
-        }
-        write_whole(self._folder / OWNER, json.dumps(data))
+        record = Record(pid, self.processes.started_at(pid) or 0, self.gpu_uuid, self.processes.namespace())
+        write_whole(self._folder / OWNER, msgspec.json.encode(record).decode())
         self._start_reaper(self.gpu_uuid)
 
     def _wait_until_ready(self, timeout_s: float) -> None:

@@ -90,14 +90,13 @@ def without_mps(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def load_nvml() -> Nvml:
-    """Return the NVML binding; raises `EnvironmentFaultError` if nvidia-ml-py is not installed."""
+def load_nvml() -> Any:
+    """Return the NVML binding, which has no types; raises `EnvironmentFaultError` if nvidia-ml-py is not installed."""
     try:
         import pynvml
     except ModuleNotFoundError as error:
         raise EnvironmentFaultError("nvidia-ml-py is not installed. Run: pip install 'tenuto[serve]'") from error
-    module: Nvml = pynvml
-    return module
+    return pynvml
 
 
 def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:

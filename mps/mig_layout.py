@@ -133,7 +133,7 @@ def apply_layout(
         EnvironmentFaultError: a process is in the way, a reset is pending, or the driver refuses. The GPU then has the
             layout that it had; where that could not be brought back, the message says what it has.
     """
-    nvml = nvml or _load()
+    nvml = nvml or load_nvml()
     with answering(nvml), _told(nvml, gpu_uuid):
         gpu = _Gpu(nvml, gpu_uuid)
         before = gpu.layout()
@@ -369,9 +369,3 @@ def _told(nvml: MigNvml, gpu_uuid: str) -> Iterator[None]:
 
 def _refused(gpu_uuid: str, why: str, cure: str) -> EnvironmentFaultError:
     return EnvironmentFaultError(f"MIG layout of {gpu_uuid}: {why}. {cure}.")
-
-
-def _load() -> MigNvml:
-    module: Any = load_nvml()
-    found: MigNvml = module
-    return found

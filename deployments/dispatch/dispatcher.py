@@ -103,7 +103,7 @@ class Dispatcher:
         now = self._core.time.now_ms
         self._core.follow(plan, self._build_scheduler)
         self._plan, self._plan_data = plan, plan.to_data()
-        self.accounts.events.add(
+        self.accounts.happened(
             "plan applied", f"{len(plan.models)} models on {len(plan.gpulets)} gpu-lets, policy {plan.policy.name}"
         )
         self.accounts.advice.follow(plan, self._clock())
@@ -262,7 +262,7 @@ class Dispatcher:
         """Return the plan, the state of the gpu-lets, the counts, and measured beside planned latencies."""
         plan, accounts = self._plan, self.accounts
         if plan is None:
-            return DispatchingStatus(events=accounts.events.newest())
+            return DispatchingStatus(events=list(accounts.events))
         told = self._core.told()
         return DispatchingStatus(
             plan=self._plan_data,
@@ -273,7 +273,7 @@ class Dispatcher:
             autoscale=accounts.advice.status(self._clock()),
             scheduler=told,
             schedulers=[] if told is None else [told],
-            events=accounts.events.newest(),
+            events=list(accounts.events),
         )
 
     async def waiting(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tenuto.deployments.wire.status import DeviceStatus
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.faults import XidEvents
-from tenuto.mps.inventory import Nvml, text_of
+from tenuto.mps.inventory import Nvml, load_nvml, text_of
 
 logger = logging.getLogger("ray.serve")
 
@@ -36,13 +36,11 @@ class DeviceNvml(Nvml, Protocol):
 def load_device_nvml() -> DeviceNvml | None:
     """Return NVML; None if its package or the driver is missing."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
+        nvml: DeviceNvml = load_nvml()
+        nvml.nvmlInit()
     except Exception:  # no package, no library, no driver: each raises another kind
         return None
-    module: DeviceNvml = pynvml
-    return module
+    return nvml
 
 
 class DeviceFigures:

@@ -257,19 +257,19 @@ class ClusterArguments:
         return profiles_from(self.profile_names, gpu_types)
 
 
+def profiles_option(default: str) -> Callable[[Verb], Verb]:
+    """Return the option --profiles; `default` says which profiles are taken without it."""
+    help = f"Profile file or shipped profile; repeatable, earlier ones win. Default: {default}."
+    return click.option("--profiles", "profile_names", multiple=True, metavar="FILE|NAME", help=help)
+
+
 cluster_arguments = gathered(
     ClusterArguments,
     "where",
     click.option("--gpus", metavar="TYPE:COUNT[,…]", help="GPUs of one node, in short form, such as v100:4."),
     click.option("--cluster", "cluster_file", metavar="FILE", help="Cluster file instead of --gpus."),
     click.option("--elastic", is_flag=True, help="Use as many GPUs of these types as needed, at the lowest cost."),
-    click.option(
-        "--profiles",
-        "profile_names",
-        multiple=True,
-        metavar="FILE|NAME",
-        help="Profile file or shipped profile; repeatable, earlier ones win. Default: shipped ones for the GPU types.",
-    ),
+    profiles_option("shipped ones for the GPU types"),
 )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.cli.common import ClusterArguments, json_option, printed_as_json, tell, with_options
+from tenuto.cli.common import ClusterArguments, json_option, printed_as_json, profiles_option, tell, with_options
 from tenuto.cli.deploying import address_option, agree, operations, yes_option
 from tenuto.placement.plan import PolicyUsed
 
@@ -22,13 +22,7 @@ def draining_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_options(
         command,
         click.argument("nodes", nargs=-1, required=True, metavar="NODE…"),
-        click.option(
-            "--profiles",
-            "profile_names",
-            multiple=True,
-            metavar="FILE|NAME",
-            help="Profiles of the models. Default: the controller's, else the shipped profiles of the GPU types.",
-        ),
+        profiles_option("the controller's, else the shipped profiles of the GPU types"),
         click.option(
             "--policy", metavar="NAME", help="Policy for the new plan. Default: the controller's, else the plan's."
         ),

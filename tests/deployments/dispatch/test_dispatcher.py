@@ -157,7 +157,7 @@ async def test_a_gpulet_on_standby_is_used_the_moment_a_plan_has_it(start: Start
     dispatcher = await start(make_plan(("a", ("m",))), first, idle)
     dispatcher.apply(make_plan(("a", ("m",))), standby=["b"])
     events = dispatcher.accounts.events
-    await until(lambda: ("gpu-let connected", "b") in {(event.what, event.why) for event in events.newest()})
+    await until(lambda: ("gpu-let connected", "b") in {(event.what, event.why) for event in events})
     assert (await answer(submit(dispatcher, "m", X))).gpulet == "a"
     dispatcher.apply(make_plan(("b", ("m",))))
     assert dispatcher.is_ready()
