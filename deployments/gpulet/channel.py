@@ -220,7 +220,8 @@ class Channel:
             peer.connection.limit_bodies(state.most_asked_bytes())
             peer.connection.send(state)
         if connection.family == socket.AF_UNIX:
-            self._watch(peer)
+            with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
+                self._watch(peer)
         else:
             self._receive(peer)
 
