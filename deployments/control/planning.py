@@ -327,7 +327,6 @@ def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_r
             ),
         )
         placed = gpulet.model_copy(update={"id": fresh_id(gpu.id, names), "gpu": gpu.id})
-        names.add(placed.id)
         held[gpu.id].append(placed)
         new.append(placed)
     if not new:

@@ -66,9 +66,7 @@ def standbys(
             if larger is None or needed_mib(larger) > free_mib + 1e-6:
                 continue
             free_mib -= needed_mib(larger)
-            name = fresh_id(gpu_id, taken)
-            taken.add(name)
-            found.append(Standby(gpulet.id, larger.model_copy(update={"id": name})))
+            found.append(Standby(gpulet.id, larger.model_copy(update={"id": fresh_id(gpu_id, taken)})))
     return tuple(found)
 
 
@@ -88,9 +86,8 @@ def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[S
         ]
         if room:
             free_mib[room[0]] -= needed_mib(gpulet)
-            name = fresh_id(room[0], taken)
-            taken.add(name)
-            found.append(Standby(gpulet.id, gpulet.model_copy(update={"id": name, "gpu": room[0]}), is_twin=True))
+            twin = gpulet.model_copy(update={"id": fresh_id(room[0], taken), "gpu": room[0]})
+            found.append(Standby(gpulet.id, twin, is_twin=True))
     return tuple(found)
 
 
