@@ -150,25 +150,20 @@ def read_inventory(
             raise EnvironmentFaultError(f"NVML does not answer: {error}. Run nvidia-smi.") from error
 
 
-class GpuProcesses:
-    """The processes that NVML sees on a GPU: other processes before we start, and later the attached ones."""
-
-    def __init__(self, nvml: Nvml) -> None:
-        self._nvml = nvml
-
-    def on(self, uuid: str) -> tuple[int, ...]:
-        """Return the pids with a compute context on a GPU, CUDA MPS clients included; raises `EnvironmentFaultError`
-        when NVML fails."""
-        with answering(self._nvml):
-            try:
-                handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-                found = {int(p.pid) for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-                # Older drivers and bindings do not have this call. There, clients show as their server.
-                with contextlib.suppress(self._nvml.NVMLError, AttributeError):
-                    found |= {int(p.pid) for p in self._nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)}
-                return tuple(sorted(found))
-            except self._nvml.NVMLError as error:
-                raise EnvironmentFaultError(f"NVML does not know GPU {uuid}: {error}. Run nvidia-smi -L.") from error
+def processes_on(uuid: str, nvml: Nvml | None = None) -> tuple[int, ...]:
+    """Return the pids that NVML sees with a compute context on a GPU, CUDA MPS clients included; raises
+    `EnvironmentFaultError` when NVML fails."""
+    nvml = nvml or load_nvml()
+    with answering(nvml):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            found = {int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            # Older drivers and bindings do not have this call. There, clients show as their server.
+            with contextlib.suppress(nvml.NVMLError, AttributeError):
+                found |= {int(p.pid) for p in nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)}
+            return tuple(sorted(found))
+        except nvml.NVMLError as error:
+            raise EnvironmentFaultError(f"NVML does not know GPU {uuid}: {error}. Run nvidia-smi -L.") from error
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.mps.inventory import GpuProcesses, Nvml, answering, load_nvml, mig_handles, read_inventory, text_of
+from tenuto.mps.inventory import Nvml, answering, load_nvml, mig_handles, processes_on, read_inventory, text_of
 from tenuto.mps.others import find_others
 from tenuto.mps.processes import Processes
 
@@ -345,9 +345,8 @@ def _leave(
     sleep: Callable[[float], None],
 ) -> None:
     """Wait until no process is on GPUs or MIG devices; raises `EnvironmentFaultError` with those that stay."""
-    on = GpuProcesses(nvml)
     for left_s in range(leave_s, -1, -1):
-        pids = sorted({pid for device in devices for pid in on.on(device)})
+        pids = sorted({pid for device in devices for pid in processes_on(device, nvml)})
         if not pids:
             return
         if left_s:

@@ -94,16 +94,13 @@ class ArrivedBatch:
         self._peer.connection.send(message, buffers)
 
 
-class ArrivedSequence:
+class ArrivedSequence(NamedTuple):
     """One sequence to be generated, from its arrival at the gpu-let on. `received_at` is on the monotonic clock in
     s."""
 
-    __slots__ = ("message", "peer", "received_at")
-
-    def __init__(self, peer: Peer, message: Generate, received_at: float) -> None:
-        self.peer = peer
-        self.message = message
-        self.received_at = received_at
+    peer: Peer
+    message: Generate
+    received_at: float
 
 
 class LeftSequences(NamedTuple):
