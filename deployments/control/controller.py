@@ -48,9 +48,7 @@ class Controller:
         self._learned = Learned(settings, memory)
         self._changing = Changing(settings, memory, self._decisions.append)
         planned_rps = {spec.name: spec.rate_rps for spec in memory.plan.models}
-        self._questions = Questions(
-            planned_rps, average_s=settings.rates.average_s, horizon_s=settings.change.horizon_s
-        )
+        self._questions = Questions(planned_rps, settings)
         self._reasons: dict[Reason, str] = {}  # why to plan again
         self._checked_s = self._compared_s = -settings.interval_s
         self._now_s = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from tenuto.deployments.control.journal import Reason
-from tenuto.deployments.control.settings import Moved
+from tenuto.deployments.control.settings import ControlSettings, Moved
 from tenuto.placement.cluster import Gpu
 
 CHANCE = 3.0  # derived: a steady rate is so many standard deviations off in 0.3 % of the looks
@@ -27,15 +27,10 @@ class Question:
 class Questions:
     """Invariant: at most one question is out."""
 
-    def __init__(self, planned_rps: Mapping[str, float], *, average_s: float, horizon_s: float) -> None:
-        """Begin with the rates of the plan.
-
-        Args:
-            planned_rps: rates by model.
-            average_s: time constant of measured rates; chance moves them less when it is long.
-            horizon_s: how long an answer holds.
-        """
-        self._average_s, self._horizon_s = average_s, horizon_s
+    def __init__(self, planned_rps: Mapping[str, float], settings: ControlSettings) -> None:
+        """Begin with the rates of the plan. Chance moves measured rates less when their time constant is long; an
+        answer holds for the horizon."""
+        self._average_s, self._horizon_s = settings.rates.average_s, settings.change.horizon_s
         self._planned_rps = planned_rps
         self._number = 0
         self._last: Question | None = None

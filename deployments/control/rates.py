@@ -180,8 +180,4 @@ class Rates:
 
     def memory(self) -> RatesMemory:
         """Return what survives the controller."""
-        return RatesMemory(
-            self.mean_rps,
-            dict(zip(self._names, self._seconds.tolist(), strict=True)),
-            dict(zip(self._names, self._dispersion.tolist(), strict=True)),
-        )
+        return RatesMemory(self.mean_rps, self._named(self._seconds), self._named(self._dispersion))
