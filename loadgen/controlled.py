@@ -18,7 +18,7 @@ from tenuto.batching.core.system import TIME_TOLERANCE_MS, NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident, World
+from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident
 from tenuto.errors import refused
 from tenuto.loadgen.application_figures import label_stages
 from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load
@@ -79,7 +79,8 @@ class ControlledSimulation:
             self.profiles,
             self.settings,
             lambda system: make_scheduler(self.scheduler_name, system, self.options),
-            world=World(network=self.network, seed=self.seed),
+            network=self.network,
+            seed=self.seed,
             growth=growth,
             incidents=[Incident(at_s, lose=tuple(gpus)) for at_s, gpus in self.losses],
         ).run(self.settings.interval_s, progress)

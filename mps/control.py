@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, Protocol, cast
+from typing import Literal, Protocol, cast
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import without_mps
@@ -47,49 +47,37 @@ class Subprocesses:
         what = text.strip() or " ".join(arguments) or "start"
         # Files, not pipes: a daemon that is started here keeps inherited files open, so a pipe would never end.
         with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complaint:
-            code = self._run(arguments, text, environment, timeout_s, what, said, complaint)
+            try:
+                ended = subprocess.run(
+                    [self._binary, *arguments],
+                    input=text,
+                    env=dict(environment),
+                    stdout=said,
+                    stderr=complaint,
+                    text=True,
+                    timeout=timeout_s,
+                    check=False,
+                    start_new_session=True,
+                )
+            except FileNotFoundError:
+                raise ControlError(
+                    f"{self._binary} is not installed. Install the CUDA MPS control program of the driver, or plan "
+                    "with `mps: off`."
+                ) from None
+            except subprocess.TimeoutExpired:
+                raise ControlError(
+                    f"{self._binary} did not answer '{what}' within {timeout_s:g} s. Look into control.log, and "
+                    "stop the daemon if it hangs."
+                ) from None
+            except OSError as error:
+                raise ControlError(f"{self._binary} cannot be run: {error.strerror}.") from error
             said.seek(0)
             complaint.seek(0)
             answer = said.read()
-            if code != 0:
+            if ended.returncode != 0:
                 words = (complaint.read() or answer).strip() or "nothing"
-                raise ControlError(f"{self._binary} failed at '{what}' with code {code} and said: {words}")
+                raise ControlError(f"{self._binary} failed at '{what}' with code {ended.returncode} and said: {words}")
             return answer
-
-    def _run(
-        self,
-        arguments: list[str],
-        text: str,
-        environment: Mapping[str, str],
-        timeout_s: float,
-        what: str,
-        said: IO[str],
-        complaint: IO[str],
-    ) -> int:
-        try:
-            return subprocess.run(
-                [self._binary, *arguments],
-                input=text,
-                env=dict(environment),
-                stdout=said,
-                stderr=complaint,
-                text=True,
-                timeout=timeout_s,
-                check=False,
-                start_new_session=True,
-            ).returncode
-        except FileNotFoundError:
-            raise ControlError(
-                f"{self._binary} is not installed. Install the CUDA MPS control program of the driver, or plan with "
-                "`mps: off`."
-            ) from None
-        except subprocess.TimeoutExpired:
-            raise ControlError(
-                f"{self._binary} did not answer '{what}' within {timeout_s:g} s. Look into control.log, and "
-                "stop the daemon if it hangs."
-            ) from None
-        except OSError as error:
-            raise ControlError(f"{self._binary} cannot be run: {error.strerror}.") from error
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -21,10 +20,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from tenuto.documents import write_whole
 from tenuto.mps.control import BINARY, Control, ControlError, MpsClient, Runner, Subprocesses
 from tenuto.mps.faults import MOST_FAULTS, WINDOW_S, FaultLog
-from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, is_unused, pipe_directory, read_record
+from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, Record, is_unused, pipe_directory, read_record
 from tenuto.mps.inventory import without_mps
 from tenuto.mps.processes import Processes
 
@@ -87,7 +88,7 @@ class PrivateDaemon:
                 else:
                     self.control.default_share_pct()
             except BaseException:
-                self._forget_presence()
+                self.leave()
                 raise
 
     def _make_folder(self) -> None:
@@ -145,14 +146,8 @@ class PrivateDaemon:
 
     def _write_down(self, pid: int) -> None:
         """Record a daemon as ours, and start the reaper that will stop it."""
-        data = {
-            "pid": pid,
-            "started_at": self.processes.started_at(pid),
-            "gpu_uuid": self.gpu_uuid,
-            "uid": os.getuid(),
-            "pid_namespace": self.processes.namespace(),
-        }
-        write_whole(self._folder / OWNER, json.dumps(data))
+        record = Record(pid, self.processes.started_at(pid) or 0, self.gpu_uuid, self.processes.namespace())
+        write_whole(self._folder / OWNER, msgspec.json.encode(record).decode())
         self._start_reaper(self.gpu_uuid)
 
     def _wait_until_ready(self, timeout_s: float) -> None:
@@ -169,7 +164,10 @@ class PrivateDaemon:
             self._sleep(0.1)
 
     def _pid_in_pipe_directory(self) -> int | None:
-        return _read_pid(self.control.pipe_directory / _PID_FILE)
+        try:
+            return int((self.control.pipe_directory / _PID_FILE).read_text(encoding="utf-8").strip())
+        except (OSError, ValueError):
+            return None
 
     def _owned_pid(self) -> int | None:
         """Return the pid of our running daemon; None if there is none, or if the pid belongs to another process now.
@@ -290,10 +288,6 @@ class PrivateDaemon:
         except ControlError:
             return ()
 
-    def servers(self) -> tuple[int, ...]:
-        """Return the pids of the daemon's servers."""
-        return self.control.servers()
-
     def terminate(self, client: int) -> None:
         """End a client that did not leave by itself. Call this before killing the process.
 
@@ -308,7 +302,9 @@ class PrivateDaemon:
 
     def leave(self) -> None:
         """Give up this process's place. It may stay a client of the daemon until it ends."""
-        self._forget_presence()
+        if self._presence is not None:
+            os.close(self._presence)
+            self._presence = None
 
     def is_ours(self) -> bool:
         """Return whether a daemon runs that Tenuto started."""
@@ -355,11 +351,6 @@ class PrivateDaemon:
         shutil.rmtree(self.control.pipe_directory, ignore_errors=True)
         return True
 
-    def _forget_presence(self) -> None:
-        if self._presence is not None:
-            os.close(self._presence)
-            self._presence = None
-
     def _open(self, name: str) -> int:
         return os.open(self._folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
@@ -396,10 +387,3 @@ def detach_reaper(gpu_uuid: str) -> None:
     subprocess.run(
         ["sh", "-c", detach, "sh", *command], env=without_mps(os.environ), check=True, start_new_session=True
     )
-
-
-def _read_pid(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="utf-8").strip())
-    except (OSError, ValueError):
-        return None

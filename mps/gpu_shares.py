@@ -20,17 +20,14 @@ _PID_FILE = "nvidia-cuda-mps-control.pid"
 
 @dataclass(frozen=True)
 class GpuShares:
-    """Gives processes shares of one GPU. `sm_count` is that of the whole GPU."""
+    """Gives processes shares of one GPU. `sm_count` is that of the whole GPU; `environment` returns for a share in
+    percent the variables that a process needs in its environment when it starts.
+
+    If it does not attach, CUDA silently runs without the share. So the number of SMs that it sees must be checked.
+    """
 
     sm_count: int
-    environment_of: Callable[[float], Mapping[str, str]]
-
-    def environment(self, share_pct: float) -> Mapping[str, str]:
-        """Return the variables that a process needs in its environment when it starts.
-
-        If it does not attach, CUDA silently runs without the share. So the number of SMs that it sees must be checked.
-        """
-        return self.environment_of(share_pct)
+    environment: Callable[[float], Mapping[str, str]]
 
 
 def running_daemon(environment: Mapping[str, str] | None = None) -> Callable[[float], Mapping[str, str]] | None:

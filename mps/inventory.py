@@ -90,14 +90,13 @@ def without_mps(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def load_nvml() -> Nvml:
-    """Return the NVML binding; raises `EnvironmentFaultError` if nvidia-ml-py is not installed."""
+def load_nvml() -> Any:
+    """Return the NVML binding, which has no types; raises `EnvironmentFaultError` if nvidia-ml-py is not installed."""
     try:
         import pynvml
     except ModuleNotFoundError as error:
         raise EnvironmentFaultError("nvidia-ml-py is not installed. Run: pip install 'tenuto[serve]'") from error
-    module: Nvml = pynvml
-    return module
+    return pynvml
 
 
 def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:
@@ -151,25 +150,20 @@ def read_inventory(
             raise EnvironmentFaultError(f"NVML does not answer: {error}. Run nvidia-smi.") from error
 
 
-class GpuProcesses:
-    """The processes that NVML sees on a GPU: other processes before we start, and later the attached ones."""
-
-    def __init__(self, nvml: Nvml) -> None:
-        self._nvml = nvml
-
-    def on(self, uuid: str) -> tuple[int, ...]:
-        """Return the pids with a compute context on a GPU, CUDA MPS clients included; raises `EnvironmentFaultError`
-        when NVML fails."""
-        with answering(self._nvml):
-            try:
-                handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-                found = {int(p.pid) for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-                # Older drivers and bindings do not have this call. There, clients show as their server.
-                with contextlib.suppress(self._nvml.NVMLError, AttributeError):
-                    found |= {int(p.pid) for p in self._nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)}
-                return tuple(sorted(found))
-            except self._nvml.NVMLError as error:
-                raise EnvironmentFaultError(f"NVML does not know GPU {uuid}: {error}. Run nvidia-smi -L.") from error
+def processes_on(uuid: str, nvml: Nvml | None = None) -> tuple[int, ...]:
+    """Return the pids that NVML sees with a compute context on a GPU, CUDA MPS clients included; raises
+    `EnvironmentFaultError` when NVML fails."""
+    nvml = nvml or load_nvml()
+    with answering(nvml):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            found = {int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            # Older drivers and bindings do not have this call. There, clients show as their server.
+            with contextlib.suppress(nvml.NVMLError, AttributeError):
+                found |= {int(p.pid) for p in nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)}
+            return tuple(sorted(found))
+        except nvml.NVMLError as error:
+            raise EnvironmentFaultError(f"NVML does not know GPU {uuid}: {error}. Run nvidia-smi -L.") from error
 
 
 @contextlib.contextmanager
@@ -229,11 +223,7 @@ def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ..
     if not gpu.is_mig:
         return ()
     found = []
-    for index in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))):
-        try:
-            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-        except nvml.NVMLError:  # no device in this place
-            continue
+    for part in mig_handles(nvml, handle):
         attributes, memory = nvml.nvmlDeviceGetAttributes(part), nvml.nvmlDeviceGetMemoryInfo(part)
         name = text_of(nvml.nvmlDeviceGetName(part))
         if " MIG " not in name:  # drivers before 450.80 give the GPU's name
@@ -254,6 +244,13 @@ def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ..
             )
         )
     return tuple(found)
+
+
+def mig_handles(nvml: Nvml, handle: Any) -> Iterator[Any]:
+    """Yield the handles of a GPU's MIG devices."""
+    for index in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))):
+        with contextlib.suppress(nvml.NVMLError):  # no device in this place
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
 
 
 def _start(nvml: Nvml, handle: Any, part: Any) -> int | None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.mps.inventory import GpuProcesses, Nvml, answering, load_nvml, read_inventory, text_of
+from tenuto.mps.inventory import Nvml, answering, load_nvml, mig_handles, processes_on, read_inventory, text_of
 from tenuto.mps.others import find_others
 from tenuto.mps.processes import Processes
 
@@ -76,7 +76,6 @@ class MigInstance:
 class MigLayout:
     """How a GPU is cut. `is_on`: it is in MIG mode; `is_pending`: it changes that mode at its next reset."""
 
-    gpu_uuid: str
     is_on: bool
     is_pending: bool
     instances: tuple[MigInstance, ...] = ()
@@ -134,7 +133,7 @@ def apply_layout(
         EnvironmentFaultError: a process is in the way, a reset is pending, or the driver refuses. The GPU then has the
             layout that it had; where that could not be brought back, the message says what it has.
     """
-    nvml = nvml or _load()
+    nvml = nvml or load_nvml()
     with answering(nvml), _told(nvml, gpu_uuid):
         gpu = _Gpu(nvml, gpu_uuid)
         before = gpu.layout()
@@ -195,7 +194,7 @@ class _Gpu:
             for cut, slices, _, number in self._instances():
                 found.append(MigInstance(cut, slices, tuple(devices.get(number, ()))))
         order = sorted(found, key=lambda instance: instance.cut.start)
-        return MigLayout(self._uuid, mode == _ON, mode != pending, tuple(order))
+        return MigLayout(mode == _ON, mode != pending, tuple(order))
 
     def profiles(self) -> list[_Profile]:
         """Return the sizes of instances that it knows."""
@@ -247,11 +246,7 @@ class _Gpu:
     def _devices(self) -> dict[int, list[str]]:
         """Return the UUIDs of its MIG devices by the number of their instance."""
         found: dict[int, list[str]] = {}
-        for index in range(int(self._nvml.nvmlDeviceGetMaxMigDeviceCount(self._handle))):
-            try:
-                part = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(self._handle, index)
-            except self._nvml.NVMLError:  # no device in this place
-                continue
+        for part in mig_handles(self._nvml, self._handle):
             number = int(self._nvml.nvmlDeviceGetGpuInstanceId(part))
             found.setdefault(number, []).append(text_of(self._nvml.nvmlDeviceGetUUID(part)))
         return found
@@ -350,9 +345,8 @@ def _leave(
     sleep: Callable[[float], None],
 ) -> None:
     """Wait until no process is on GPUs or MIG devices; raises `EnvironmentFaultError` with those that stay."""
-    on = GpuProcesses(nvml)
     for left_s in range(leave_s, -1, -1):
-        pids = sorted({pid for device in devices for pid in on.on(device)})
+        pids = sorted({pid for device in devices for pid in processes_on(device, nvml)})
         if not pids:
             return
         if left_s:
@@ -374,9 +368,3 @@ def _told(nvml: MigNvml, gpu_uuid: str) -> Iterator[None]:
 
 def _refused(gpu_uuid: str, why: str, cure: str) -> EnvironmentFaultError:
     return EnvironmentFaultError(f"MIG layout of {gpu_uuid}: {why}. {cure}.")
-
-
-def _load() -> MigNvml:
-    module: Any = load_nvml()
-    found: MigNvml = module
-    return found

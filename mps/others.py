@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import ControlError
 from tenuto.mps.daemon import PrivateDaemon
-from tenuto.mps.inventory import GpuProcesses, load_nvml
+from tenuto.mps.inventory import Nvml, processes_on
 from tenuto.mps.processes import Processes
 
 _GPULET = "ray::ServeReplica:gpulet-"
@@ -34,7 +34,7 @@ def find_others(found: tuple[int, ...], ours: Set[int], processes: Processes | N
 
     Args:
         found: pids of all processes on the GPU, from NVML.
-        ours: pids of gpu-lets and the server, from the daemon, and of this process.
+        ours: pids of gpu-lets and the server, from the daemon.
         processes: reads facts about processes.
     """
     known = processes if processes is not None else Processes()
@@ -45,21 +45,17 @@ def find_others(found: tuple[int, ...], ours: Set[int], processes: Processes | N
 def processes_of(daemon: PrivateDaemon) -> frozenset[int]:
     """Return the pids of a daemon's servers and clients; none while it does not answer."""
     try:
-        return frozenset({*daemon.servers(), *daemon.clients()})
+        return frozenset({*daemon.control.servers(), *daemon.clients()})
     except ControlError:
         return frozenset()
 
 
-def read_others(
-    daemon: PrivateDaemon, own_pid: int | None = None, gpu: GpuProcesses | None = None
-) -> tuple[OtherProcess, ...] | None:
+def read_others(daemon: PrivateDaemon, nvml: Nvml | None = None) -> tuple[OtherProcess, ...] | None:
     """Return the other processes on a daemon's GPU; None if NVML does not tell."""
-    ours = processes_of(daemon) | ({own_pid} if own_pid is not None else set())
     try:
-        found = (gpu if gpu is not None else GpuProcesses(load_nvml())).on(daemon.gpu_uuid)
+        return find_others(processes_on(daemon.gpu_uuid, nvml), processes_of(daemon), daemon.processes)
     except EnvironmentFaultError:
         return None
-    return find_others(found, ours, daemon.processes)
 
 
 def others_on(gpu_uuid: str) -> tuple[OtherProcess, ...] | None:
@@ -67,7 +63,7 @@ def others_on(gpu_uuid: str) -> tuple[OtherProcess, ...] | None:
     does not tell."""
     try:
         daemon = PrivateDaemon(gpu_uuid)
-        found = read_others(daemon) if daemon.is_ours() else find_others(GpuProcesses(load_nvml()).on(gpu_uuid), set())
+        found = read_others(daemon) if daemon.is_ours() else find_others(processes_on(gpu_uuid), set())
     except EnvironmentFaultError:
         return None
     # Ray names the process of a replica after its application.

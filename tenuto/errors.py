@@ -105,8 +105,8 @@ def is_lack_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def raise_if_any(problems: Iterable[Problem]) -> None:
-    """Raise one `InvalidInputError` with all problems, or return when there are none."""
-    found = tuple(problems)
+def raise_if_any(problems: Iterable[Problem | str]) -> None:
+    """Raise one `InvalidInputError` with all problems, equal ones once, or return when there are none."""
+    found = tuple({str(problem): problem for problem in problems}.values())
     if found:
         raise InvalidInputError(found)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto.deployments.control.interface import ModelSeen
 from tenuto.deployments.control.rates import FALSE_ALARM
 
 
@@ -36,15 +37,14 @@ class Attainment:
         self._bad = 0.0
         self._lost = {}
 
-    def observe(self, now_s: float, good: Mapping[str, int], bad: Mapping[str, int]) -> list[str]:
+    def observe(self, now_s: float, seen: Mapping[str, ModelSeen]) -> list[str]:
         """Add the requests that ended since the last look; return the models that lose more than they may.
 
         The test compares the requests of the last looks, as many as speak loudest, with the share that may be lost
         (generalised likelihood ratio of a Bernoulli rate).
         """
-        counts = np.array([[good.get(name, 0), bad.get(name, 0)] for name in self._names], dtype=np.float64).reshape(
-            -1, 2
-        )
+        looked = [seen.get(name, ModelSeen()) for name in self._names]
+        counts = np.array([[each.good, each.bad] for each in looked], dtype=np.float64).reshape(-1, 2)
         self._looks.append((now_s, counts))
         self._bad += counts[:, 1].sum()
         while self._looks[0][0] <= now_s - self._window_s:

@@ -16,6 +16,7 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.costs import latency_up_to
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profiles
+from tenuto.profiles.latency import Latency
 
 GROWTH = 1.25  # derived: finer than the powers of two at which batches are profiled
 STEPS = 24  # derived: 1.25^24 = 212, beyond 128, the largest batch profiled
@@ -89,17 +90,18 @@ def _with_batch(
     size = max(replica.batch_size, min(largest, int(factor * replica.batch_size + 0.999)))
     if size == replica.batch_size or replica.latency is None:
         return replica
-    # The plan's latency may include more than the profile's (an unprofiled share); keep their ratio.
-    ratio = replica.latency.at(replica.batch_size) / latency.at(replica.batch_size)
-    curve = latency_up_to(latency, size).scaled(ratio)
-    return replica.model_copy(
-        update={
-            "batch_size": size,
-            "latency": curve,
-            "latency_ms": round(curve.at(size) * replica.slowdown, 6),
-            "memory_mib": model.memory_mib(size, share_pct),
-        }
-    )
+    larger = with_latency(replica, latency, latency, size)
+    return larger.model_copy(update={"memory_mib": model.memory_mib(size, share_pct)})
+
+
+def with_latency(replica: Replica, before: Latency, after: Latency, batch_size: int) -> Replica:
+    """Return a replica whose profile's latency changes, with batches up to this size. The plan's latency may include
+    more than the profile's, such as what a share costs that was not profiled; their ratio stays."""
+    assert replica.latency is not None
+    ratio = replica.latency.at(replica.batch_size) / before.at(replica.batch_size)
+    curve = latency_up_to(after, batch_size).scaled(ratio)
+    latency_ms = round(curve.at(batch_size) * replica.slowdown, 6)
+    return replica.model_copy(update={"batch_size": batch_size, "latency": curve, "latency_ms": latency_ms})
 
 
 def _take_turns(models: Sequence[Replica], specs: Mapping[str, ModelSpec]) -> bool:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tenuto.deployments.control import journal
-from tenuto.deployments.control.interface import Apply, Decision, Observation
+from tenuto.deployments.control.interface import Apply, Decision, Durations, Observation
 from tenuto.deployments.control.learned import FOLLOW
 from tenuto.deployments.control.pace import Pace
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.standby import Standby, still_fitting
 from tenuto.deployments.control.steps import next_stage
-from tenuto.deployments.control.worth import Durations
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.whereabouts import is_at

@@ -16,11 +16,11 @@ from dataclasses import replace
 from tenuto.deployments.control import journal
 from tenuto.deployments.control.canaries import Canaries
 from tenuto.deployments.control.changing import Changing
-from tenuto.deployments.control.interface import AdvisedPlan, Decision, MakePlan, Observation, WantGpus
+from tenuto.deployments.control.interface import AdvisedPlan, Decision, MakePlan, Observation, PlanRequest, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
 from tenuto.deployments.control.learned import Learned, News
 from tenuto.deployments.control.lengths import as_declared
-from tenuto.deployments.control.planning import PlanRequest, Proposal, without_others
+from tenuto.deployments.control.planning import Proposal, without_others
 from tenuto.deployments.control.questions import Questions
 from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
@@ -49,9 +49,7 @@ class Controller:
         self._learned = Learned(settings, memory)
         self._changing = Changing(settings, memory, self._decisions.append)
         planned_rps = {spec.name: spec.rate_rps for spec in memory.plan.models}
-        self._questions = Questions(
-            planned_rps, average_s=settings.rates.average_s, horizon_s=settings.change.horizon_s
-        )
+        self._questions = Questions(planned_rps, settings)
         self._reasons: dict[Reason, str] = {}  # why to plan again
         self._checked_s = self._compared_s = -settings.interval_s
         self._now_s = 0.0

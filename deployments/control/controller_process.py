@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import asdict
 
@@ -69,14 +69,7 @@ def read_ground(store: Store) -> tuple[Profiles, tuple[Gpu, ...]]:
     return profiles, tuple(parse_document(Gpu, data, origin="gpus") for data in ground["gpus"])
 
 
-class ClosablePlanner(Planner, Protocol):
-    """A planner that ends with the controller."""
-
-    def close(self) -> None:
-        """End it."""
-
-
-Begun = tuple[Live, ClosablePlanner]
+Begun = tuple[Live, Planner]
 Begin = Callable[[ControlSettings, Callable[[LogLine], None], Callable[[], None]], Begun]
 
 
@@ -287,7 +280,7 @@ class ControllerReplica:
 
     def _run(self) -> None:
         live: Live | None = None
-        planner: ClosablePlanner | None = None
+        planner: Planner | None = None
         try:
             while not self._is_over:
                 if live is None or self._new_settings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,9 +133,7 @@ def renamed(plan: Plan, running: Plan) -> Plan:
     found = []
     for gpulet in plan.gpulets:
         if then.get(gpulet.id, now[gpulet.id]) != now[gpulet.id]:
-            name = fresh_id(gpulet.gpu, taken)
-            taken.add(name)
-            gpulet = gpulet.model_copy(update={"id": name})
+            gpulet = gpulet.model_copy(update={"id": fresh_id(gpulet.gpu, taken)})
         found.append(gpulet)
     return plan.model_copy(update={"gpulets": tuple(found)})
 
@@ -149,12 +148,11 @@ def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
     return tuple(gpu.as_gpu for gpu in known.values())
 
 
-def fresh_id(gpu_id: str, taken: Collection[str]) -> str:
-    """Return the first id on a GPU that no gpu-let has yet."""
-    index = 0
-    while gpulet_id(gpu_id, index) in taken:
-        index += 1
-    return gpulet_id(gpu_id, index)
+def fresh_id(gpu_id: str, taken: set[str]) -> str:
+    """Return the first id on a GPU that no gpu-let has yet, and add it to those that are taken."""
+    name = next(name for index in count() if (name := gpulet_id(gpu_id, index)) not in taken)
+    taken.add(name)
+    return name
 
 
 _Pairs = list[tuple[float, int, str]]
@@ -214,9 +212,6 @@ def _named(new: Sequence[Gpulet], gpu_id: str, pairs: _Pairs, taken: set[str]) -
     ids = {i: name for _, i, name in pairs}
     found = []
     for index, gpulet in enumerate(new):
-        name = ids.get(index)
-        if name is None:
-            name = fresh_id(gpu_id, taken)
-            taken.add(name)
+        name = ids.get(index) or fresh_id(gpu_id, taken)
         found.append(gpulet.model_copy(update={"id": name, "gpu": gpu_id}))
     return found

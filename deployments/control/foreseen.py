@@ -6,8 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tenuto.deployments.control.fit import gpus_of, renamed
-from tenuto.deployments.control.worth import Durations, stages
-from tenuto.deployments.serve.diff import GpuletChange, LayoutChange, diff
+from tenuto.deployments.control.interface import Durations
+from tenuto.deployments.control.worth import stages
+from tenuto.deployments.serve.diff import GpuletChange, LayoutChange, diff, layout_changes
 from tenuto.placement import Plan
 
 
@@ -50,8 +51,7 @@ def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> Forese
         steps.append(ChangeStep(tuple(sorted(ids)), tuple(sorted(ids - ready)), without))
     kept = {replica.name for gpulet in wanted.gpulets for replica in gpulet.models}
     ended = tuple(GpuletChange(name, "stop", ("it runs and is in no plan",)) for name in strays)
-    found = diff(running, target)
-    changes = (*ended, *found.changes)
+    changes = (*ended, *diff(running, target))
     lost = tuple(name for name in served if name not in kept)
     undrained = tuple(name for name in running.drained if name not in wanted.drained)
-    return ForeseenChange(changes, tuple(steps), lost, wanted.drained, undrained, found.layouts)
+    return ForeseenChange(changes, tuple(steps), lost, wanted.drained, undrained, layout_changes(running, target))

@@ -34,14 +34,7 @@ class Learned:
         """Begin, or go on from memory."""
         self._settings = settings
         declared = _declared(memory.workload, memory.plan)
-        self.rates = Rates(
-            declared,
-            average_s=settings.rates.average_s,
-            settle_s=settings.rates.settle_s,
-            target=settings.attainment,
-            floor_rps=settings.rates.floor_rps,
-            memory=memory.rates,
-        )
+        self.rates = Rates(declared, settings.rates, settings.attainment, memory.rates)
         named = _counting(memory.workload)
         self.attainment = Attainment(named, target=settings.attainment, window_s=settings.change.horizon_s)
         self.lengths = MeasuredLengths(settings.rates.average_s)
@@ -58,9 +51,7 @@ class Learned:
         if seen.models:
             jumped = bool(self.rates.observe(now_s, seconds, {name: m.arrived for name, m in seen.models.items()}))
         self.lengths.observe(seconds, seen.models)
-        losing = self.attainment.observe(
-            now_s, {n: m.good for n, m in seen.models.items()}, {n: m.bad for n, m in seen.models.items()}
-        )
+        losing = self.attainment.observe(now_s, seen.models)
         slower = self._learn_slowdowns(seen)
         if jumped or self.slow_news() is not None:
             self.unsettle(now_s)
@@ -69,8 +60,8 @@ class Learned:
     def _learn_slowdowns(self, seen: Observation) -> list[str]:
         """Follow how long batches take over their profile, by program; its slowest gpu-let counts."""
         ratios: dict[str, float] = {}
-        for gpulet in seen.gpulets.values():
-            for program, ratio in gpulet.ratio.items():
+        for gpulet in seen.slowdowns.values():
+            for program, ratio in gpulet.items():
                 ratios[program] = max(ratios.get(program, 0.0), ratio)
         threshold, slower = self._settings.when.slow or 0.1, []
         for program, ratio in ratios.items():

@@ -7,12 +7,12 @@ rates; when the last fifth of it can hardly have come from that mean, it starts 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tenuto.deployments.control.interface import ModelSeen
 from tenuto.deployments.control.questions import CHANCE
-from tenuto.placement.generates import Generates
+from tenuto.placement.generates import Generates, Lengths
 from tenuto.placement.workload import ModelSpec
 
 _RECENT = 0.2  # limit: the part of the time constant after which a change is told from chance
@@ -67,7 +67,7 @@ class MeasuredLengths:
         """Begin with nothing measured; `average_s` is the time constant."""
         self._average_s = average_s
         self._followed: dict[str, tuple[_Followed, _Followed]] = {}
-        self._asked: dict[str, tuple[float, float]] = {}  # factors on declared lengths that were planned with
+        self._asked: dict[str, dict[str, float]] = {}  # factors on declared lengths that were planned with
 
     def observe(self, seconds: float, seen: Mapping[str, ModelSeen]) -> None:
         """Add the lengths of the requests that were answered in a look of so many seconds."""
@@ -78,46 +78,42 @@ class MeasuredLengths:
                 for each, mean in zip(followed, means, strict=True):
                     each.add(seconds, self._average_s, model.generated, mean)
 
-    def _factors(self, spec: ModelSpec) -> tuple[float, float]:
+    def _known(self, spec: ModelSpec) -> Iterator[tuple[str, _Mean, Lengths]]:
+        """Yield the declared lengths of a model that has been measured, by their key, with the measured mean."""
         followed, generates = self._followed.get(spec.name), spec.generates
-        if followed is None or generates is None:
-            return 1.0, 1.0
-        declared = generates.prompt_tokens, generates.output_tokens
-        prompt, output = (
-            1.0 if told is None or not each.long.differs(told.mean) else each.long.mean / told.mean
-            for each, told in zip(followed, declared, strict=True)
-        )
-        return prompt, output
+        if followed is not None and generates is not None:
+            told = {"prompt_tokens": generates.prompt_tokens, "output_tokens": generates.output_tokens}
+            for each, (key, declared) in zip(followed, told.items(), strict=True):
+                if declared is not None:
+                    yield key, each.long, declared
+
+    def _factors(self, spec: ModelSpec) -> dict[str, float]:
+        """Return the factors on declared lengths by their key, without those that may be right."""
+        known = self._known(spec)
+        return {key: long.mean / declared.mean for key, long, declared in known if long.differs(declared.mean)}
 
     def measured(self, specs: Iterable[ModelSpec]) -> tuple[ModelSpec, ...]:
         """Return the models with lengths as measured."""
         return tuple(self._measured(spec) for spec in specs)
 
     def _measured(self, spec: ModelSpec) -> ModelSpec:
-        prompt, output = self._factors(spec)
-        if spec.generates is None or (prompt, output) == (1.0, 1.0):
+        factors = self._factors(spec)
+        if spec.generates is None or not factors:
             return spec
-        lengths = {"prompt_tokens": spec.generates.prompt_tokens, "output_tokens": spec.generates.output_tokens}
-        factors = {"prompt_tokens": prompt, "output_tokens": output}
-        update = {key: told.scaled(factors[key]) for key, told in lengths.items() if told is not None}
+        update = {key: declared.scaled(factors[key]) for key, _, declared in self._known(spec) if key in factors}
         return spec.model_copy(update={"generates": spec.generates.model_copy(update=update)})
 
     def asked(self, specs: Iterable[ModelSpec]) -> None:
         """Note that these models are planned with their present lengths."""
-        self._asked = {spec.name: self._factors(spec) for spec in specs if spec.generates is not None}
+        self._asked = {spec.name: self._factors(spec) for spec in specs}
 
     def have_moved(self, specs: Iterable[ModelSpec]) -> bool:
         """Whether lengths differ by more than chance from those planned with last."""
-        for spec in specs:
-            followed, generates = self._followed.get(spec.name), spec.generates
-            if followed is None or generates is None:
-                continue
-            asked = self._asked.get(spec.name, (1.0, 1.0))
-            declared = generates.prompt_tokens, generates.output_tokens
-            for each, told, factor in zip(followed, declared, asked, strict=True):
-                if told is not None and each.long.differs(told.mean * factor):
-                    return True
-        return False
+        return any(
+            long.differs(declared.mean * self._asked.get(spec.name, {}).get(key, 1.0))
+            for spec in specs
+            for key, long, declared in self._known(spec)
+        )
 
 
 def as_declared(specs: Iterable[ModelSpec], declared: Iterable[ModelSpec]) -> tuple[ModelSpec, ...]:

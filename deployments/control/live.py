@@ -21,9 +21,17 @@ from msgspec import structs
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.cuts import Cuts, LayoutSide
 from tenuto.deployments.control.fit import gpus_of, renamed
-from tenuto.deployments.control.interface import Apply, Decision, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
+from tenuto.deployments.control.interface import (
+    Apply,
+    Decision,
+    MakePlan,
+    ModelSeen,
+    Observation,
+    PlanRequest,
+    WantGpus,
+)
 from tenuto.deployments.control.journal import Kind
-from tenuto.deployments.control.planning import PlanRequest, Proposal
+from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import Epoch
 from tenuto.deployments.control.steps import needed_mib
@@ -74,6 +82,9 @@ class Planner(Protocol):
 
     def answers(self) -> list[tuple[int, Proposal | str]]:
         """Return the answers since the last call, with the numbers of their questions."""
+
+    def close(self) -> None:
+        """End with the controller."""
 
 
 _GpuletApplication = ServeApplication[GpuletConfig]
@@ -315,7 +326,7 @@ class LiveSystem:
             ready=self._ready,
             gpus=self._there,
             broken=self._broken(states),
-            gpulets={gpulet.id: GpuletSeen(gpulet.slowdown) for gpulet in status.gpulets if gpulet.slowdown},
+            slowdowns={gpulet.id: gpulet.slowdown for gpulet in status.gpulets if gpulet.slowdown},
             seconds=seconds,
         )
 

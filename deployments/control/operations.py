@@ -142,11 +142,11 @@ class Operations:
         every = {gpu.id: gpu for gpu in (*self.ground()[1], *gpus_of(before))}.values()
         there = {application_name(gpu.id) for gpu in every if is_at(gpu, places)}
         held = {application_name(g.id) for g in before.gpulets if there & {application_name(gpu) for gpu in g.gpus}}
-        until_s = time.monotonic() + _EMPTIED_S
-        while left := [name for name in self.states() if name in held or name.rpartition("-")[0] in there]:
-            if time.monotonic() > until_s:
-                raise EnvironmentFaultError(f"{', '.join(left)} did not end within {_EMPTIED_S:g} s. See `ray status`.")
-            self._sleep(0.2)
+        _await_end(
+            lambda: [name for name in self.states() if name in held or name.rpartition("-")[0] in there],
+            _EMPTIED_S,
+            self._sleep,
+        )
         used = {gpu.label or gpu.address or "" for gpu in every if not is_at(gpu, places)}
         whole = {gpu.label or gpu.address or "" for gpu in every if is_at(gpu, places)} - used
         return self._applications.others_at(whole)
@@ -496,6 +496,15 @@ def _asked(question: Callable[[ControllerReplica], Coroutine[Any, Any, T]]) -> T
     return found
 
 
+def _await_end(left: Callable[[], list[str]], limit_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait until no application is left; raise `EnvironmentFaultError` when one is after the limit."""
+    until_s = time.monotonic() + limit_s
+    while names := left():
+        if time.monotonic() > until_s:
+            raise EnvironmentFaultError(f"{', '.join(names)} did not end within {limit_s:g} s. See `ray status`.")
+        sleep(0.2)
+
+
 def _remove(applications: Applications, store: Store) -> list[str]:
     """Drain and remove every application of ours, and forget its life; return their names."""
     ours = sorted(name for name in applications.states() if is_ours(name))
@@ -507,13 +516,7 @@ def _remove(applications: Applications, store: Store) -> list[str]:
 
         try:
             applications.delete(ours)
-            until_s = time.monotonic() + _GONE_S
-            while left := [name for name in applications.states() if name in ours]:
-                if time.monotonic() > until_s:
-                    raise EnvironmentFaultError(
-                        f"{', '.join(left)} did not end within {_GONE_S:g} s. See `ray status`."
-                    )
-                time.sleep(0.2)
+            _await_end(lambda: [name for name in applications.states() if name in ours], _GONE_S)
         except ActorDiedError:  # `tenuto serve` saw its deployment removed, and ended its own Ray
             return ours
     _forget_life(store)

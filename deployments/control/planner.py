@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-from tenuto.deployments.control.planning import PlanRequest, Proposal, propose
+from tenuto.deployments.control.interface import PlanRequest
+from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.errors import TenutoError
 from tenuto.profiles import Profiles
 
@@ -32,6 +33,9 @@ class NoPlanner:
     def answers(self) -> list[tuple[int, Proposal | str]]:
         """Return nothing."""
         return []
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to end."""
 
 
 class PlannerProcess:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tenuto.deployments.control.batches import raised
 from tenuto.deployments.control.fit import fitted, fresh_id, gpus_of
+from tenuto.deployments.control.interface import PlanRequest
 from tenuto.deployments.control.standby import Standby, standbys, twins
 from tenuto.deployments.control.steps import fits, made_anew
-from tenuto.deployments.control.worth import ChangeWorth, Durations, Rent, Scale
+from tenuto.deployments.control.worth import ChangeWorth, Rent, Scale
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
 from tenuto.placement.carrying import in_proportion
@@ -26,7 +27,7 @@ from tenuto.placement.cluster import Gpu, GpuGroup, Node, cost_of
 from tenuto.placement.completing import complete
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
-from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
+from tenuto.placement.plan import Expected, PlannedGpu
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.placement.surviving import asks, bearable, drained, unmet, with_losses, with_the_rest
@@ -36,36 +37,6 @@ from tenuto.profiles import ModelProfile, Profile, Profiles
 
 SLIGHT = 1e-3  # derived: of attainment; ten times `expectation.outlook.NOTHING`, the noise of promises
 BORROWS = 1.1  # derived from `batching.core.admission.MARGIN`: beyond it a model exceeds its planned rate
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """A question to the planner.
-
-    `workload` names the models, `traffic` is what has to be carried and `expected_rps` the expected average. `running`
-    is the plan that serves now, on `gpus`, those present. `types` are the GPU types that the cluster can grow by, with
-    the most of each; empty: it cannot grow. `slowdowns` is what batches of a program take over their profile.
-    `attainment` is the share of every model's requests that has to be in time. `standby_pct` asks for standby processes
-    with so much more of a GPU, `standby_gpus` for twins on so many GPUs; `standby_ids` already wait beside the running
-    plan. `only_standby`: no other plan is wanted.
-    """
-
-    workload: Workload
-    traffic: Traffic
-    expected_rps: Mapping[str, float]
-    running: Plan
-    gpus: tuple[Gpu, ...]
-    policy: PolicyUsed
-    durations: Durations
-    horizon_s: float
-    hysteresis: float
-    types: Mapping[str, int] = field(default_factory=dict)
-    slowdowns: Mapping[str, float] = field(default_factory=dict)
-    attainment: float = 0.99
-    standby_pct: float | None = None
-    standby_gpus: int = 0
-    standby_ids: frozenset[str] = frozenset()
-    only_standby: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,21 +75,9 @@ def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
 
 
 def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
-    rent = Rent(bool(request.types), _prices(request.gpus))
+    scale = Scale(request, Rent(bool(request.types), _prices(request.gpus)))
     wanted, found, faults = _candidates(request, profiles)
     best: tuple[tuple[float, ...], Proposal] | None = None
-    scale = Scale(
-        request.running,
-        request.gpus,
-        request.traffic,
-        request.expected_rps,
-        request.durations,
-        rent,
-        horizon_s=request.horizon_s,
-        hysteresis=request.hysteresis,
-        slowdowns=request.slowdowns,
-        attainment=request.attainment,
-    )
     asking, unmet_before = any(map(asks, request.workload.models)), _unmet(request, request.running)
     for how, unrated in found:
         plan = _made_for(unrated, request.traffic.upper_rps)
@@ -370,7 +329,6 @@ def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_r
             ),
         )
         placed = gpulet.model_copy(update={"id": fresh_id(gpu.id, names), "gpu": gpu.id})
-        names.add(placed.id)
         held[gpu.id].append(placed)
         new.append(placed)
     if not new:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from tenuto.deployments.control.journal import Reason
-from tenuto.deployments.control.settings import Moved
+from tenuto.deployments.control.settings import ControlSettings, Moved
 from tenuto.placement.cluster import Gpu
 
 CHANCE = 3.0  # derived: a steady rate is so many standard deviations off in 0.3 % of the looks
@@ -15,67 +15,55 @@ CHANCE = 3.0  # derived: a steady rate is so many standard deviations off in 0.3
 
 @dataclass(frozen=True)
 class Question:
-    """A question without an answer yet: its number, its time, and the GPUs present then."""
+    """A question: its number, its time, the GPUs present then, the needs and the reasons."""
 
     number: int
     since_s: float
     gpus: tuple[Gpu, ...]
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """An answered question: needs, reasons and time."""
-
     needs: Mapping[str, float]
     reasons: Collection[Reason]
-    at_s: float
 
 
 class Questions:
     """Invariant: at most one question is out."""
 
-    def __init__(self, planned_rps: Mapping[str, float], *, average_s: float, horizon_s: float) -> None:
-        """Begin with the rates of the plan.
-
-        Args:
-            planned_rps: rates by model.
-            average_s: time constant of measured rates; chance moves them less when it is long.
-            horizon_s: how long an answer holds.
-        """
-        self._average_s, self._horizon_s = average_s, horizon_s
+    def __init__(self, planned_rps: Mapping[str, float], settings: ControlSettings) -> None:
+        """Begin with the rates of the plan. Chance moves measured rates less when their time constant is long; an
+        answer holds for the horizon."""
+        self._average_s, self._horizon_s = settings.rates.average_s, settings.change.horizon_s
         self._planned_rps = planned_rps
         self._number = 0
-        self._answer: _Answer | None = None
-        self.out: Question | None = None
+        self._last: Question | None = None
+        self.out: Question | None = None  # without an answer yet
         self.is_repeated = False  # asked again because its first answer was outgrown
 
     def ask(self, now_s: float, needs: Mapping[str, float], reasons: Collection[Reason], gpus: tuple[Gpu, ...]) -> int:
         """Begin a question; return its number."""
         self._number += 1
-        self._planned_rps, self._answer = needs, _Answer(needs, reasons, now_s)
-        self.out = Question(self._number, now_s, gpus)
+        self._planned_rps = needs
+        self._last = self.out = Question(self._number, now_s, gpus, needs, reasons)
         return self._number
 
     def forget_answer(self) -> None:
         """Ask again as soon as there is a reason."""
-        self._answer = None
+        self._last = None
 
     def has_answered(self, now_s: float, needs: Mapping[str, float], reasons: Collection[Reason]) -> bool:
         """Whether the same question was answered lately."""
-        last = self._answer
-        is_fresh = last is not None and now_s - last.at_s < self._horizon_s and set(reasons) <= set(last.reasons)
+        last = self._last
+        is_fresh = last is not None and now_s - last.since_s < self._horizon_s and set(reasons) <= set(last.reasons)
         return is_fresh and not self.is_outgrown(needs)
 
     def is_outgrown(self, needs: Mapping[str, float]) -> bool:
         """Whether needs have moved since the last question by more than chance: of one model or of all together. Of
         many models with few requests each, some model always seems to have moved."""
-        if self._answer is None:
+        if self._last is None:
             return False
 
         def has_moved(then: float, now: float) -> bool:
             return abs(now - then) > CHANCE * math.sqrt(2.0 * then / self._average_s)  # of two averages
 
-        before = self._answer.needs
+        before = self._last.needs
         return (
             before.keys() != needs.keys()
             or has_moved(sum(before.values()), sum(needs.values()))

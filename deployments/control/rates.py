@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto.deployments.control.settings import RateSettings
 from tenuto.placement.expectation.outlook import Traffic
 
 # Derived: twice the logarithm of the likelihood ratio of a change is about chi-squared with one degree of freedom. By
@@ -49,35 +50,18 @@ class Rates:
     """Estimates for a set of models. Call `observe` once per look, with what arrived since the last one."""
 
     def __init__(
-        self,
-        declared_rps: Mapping[str, float],
-        *,
-        average_s: float,
-        settle_s: float,
-        target: float,
-        floor_rps: float,
-        memory: RatesMemory | None = None,
+        self, declared_rps: Mapping[str, float], settings: RateSettings, target: float, memory: RatesMemory
     ) -> None:
-        """Start from declared rates.
-
-        Args:
-            declared_rps: by model, the starting values.
-            average_s: time constant of the moving average.
-            settle_s: how long a need counts after it has fallen.
-            target: wanted attainment: how often a second may exceed the planned rate.
-            floor_rps: lowest planned rate, so that the first request of an unused model finds it.
-            memory: of an earlier process.
-        """
-        self._average_s = average_s
-        self._settle_s = settle_s
-        self._floor_rps = floor_rps
+        """Start from declared rates and what an earlier process remembered. `target`: wanted attainment, which says how
+        often a second may exceed the planned rate."""
+        self._average_s, self._settle_s, self._floor_rps = settings.average_s, settings.settle_s, settings.floor_rps
         self._quantile = NormalDist().inv_cdf(target)
         self._names: tuple[str, ...] = ()
         self._mean = self._lagged = self._seconds = self._dispersion = np.empty(0)
         self._recent: deque[tuple[float, NDArray[np.float64]]] = deque()  # (seconds, arrivals) of the last looks
         self._needs: deque[_Need] = deque()  # the last `settle_s`, newest last
         self._now_s = 0.0
-        self.set_models(declared_rps, memory or RatesMemory())
+        self.set_models(declared_rps, memory)
 
     def set_models(self, declared_rps: Mapping[str, float], memory: RatesMemory | None = None) -> None:
         """Estimate these models from now on; models that stay keep their estimates."""
@@ -196,8 +180,4 @@ class Rates:
 
     def memory(self) -> RatesMemory:
         """Return what survives the controller."""
-        return RatesMemory(
-            self.mean_rps,
-            dict(zip(self._names, self._seconds.tolist(), strict=True)),
-            dict(zip(self._names, self._dispersion.tolist(), strict=True)),
-        )
+        return RatesMemory(self.mean_rps, self._named(self._seconds), self._named(self._dispersion))

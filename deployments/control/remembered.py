@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from tenuto.deployments.control.interface import Durations
 from tenuto.deployments.control.rates import RatesMemory
-from tenuto.deployments.control.worth import Durations
 from tenuto.placement import Plan, Workload
 from tenuto.placement.workload import ModelSpec
 

@@ -18,8 +18,9 @@ Fraction = Annotated[float, Field(ge=0)]
 
 
 class RateSettings(StrictModel):
-    """How rates are followed. `average_s` is gpulet's period between two checks; `settle_s` is how long Kubernetes'
-    autoscaler waits by default before it scales down."""
+    """How rates are followed. `average_s` is the time constant of the moving average: gpulet's period between two
+    checks. `settle_s` is how long a need counts after it has fallen: as long as Kubernetes' autoscaler waits by default
+    before it scales down."""
 
     average_s: Seconds = 20.0
     settle_s: Annotated[float, Field(ge=0)] = 300.0

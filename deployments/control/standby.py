@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tenuto.deployments.control.batches import with_latency
 from tenuto.deployments.control.fit import fresh_id
 from tenuto.deployments.control.steps import fits, needed_mib
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.costs import latency_up_to
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.whereabouts import is_at
@@ -66,9 +66,7 @@ def standbys(
             if larger is None or needed_mib(larger) > free_mib + 1e-6:
                 continue
             free_mib -= needed_mib(larger)
-            name = fresh_id(gpu_id, taken)
-            taken.add(name)
-            found.append(Standby(gpulet.id, larger.model_copy(update={"id": name})))
+            found.append(Standby(gpulet.id, larger.model_copy(update={"id": fresh_id(gpu_id, taken)})))
     return tuple(found)
 
 
@@ -88,9 +86,8 @@ def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[S
         ]
         if room:
             free_mib[room[0]] -= needed_mib(gpulet)
-            name = fresh_id(room[0], taken)
-            taken.add(name)
-            found.append(Standby(gpulet.id, gpulet.model_copy(update={"id": name, "gpu": room[0]}), is_twin=True))
+            twin = gpulet.model_copy(update={"id": fresh_id(room[0], taken), "gpu": room[0]})
+            found.append(Standby(gpulet.id, twin, is_twin=True))
     return tuple(found)
 
 
@@ -123,13 +120,7 @@ def _larger(gpulet: Gpulet, more_pct: float, plan: Plan, profiles: Profiles, gpu
             return None
         if replica.latency is None:
             return None
-        size = replica.batch_size
-        # The plan's latency may include more than the profile's; the profile says what more share saves.
-        ratio = replica.latency.at(size) / before.at(size)
-        curve = latency_up_to(after, size).scaled(ratio)
-        models.append(
-            replica.model_copy(update={"latency": curve, "latency_ms": round(curve.at(size) * replica.slowdown, 6)})
-        )
+        models.append(with_latency(replica, before, after, replica.batch_size))
     return gpulet.model_copy(update={"share_pct": share_pct, "models": tuple(models)})
 
 

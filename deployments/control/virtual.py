@@ -17,7 +17,7 @@ from tenuto.batching.virtual.engine import Follows
 from tenuto.batching.virtual.running import Life, Look, RunningSystem
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.interface import Apply, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
+from tenuto.deployments.control.interface import Apply, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.deployments.control.remembered import Memory
@@ -28,6 +28,10 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Plan, Workload
 from tenuto.placement.cluster import Gpu, node_of
 from tenuto.profiles import Profiles
+
+_PLANNING_S = 0.5  # limit: until a plan comes
+_PROVISION_S = 60.0  # limit: until an asked GPU is present
+_NOTICE_S = 0.5  # limit: until a lost GPU is known; live, the next look knows when a node's raylet has died
 
 
 @dataclass(frozen=True)
@@ -46,33 +50,12 @@ class ControlledLoad:
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that happens at a time; exactly one other field is given.
-
-    `lose`: GPUs, or nodes with all of theirs; `bring`: the same, back. `slow`: from then on, what batches of a model
-    take over their profile. `workload`: the new declaration.
-    """
+    """Something that happens at a time. `lose`: GPUs, or nodes with all of theirs. `slow`: from then on, what batches
+    of a model take over their profile."""
 
     at_s: float
     lose: tuple[str, ...] = ()
-    bring: tuple[str, ...] = ()
     slow: Mapping[str, float] = field(default_factory=dict)
-    workload: Workload | None = None
-
-
-@dataclass(frozen=True)
-class World:
-    """What the cluster is like: how long things take, in seconds, and network delays.
-
-    `planning_s`: until a plan comes. `provision_s`: until an asked GPU is present. `notice_s`: until a lost GPU is
-    known; live, the next look knows when a node's raylet has died.
-    """
-
-    life: Life = field(default_factory=Life)
-    planning_s: float = 0.5
-    provision_s: float = 60.0
-    notice_s: float = 0.5
-    network: NetworkDelay = NO_DELAY
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,7 +123,8 @@ class ControlledCluster:
         settings: ControlSettings,
         make_scheduler: Callable[[System], Scheduler],
         *,
-        world: World | None = None,
+        network: NetworkDelay = NO_DELAY,
+        seed: int = 0,
         incidents: Sequence[Incident] = (),
         growth: Mapping[str, Gpu] | None = None,
     ) -> None:
@@ -154,13 +138,13 @@ class ControlledCluster:
             profiles: for the planner.
             settings: of the controller.
             make_scheduler: builds the scheduler of a plan's system.
-            world: what the cluster is like.
+            network: delays on the way to gpu-lets and back.
+            seed: of the times that processes need.
             incidents: in order of time.
             growth: one GPU of each type that the cluster can grow by.
         """
-        world = world or World()
         self._duration_s = load.duration_s
-        self._world, self._profiles, self._settings, self._growth = world, profiles, settings, growth or {}
+        self._profiles, self._settings, self._growth = profiles, settings, growth or {}
         slo_ms = {spec.name: spec.slo_ms for spec in workload.models}
         self._system = RunningSystem(
             load.names,
@@ -171,16 +155,15 @@ class ControlledCluster:
             deadlines_ms=load.deadlines_ms,
             follows=load.follows,
             life=Life((0.0, 0.0), (0.0, 0.0)),
-            network=world.network,
-            seed=world.seed,
+            network=network,
+            seed=seed,
             tokens=load.tokens,
         )
         self._system.apply(plan)
         self._system.advance(0.0)
-        self._system.life = world.life
+        self._system.life = Life()
         self._gpus = {gpu.id: gpu for gpu in gpus}
         self._unnoticed: dict[str, tuple[float, Gpu]] = {}  # lost GPUs: when the loss becomes known, the GPU
-        self._away: dict[str, Gpu] = {}
         self._coming = 0
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
@@ -257,7 +240,7 @@ class ControlledCluster:
             ready=look.ready,
             gpus=tuple(known[name] for name in sorted(known)),
             broken=look.broken,
-            gpulets={name: GpuletSeen(use.ratio) for name, use in look.gpulets.items() if use.ratio},
+            slowdowns={name: use.ratio for name, use in look.gpulets.items() if use.ratio},
         )
 
     # --- what it decides ------------------------------------------------------------------------------------------
@@ -288,7 +271,7 @@ class ControlledCluster:
             self._controller.planned(at_s, decision.number, result)
             self._carry_out(at_s)
 
-        self._at(now_s + self._world.planning_s, arrive)
+        self._at(now_s + _PLANNING_S, arrive)
 
     def _provide(self, now_s: float, wanted: Mapping[str, int]) -> None:
         """Bring missing GPUs, and release empty ones above what is wanted."""
@@ -300,7 +283,7 @@ class ControlledCluster:
                 if gpu.id not in used:
                     del self._gpus[gpu.id]
             for _ in range(count - len(there)):
-                self._at(now_s + self._world.provision_s, lambda _at_s, kind=kind: self._new_gpu(kind))  # type: ignore[misc]
+                self._at(now_s + _PROVISION_S, lambda _at_s, kind=kind: self._new_gpu(kind))  # type: ignore[misc]
 
     def _new_gpu(self, kind: str) -> None:
         self._coming += 1
@@ -313,16 +296,10 @@ class ControlledCluster:
         lost = _named(incident.lose, self._gpus)
         if lost:
             for name in lost:
-                gpu = self._away[name] = self._gpus.pop(name)
-                self._unnoticed[name] = now_s + self._world.notice_s, gpu
+                self._unnoticed[name] = now_s + _NOTICE_S, self._gpus.pop(name)
             self._system.lose([g.id for g in self._controller.plan.gpulets if {*lost} & {*g.gpus}])
-        for name in _named(incident.bring, self._away):
-            self._gpus[name] = self._away.pop(name)
         for program, factor in incident.slow.items():
             self._system.slow_down(program, factor)
-        if incident.workload is not None:
-            self._controller.set_workload(incident.workload)
-            self._carry_out(now_s)
 
     def _at(self, at_s: float, happen: Callable[[float], None]) -> None:
         self._count += 1

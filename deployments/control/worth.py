@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.steps import made_anew, next_stage, not_ready
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
@@ -22,15 +23,6 @@ from tenuto.placement.expectation.sharing import listed
 # or leaves MIG mode is reset.
 CUTTING_S = 10.0
 MOST_STAGES = 1000  # limit: one gpu-let at a time; more would be a bug in `steps`
-
-
-@dataclass(frozen=True)
-class Durations:
-    """What the phases of a change take on this cluster, in seconds: starting a process, and loading a model into a
-    running one."""
-
-    start_s: float
-    load_s: float
 
 
 @dataclass(frozen=True)
@@ -99,63 +91,36 @@ def stages(
 class Scale:
     """Weighs plans fitted to the running one, whose figures are computed once."""
 
-    def __init__(
-        self,
-        running: Plan,
-        gpus: Sequence[Gpu],
-        needed: Traffic,
-        expected_rps: Mapping[str, float],
-        durations: Durations,
-        rent: Rent,
-        *,
-        horizon_s: float,
-        hysteresis: float,
-        slowdowns: Mapping[str, float] | None = None,
-        attainment: float = 0.99,
-    ) -> None:
-        """Take what is common to all plans that are weighed.
-
-        Args:
-            running: the serving part of the running plan.
-            gpus: those present.
-            needed: the traffic to carry.
-            expected_rps: average rate by model for the next `horizon_s`.
-            durations: measured on this cluster.
-            rent: what GPUs cost.
-            horizon_s: how long the new plan is expected to hold.
-            hysteresis: how much more than its cost a change has to gain, as a fraction.
-            slowdowns: by program, what batches really take over what plans say.
-            attainment: part of its requests that a plan should promise every model; a lower promise carries less of the
-                model.
-        """
-        self._running, self._gpus, self._needed = running, gpus, needed
-        self._expected = Traffic(expected_rps)
-        self._durations, self._rent = durations, rent
-        self._horizon_s, self._hysteresis = horizon_s, hysteresis
-        self._outlooks, self._attainment = Outlooks(slowdowns), attainment
+    def __init__(self, request: PlanRequest, rent: Rent) -> None:
+        """Take what is asked of all plans that are weighed, and what GPUs cost. A plan that promises a model a smaller
+        part of its requests than `attainment` carries less of the model."""
+        self._asked, self._rent = request, rent
+        self._expected = Traffic(request.expected_rps)
+        self._outlooks = Outlooks(request.slowdowns)
 
     def weigh(self, target: Plan, relieved: int = 0) -> ChangeWorth:
         """Weigh going to a plan in which `relieved` more models lie as they ask (`tenuto.placement.surviving`)."""
-        weights = {spec.name: spec.weight for spec in (*self._running.models, *target.models)}
+        asked, running = self._asked, self._asked.running
+        weights = {spec.name: spec.weight for spec in (*running.models, *target.models)}
 
         def total(rates_rps: Mapping[str, float]) -> float:
             return sum(weights.get(name, 1.0) * rate for name, rate in rates_rps.items())
 
-        offered_rps = total(self._needed.mean_rps)
+        offered_rps = total(asked.traffic.mean_rps)
         slight_rps = NOTHING * offered_rps
-        needs_before, before_rps = (total(self._carried(self._running, of)) for of in (self._needed, self._expected))
-        needs_after, after_rps = (total(self._carried(target, of)) for of in (self._needed, self._expected))
+        needs_before, before_rps = (total(self._carried(running, of)) for of in (asked.traffic, self._expected))
+        needs_after, after_rps = (total(self._carried(target, of)) for of in (asked.traffic, self._expected))
         if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
             return ChangeWorth(False, f"the new plan carries {needs_after:.0f} r/s, the running one {needs_before:.0f}")
         carries_more = needs_after > needs_before + slight_rps
         if relieved < 0 and not carries_more:
             return ChangeWorth(False, "fewer models would survive a loss, or lie where they ask", needs_after)
         gains = carries_more or relieved > 0
-        rent_before, rent_after = self._rent.of(self._running), self._rent.of(target)
+        rent_before, rent_after = self._rent.of(running), self._rent.of(target)
         if not gains and rent_after >= rent_before:  # whatever the change costs
             why = f"the new plan carries no more and needs {rent_after:.2f} GPUs, the running one {rent_before:.2f}"
             return ChangeWorth(False, why, needs_after)
-        way = stages(self._running, target, self._gpus, self._expected.mean_rps, self._durations)
+        way = stages(running, target, asked.gpus, asked.expected_rps, asked.durations)
         seconds = sum(lasts_s for _, _, lasts_s in way)
         lost = 0.0
         for plan, ready, lasts_s in way:
@@ -164,13 +129,13 @@ class Scale:
                 kept = self._carried(plan.model_copy(update={"gpulets": there}), self._expected)
                 lost += max(0.0, before_rps - total(kept)) * lasts_s
         spent = sum(max(0.0, self._rent.of(plan) - rent_before) * lasts_s for plan, _, lasts_s in way)
-        left_s = max(0.0, self._horizon_s - seconds)
+        left_s = max(0.0, asked.horizon_s - seconds)
         gained, saved = (after_rps - before_rps) * left_s, (rent_before - rent_after) * left_s
         is_free = lost <= slight_rps * seconds
-        cut = _cut(self._running, target)
+        cut = _cut(running, target)
         if cut:
             cut += f" takes {seconds:.0f} s and loses {lost:.0f} requests"
-        most = 1.0 + self._hysteresis
+        most = 1.0 + asked.hysteresis
         figures = (needs_after, gained, lost, saved, spent, seconds, len(way))
         if gains:
             if is_free or gained > most * lost:
@@ -189,7 +154,7 @@ class Scale:
 
     def _carried(self, plan: Plan, traffic: Traffic) -> dict[str, float]:
         """Return the requests per second of each model that a plan carries."""
-        kept = self._outlooks.kept(plan, traffic, self._attainment)
+        kept = self._outlooks.kept(plan, traffic, self._asked.attainment)
         return {name: part * traffic.mean_rps[name] for name, part in kept.items()}
 
 

@@ -63,21 +63,6 @@ class ModelCounters(ModelCounts, kw_only=True):
         )
 
 
-class EventLog:
-    """The last events of gpu-lets and plans, for operators."""
-
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
-
-    def add(self, what: str, why: str) -> None:
-        """Note an event: what happened, and in `why` to which gpu-let or plan and for what reason."""
-        self._events.appendleft(Event(time.time(), what, why))
-
-    def newest(self) -> list[Event]:
-        """Return the events, newest first."""
-        return list(self._events)
-
-
 class Accounts:
     """Invariant: every submitted request that is no longer open is counted under exactly one outcome or as
     cancelled."""
@@ -86,7 +71,11 @@ class Accounts:
         self.counters: defaultdict[str, ModelCounters] = defaultdict(ModelCounters)
         self.ended = RequestLog()
         self.advice = LiveAdvice()
-        self.events = EventLog()
+        self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)  # of gpu-lets and plans, the newest first
+
+    def happened(self, what: str, why: str) -> None:
+        """Note an event for operators: what happened, and in `why` to which gpu-let or plan and for what reason."""
+        self.events.appendleft(Event(time.time(), what, why))
 
     def status(self, plan: Plan, waiting: Mapping[str, int]) -> dict[str, ModelStatus]:
         """Return the counts of every model of a plan, of which so many requests wait."""

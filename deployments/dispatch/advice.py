@@ -20,7 +20,7 @@ class LiveAdvice:
     def __init__(self, options: AutoscaleOptions = LIVE_OPTIONS) -> None:
         self._options = options
         self._advisor: AutoscaleAdvisor | None = None
-        self._gpu_of: dict[str, str] = {}
+        self._gpus_of: dict[str, tuple[str, ...]] = {}
         self._busy_s: dict[str, float] = {}
         self._good = self._bad = 0
         self._ticked_s = 0.0

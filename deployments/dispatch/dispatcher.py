@@ -103,7 +103,7 @@ class Dispatcher:
         now = self._core.time.now_ms
         self._core.follow(plan, self._build_scheduler)
         self._plan, self._plan_data = plan, plan.to_data()
-        self.accounts.events.add(
+        self.accounts.happened(
             "plan applied", f"{len(plan.models)} models on {len(plan.gpulets)} gpu-lets, policy {plan.policy.name}"
         )
         self.accounts.advice.follow(plan, self._clock())
@@ -150,7 +150,7 @@ class Dispatcher:
             asker: is told how the request ended.
             arrived_ms: when the request came, on the monotonic clock; default now.
             slo_ms: time allowed from then; the model's SLO by default. With zero or less the request expires at once.
-            client_id: the client's id of the request; it travels to the gpu-let's log.
+            client_id: the client's id of the request.
             reserve_ms: time kept of the deadline for the way back to the client.
             yields: the request may only fill up batches: when a full batch of its model waits, it is turned away.
 
@@ -199,8 +199,8 @@ class Dispatcher:
             self._core.scheduler.cancel(now, request.model, request.id)
         self._core.carry_out(now)
 
-    def _send(self, decision: Dispatch, now: float) -> None:
-        self._batches.send(decision, self._requests.those(decision.request_ids), now)
+    def _send(self, decision: Dispatch) -> None:
+        self._batches.send(decision, self._requests.those(decision.request_ids))
 
     def generate(
         self,
@@ -262,7 +262,7 @@ class Dispatcher:
         """Return the plan, the state of the gpu-lets, the counts, and measured beside planned latencies."""
         plan, accounts = self._plan, self.accounts
         if plan is None:
-            return DispatchingStatus(events=accounts.events.newest())
+            return DispatchingStatus(events=list(accounts.events))
         told = self._core.told()
         return DispatchingStatus(
             plan=self._plan_data,
@@ -273,7 +273,7 @@ class Dispatcher:
             autoscale=accounts.advice.status(self._clock()),
             scheduler=told,
             schedulers=[] if told is None else [told],
-            events=accounts.events.newest(),
+            events=list(accounts.events),
         )
 
     async def waiting(self) -> dict[str, int]:

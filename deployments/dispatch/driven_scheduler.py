@@ -34,7 +34,7 @@ class DrivenScheduler:
         way: WayMeter,
         compute: Compute | None,
         on_refusals: Callable[[Sequence[Refusal]], None],
-        on_dispatch: Callable[[Dispatch, float], None],
+        on_dispatch: Callable[[Dispatch], None],
     ) -> None:
         """Begin without a plan.
 
@@ -43,7 +43,7 @@ class DrivenScheduler:
             way: measures the delays to gpu-lets.
             compute: runs the replays of rehearsals; by default in another process.
             on_refusals: ends requests that the scheduler gives up.
-            on_dispatch: sends a batch that it decides on, at a time of its clock.
+            on_dispatch: sends a batch that it decides on.
         """
         self._clock, self.way = clock, way
         self.time = CoreTime(clock, self.wake)
@@ -101,7 +101,7 @@ class DrivenScheduler:
             self._on_refusals(scheduler.drain_refusals())
             for decision in scheduler.drain():
                 if isinstance(decision, Dispatch):
-                    self._on_dispatch(decision, now_ms)
+                    self._on_dispatch(decision)
         self.time.arm(scheduler.next_wake_ms, now_ms)
 
     def carry_out_refusals(self, now_ms: float) -> None:

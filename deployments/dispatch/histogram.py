@@ -24,31 +24,26 @@ def buckets_around(slo_ms: float) -> tuple[float, ...]:
 class Histogram:
     """Counts of values up to each bound and above the last. To add a value costs about half a microsecond."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_counts", "_sum", "bounds")
 
     def __init__(self, bounds: Sequence[float] = ()) -> None:
         """Take the upper bounds, in ascending order; a value equal to one is counted below it."""
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
+        self.bounds = tuple(bounds)
+        self._counts = [0] * (len(self.bounds) + 1)
         self._sum = 0.0
-
-    @property
-    def bounds(self) -> tuple[float, ...]:
-        """The upper bounds."""
-        return self._bounds
 
     def add(self, value: float, times: int = 1) -> None:
         """Count a value, in the unit of the bounds, `times` times."""
-        self._counts[bisect_left(self._bounds, value)] += times
+        self._counts[bisect_left(self.bounds, value)] += times
         self._sum += value * times
 
     def add_all(self, values: Sequence[float]) -> None:
         """Count values, each once."""
-        bounds, counts = self._bounds, self._counts
+        bounds, counts = self.bounds, self._counts
         for value in values:
             counts[bisect_left(bounds, value)] += 1
         self._sum += sum(values)
 
     def buckets(self) -> Buckets:
         """Return the counts so far."""
-        return Buckets(list(self._bounds), list(self._counts), self._sum)
+        return Buckets(list(self.bounds), list(self._counts), self._sum)

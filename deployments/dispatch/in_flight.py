@@ -70,7 +70,6 @@ class Batch:
     members: list[tuple[str, int]]
     requests: list[Request]
     generation: int
-    dispatched_ms: float
     sent_ms: float
     start_ms: float
     finish_ms: float
@@ -99,7 +98,6 @@ class Batch:
 def pack_batch(batch: Batch, *, shares_memory: bool) -> tuple[RunBatch, list[Buffer]]:
     """Return the message and the body of a batch with requests. `shares_memory`: the gpu-let can map our memory."""
     requests = batch.requests
-    ids = [request.client_id for request in requests]
     if len(batch.members) == 1 and len(requests[0].parts) == 1:
         ordered = [request.parts[0] for request in requests]
     else:
@@ -110,10 +108,10 @@ def pack_batch(batch: Batch, *, shares_memory: bool) -> tuple[RunBatch, list[Buf
             first += rows
             ordered += [request.parts[position] for position in range(len(mine[0].parts)) for request in mine]
     if not any(part.arena or part.dtype for part in ordered):
-        return RunBatch(batch.number, batch.name, batch.members, [], [], ids), [part.data for part in ordered]
+        return RunBatch(batch.number, batch.name, batch.members, [], []), [part.data for part in ordered]
     places = Places(shares_memory=shares_memory)
     found = [places.put(part) for part in ordered]
-    return RunBatch(batch.number, batch.name, batch.members, places.arenas, found, ids), places.buffers
+    return RunBatch(batch.number, batch.name, batch.members, places.arenas, found), places.buffers
 
 
 def split_reply(

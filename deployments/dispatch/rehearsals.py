@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import pickle
-import struct
 import subprocess
 import sys
 import time
@@ -20,7 +19,6 @@ logger = logging.getLogger("ray.serve")
 
 _LONGEST_S = 60.0  # limit: after this time a replay is given up
 _ENDS_S = 60.0  # limit: the wait for a process to end after a kill
-_LENGTH = struct.Struct("<Q")
 # The process runs only when no other process wants the core. The lowest niceness is not enough: such a process still
 # keeps the core until the end of its time slice, some 3 ms. These lines come before any import, because imports take
 # 0.8 s just when the first requests come.
@@ -64,12 +62,12 @@ class RehearsalProcess:
         """
         try:
             async with asyncio.timeout(self._longest_s):
-                return await asyncio.get_running_loop().run_in_executor(None, self._run, pickle.dumps(job))
+                return await asyncio.get_running_loop().run_in_executor(None, self._run, job)
         except BaseException:
             self.close()  # otherwise half an answer might still come and be read as the next one
             raise
 
-    def _run(self, job: bytes) -> Computed:
+    def _run(self, job: Replay) -> Computed:
         process = self._process
         if process is None:
             process = self._process = subprocess.Popen(
@@ -77,13 +75,9 @@ class RehearsalProcess:
             )
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(_LENGTH.pack(len(job)) + job)
+        pickle.dump(job, process.stdin)
         process.stdin.flush()
-        prefix = process.stdout.read(_LENGTH.size)
-        if len(prefix) < _LENGTH.size:
-            raise EOFError("the process has ended")
-        # Our own child wrote these bytes, so they are safe to unpickle.
-        return Computed(*pickle.loads(process.stdout.read(*_LENGTH.unpack(prefix))))
+        return Computed(*pickle.load(process.stdout))  # our own child wrote these bytes, so they are safe to unpickle
 
     def close(self) -> None:
         """End the process."""
@@ -131,9 +125,11 @@ class RehearsalRunner:
 def serve() -> None:
     """Run replays from stdin until it ends: the main function of the process."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while prefix := source.read(_LENGTH.size):
+    while True:
         began = time.process_time()
-        result = pickle.loads(source.read(_LENGTH.unpack(prefix)[0])).run()
-        data = pickle.dumps((result, 1000.0 * (time.process_time() - began)))
-        sink.write(_LENGTH.pack(len(data)) + data)
+        try:
+            result = pickle.load(source).run()
+        except EOFError:
+            return
+        pickle.dump((result, 1000.0 * (time.process_time() - began)), sink)
         sink.flush()

@@ -1,4 +1,4 @@
-"""The last requests that ended, with their id and times. The id joins a client's record with a gpu-let's.
+"""The last requests that ended, with their clients' ids and their times.
 
 All times of a record are ms after `received_at_s`, on one clock. `start_ms` and `end_ms` are None when the gpu-let is
 on another node, with another clock: the difference of two clocks is never printed as a duration.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 
@@ -62,42 +63,28 @@ def _record(ended: _Ended) -> EndedRequest:
     ended_at_s, request_id, model, arrived_ms, ended_ms, deadline_ms, what = ended
     lasted_ms = ended_ms - arrived_ms
     received_at_s = ended_at_s - lasted_ms / 1000.0
+    record = partial(EndedRequest, id=request_id, model=model, received_at_s=received_at_s, answered_ms=lasted_ms)
     if isinstance(what, Refused):
-        return EndedRequest(
-            id=request_id,
-            model=model,
+        return record(
             outcome=what.outcome.word,
             gpulet=what.gpulet or None,
-            received_at_s=received_at_s,
-            answered_ms=lasted_ms,
             reason=what.reason or None,
             rule=what.rule or None,
             loop=what.loop or None,
         )
     if isinstance(what[1], Tokens):
-        return EndedRequest(
-            id=request_id,
-            model=model,
-            outcome="late" if what[2] else "ok",
-            gpulet=what[0],
-            received_at_s=received_at_s,
-            answered_ms=lasted_ms,
-            rule=what[2] or None,
-            tokens=what[1],
-        )
+        gpulet, tokens, missed = what
+        outcome = "late" if missed else "ok"
+        return record(outcome=outcome, gpulet=gpulet, rule=missed or None, tokens=tokens)
     gpulet, batch_size, sent_ms, started_ms, execution_ms, planned_ms = what
     late_ms = ended_ms - deadline_ms
     start_ms = None if math.isnan(started_ms) else started_ms - arrived_ms
-    return EndedRequest(
-        id=request_id,
-        model=model,
+    return record(
         outcome="ok" if late_ms <= 0.0 else "late",
         loop=None if late_ms <= 0.0 else late_loop(execution_ms, planned_ms, late_ms),
         gpulet=gpulet,
         batch_size=batch_size,
-        received_at_s=received_at_s,
         dispatched_ms=sent_ms - arrived_ms,
         start_ms=start_ms,
         end_ms=None if start_ms is None else start_ms + execution_ms,
-        answered_ms=lasted_ms,
     )

@@ -79,7 +79,7 @@ class SentBatches:
 
     # --- to gpu-lets ------------------------------------------------------------------------------------------------
 
-    def send(self, decision: Dispatch, requests: list[Request], now: float) -> None:
+    def send(self, decision: Dispatch, requests: list[Request]) -> None:
         """Send a batch."""
         core = self._core
         program = core.scheduler.system.programs[decision.program]
@@ -96,7 +96,6 @@ class SentBatches:
             members,
             requests,
             core.number,
-            now,
             core.time.clock_ms,
             decision.start_ms,
             decision.finish_ms,
@@ -179,7 +178,7 @@ class SentBatches:
         """Tell the core that gpu-lets which hang are lost, until they answer."""
         now = self._core.time.now_ms
         for gpulet in dict.fromkeys(hanging):
-            self._accounts.events.add("gpu-let hangs", f"{gpulet.id}: a batch should have ended {GIVEN_UP_S:g} s ago")
+            self._accounts.happened("gpu-let hangs", f"{gpulet.id}: a batch should have ended {GIVEN_UP_S:g} s ago")
             self._withhold(gpulet, now)
         self._core.carry_out(now)
 
@@ -189,7 +188,7 @@ class SentBatches:
         """Take note that a gpu-let is connected."""
         gpulet = self.fleet.behind(connection)
         gpulet.failures = 0
-        self._accounts.events.add("gpu-let connected", gpulet.id)
+        self._accounts.happened("gpu-let connected", gpulet.id)
         self.state_changed(connection)
 
     def state_changed(self, connection: GpuletConnection) -> None:
@@ -203,7 +202,7 @@ class SentBatches:
         gpulet = self.fleet.behind(connection)
         now = self._core.time.now_ms
         gpulet.lost += 1
-        self._accounts.events.add("gpu-let lost", f"{gpulet.id}: {reason}")
+        self._accounts.happened("gpu-let lost", f"{gpulet.id}: {reason}")
         lost = gpulet.lose()
         self._withhold(gpulet, now)
         self.generations.lost(gpulet, reason)
@@ -285,7 +284,7 @@ class SentBatches:
         if gpulet.is_used and not gpulet.running:
             self._withhold(gpulet, now)
         gpulet.is_resting = True
-        self._accounts.events.add("gpu-let rests", f"{gpulet.id}: a batch failed there")
+        self._accounts.happened("gpu-let rests", f"{gpulet.id}: a batch failed there")
         self._on_change()
         asyncio.get_running_loop().call_later(gpulet.rest_s(), self._rested, gpulet)
 
@@ -298,7 +297,7 @@ class SentBatches:
         go on elsewhere."""
         logger.warning("gpu-let %s closes: %s", gpulet.id, message.reason)
         gpulet.is_closing = True
-        self._accounts.events.add("gpu-let closes", f"{gpulet.id}: {message.reason}")
+        self._accounts.happened("gpu-let closes", f"{gpulet.id}: {message.reason}")
         now = self._core.time.now_ms
         if gpulet.is_used:
             self._withhold(gpulet, now)

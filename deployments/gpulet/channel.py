@@ -19,6 +19,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -61,18 +62,16 @@ class Peer:
         return self._channel.is_in_charge(self) and not self.connection.is_lost()
 
 
+@dataclass(slots=True, eq=False)
 class ArrivedBatch:
     """One batch from its arrival at the gpu-let to its answer. `received_at` is on the monotonic clock in s; it is NaN
     when the batch came while another one ran, and was read only afterwards."""
 
-    __slots__ = ("_peer", "body", "is_aborted", "message", "received_at")
-
-    def __init__(self, peer: Peer, message: RunBatch, body: memoryview, received_at: float) -> None:
-        self._peer = peer
-        self.message = message
-        self.body = body
-        self.received_at = received_at
-        self.is_aborted = False
+    peer: Peer
+    message: RunBatch
+    body: memoryview
+    received_at: float
+    is_aborted: bool = False
 
     @property
     def program(self) -> str:
@@ -86,24 +85,21 @@ class ArrivedBatch:
 
     def is_given_up(self) -> bool:
         """Whether the batch's dispatcher is gone, or another one is in charge. The worker asks this."""
-        return self.is_aborted or not self._peer.is_obeyed()
+        return self.is_aborted or not self.peer.is_obeyed()
 
     def answer(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send the answer; any thread may call this. Does nothing when the dispatcher is gone."""
-        self._peer.running.pop(self.message.number, None)
-        self._peer.connection.send(message, buffers)
+        self.peer.running.pop(self.message.number, None)
+        self.peer.connection.send(message, buffers)
 
 
-class ArrivedSequence:
+class ArrivedSequence(NamedTuple):
     """One sequence to be generated, from its arrival at the gpu-let on. `received_at` is on the monotonic clock in
     s."""
 
-    __slots__ = ("message", "peer", "received_at")
-
-    def __init__(self, peer: Peer, message: Generate, received_at: float) -> None:
-        self.peer = peer
-        self.message = message
-        self.received_at = received_at
+    peer: Peer
+    message: Generate
+    received_at: float
 
 
 class LeftSequences(NamedTuple):
@@ -220,7 +216,8 @@ class Channel:
             peer.connection.limit_bodies(state.most_asked_bytes())
             peer.connection.send(state)
         if connection.family == socket.AF_UNIX:
-            self._watch(peer)
+            with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
+                self._watch(peer)
         else:
             self._receive(peer)
 

@@ -185,11 +185,6 @@ class LocalReplica:
     # Only a new process helps when a CUDA context is lost, and an orderly end of this one might hang.
     end_process: Callable[[int], None] = staticmethod(os._exit)
 
-    async def records(self) -> list[dict[str, Any]]:
-        """Return the last batches, oldest first: requests by their clients' ids, start and end on this node's monotonic
-        clock in s."""
-        return self._worker.records()
-
     async def close(self) -> None:
         """Finish the batches that run, then release the device."""
         if not self._has_started:

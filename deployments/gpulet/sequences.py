@@ -8,7 +8,6 @@ memory.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,8 +20,6 @@ from tenuto.deployments.wire.messages import EndedSequence, Generated, HeldBlock
 from tenuto.errors import is_lack_of_memory, new_incident
 from tenuto.outcome import Outcome, Rule
 from tenuto.profiles.networks.generating import Generator, StepRan
-
-logger = logging.getLogger("ray.serve")
 
 _LATER_S = 0.001  # limit: until the scheduler is asked again that had nothing to run
 _DUE = "its first token could not be made in time; lower the rate, raise the SLO or add GPUs"

@@ -10,9 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.step_scheduler import StepLimits, StepScheduler
@@ -28,7 +26,7 @@ from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.arena import MappedArenas
 from tenuto.deployments.wire.bundles import read_parts
 from tenuto.deployments.wire.messages import BatchFailed, BatchRan, EndedSequence, Generated, Message
-from tenuto.deployments.wire.tensors import RowOutput, inline_blocks, input_blocks, pack_outputs
+from tenuto.deployments.wire.tensors import inline_blocks, input_blocks, pack_outputs
 from tenuto.errors import first_line, new_incident
 from tenuto.outcome import Outcome
 from tenuto.profiles.networks.device import loses_device
@@ -69,7 +67,6 @@ class WorkerThread:
         self._loop = asyncio.get_running_loop()
         self._inbox: Inbox[_Item] = Inbox()
         self._arenas = MappedArenas()
-        self._recent: deque[dict[str, Any]] = deque(maxlen=1024)
         self._begun: dict[int, tuple[float, str]] = {}  # by `id(batch)`: when it began, and its program
         self._sequences: dict[str, OpenSequences] = {}  # by program
         self._ends_s = math.inf  # until when sequences go on that are open when the thread is stopped
@@ -110,11 +107,6 @@ class WorkerThread:
         self._inbox.close()
         limit_s = batches_s + (generations_s if self._sequences else 0.0)
         await self._loop.run_in_executor(None, self._thread.join, limit_s)
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return the last batches, oldest first: requests by their clients' ids, start and end on this node's monotonic
-        clock in s."""
-        return list(self._recent)
 
     # --- on the thread ------------------------------------------------------------------------------------------
 
@@ -197,7 +189,7 @@ class WorkerThread:
             return
         del self._begun[id(batch)]
         members = [(count, described) for count, described, _ in packed]
-        ran = self._ran(batch, begun_s, execution_ms, queue_ms, members)
+        ran = BatchRan(batch.message.number, begun_s * 1000.0, execution_ms, queue_ms, 0.0, 0.0, members)
         batch.answer(ran, [buffer for _, _, buffers in packed for buffer in buffers])
 
     def _generate(self, arrived: ArrivedSequence) -> None:
@@ -274,30 +266,8 @@ class WorkerThread:
         self._begun.pop(id(batch), None)
         described, buffers = pack_outputs(outputs, batch.size)
         copies = (times.staging_ms + times.copy_in_ms, times.copy_out_ms)
-        members = [(batch.size, described)]
-        batch.answer(self._ran(batch, times.begun_at_s, times.execution_ms, queue_ms, members, copies), buffers)
-
-    def _ran(
-        self,
-        batch: ArrivedBatch,
-        begun_s: float,
-        execution_ms: float,
-        queue_ms: float,
-        members: list[tuple[int, list[RowOutput]]],
-        copies: tuple[float, float] = (0.0, 0.0),
-    ) -> BatchRan:
-        """Record a batch that ran, and return the message of its answer."""
-        requests = batch.message.request_ids
-        self._recent.append(
-            {
-                "model": batch.program,
-                "batch_size": batch.size,
-                "requests": requests,
-                "started_s": begun_s,
-                "ended_s": begun_s + execution_ms / 1000.0,
-            }
-        )
-        return BatchRan(batch.message.number, begun_s * 1000.0, execution_ms, queue_ms, *copies, members)
+        took = times.begun_at_s * 1000.0, times.execution_ms, queue_ms, *copies
+        batch.answer(BatchRan(batch.message.number, *took, [(batch.size, described)]), buffers)
 
     def _failed(self, batch: ArrivedBatch, error: Exception) -> None:
         """Answer a batch that could not be run. The error itself only goes to the log, as it may contain things that

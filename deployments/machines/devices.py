@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from tenuto.deployments.wire.status import DeviceStatus
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.faults import XidEvents
+from tenuto.mps.inventory import Nvml, load_nvml, text_of
 
 logger = logging.getLogger("ray.serve")
 
@@ -23,17 +24,9 @@ _SM_CLOCK = 1  # format: NVML_CLOCK_SM
 _CORE_TEMPERATURE = 0  # format: NVML_TEMPERATURE_GPU
 
 
-class DeviceNvml(Protocol):
-    """The part of the module `pynvml` that is used; tests give a fake."""
+class DeviceNvml(Nvml, Protocol):
+    """The part of the module `pynvml` that tells figures; tests give a fake."""
 
-    @property
-    def NVMLError(self) -> type[Exception]: ...
-    def nvmlInit(self) -> None: ...
-    def nvmlDeviceGetCount(self) -> int: ...
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
-    def nvmlDeviceGetUUID(self, handle: Any) -> Any: ...
-    def nvmlDeviceGetName(self, handle: Any) -> Any: ...
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
     def nvmlDeviceGetPowerUsage(self, handle: Any) -> int: ...
     def nvmlDeviceGetClockInfo(self, handle: Any, kind: int) -> int: ...
@@ -43,13 +36,11 @@ class DeviceNvml(Protocol):
 def load_device_nvml() -> DeviceNvml | None:
     """Return NVML; None if its package or the driver is missing."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
+        nvml: DeviceNvml = load_nvml()
+        nvml.nvmlInit()
     except Exception:  # no package, no library, no driver: each raises another kind
         return None
-    module: DeviceNvml = pynvml
-    return module
+    return nvml
 
 
 class DeviceFigures:
@@ -94,7 +85,7 @@ class DeviceFigures:
             logger.warning("the driver tells nothing of its GPUs: %s", error)
             return
         for handle in self._handles:
-            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+            uuid = text_of(nvml.nvmlDeviceGetUUID(handle))
             with contextlib.suppress(EnvironmentFaultError):  # not every GPU has events
                 self._xids[uuid] = XidEvents(uuid, nvml)
 
@@ -114,10 +105,10 @@ class DeviceFigures:
             except nvml.NVMLError:
                 return None
 
-        uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+        uuid = text_of(nvml.nvmlDeviceGetUUID(handle))
         return DeviceStatus(
             uuid=uuid,
-            name=_text(nvml.nvmlDeviceGetName(handle)),
+            name=text_of(nvml.nvmlDeviceGetName(handle)),
             memory_used_bytes=told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
             memory_total_bytes=told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total),
             utilization_ratio=told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0),
@@ -126,7 +117,3 @@ class DeviceFigures:
             temperature_celsius=told(lambda: float(nvml.nvmlDeviceGetTemperature(handle, _CORE_TEMPERATURE))),
             xid_errors=self._count_xids(uuid),
         )
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

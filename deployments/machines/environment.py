@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +15,8 @@ from tenuto.deployments.machines.finding import Finding
 from tenuto.deployments.machines.mps_checks import check_gpus, check_mps
 from tenuto.deployments.process.ray_address import may_show_token, running_ray
 from tenuto.deployments.process.ray_token import guard_of, is_refused, readable_by_others, token_file
+from tenuto.deployments.serve.launcher import check_port
+from tenuto.errors import EnvironmentFaultError
 
 
 def _python() -> Finding:
@@ -137,17 +138,11 @@ def _shared_memory() -> Finding:
 
 
 def _port(port: int) -> Finding:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return Finding(
-                f"port {port}",
-                "note",
-                "in use",
-                f"stop what listens there (ss -ltnp 'sport = :{port}'), or serve with --port",
-            )
+    try:
+        check_port("127.0.0.1", port, "--port")
+    except EnvironmentFaultError:
+        cure = f"stop what listens there (ss -ltnp 'sport = :{port}'), or serve with --port"
+        return Finding(f"port {port}", "note", "in use", cure)
     return Finding(f"port {port}", "ok", "free")
 
 

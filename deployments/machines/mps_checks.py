@@ -193,19 +193,12 @@ def _check_others(pids: tuple[int, ...], processes: Processes) -> Finding:
 
 def foreign_daemons(base: Path, proc: Path = Path("/proc")) -> tuple[int, ...]:
     """Return the pids of control daemons that have no pipe directory below `base`, as far as /proc tells this user."""
+    processes = Processes(proc)
     found = []
-    for entry in proc.glob("[0-9]*"):
-        try:
-            program = (entry / "cmdline").read_bytes().split(b"\0")[0]
-            if os.path.basename(os.fsdecode(program)) != BINARY:
-                continue
-        except OSError:
-            continue
-        try:
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # another user's process, which is certainly not ours
-            variables = []
-        pipes = [value.split(b"=", 1)[1] for value in variables if value.startswith(b"CUDA_MPS_PIPE_DIRECTORY=")]
-        if not pipes or not Path(os.fsdecode(pipes[0])).is_relative_to(base):
-            found.append(int(entry.name))
-    return tuple(sorted(found))
+    for pid in sorted(int(entry.name) for entry in proc.glob("[0-9]*")):
+        if processes.name_of(pid) == BINARY:
+            environment = processes.environment_of(pid) or {}  # another user's is not shown, and certainly not ours
+            pipes = environment.get("CUDA_MPS_PIPE_DIRECTORY")
+            if pipes is None or not Path(pipes).is_relative_to(base):
+                found.append(pid)
+    return tuple(found)

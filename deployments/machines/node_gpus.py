@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
-from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.deployments.process.ray_nodes import alive_nodes, on_node
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.placement import Cluster
@@ -26,15 +26,9 @@ def read_ray_inventory(
         EnvironmentFaultError: a node with GPUs did not answer, or no node has a GPU.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = {node["NodeManagerAddress"]: node for node in within(ANSWER_S, ray.nodes) if node["Alive"]}
-    asked = {
-        address: ray.remote(_inventory_or_reason)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
-        .remote(read)
-        for address, node in sorted(nodes.items())
-    }
+    nodes = {node["NodeManagerAddress"]: node for node in alive_nodes()}
+    asked = {address: on_node(node["NodeID"], _inventory_or_reason, read) for address, node in sorted(nodes.items())}
     found: dict[str, tuple[GpuDevice, ...]] = {}
     reasons = []
     for address, answer in asked.items():

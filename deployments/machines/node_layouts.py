@@ -5,7 +5,6 @@ Nothing here waits, but for `check_layouts`, which is asked once before anything
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,8 +18,6 @@ from tenuto.mps.inventory import GpuDevice
 from tenuto.mps.mig_layout import MigCut, MigDevice, apply_layout, read_mig_devices
 from tenuto.placement import Plan
 from tenuto.placement.plan import PlannedGpu
-
-logger = logging.getLogger("ray.serve")
 
 _WATCHED_S = 15.0  # limit: between two looks at the instances of a node, each of which may start a worker of Ray
 _CURE = "Run `tenuto cluster` and plan on what is there"

@@ -85,17 +85,13 @@ def _of_models(status: SystemStatus) -> _Rows[ModelStatus]:
     return _Rows(("model",), (((name,), model) for name, model in status.models.items()))
 
 
-def _counts(labels: tuple[str, ...], counts: Iterable[tuple[tuple[str, ...], int]]) -> _Rows[int]:
-    return _Rows(labels, counts)
-
-
 def _requests(status: SystemStatus) -> Iterator[Metric]:
     models = status.models
     each = _of_models(status)
     outcomes = [((name, end), count) for name, model in models.items() for end, count in model.by_outcome.items()]
     stages = (((name, stage), read(model)) for name, model in models.items() for stage, read in STAGES.items())
     yield each.counter("requests_received", "Requests asked of the scheduler.", lambda m: m.submitted)
-    yield _counts(("model", "outcome"), outcomes).counter("requests", "Requests that ended, by outcome.", float)
+    yield _Rows(("model", "outcome"), outcomes).counter("requests", "Requests that ended, by outcome.", float)
     yield each.counter("requests_cancelled", "Requests whose client went away.", lambda m: m.cancelled)
     yield each.histogram(
         "request_duration_seconds",
@@ -192,13 +188,13 @@ def _gateway(status: SystemStatus) -> Iterator[Metric]:
     yield each.gauge(
         "unfinished_body_bytes", "Bytes of requests that are not answered.", lambda g: g.front_door.unfinished_bytes
     )
-    yield _counts(("reason", "gateway"), turned_away).counter(
+    yield _Rows(("reason", "gateway"), turned_away).counter(
         "requests_turned_away", "Requests refused before they reached the scheduler, by reason.", float
     )
     yield each.counter("wrong_keys", "Requests that showed an unknown key.", lambda g: g.front_door.wrong_keys)
     yield each.gauge("start_time_seconds", "When the gateway started (Unix time).", lambda g: g.started_at_s)
     known = [((status.version,), 1)] if status.version else []
-    yield _counts(("version",), known).gauge("build_info", "1, with the version.", float)
+    yield _Rows(("version",), known).gauge("build_info", "1, with the version.", float)
 
 
 def _advice(status: SystemStatus) -> Iterator[Metric]:
@@ -229,7 +225,7 @@ def _controller(status: SystemStatus) -> Iterator[Metric]:
     controller = status.controller
     if controller is None:
         return
-    yield _counts(("decision",), (((kind,), count) for kind, count in controller.decisions.items())).counter(
+    yield _Rows(("decision",), (((kind,), count) for kind, count in controller.decisions.items())).counter(
         "controller_decisions", "Decisions of the controller, by what was decided.", float
     )
     yield _Rows((), [((), controller)]).gauge(

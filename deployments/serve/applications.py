@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenuto import __version__
-from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.deployments.process.limits import ANSWER_S
+from tenuto.deployments.process.ray_nodes import alive_nodes, on_node
 from tenuto.deployments.serve.building import deploy_applications
 from tenuto.deployments.serve.config import (
     CONTROL_APPLICATION,
@@ -21,9 +22,9 @@ from tenuto.deployments.serve.config import (
 from tenuto.deployments.serve.deployment import MOST_CLIENTS, Deployment
 from tenuto.deployments.serve.states import (
     ApplicationState,
+    application_details,
     application_states,
     delete_applications,
-    serve_client,
     serve_processes,
 )
 from tenuto.errors import EnvironmentFaultError
@@ -59,9 +60,8 @@ class Applications:
         Raises:
             InvalidInputError: it was not made by Tenuto, or by another version.
         """
-        client = serve_client()
-        details = within(ANSWER_S, client.get_serve_details) if client else {"applications": {}}
-        entry = details["applications"].get(ENTRY_APPLICATION)
+        details = application_details()
+        entry = details.get(ENTRY_APPLICATION)
         if entry is None or entry["status"] == "DELETING":
             return None
         applications = [
@@ -70,7 +70,7 @@ class Applications:
                 "args": (each["deployed_app_config"] or {}).get("args", {}),
                 "deployments": [deployment["deployment_config"] for deployment in each["deployments"].values()],
             }
-            for name, each in details["applications"].items()
+            for name, each in details.items()
             if is_ours(name) and each["deployments"]
         ]
         # Serve's applications do not say where Serve's proxies listen.
@@ -95,7 +95,7 @@ class Applications:
         """
         return frozenset(
             name
-            for node in _alive_nodes()
+            for node in alive_nodes()
             if not nobody_listens(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
             for name in _names_of(node)
         )
@@ -103,7 +103,7 @@ class Applications:
     def others_at(self, names: Collection[str]) -> list[str]:
         """Return, in words and once each, which of our processes beside gpu-lets, and of Ray's, run on the named
         nodes."""
-        nodes = {str(node["NodeID"]): node for node in _alive_nodes() if not set(names).isdisjoint(_names_of(node))}
+        nodes = {str(node["NodeID"]): node for node in alive_nodes() if not set(names).isdisjoint(_names_of(node))}
         is_head = any(HEAD_RESOURCE in node["Resources"] for node in nodes.values())
         kinds = {
             each.deployment
@@ -119,15 +119,15 @@ class Applications:
         there = {each.node_id for each in serve_processes() if each.application == ENTRY_APPLICATION}
         if ray.get_runtime_context().get_node_id() in there:
             return []
-        return sorted(str(node["NodeManagerAddress"]) for node in _alive_nodes() if node["NodeID"] in there)
+        return sorted(str(node["NodeManagerAddress"]) for node in alive_nodes() if node["NodeID"] in there)
 
     def count_nodes(self) -> int:
         """Return how many nodes are alive."""
-        return len(_alive_nodes())
+        return len(alive_nodes())
 
     def count_cores(self) -> int:
         """Return how many cores Ray counts on all living nodes."""
-        return int(sum(node["Resources"].get("CPU", 0.0) for node in _alive_nodes()))
+        return int(sum(node["Resources"].get("CPU", 0.0) for node in alive_nodes()))
 
 
 def nobody_listens(host: str, port: int) -> bool:
@@ -139,12 +139,6 @@ def nobody_listens(host: str, port: int) -> bool:
     except OSError:
         pass
     return False
-
-
-def _alive_nodes() -> list[dict[str, Any]]:
-    import ray
-
-    return [node for node in within(ANSWER_S, ray.nodes) if node["Alive"]]
 
 
 def _names_of(node: Mapping[str, Any]) -> list[str]:
@@ -164,7 +158,7 @@ def refuse_foreign(states: Mapping[str, ApplicationState]) -> None:
 def check_nodes(config: ServeConfig) -> None:
     """Raise `EnvironmentFaultError` unless the cluster has the nodes and GPUs of a Serve config; Ray would wait for
     them without end."""
-    problem = missing_from([(_names_of(n), float(n["Resources"].get("GPU", 0.0))) for n in _alive_nodes()], config)
+    problem = missing_from([(_names_of(n), float(n["Resources"].get("GPU", 0.0))) for n in alive_nodes()], config)
     if problem is not None:
         raise EnvironmentFaultError(problem)
 
@@ -211,7 +205,6 @@ def check_cluster() -> None:
     """Raise `EnvironmentFaultError` unless every node of the cluster has this version of Tenuto. At most 32 nodes are
     checked."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def version() -> str:
         try:
@@ -220,12 +213,7 @@ def check_cluster() -> None:
             return f"none ({error})"
         return found
 
-    ask = ray.remote(num_cpus=0, max_retries=0)(version)
-    nodes = _alive_nodes()[:_MOST_CHECKED_NODES]
-    asked = {
-        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(): node
-        for node in nodes
-    }
+    asked = {on_node(node["NodeID"], version): node for node in alive_nodes()[:_MOST_CHECKED_NODES]}
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_CHECK_S)
     wrong = []
     for answer, node in asked.items():

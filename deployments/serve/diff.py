@@ -38,16 +38,7 @@ class LayoutChange:
     rate_rps: float
 
 
-@dataclass(frozen=True)
-class PlanDiff:
-    """The change of every gpu-let of both plans, by id. `entry_changes`: the gateway gets a new plan to route by."""
-
-    changes: tuple[GpuletChange, ...]
-    entry_changes: bool
-    layouts: tuple[LayoutChange, ...] = ()
-
-
-def diff(old: Plan, new: Plan) -> PlanDiff:
+def diff(old: Plan, new: Plan) -> tuple[GpuletChange, ...]:
     """Return the changes from plan `old` to plan `new`; every gpu-let of either plan appears exactly once."""
     before = {gpulet.id: gpulet for gpulet in old.gpulets}
     after = {gpulet.id: gpulet for gpulet in new.gpulets}
@@ -60,7 +51,7 @@ def diff(old: Plan, new: Plan) -> PlanDiff:
             changes.append(GpuletChange(name, "start", ("not in the old plan",)))
         else:
             changes.append(_restart(name, then[name], now[name]) or _in_place(old, before[name], new, after[name]))
-    return PlanDiff(tuple(changes), old.to_data() != new.to_data(), layout_changes(old, new))
+    return tuple(changes)
 
 
 def layout_changes(old: Plan, new: Plan) -> tuple[LayoutChange, ...]:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
+from tenuto.deployments.process.ray_nodes import on_node
 from tenuto.deployments.serve.config import is_ours
-from tenuto.deployments.serve.states import serve_processes
+from tenuto.deployments.serve.states import ServeProcess, serve_processes
 
 _MOST_BYTES = 1 << 20  # limit: bytes of a log that are read at once
 _READ_S = 60.0  # limit: a node's first worker imports Ray
 
 
-@dataclass(frozen=True)
-class ProcessLog:
-    """The log of one process of an application; `path` lies in the folder of Ray's logs on its node."""
-
-    application: str
-    node_id: str
-    path: str
-
-
-def process_logs() -> list[ProcessLog]:
-    """Return the logs of all processes of ours that Serve has started."""
-    found = [each for each in serve_processes() if is_ours(each.application) and each.log]
-    return [ProcessLog(each.application, each.node_id, each.log) for each in found]
+def process_logs() -> list[ServeProcess]:
+    """Return the processes of ours that Serve has started and that have a log."""
+    return [each for each in serve_processes() if is_ours(each.application) and each.log]
 
 
 class LogReader:
@@ -33,25 +23,21 @@ class LogReader:
     def __init__(self, last: int) -> None:
         """`last`: how many lines of each log to begin with."""
         self._last = last
-        self._offsets: dict[ProcessLog, int] = {}
+        self._offsets: dict[ServeProcess, int] = {}
 
-    def read(self, logs: Collection[ProcessLog]) -> Iterator[str]:
+    def read(self, processes: Collection[ServeProcess]) -> Iterator[str]:
         """Yield the new lines, log by log. A lost node has none."""
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        ask = ray.remote(num_cpus=0, max_retries=0)(read_lines)
-        for node in dict.fromkeys(log.node_id for log in logs):
-            here = [log for log in logs if log.node_id == node]
-            there = ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        for node in dict.fromkeys(process.node_id for process in processes):
+            here = [process for process in processes if process.node_id == node]
+            files = [(process.log, self._offsets.get(process)) for process in here]
             try:
-                found = ray.get(
-                    there.remote([(log.path, self._offsets.get(log)) for log in here], self._last), timeout=_READ_S
-                )
+                found = ray.get(on_node(node, read_lines, files, self._last), timeout=_READ_S)
             except (ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
                 continue
-            for log, (lines, offset) in zip(here, found, strict=True):
-                self._offsets[log] = offset
+            for process, (lines, offset) in zip(here, found, strict=True):
+                self._offsets[process] = offset
                 yield from lines
 
 

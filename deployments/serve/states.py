@@ -55,15 +55,20 @@ class ServeProcess:
 
 def serve_processes() -> list[ServeProcess]:
     """Return the processes of all applications, without those that still wait for a node."""
-    client = serve_client()
-    details = within(ANSWER_S, client.get_serve_details) if client else {"applications": {}}
     return [
         ServeProcess(name, deployment, replica["node_id"], replica.get("log_file_path") or "")
-        for name, application in details["applications"].items()
+        for name, application in application_details().items()
         for deployment, each in application["deployments"].items()
         for replica in each["replicas"]
         if replica.get("node_id")
     ]
+
+
+def application_details() -> dict[str, Any]:
+    """Return what Serve knows of every application, by name; nothing if no Serve runs."""
+    client = serve_client()
+    found: dict[str, Any] = within(ANSWER_S, client.get_serve_details)["applications"] if client else {}
+    return found
 
 
 def serve_client() -> Any:

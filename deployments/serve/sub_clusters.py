@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.documents import load_document
-from tenuto.errors import InvalidInputError, Problem, refused
+from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.components import connected_components
 from tenuto.placement.policies.symphony.partition import PartitionLimits, PartitionModel, partition
@@ -148,8 +148,7 @@ def cut_plan(
                 )
             )
         of_gpulet[gpulet.id] = {place for r in gpulet.models for place in places.get(r.name, ())} or {0}
-    if problems:
-        raise InvalidInputError(problems)
+    raise_if_any(problems)
     cut: dict[str, Plan] = {}
     for index in sorted({index for found in places.values() for index in found}):
         names = {name for name, found in places.items() if index in found}

@@ -117,7 +117,6 @@ class RunBatch(_Message, tag=3):
     members: list[tuple[str, int]]
     arenas: list[str]
     places: list[PartPlace]
-    request_ids: list[str]
 
     @property
     def size(self) -> int:

@@ -47,7 +47,7 @@ def _parts() -> dict[str, Callable[[int], Any]]:
     )
     asker: Any = None  # who asked is told elsewhere
     requests = [Request(0, MODEL, 0, 100.0, 200.0, 2.0, "r-0", asker)]
-    batch = Batch(0, 0, MODEL, [(MODEL, 1)], requests, 0, 103.2, 103.2, 103.7, 112.8)
+    batch = Batch(0, 0, MODEL, [(MODEL, 1)], requests, 0, 103.2, 103.7, 112.8)
     accounts, way, ratios = Accounts(), WayMeter(), LatencyRatios()
     accounts.counters[MODEL].follow(100.0)
     accounts.advice.follow(synthetic_plan(1.0, 1.0, 100.0, 100.0, 1, 1), 0.0)

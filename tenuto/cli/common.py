@@ -163,13 +163,19 @@ class ProgressLine:
             sys.stderr.write("\r\x1b[2K")
 
 
+def with_options(verb: Verb, *options: Callable[[Verb], Verb]) -> Verb:
+    """Return a verb with these options, in this order."""
+    for option in reversed(options):
+        verb = option(verb)
+    return verb
+
+
 def headed(heading: str, *options: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
     """Return a decorator that adds options to a verb. `GroupedVerb` shows them below this heading."""
 
     def decorate(function: Verb) -> Verb:
         before = len(getattr(function, "__click_params__", ()))
-        for option in reversed(options):
-            function = option(function)
+        function = with_options(function, *options)
         for added in function.__click_params__[before:]:  # type: ignore[attr-defined]
             added.heading = heading
         return function
@@ -203,10 +209,7 @@ def gathered(kind: type[T], name: str, *options: Callable[[Verb], Verb]) -> Call
             found = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}  # type: ignore[arg-type]
             return function(*args, **{name: kind(**found)}, **given)
 
-        verb: Verb = gathering
-        for option in reversed(options):
-            verb = option(verb)
-        return verb
+        return with_options(gathering, *options)
 
     return decorate
 
@@ -254,19 +257,19 @@ class ClusterArguments:
         return profiles_from(self.profile_names, gpu_types)
 
 
+def profiles_option(default: str) -> Callable[[Verb], Verb]:
+    """Return the option --profiles; `default` says which profiles are taken without it."""
+    help = f"Profile file or shipped profile; repeatable, earlier ones win. Default: {default}."
+    return click.option("--profiles", "profile_names", multiple=True, metavar="FILE|NAME", help=help)
+
+
 cluster_arguments = gathered(
     ClusterArguments,
     "where",
     click.option("--gpus", metavar="TYPE:COUNT[,…]", help="GPUs of one node, in short form, such as v100:4."),
     click.option("--cluster", "cluster_file", metavar="FILE", help="Cluster file instead of --gpus."),
     click.option("--elastic", is_flag=True, help="Use as many GPUs of these types as needed, at the lowest cost."),
-    click.option(
-        "--profiles",
-        "profile_names",
-        multiple=True,
-        metavar="FILE|NAME",
-        help="Profile file or shipped profile; repeatable, earlier ones win. Default: shipped ones for the GPU types.",
-    ),
+    profiles_option("shipped ones for the GPU types"),
 )
 
 

@@ -7,7 +7,7 @@ import time
 import click
 
 from tenuto.cli.common import json_option, output_option, printed_as_json, say, write_file
-from tenuto.cli.deploying import address_option, agrees_to_losses, operations, yes_option
+from tenuto.cli.deploying import address_option, agrees_to_losses, asked_of_controller, operations, yes_option
 from tenuto.cli.tables import number, print_table
 from tenuto.placement import Plan
 
@@ -27,8 +27,7 @@ def pause(address: str | None) -> None:
 
     Example: tenuto control pause
     """
-    with operations(address) as running:
-        running.ask(lambda controller: controller.pause(True))
+    asked_of_controller(address, lambda controller: controller.pause(True))
     say("paused")
 
 
@@ -39,8 +38,7 @@ def resume(address: str | None) -> None:
 
     Example: tenuto control resume
     """
-    with operations(address) as running:
-        running.ask(lambda controller: controller.pause(False))
+    asked_of_controller(address, lambda controller: controller.pause(False))
     say("resumed")
 
 
@@ -52,8 +50,7 @@ def status(address: str | None) -> None:
 
     Example: tenuto control status
     """
-    with operations(address) as running:
-        state = running.ask(lambda controller: controller.state())
+    state = asked_of_controller(address, lambda controller: controller.state())
     if printed_as_json(state):
         return
     print_table(
@@ -77,8 +74,7 @@ def plan(output: str | None, address: str | None) -> None:
 
     Example: tenuto control plan -o advised.yaml
     """
-    with operations(address) as running:
-        advice = running.ask(lambda controller: controller.advice())
+    advice = asked_of_controller(address, lambda controller: controller.advice())
     if output is not None:
         write_file(output, advice.plan.dump())
     if not printed_as_json({"why": advice.text, "plan": advice.plan.to_data()}):
@@ -119,8 +115,7 @@ def log(limit: int, address: str | None) -> None:
 
     Example: tenuto control log --limit 20
     """
-    with operations(address) as running:
-        lines = running.ask(lambda controller: controller.log(limit))
+    lines = asked_of_controller(address, lambda controller: controller.log(limit))
     if printed_as_json({"log": lines}):
         return
     for line in lines:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -19,10 +19,13 @@ from tenuto.options import split_pairs
 from tenuto.placement import Plan
 
 if TYPE_CHECKING:
+    from tenuto.deployments.control.controller_process import ControllerReplica
     from tenuto.deployments.control.foreseen import ForeseenChange
     from tenuto.deployments.control.operations import Ground, Operations
     from tenuto.deployments.process.ray_address import KnownDeployment
     from tenuto.deployments.serve.deployment import Deployment
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ class ServingArguments:
         elif cut:
             partition = read_partition(cut)
         asked = {
+            **{name: getattr(self, name) for name in _same()},
             "executor": "emulated" if self.emulate else self.executor or base.executor,
-            **{name: getattr(self, name) for name in _SAME},
             "access": {
                 "keys": keys,
                 "tls_cert": self.tls_cert and str(Path(self.tls_cert).resolve()),
@@ -101,7 +104,6 @@ class ServingArguments:
                 "host_names": list(self.host_names),
                 "traces": {"endpoint": self.traces, "ratio": self.trace_ratio} if self.traces is not None else None,
             },
-            "scheduler": self.scheduler,
             "scheduler_options": chosen,
             "partition": partition,
             "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
@@ -121,11 +123,29 @@ class ServingArguments:
         """Return the fields of `deployment` that no option sets. When a plan runs already, these stay as they are."""
         context = click.get_current_context()
         given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-        return [field for field, names in _ASKED_BY.items() if not given & names]
+        asked_by = {name: {name} for name in _same()} | _ASKED_BY
+        return [field for field, names in asked_by.items() if not given & names]
 
     def ground(self, plan: Plan) -> Ground | None:
         """Return the profiles and the possible GPUs that a controller plans with; None without --control."""
         return None if self.control_file is None else self.where.ground(plan)
+
+
+def _same() -> list[str]:
+    """Return the fields that a deployment and the command line call the same."""
+    from tenuto.deployments.serve.deployment import Deployment
+
+    return [field.name for field in fields(ServingArguments) if field.name in Deployment.model_fields]
+
+
+# The options that say what a field is, where it is not one of the field's name.
+_ASKED_BY = {
+    **{name: {"scheduler", "options"} for name in ("scheduler", "scheduler_options")},
+    "executor": {"emulate", "executor"},
+    "partition": {"partition_file"},
+    "control": {"control_file"},
+    "access": {"key_file", "tls_cert", "tls_key", "insecure", "host_names", "traces", "trace_ratio"},
+}
 
 
 def check_texts(deployment: Deployment, *, is_here: bool = False) -> None:
@@ -136,30 +156,6 @@ def check_texts(deployment: Deployment, *, is_here: bool = False) -> None:
     for spec in deployment.plan.models:
         if spec.generates is not None and (is_here or place_of(spec).exists()):
             tokenizer_of(spec)
-
-
-# The fields that a deployment and the command line call the same.
-_SAME = (
-    "name",
-    "host",
-    "port",
-    "proxy_port",
-    "operator_port",
-    "grpc_port",
-    "log_json",
-    "encrypt",
-    "hangs_s",
-    "gateways",
-    "dispatchers",
-)
-_ASKED_BY: Mapping[str, frozenset[str]] = {
-    **{name: frozenset({name}) for name in _SAME},
-    **{name: frozenset({"scheduler", "options"}) for name in ("scheduler", "scheduler_options")},
-    "executor": frozenset({"emulate", "executor"}),
-    "partition": frozenset({"partition_file"}),
-    "control": frozenset({"control_file"}),
-    "access": frozenset({"key_file", "tls_cert", "tls_key", "insecure", "host_names", "traces", "trace_ratio"}),
-}
 
 
 address_option = click.option(
@@ -270,6 +266,12 @@ def operations(address: str | None) -> Iterator[Operations]:
         address = known.address
     with Operations(address, tell) as found:
         yield found
+
+
+def asked_of_controller(address: str | None, question: Callable[[ControllerReplica], Coroutine[Any, Any, T]]) -> T:
+    """Have the controller of a deployment carry out one of its methods; return what it answers."""
+    with operations(address) as running:
+        return running.ask(question)
 
 
 _PORT = click.IntRange(1, 65535)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.cli.common import ClusterArguments, json_option, printed_as_json, tell
+from tenuto.cli.common import ClusterArguments, json_option, printed_as_json, profiles_option, tell, with_options
 from tenuto.cli.deploying import address_option, agree, operations, yes_option
 from tenuto.placement.plan import PolicyUsed
 
@@ -19,26 +19,17 @@ if TYPE_CHECKING:
 
 def draining_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say on which GPUs, with which profiles and by which policy gpu-lets may move."""
-    for option in reversed(
-        (
-            click.argument("nodes", nargs=-1, required=True, metavar="NODE…"),
-            click.option(
-                "--profiles",
-                "profile_names",
-                multiple=True,
-                metavar="FILE|NAME",
-                help="Profiles of the models. Default: the controller's, else the shipped profiles of the GPU types.",
-            ),
-            click.option(
-                "--policy", metavar="NAME", help="Policy for the new plan. Default: the controller's, else the plan's."
-            ),
-            yes_option,
-            address_option,
-            json_option,
-        )
-    ):
-        command = option(command)
-    return command
+    return with_options(
+        command,
+        click.argument("nodes", nargs=-1, required=True, metavar="NODE…"),
+        profiles_option("the controller's, else the shipped profiles of the GPU types"),
+        click.option(
+            "--policy", metavar="NAME", help="Policy for the new plan. Default: the controller's, else the plan's."
+        ),
+        yes_option,
+        address_option,
+        json_option,
+    )
 
 
 def go_without(

@@ -34,7 +34,7 @@ class FromRequests:
     @property
     def is_asked(self) -> bool:
         """Whether any of the arguments was given."""
-        return any(getattr(self, key) is not None for key in _OPTIONS)
+        return any(value is not None for value in vars(self).values())
 
     def run(self, models: tuple[str, ...], names: tuple[str, ...], output: str | None) -> int:
         """Fit the log, write the profile, and say how well the log comes out of it.
@@ -59,7 +59,7 @@ class FromRequests:
         for key in ("max_sequences", "max_batch_tokens", "kv_tokens", "memory_mib"):
             value = getattr(self, key)
             if value is not None and not value >= 1:
-                problems.append(Problem(_OPTIONS[key], value, "must be at least 1", "Give the engine's own limit."))
+                problems.append(Problem(_option(key), value, "must be at least 1", "Give the engine's own limit."))
         batch = self.max_batch_tokens or 2048
         if self.max_sequences is not None and batch < self.max_sequences:
             rule = f"is above --max-batch-tokens ({batch}), so that a step cannot decode all sequences"
@@ -99,7 +99,7 @@ class FromRequests:
             EnvironmentFaultError: the model does not fit this machine's libraries or memory.
         """
         problems = [
-            Problem(_OPTIONS[key], getattr(self, key), "belongs to --from-requests", "Leave it out.")
+            Problem(_option(key), getattr(self, key), "belongs to --from-requests", "Leave it out.")
             for key in ("log", "gpu", "kv_tokens", "memory_mib")
             if getattr(self, key) is not None
         ]
@@ -146,6 +146,10 @@ class FromRequests:
         return 0
 
 
+def _option(key: str) -> str:
+    return "--from-requests" if key == "log" else f"--{key.replace('_', '-')}"
+
+
 def _hand_over(profile: Profile, output: str | None) -> bool:
     """Write a profile and say what it doubts; return whether it was printed as JSON, too."""
     path = Path(output or f"profile-{profile.gpu_type}.yaml")
@@ -156,15 +160,6 @@ def _hand_over(profile: Profile, output: str | None) -> bool:
     notice(f"wrote {path}")
     return printed_as_json(profile.model_dump(mode="json", by_alias=True, exclude_none=True))
 
-
-_OPTIONS = {
-    "log": "--from-requests",
-    "gpu": "--gpu",
-    "max_sequences": "--max-sequences",
-    "max_batch_tokens": "--max-batch-tokens",
-    "kv_tokens": "--kv-tokens",
-    "memory_mib": "--memory-mib",
-}
 
 from_requests_arguments = gathered(
     FromRequests,

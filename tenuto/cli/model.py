@@ -11,7 +11,7 @@ import click
 import yaml
 
 from tenuto.cli.common import json_option, printed_as_json, say
-from tenuto.cli.deploying import address_option, operations
+from tenuto.cli.deploying import address_option, asked_of_controller
 from tenuto.cli.tables import print_table
 from tenuto.errors import InvalidInputError, refused
 
@@ -46,8 +46,7 @@ def listing(address: str | None) -> None:
 
     Example: tenuto model list
     """
-    with operations(address) as running:
-        entries: list[dict[str, Any]] = running.ask(lambda controller: controller.models())
+    entries: list[dict[str, Any]] = asked_of_controller(address, lambda controller: controller.models())
     if printed_as_json({"models": entries}):
         return
     print_table(
@@ -76,8 +75,7 @@ def add(entry: str, address: str | None) -> None:
     Example: tenuto model add '{name: resnet50, rate_rps: 100, slo_ms: 50}'
     """
     spec = _entry(entry)
-    with operations(address) as running:
-        running.ask(lambda controller: controller.set_model(spec, add=True))
+    asked_of_controller(address, lambda controller: controller.set_model(spec, add=True))
     say("added; `tenuto control log` says when it is served")
 
 
@@ -90,8 +88,7 @@ def update(entry: str, address: str | None) -> None:
     Example: tenuto model update '{name: resnet50, rate_rps: 300, slo_ms: 50}'
     """
     spec = _entry(entry)
-    with operations(address) as running:
-        running.ask(lambda controller: controller.set_model(spec, add=False))
+    asked_of_controller(address, lambda controller: controller.set_model(spec, add=False))
     say("updated; `tenuto control log` says what it changes")
 
 
@@ -103,8 +100,7 @@ def remove(name: str, address: str | None) -> None:
 
     Example: tenuto model remove resnet50
     """
-    with operations(address) as running:
-        running.ask(lambda controller: controller.remove_model(name))
+    asked_of_controller(address, lambda controller: controller.remove_model(name))
     say("removed; `tenuto control log` says when its gpu-lets are free")
 
 
@@ -130,8 +126,7 @@ def canary(name: str, version: str, share: float | None, shadow: bool, entry: st
         raise refused("--share", None, "is missing", "Say which percentage of the requests it gets, or --shadow.")
     terms = {**({"shadow": True} if shadow else {}), **({} if share is None else {"share_pct": share})}
     given = {} if entry is None else _entry(entry)
-    with operations(address) as running:
-        told = running.ask(lambda controller: controller.set_version(name, version, terms, given))
+    told = asked_of_controller(address, lambda controller: controller.set_version(name, version, terms, given))
     say(f"{told['name']} is to have {_part(told)}; `tenuto control log` says when it has")
 
 
@@ -146,8 +141,7 @@ def promote(name: str, version: str, address: str | None) -> None:
 
     Example: tenuto model promote resnet50 2
     """
-    with operations(address) as running:
-        running.ask(lambda controller: controller.promote(name, version))
+    asked_of_controller(address, lambda controller: controller.promote(name, version))
     say("promoted; `tenuto control log` says when it has all requests")
 
 
@@ -160,6 +154,5 @@ def take_back(name: str, version: str, address: str | None) -> None:
 
     Example: tenuto model take-back resnet50 2
     """
-    with operations(address) as running:
-        running.ask(lambda controller: controller.take_back(name, version))
+    asked_of_controller(address, lambda controller: controller.take_back(name, version))
     say("taken back; `tenuto control log` says when its gpu-lets are free")

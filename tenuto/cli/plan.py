@@ -64,10 +64,6 @@ class _Faults:
             self.found += error.problems or (str(error),)
             return None
 
-    def raise_if_any(self) -> None:
-        if self.found:
-            raise InvalidInputError(list({str(problem): problem for problem in self.found}.values()))
-
 
 @click.command("plan")
 @click.argument("workload_file", metavar="WORKLOAD")
@@ -269,7 +265,7 @@ def _inputs(
     workload = faults.attempt(lambda: load_workload(workload_file, cluster, profiles))
     if workload and cluster and profiles is not None:
         faults.attempt(lambda: check_inputs(workload, cluster, profiles))
-    faults.raise_if_any()
+    raise_if_any(faults.found)
     if workload is None or cluster is None or profiles is None:  # never so after raise_if_any; for the type checker
         raise InvalidInputError("incomplete input. Correct the problems above.")
     return workload, cluster, profiles, {name: policy for name, policy in policies.items() if policy is not None}

@@ -25,7 +25,7 @@ from tenuto.cli.common import (
 from tenuto.cli.from_requests import FromRequests, from_requests_arguments
 from tenuto.cli.tables import number, print_table
 from tenuto.documents import parse_pairs
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, refused
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, raise_if_any, refused
 from tenuto.mps.gpu_shares import shares_of
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, measure_model
@@ -167,8 +167,7 @@ def _requests(models: tuple[str, ...], names: tuple[str, ...], asked: Mapping[st
             problems.append(Problem("MODEL", model, f"is the second '{row}'", "Name them apart: --name A --name B."))
         rows.add(row)
         requests.append(request)
-    if problems:
-        raise InvalidInputError(list({str(problem): problem for problem in problems}.values()))
+    raise_if_any(problems)
     return requests
 
 

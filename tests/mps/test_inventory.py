@@ -6,7 +6,7 @@ from tenuto.cli import main
 from tenuto.deployments.machines.node_gpus import cluster_of
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps import inventory
-from tenuto.mps.inventory import GpuProcesses, read_inventory
+from tenuto.mps.inventory import processes_on, read_inventory
 from tenuto.placement import Cluster
 
 from .fake_mig import FakeMigGpu, FakeMigNvml
@@ -51,10 +51,10 @@ def test_a_gpu_without_sm_count_is_an_error_not_a_guess() -> None:
 
 
 def test_processes_on_a_gpu() -> None:
-    processes = GpuProcesses(two_gpus())
-    assert processes.on(A100) == (77,)
+    nvml = two_gpus()
+    assert processes_on(A100, nvml) == (77,)
     with pytest.raises(EnvironmentFaultError, match="does not know"):
-        processes.on("GPU-gone")
+        processes_on("GPU-gone", nvml)
 
 
 def test_the_cluster_file_can_be_read_again(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_processes_of_mig_devices_and_clients_of_cuda_mps_are_seen() -> None:
     part = nvml.gpus[1].parts[1]
     assert part is not None
     part.pids, part.mps_pids = [7], [9, 8]
-    assert GpuProcesses(nvml).on(PARTS[0]) == (7, 8, 9)
+    assert processes_on(PARTS[0], nvml) == (7, 8, 9)
 
 
 def test_the_verb_ends_with_3_where_there_is_no_driver(

@@ -69,7 +69,7 @@ def test_without_it_a_plan_is_written_as_before() -> None:
 
 
 def test_a_change_restarts_the_gpulets() -> None:
-    (change,) = diff(plan(), plan(streaming=True)).changes
+    (change,) = diff(plan(), plan(streaming=True))
     assert (change.kind, change.reasons) == ("restart", ("streaming: False → True",))
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from tenuto.deployments.control.fit import renamed
 from tenuto.deployments.control.foreseen import foresee
+from tenuto.deployments.control.interface import Durations
 from tenuto.deployments.control.steps import next_stage
-from tenuto.deployments.control.worth import CUTTING_S, Durations, stages
-from tenuto.deployments.serve.diff import diff
+from tenuto.deployments.control.worth import CUTTING_S, stages
+from tenuto.deployments.serve.diff import layout_changes
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, PolicyUsed, Replica, Workload, load_policy, solve
@@ -279,11 +280,11 @@ def test_every_policy_plans_inside_given_instances(policy: str) -> None:
 
 def test_a_change_of_layout_says_what_it_empties() -> None:
     old, new = plan(("3g.40gb", 4, "a"), ("4g.40gb", 0, "b")), plan(("3g.40gb", 4, "a"), ("2g.20gb", 0, "b"))
-    (change,) = diff(old, new).layouts
+    (change,) = layout_changes(old, new)
     assert (change.gpu, change.before, change.after) == ("n0/0", ("4g.40gb at 0",), ("2g.20gb at 0",))
     assert change.emptied == ("n0/0.0/a",)
     assert change.rate_rps == 10
-    assert diff(old, old).layouts == ()
+    assert layout_changes(old, old) == ()
     assert foresee(old, new).layouts[0].gpu == "n0/0"
 
 

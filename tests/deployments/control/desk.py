@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.interface import Apply, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
+from tenuto.deployments.control.interface import Apply, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
@@ -55,8 +55,7 @@ class Desk:
             )
             if self.applied:
                 ready |= {gpulet.id for gpulet in self.applied[-1].standby}
-            gpulets = {name: GpuletSeen(ratio) for name, ratio in self.ratios.items()}
-            self.controller.observe(self.now_s, Observation(models, ready, self.gpus, self.broken, gpulets))
+            self.controller.observe(self.now_s, Observation(models, ready, self.gpus, self.broken, self.ratios))
             self.take()
 
     def take(self) -> None:

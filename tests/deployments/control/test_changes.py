@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.deployments.control.fit import fitted
+from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.steps import fits, next_stage, not_ready
-from tenuto.deployments.control.worth import Durations, Rent, Scale, stages
+from tenuto.deployments.control.worth import Rent, Scale, stages
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tenuto.placement.expectation.outlook import Traffic
@@ -177,7 +178,8 @@ def test_without_room_every_model_with_two_replicas_keeps_one(seed: int) -> None
 def weigh(running: Plan, target: Plan, traffic: Traffic, gpus: int = 4, **more: float):  # type: ignore[no-untyped-def]
     chosen = {"horizon_s": 300.0, "hysteresis": 0.2, **more}
     laid = fitted(target, running, GPUS[:gpus], keep_idle=True)
-    return Scale(running, GPUS[:gpus], traffic, traffic.mean_rps, DURATIONS, BY_SHARE, **chosen).weigh(laid)
+    asked = running.workload, traffic, traffic.mean_rps, running, GPUS[:gpus], running.policy, DURATIONS
+    return Scale(PlanRequest(*asked, **chosen), BY_SHARE).weigh(laid)  # type: ignore[arg-type]
 
 
 ONE, BOTH = {"n0/0/a": (100.0, ["a"])}, {"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])}

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.foreseen import foresee
+from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.near import changes_of, less_by, planned_without
-from tenuto.deployments.control.planning import PlanRequest, propose
+from tenuto.deployments.control.planning import propose
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.standby import still_fitting, twins
-from tenuto.deployments.control.worth import Durations
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
 from tenuto.errors import InvalidInputError

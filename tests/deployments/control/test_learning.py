@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from tenuto.deployments.control.attainment import Attainment
-from tenuto.deployments.control.rates import Rates
+from tenuto.deployments.control.interface import ModelSeen
+from tenuto.deployments.control.rates import Rates, RatesMemory
+from tenuto.deployments.control.settings import RateSettings
 
 
 def rates(declared: dict[str, float], **changes: float) -> Rates:
-    settings = {"average_s": 20.0, "settle_s": 60.0, "target": 0.99, "floor_rps": 0.1, **changes}
-    return Rates(declared, **settings)
+    return Rates(declared, RateSettings(settle_s=60.0).model_copy(update=changes), 0.99, RatesMemory())
 
 
 @pytest.mark.parametrize("declared", [5.0, 50.0, 500.0])
@@ -88,12 +89,14 @@ def test_models_that_join_start_from_their_declared_rate_and_memory_survives() -
     known.set_models({"m": 10.0, "new": 7.0})
     assert known.mean_rps["m"] == pytest.approx(40.0, rel=0.05)
     assert known.mean_rps["new"] == 7.0
-    again = Rates(
-        {"m": 10.0, "new": 7.0}, average_s=20.0, settle_s=60.0, target=0.99, floor_rps=0.1, memory=known.memory()
-    )
+    again = Rates({"m": 10.0, "new": 7.0}, RateSettings(settle_s=60.0), 0.99, known.memory())
     assert again.mean_rps == known.mean_rps
     known.set_models({"new": 7.0})
     assert list(known.traffic().mean_rps) == ["new"]
+
+
+def ended(good: int, bad: int) -> dict[str, ModelSeen]:
+    return {"m": ModelSeen(good + bad, good, bad)}
 
 
 def test_losses_beyond_chance_are_found_soon_and_chance_is_not() -> None:
@@ -101,9 +104,9 @@ def test_losses_beyond_chance_are_found_soon_and_chance_is_not() -> None:
     watch = Attainment(["m"], target=0.99, window_s=20.0)
     for second in range(5_000):
         bad = rng.binomial(50, 0.01)
-        assert not watch.observe(second, {"m": 50 - bad}, {"m": bad})
-    found = [bool(watch.observe(5_000 + second, {"m": 40}, {"m": 10})) for second in range(3)]
+        assert not watch.observe(second, ended(50 - bad, bad))
+    found = [bool(watch.observe(5_000 + second, ended(40, 10))) for second in range(3)]
     assert found[0]
     assert watch.lost_part(["m"])["m"] > 0.02
     watch.forget()
-    assert not watch.observe(20_010, {"m": 50}, {"m": 1})
+    assert not watch.observe(20_010, ended(50, 1))

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.deployments.control.fit import fitted
-from tenuto.deployments.control.planning import PlanRequest, propose
+from tenuto.deployments.control.interface import Durations, PlanRequest
+from tenuto.deployments.control.planning import propose
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.control.worth import Durations
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.controlled import ControlledSimulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.planner import PlannerProcess
-from tenuto.deployments.control.planning import PlanRequest, Proposal
-from tenuto.deployments.control.worth import Durations
+from tenuto.deployments.control.planning import Proposal
 from tenuto.mps.processes import Processes
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from tenuto.deployments.control.planning import PlanRequest, incremental, propose
-from tenuto.deployments.control.worth import CUTTING_S, Durations
-from tenuto.deployments.serve.diff import diff
+from tenuto.deployments.control.interface import Durations, PlanRequest
+from tenuto.deployments.control.planning import incremental, propose
+from tenuto.deployments.control.worth import CUTTING_S
+from tenuto.deployments.serve.diff import layout_changes
 from tenuto.placement import Cluster, ModelSpec, Workload, load_policy, solve
 from tenuto.placement.carrying import carried, options_of
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
@@ -151,7 +152,7 @@ def test_gpus_are_cut_anew_where_that_serves_more_than_the_way_to_it_costs() -> 
     assert found.worth.seconds >= CUTTING_S
     assert found.worth.lost_requests > 0.0
     assert found.plan is not None
-    assert [change.gpu for change in diff(request.running, found.plan).layouts] == ["n0/0"]
+    assert [change.gpu for change in layout_changes(request.running, found.plan)] == ["n0/0"]
     assert found.plan.expected.gpus_used == 1
     soon = propose(replace(request, horizon_s=found.worth.seconds + 1.0), MEASURED)
     assert soon.how != "cut anew" or not soon.worth.pays
@@ -163,7 +164,7 @@ def test_a_plan_is_called_cut_anew_where_it_cuts(times: float) -> None:
     request = served_on(a100s(WHOLE), 1, times)
     found = propose(request, MEASURED)
     assert found.plan is not None
-    assert (found.how == "cut anew") == bool(diff(request.running, found.plan).layouts)
+    assert (found.how == "cut anew") == bool(layout_changes(request.running, found.plan))
 
 
 def test_gpus_that_are_cut_by_somebody_else_are_never_cut_anew() -> None:

@@ -33,10 +33,10 @@ def test_other_gpus_need_another_process() -> None:
     (big,) = plan.hosts_of("big")
     others = [gpu.id for gpu in plan.gpus if gpu.id != big.gpu and gpu.id not in big.also_on]
     found = diff(plan, with_big(plan, also_on=(others[0],)))
-    (change,) = (change for change in found.changes if change.gpulet == big.id)
+    (change,) = (change for change in found if change.gpulet == big.id)
     assert change.kind == "restart"
     assert any("also on" in reason for reason in change.reasons)
-    assert {change.kind for change in diff(plan, plan).changes} == {"route-only"}
+    assert {change.kind for change in diff(plan, plan)} == {"route-only"}
 
 
 def test_a_plan_is_laid_on_the_same_gpus_together_and_keeps_its_processes() -> None:

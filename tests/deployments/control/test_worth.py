@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.deployments.control.worth import ChangeWorth, Durations, Rent, Scale, stages
+from tenuto.deployments.control.interface import Durations, PlanRequest
+from tenuto.deployments.control.worth import ChangeWorth, Rent, Scale, stages
 from tenuto.placement import Plan
 from tenuto.placement.expectation.outlook import Traffic
 from tests.instruments.plans import gpu, make_plan
@@ -20,8 +21,8 @@ def weigh(
     running: Plan, target: Plan, rate_rps: float, *, horizon_s: float = 300.0, by_gpu: bool = True
 ) -> ChangeWorth:
     rates, rent = {"a": rate_rps}, Rent(by_gpu, {})
-    scale = Scale(running, GPUS, Traffic(rates), rates, DURATIONS, rent, horizon_s=horizon_s, hysteresis=0.2)
-    return scale.weigh(target)
+    asked = running.workload, Traffic(rates), rates, running, GPUS, running.policy
+    return Scale(PlanRequest(*asked, DURATIONS, horizon_s, hysteresis=0.2), rent).weigh(target)
 
 
 def test_a_plan_that_carries_more_pays_where_the_requests_are() -> None:

@@ -157,7 +157,7 @@ async def test_a_gpulet_on_standby_is_used_the_moment_a_plan_has_it(start: Start
     dispatcher = await start(make_plan(("a", ("m",))), first, idle)
     dispatcher.apply(make_plan(("a", ("m",))), standby=["b"])
     events = dispatcher.accounts.events
-    await until(lambda: ("gpu-let connected", "b") in {(event.what, event.why) for event in events.newest()})
+    await until(lambda: ("gpu-let connected", "b") in {(event.what, event.why) for event in events})
     assert (await answer(submit(dispatcher, "m", X))).gpulet == "a"
     dispatcher.apply(make_plan(("b", ("m",))))
     assert dispatcher.is_ready()
@@ -213,14 +213,13 @@ async def test_a_model_added_in_place_is_served_once_it_is_loaded(start: Start) 
     assert dispatcher.signature("n") is not None
 
 
-async def test_the_clients_id_reaches_the_gpulet_and_the_log_of_ended_requests(start: Start) -> None:
+async def test_the_clients_id_reaches_the_log_of_ended_requests(start: Start) -> None:
     gpulet = FakeGpulet("a", ("m",))
     dispatcher = await start(make_plan(("a", ("m",)), batch_size=2), gpulet)
     futures = [submit(dispatcher, "m", X, client_id=name) for name in ("first", "second")]
     futures.append(submit(dispatcher, "m", X, -1.0, "third"))
     for future in futures:
         await answer(future)
-    assert [message.request_ids for message in gpulet.messages] == [["first", "second"]]
     assert {e.id: e.outcome for e in dispatcher.accounts.ended.newest()} == {
         "first": "ok",
         "second": "ok",

@@ -40,32 +40,32 @@ class Gpulet:
         self.name, self.wires = name, list[Wire]()
         self._world = world
         self._term, self._holder = Term(), None
-        self._waiting: deque[tuple[Wire, RunBatch]] = deque()
+        self._waiting: deque[tuple[Wire, RunBatch, list[str]]] = deque()
         self._runs = False
 
     def state(self) -> GpuletState:
         return msgspec.structs.replace(state(self.name, {"m": 4}, {}), terms={"s": self._term})
 
-    def take(self, wire: Wire, message: Message) -> None:
+    def take(self, wire: Wire, message: Message, requests: list[str]) -> None:
         if isinstance(message, TakeCharge):
             if message.term.number >= self._term.number and (wire, message.term) != (self._holder, self._term):
                 self._holder, self._term = wire, message.term
                 for each in self.wires:
                     each.answer(self.state())
         elif isinstance(message, RunBatch):
-            self._waiting.append((wire, message))
+            self._waiting.append((wire, message, requests))
             self._go_on()
 
     def _go_on(self) -> None:
         if self._runs or not self._waiting:
             return
-        wire, batch = self._waiting.popleft()
+        wire, batch, requests = self._waiting.popleft()
         if wire is not self._holder:
             wire.answer(BatchFailed(batch.number, "given up", may_retry=True))
             self._go_on()
             return
         self._runs = True
-        self._world.log += [("begun", number, batch.number, wire) for number in batch.request_ids]
+        self._world.log += [("begun", number, batch.number, wire) for number in requests]
         asyncio.get_running_loop().call_later(RUN_S, self._ran, wire, batch)
 
     def _ran(self, wire: Wire, batch: RunBatch) -> None:
@@ -99,10 +99,10 @@ class Wire:
         self.is_up = False
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        del buffers
+        requests = [bytes(tensor).decode() for tensor in buffers]  # each request's is its number
         if isinstance(message, RunBatch):
-            self._world.log += [("given", number, message.number, self) for number in message.request_ids]
-        self._arrive(self._there, self._gpulet.take, self, message)
+            self._world.log += [("given", number, message.number, self) for number in requests]
+        self._arrive(self._there, self._gpulet.take, self, message, requests)
 
     def answer(self, message: Message) -> None:
         self._arrive(self._back, self._come, message)
@@ -158,7 +158,7 @@ class World:
         assert self._charges[name].take()
         request = self._dispatchers[name].admit("m", self, client_id=number)
         self._asked[name][number] = request
-        self._dispatchers[name].start(request, [InputPart(bytes(8))])
+        self._dispatchers[name].start(request, [InputPart(number.encode())])
 
     def executed(self, request: Request, executed: object, row: int) -> None:
         """An answer; what the gateway has asked of another one since does not wait for it."""

@@ -178,7 +178,6 @@ async def test_requests_of_two_gateways_share_batches_and_get_their_own_outputs(
     assert [a.outcome for a in answers] == [Outcome.OK] * 8
     assert [np.frombuffer(a.outputs[0].data, np.float32)[0] for a in answers] == [2.0 * n for n in range(8)]
     assert gpulet.sizes == [4, 4]
-    assert {name for message in gpulet.messages for name in message.request_ids} == {f"r{n}" for n in range(8)}
     ended = await gateways[0].ended("r3", 5)
     assert [(e.id, e.outcome) for e in ended] == [("r3", "ok")]
     status = await gateways[1].status()

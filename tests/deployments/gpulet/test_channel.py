@@ -95,7 +95,7 @@ async def channel(worker: Worker) -> AsyncIterator[Channel]:
 
 
 def batch(number: int) -> RunBatch:
-    return RunBatch(number, "m", [("m", 1)], [], [], [])
+    return RunBatch(number, "m", [("m", 1)], [], [])
 
 
 async def connected(channel: Channel, host: str = "", *, encrypted: bool = False) -> Far:

@@ -100,7 +100,7 @@ async def test_a_batch_that_does_not_come_back_answers_each_request_once_and_a_l
     assert gpulet.sizes == [size] or gpulet.sizes == [1]
     short = futures[:-1]
     assert [(await answer(future)).outcome for future in short] == [Outcome.EXPIRED] * len(short)
-    await until(lambda: any("hangs" in each.what for each in dispatcher.accounts.events.newest()))
+    await until(lambda: any("hangs" in each.what for each in dispatcher.accounts.events))
     waiting = submit(dispatcher, "m", X)
     gpulet.hold = False
     gpulet.release()

@@ -347,9 +347,9 @@ def test_when_cuda_mps_is_used(made: Plan, uses: bool) -> None:
 
 
 def test_a_first_neighbour_restarts_a_gpulet_that_ran_without_cuda_mps() -> None:
-    reasons = {change.gpulet: change.reasons for change in diff(plan(None), plan(None, None)).changes}
+    reasons = {change.gpulet: change.reasons for change in diff(plan(None), plan(None, None))}
     assert reasons["g/0"] == ("CUDA MPS: False → True",)
-    logical = diff(plan(None, uuid=None), plan(None, None, uuid=None)).changes
+    logical = diff(plan(None, uuid=None), plan(None, None, uuid=None))
     assert "restart" not in {change.kind for change in logical}
 
 

@@ -13,10 +13,12 @@ import pytest
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
-from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.status import GpuletMode
+from tenuto.deployments.wire.tensors import InputPart
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -59,25 +61,39 @@ async def serving(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Dispatc
     await gpulet.close()
 
 
+class Took:
+    """Takes answers, and keeps when each batch ran."""
+
+    def __init__(self) -> None:
+        self.requests, self.batches = 0, dict[float, Executed]()
+
+    def executed(self, request: Request, executed: Executed, row: int) -> None:
+        del request, row
+        self.requests += 1
+        self.batches[executed.started_ms] = executed
+
+    def refused(self, request: Request, refused: Refused) -> None:
+        raise AssertionError(refused)
+
+
 EMULATED = make_plan(options={"copy_in_ms": 0.4, "copy_out_ms": 0.1}, longest_hold_ms=100.0)
 
 
 @pytest.mark.parametrize("serving", [(EMULATED, "emulated", s) for s in ("deferred", "eager")], indirect=True)
 async def test_an_emulated_gpulet_reports_where_the_time_went(serving: tuple[Dispatcher, LocalReplica]) -> None:
-    dispatcher, gpulet = serving
-    futures = []
+    dispatcher, _ = serving
+    took = Took()
     for _ in range(120):
-        futures.append(submit(dispatcher, "m", [np.zeros(1, np.float32).tobytes()]))
+        request = dispatcher.admit("m", took)
+        dispatcher.start(request, [InputPart(np.zeros(1, np.float32).tobytes())])
         await asyncio.sleep(0.002)
-    answers: list[Answer] = [await answer(future) for future in futures]
-    assert {found.outcome for found in answers} == {Outcome.OK}
-    for found in answers:  # 1.0 a request in all, 0.5 of it copies
-        assert found.execution_ms == pytest.approx(6.0 + 0.5 * found.batch_size, abs=0.01)
+    await until(lambda: took.requests == 120)
+    for executed in took.batches.values():  # 1.0 a request in all, 0.5 of it copies
+        assert executed.execution_ms == pytest.approx(6.0 + 0.5 * executed.batch_size, abs=0.01)
     (described,) = dispatcher.gpulets()
     assert described.mode == GpuletMode(share=False, streaming=True, programs={"m": "emulated"})
-    records = await gpulet.records()
-    for one, after in itertools.pairwise(records):
-        assert after["started_s"] >= one["ended_s"] - 1e-6
+    for (_, before), (begun_ms, _) in itertools.pairwise(sorted(took.batches.items())):
+        assert begun_ms >= before.started_ms + before.execution_ms - 1e-3
     assert dispatcher.way.delay().data_ms_per_request >= 0.5 - 1e-6
 
 

@@ -6,19 +6,18 @@ from typing import Any
 from tenuto.deployments.machines.devices import DeviceFigures
 from tenuto.deployments.operator.exposition import render_metrics
 from tenuto.deployments.wire.status import DeviceStatus, SystemStatus
+from tests.mps import fake_nvml
+
+FakeError = fake_nvml.FakeNvml.NVMLError
 
 
-class FakeError(Exception):
-    pass
-
-
-class FakeNvml:
+class FakeNvml(fake_nvml.FakeNvml):
     """Two GPUs; the second tells no power. `xids` are events that have not been read."""
 
-    NVMLError = FakeError
     nvmlEventTypeXidCriticalError = 8
 
     def __init__(self) -> None:
+        super().__init__()
         self.xids: list[int] = []
         self.reads = 0
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.deployments.serve import states
-from tenuto.deployments.serve.process_logs import ProcessLog, process_logs, read_lines
+from tenuto.deployments.serve.process_logs import process_logs, read_lines
 
 LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n"), max_size=8)
 
@@ -37,7 +37,7 @@ def test_a_process_that_still_waits_for_a_node_is_none(monkeypatch: pytest.Monke
     details = {"applications": {"tenuto": {"deployments": {"gateway": {"replicas": replicas}}}}}
     monkeypatch.setattr(states, "serve_client", lambda: SimpleNamespace(get_serve_details=lambda: details))
     assert [each.log for each in states.serve_processes()] == ["/a.log", ""]
-    assert process_logs() == [ProcessLog("tenuto", "n", "/a.log")]
+    assert [each.log for each in process_logs()] == ["/a.log"]
 
 
 def test_a_log_that_is_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:

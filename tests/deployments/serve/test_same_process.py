@@ -111,7 +111,7 @@ def test_whoever_asks_whether_a_process_starts_anew_is_told_what_serve_does(
     both = before.keys() & after.keys()
     restarts = {name for name in both if serve_restarts(before[name], after[name])}
     assert {name for name in both if not before[name].same_processes(after[name])} == restarts
-    assert {change.gpulet for change in diff(old, new).changes if change.kind == "restart"} == restarts
+    assert {change.gpulet for change in diff(old, new) if change.kind == "restart"} == restarts
     kept = {gpulet.id for gpulet in renamed(new, old).gpulets} & {gpulet.id for gpulet in old.gpulets}
     assert kept == both - restarts
     assert restarted_in_virtual_time(old, new) == restarts

@@ -293,7 +293,7 @@ def pair(token: str = "t") -> tuple[FrameSocket, FrameSocket]:
 def test_threads_exchange_frames_larger_than_what_a_socket_takes() -> None:
     client, server = pair()
     assert server.greet("t") == Hello("t")
-    batch = RunBatch(1, "m", [("m", 2)], [], [], ["a", "b"])
+    batch = RunBatch(1, "m", [("m", 2)], [], [])
     bodies = [bytes([number]) * (1 << 20) for number in range(4)]
     sender = threading.Thread(target=client.send, args=(batch, bodies))
     sender.start()

@@ -1,0 +1,25 @@
+"""The nodes of the Ray cluster that this process is connected to, and tasks on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tenuto.deployments.process.limits import ANSWER_S, within
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """Return the living nodes, as Ray describes them."""
+    import ray
+
+    return [node for node in within(ANSWER_S, ray.nodes) if node["Alive"]]
+
+
+def on_node(node_id: str, run: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function in a task on a node, once, beside what keeps its cores busy; return Ray's reference to its
+    answer."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(run).remote(*arguments)
