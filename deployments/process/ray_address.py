@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tenuto.deployments.process.limits import within
 from tenuto.deployments.process.ray_token import guard_of, token_file
 from tenuto.documents import write_whole
 from tenuto.errors import EnvironmentFaultError
@@ -89,12 +90,12 @@ def begin_ray(**how: Any) -> None:
     ray.init(**how, **_QUIET)
 
 
-def end_ray() -> None:
-    """Call `ray.shutdown`. Threads of Serve's handles do not end with it, and would tell of it in the log."""
+def end_ray(limit_s: float) -> None:
+    """Call `ray.shutdown`, which may take so long. Threads of Serve's handles do not end with it, and would tell of it in the log."""
     import ray
 
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    ray.shutdown()
+    within(limit_s, ray.shutdown)
 
 
 def _refuse_unguarded(address: str) -> None:

@@ -162,7 +162,7 @@ class Launcher:
         self._has_begun = False
         if self._joined_ray:
             self._joined_ray = False
-            within(ANSWER_S, end_ray)
+            end_ray(ANSWER_S)
 
     def close(self) -> None:
         """Drain and remove the applications. Leave Ray if it was joined here; stop it if it was started here."""
@@ -187,7 +187,7 @@ class Launcher:
         self._has_begun = False
         if self.owns_ray or self._joined_ray:
             with contextlib.suppress(EnvironmentFaultError):
-                within(_SERVE_ENDS_S, end_ray)
+                end_ray(_SERVE_ENDS_S)
 
 
 def unused_port(*wished: int) -> int:

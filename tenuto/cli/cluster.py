@@ -74,7 +74,7 @@ def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
         found = read_ray_inventory()
         return {address: found[address] for address in found}
     finally:
-        within(ANSWER_S, end_ray)
+        end_ray(ANSWER_S)
 
 
 def _print(names: list[str], nodes: Mapping[str | None, tuple[GpuDevice, ...]]) -> None:

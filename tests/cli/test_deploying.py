@@ -309,7 +309,7 @@ def test_a_deployment_is_found_by_its_name_or_address_and_the_only_one_by_nothin
 def test_models_of_both_kinds_are_listed_with_their_slos(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = (writes("chat"), fixed(), writes("chat:2", share_pct=5.0))
     entries = [spec.model_dump(mode="json", exclude_defaults=True) for spec in specs]
-    monkeypatch.setattr(model, "operations", lambda _address: nullcontext(SimpleNamespace(ask=lambda _call: entries)))
+    monkeypatch.setattr(model, "asked_of_controller", lambda _address, _call: entries)
     found = CliRunner().invoke(model.command, ["list"])
     assert found.exit_code == 0
     assert [line.split() for line in found.output.splitlines()[1:]] == [
