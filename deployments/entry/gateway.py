@@ -25,11 +25,12 @@ from tenuto.deployments.entry.asgi import (
     read_request,
     send_response,
 )
-from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Speaks
+from tenuto.deployments.entry.connection import HttpConnection
 from tenuto.deployments.entry.decisions import AskBeside, nothing
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash
+from tenuto.deployments.entry.http_server import HttpServer, Speaks
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
@@ -133,8 +134,8 @@ class Entry:
         if old is not None and old is not self._dispatching:
             await old.close()
         shared = bool(config.sub_clusters)
-        await self._listen(self.server, config.listen, is_shared=shared)
-        await self._listen(self._operators, config.operators, is_shared=shared)
+        await self._listen(self.server, config.listen, HttpConnection, is_shared=shared)
+        await self._listen(self._operators, config.operators, HttpConnection, is_shared=shared)
         await self._listen_for_grpc(config.grpc, is_shared=shared)
 
     async def _listen_for_grpc(self, wanted: Listen | None, *, is_shared: bool) -> None:
@@ -143,9 +144,9 @@ class Entry:
                 from tenuto.deployments.entry.grpc_calls import GrpcDoor
             except ImportError as error:
                 raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
-            self._grpc = GrpcDoor(self.service, self.server).connection
+            self._grpc = GrpcDoor(self.service).connection
         if self._grpc is not None:
-            await self._listen(self.server, wanted, is_shared=is_shared, speaks=self._grpc)
+            await self._listen(self.server, wanted, self._grpc, is_shared=is_shared)
 
     def _follow_traces(self, wanted: TracesConfig | None) -> None:
         if wanted == self._traces:
@@ -168,20 +169,20 @@ class Entry:
         if self.bundles is not None:
             self.bundles.announce()
 
-    async def _listen(
-        self, server: HttpServer, wanted: Listen | None, *, is_shared: bool, speaks: Speaks | None = None
-    ) -> None:
+    async def _listen(self, server: HttpServer, wanted: Listen | None, speaks: Speaks, *, is_shared: bool) -> None:
         for host, port in server.addresses(speaks):
             if wanted is None or (host, port) != (wanted.host, wanted.port):
-                await server.stop_listening(host, port)
+                server.stop_listening(host, port)
         if wanted is None:
             return
         tls = _tls_context(wanted.tls_cert, wanted.tls_key) if wanted.tls_cert and wanted.tls_key else None
-        if tls is not None and speaks is not None:
+        is_grpc = speaks == self._grpc
+        if tls is not None and is_grpc:
             tls.set_alpn_protocols(["h2"])
-        option = "--port" if speaks is None else "--grpc-port"
         await self._when_free(
-            wanted, option, lambda: server.listen(wanted.host, wanted.port, is_shared=is_shared, tls=tls, speaks=speaks)
+            wanted,
+            "--grpc-port" if is_grpc else "--port",
+            lambda: server.listen(wanted.host, wanted.port, speaks, is_shared=is_shared, tls=tls),
         )
 
     async def _when_free(self, wanted: Listen, option: str, listen: Callable[[], Awaitable[None]]) -> None:
@@ -284,11 +285,11 @@ class _Cold:
         self._entry = entry
         self._app = app
 
-    def refusal(self, _exchange: HttpExchange) -> HttpError | None:
+    def refusal(self, _exchange: Exchange) -> HttpError | None:
         """Take every body: only operators ask here, and no body may be larger than 64 KiB."""
         return None
 
-    def handle(self, exchange: HttpExchange) -> None:
+    def handle(self, exchange: Exchange) -> None:
         """Let the application answer."""
         self._entry.answer_cold(exchange, self._app)
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import orjson
@@ -25,7 +25,6 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
-from tenuto.deployments.entry.connection import MANY, MOST_PIPELINED, REASONS, SLOT_BYTES, UNFINISHED, UNREAD_BYTES
 from tenuto.deployments.entry.exchange import Head, HttpError, too_large, unexpected
 from tenuto.deployments.entry.framing import KEPT_HEADS, LONGEST_KEPT_HEAD_BYTES
 from tenuto.deployments.entry.grpc_messages import (
@@ -43,13 +42,18 @@ from tenuto.deployments.entry.grpc_messages import (
 )
 from tenuto.deployments.entry.header_blocks import Headers, flaw, literal
 from tenuto.deployments.entry.http2 import MOST_CALLS, CallStream, Http2Connection
+from tenuto.deployments.entry.http_server import (
+    MANY,
+    MOST_PIPELINED,
+    SLOT_BYTES,
+    UNFINISHED,
+    UNREAD_BYTES,
+    HttpServer,
+    Service,
+)
 from tenuto.deployments.entry.oip import Given
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
-
-if TYPE_CHECKING:
-    from tenuto.deployments.entry.connection import HttpServer
-    from tenuto.deployments.entry.service import InferenceService
 
 _MESSAGE_S = 60.0  # limit: until a call's message has come, as for a body of HTTP
 _MOST_COLD_BYTES = 1 << 16  # limit: of a message that carries no load, as of such a body of HTTP
@@ -159,7 +163,7 @@ class GrpcExchange:
     def spend(self, samples: int) -> None:
         """Count samples beyond the first as work of this turn."""
         if self._call is not None:
-            self._call.door.server.turns.spend_samples(samples)
+            self._call.server.turns.spend_samples(samples)
 
     def end(self) -> None:
         """Note that the answer is complete."""
@@ -182,7 +186,7 @@ class GrpcExchange:
             self._free(call)
 
     def _free(self, call: Call) -> None:
-        call.door.server.chunked_bytes -= self.held
+        call.server.chunked_bytes -= self.held
         self.held, self.body = 0, b""
         if self.slot is not None:
             self.slot.release()
@@ -198,7 +202,7 @@ class Call:
 
     def __init__(self, door: GrpcDoor, stream: CallStream, opened: Opened) -> None:
         """Take what the calls share, the stream and its metadata. A client without the right key is refused here."""
-        self.door, self.stream, self.opened = door, stream, opened
+        self.door, self.server, self.stream, self.opened = door, stream.server, stream, opened
         stream.head, stream.length = _HEAD, opened.length
         self.is_over = False
         self._is_admitted = False  # the key's rate has let in a message that has not come yet
@@ -224,7 +228,7 @@ class Call:
         self._is_admitted = refusal is None
         if refusal is None:
             return
-        self.door.server.turned_away[REASONS.get(refusal.status, "other")] += 1
+        self.server.count_refusal(refusal)
         if refusal.after_s:
             self.is_over = self.stream.is_slowed = True
             asyncio.get_running_loop().call_later(refusal.after_s, self._end_slowed, refusal)
@@ -262,7 +266,7 @@ class Call:
         """Take messages that have come, and count the bytes that have to wait."""
         if not self._waits:
             self._take_some()
-        server, ahead = self.door.server, len(self._came)
+        server, ahead = self.server, len(self._came)
         server.chunked_bytes += ahead - self._ahead
         self._ahead = ahead
         if ahead and server.chunked_bytes > server.limits.unfinished_bytes:
@@ -271,7 +275,7 @@ class Call:
     def _take_some(self) -> None:
         """Take some messages in this turn; none while too many are open or the client does not take its answers."""
         self._waits = True
-        came, before, turns, most, is_more = self._came, len(self._came), self.door.server.turns, MOST_CALLS, False
+        came, before, turns, most, is_more = self._came, len(self._came), self.server.turns, MOST_CALLS, False
         try:
             while len(self._open) < self.most_open and not self.is_over and not self.stream.is_behind:
                 is_more = bool(came) and (not most or turns.left <= 0)
@@ -316,7 +320,7 @@ class Call:
 
     def _make_room(self, is_compressed: int, size: int) -> None:
         """Find a place for a message. A large one lies where gpu-lets can read it. Raises `HttpError`."""
-        server = self.door.server
+        server = self.server
         self._changed_s = time.monotonic()
         if is_compressed:
             raise HttpError(501, _COMPRESSED)
@@ -338,7 +342,7 @@ class Call:
 
     def _free(self, slot: Slot | None) -> None:
         """Free the memory of a message that did not become a request."""
-        self.door.server.chunked_bytes -= self._held
+        self.server.chunked_bytes -= self._held
         self._held = 0
         if slot is not None:
             slot.release()
@@ -352,7 +356,7 @@ class Call:
         refusal = None if self._is_admitted else self.door.service.refusal(exchange)
         self._is_admitted = False
         if refusal is not None:
-            self.door.server.turned_away[REASONS.get(refusal.status, "other")] += 1
+            self.server.count_refusal(refusal)
             self.refuse(exchange, refusal)
             return
         if slot is not None:
@@ -429,7 +433,7 @@ class Call:
         self._free(self._slot)
         self._slot = self._rest = None
         self._came.clear()
-        self.door.server.chunked_bytes -= self._ahead
+        self.server.chunked_bytes -= self._ahead
         self._ahead = 0
         while self._open:
             self._open.pop().leave()
@@ -590,10 +594,9 @@ def _prefixed(answer: Message) -> bytes:
 class GrpcDoor:
     """What all calls of a gateway share."""
 
-    def __init__(self, service: InferenceService, server: HttpServer) -> None:
-        """Take the service that answers, and the server whose sockets and limits the calls use."""
+    def __init__(self, service: Service) -> None:
+        """Take the service that answers."""
         self.service = service
-        self.server = server
         self.reader = InferReader()
         self.reflection = ReflectionServicer((SERVICE, HEALTH, REFLECTION), POOL)
         self._known: dict[tuple[tuple[bytes, bytes, bool], ...], Opened] = {}
@@ -608,9 +611,9 @@ class GrpcDoor:
         }
         self._calls = {f"/{name}".encode(): made for name, made in named.items()}
 
-    def connection(self) -> Http2Connection:
+    def connection(self, server: HttpServer) -> Http2Connection:
         """Return what serves a new client."""
-        return Http2Connection(self.server, self._begin)
+        return Http2Connection(server, self._begin)
 
     def head(self, opened: Opened, method: bytes, url: bytes) -> Head:
         """Return the head of a request. The same URL gets the same head, so its route is looked up once."""

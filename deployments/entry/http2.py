@@ -12,16 +12,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from struct import Struct
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol
 
 from jh2.connection import Decoder
 
 from tenuto.deployments.entry.header_blocks import Headers, flaw, read_block
+from tenuto.deployments.entry.http_server import IDLE_S, ClientConnection, HttpServer
 from tenuto.deployments.entry.turns import MOST_WORK
 from tenuto.deployments.wire.tensors import Buffer
-
-if TYPE_CHECKING:
-    from tenuto.deployments.entry.connection import HttpServer
 
 MOST_STREAMS = 128  # limit: calls of a connection
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -39,7 +37,6 @@ _WINDOW = 1 << 24  # limit: of a connection's bytes that are under way
 _INITIAL_WINDOW = 65_535  # format: (6.9.2)
 _MOST_WINDOW = (1 << 31) - 1  # format: (6.9.1)
 _STALLED_S = 60.0  # limit: for a client to take answers, or to complete a header block or a preface
-_IDLE_S = 300.0  # limit: without a call
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 _END_STREAM = _ACK = 1  # format: flags of frames (6)
@@ -139,6 +136,11 @@ class CallStream:
         return self._connection.address
 
     @property
+    def server(self) -> HttpServer:
+        """The server of its connection."""
+        return self._connection.server
+
+    @property
     def arrived_ms(self) -> float:
         """When the bytes came that are read now, in ms on the monotonic clock."""
         return self._connection.arrived_ms
@@ -222,17 +224,15 @@ class CallStream:
 Opened = Callable[[CallStream, Headers], Handler]
 
 
-class Http2Connection(asyncio.BufferedProtocol):
+class Http2Connection(ClientConnection):
     """One client. Invariant: at most `MOST_STREAMS` calls are under way. A call is forgotten when its answer has left,
     or when its client has given it up."""
 
     def __init__(self, server: HttpServer, opened: Opened) -> None:
         """Take the server of the connection, and the function that begins each call."""
-        self.server = server
-        self.has_key = False
+        super().__init__(server)
         self.arrived_ms = 0.0
         self._opened = opened
-        self._transport: asyncio.Transport | None = None
         self._came = b""  # received, and not looked at
         self._is_begun = self._is_set = False  # the preface has come; the client's settings have
         self._decoder = Decoder(max_header_list_size=_MOST_HEADER_BYTES)
@@ -242,7 +242,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.unsent_bytes = 0  # of all calls
         self._frames: list[bytes] = []  # that are sent at the end of the loop's turn, with one write
         self._frames_bytes = 0
-        self._address = ""
         self._last = 0  # the last stream that the client has begun
         self._cut: dict[int, None] = {}  # that ended here before their clients' end: more of them may be on its way
         self._window = self._initial = _INITIAL_WINDOW  # of what may be sent: on all streams, and on a new one
@@ -250,28 +249,23 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._begun = 0  # calls, in what is read at once
         self._is_stopped = False  # nothing is read
         self._is_ahead = False  # it has sent more than it may in a turn
-        self._is_paused = self._waits = self._closes = self._says_goodbye = False
-        self.changed_s = time.monotonic()
+        self._waits = self._says_goodbye = False
 
     # --- asyncio's side -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        name = transport.get_extra_info("peername")
-        self._address = str(name[0]) if name else ""
+        super().connection_made(transport)
         if not self.server.places.admit(self):
-            self._transport.abort()
+            self.give_up()
             return
         settings = ((_MAX_STREAMS, MOST_STREAMS), (_INITIAL, _STREAM_WINDOW), (_MAX_HEADERS, _MOST_HEADER_BYTES))
         said = frame(SETTINGS, 0, 0, b"".join([_SETTING.pack(*each) for each in settings]))
         self.write([said, frame(WINDOW_UPDATE, 0, 0, _NUMBER.pack(_WINDOW - _INITIAL_WINDOW))])
 
     def connection_lost(self, exc: Exception | None) -> None:
-        del exc
-        self._transport, self._closes, self._came = None, True, b""
+        super().connection_lost(exc)
+        self._came = b""
         self._stuck.clear()
-        self.server.places.forget(self)
-        self.server.untaken.forget(self)
         streams, self._streams = self._streams, {}
         self.server.turns.spend(len(streams))
         for stream in streams.values():
@@ -292,18 +286,10 @@ class Http2Connection(asyncio.BufferedProtocol):
         else:
             self._wait()
 
-    def pause_writing(self) -> None:
-        self._is_paused = True
-        self.changed_s = time.monotonic()
-        self._update_reading()
-        self._count_untaken()
-
     def resume_writing(self) -> None:
-        self._is_paused = False
+        super().resume_writing()
         if self._stuck:
             self._wait()
-        self._update_reading()
-        self._count_untaken()
 
     def _update_reading(self) -> None:
         """Stop reading from a client that does not take its answers, or whose bytes wait for their turn and are
@@ -618,12 +604,8 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self._stuck.pop(stream.id, None) is not None:
             self._count_untaken()
 
-    def _count_untaken(self) -> None:
-        """Tell the server how many bytes of answers wait for this client."""
-        waiting = self.unsent_bytes if self._stuck else 0
-        if self._is_paused and self._transport is not None:
-            waiting += self._transport.get_write_buffer_size()
-        self.server.untaken.holds(self, waiting)
+    def _waiting_bytes(self) -> int:
+        return self.unsent_bytes if self._stuck else 0
 
     def _close_if_over(self) -> None:
         if self._says_goodbye and not self._streams:
@@ -645,33 +627,15 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.write(b"".join(frames))
 
     @property
-    def address(self) -> str:
-        """Where the client is; "" when that is not known."""
-        return self._address
-
-    @property
     def is_idle(self) -> bool:
-        """Whether no call is under way."""
         return not self._streams
 
     @property
     def gives_way(self) -> bool:
-        """Whether nobody waits for an answer here, so that another client may have this place."""
         return all(
             each.is_slowed or (each.handler is not None and each.handler.is_idle and not each.unsent)
             for each in self._streams.values()
         )
-
-    def give_way(self) -> None:
-        """Close at once. The client asks again on another connection."""
-        self._closes = True
-        self._close()
-
-    def give_up(self) -> None:
-        """Close the connection of a client that does not take its answers. What it has not taken is lost."""
-        self._closes = True
-        if self._transport is not None:
-            self._transport.abort()
 
     def end(self) -> None:
         """Take no more calls, and close when those that are under way are answered."""
@@ -682,11 +646,9 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _close(self) -> None:
         self.write_out()
-        if self._transport is not None:
-            self._transport.close()
+        super()._close()
 
     def check_time(self, now_s: float) -> None:
-        """End a connection that has taken too long for what it is doing."""
         passed_s = now_s - self.changed_s
         for stream in list(self._streams.values()):
             if stream.handler is not None:
@@ -697,7 +659,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         is_stalled = self._is_paused or self._block is not None or not self._is_set
         if is_stalled and passed_s > _STALLED_S:
             self.give_up()
-        elif self.is_idle and passed_s > _IDLE_S:
+        elif self.is_idle and passed_s > IDLE_S:
             self.end()
 
 
