@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.loadgen.records import Records
-from tenuto.outcome import Outcome
+from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement.application import Application
 
 # derived: with so many samples the largest lies above the 99th percentile with 99 % confidence: ln 0.01 / ln 0.99
@@ -40,6 +40,23 @@ class Calls:
         """Return the requests that arrived in a window."""
         rows = (self.at_ms >= begin_ms) & (self.at_ms < end_ms)
         return Calls(self.number[rows], self.at_ms[rows], self.latency_ms[rows], self.outcome[rows])
+
+
+def outcome_figures(counts: Sequence[int]) -> dict[str, Any]:
+    """Return how many requests were offered, how many ended in every outcome, and the attainment.
+
+    Args:
+        counts: requests by outcome.
+    """
+    offered = sum(counts)
+    attainment = counts[Outcome.OK] / offered if offered else None
+    return {"offered": offered, **dict(zip(OUTCOMES, counts, strict=True)), "attainment": attainment}
+
+
+def counted(outcome: NDArray[np.int8]) -> list[int]:
+    """Return the number of requests in every outcome."""
+    found: list[int] = np.bincount(outcome, minlength=len(OUTCOMES)).tolist()
+    return found
 
 
 def stage_owners(applications: Iterable[Application]) -> dict[str, str]:
@@ -108,14 +125,11 @@ def application_figures(
         stages = {application.model_name(stage) for stage in application.stages}
         stage_requests = sum(stage.count for stage in application.stages)
         calls = calls_of(records, names, stages, stage_requests, application.slo_ms).within(warmup_ms, duration_ms)
-        counts = {o.name.lower(): int((calls.outcome == o).sum()) for o in Outcome}
-        offered = len(calls)
+        counts = counted(calls.outcome)
         latency = calls.latency_ms[~np.isnan(calls.latency_ms)]
         found[application.name] = {
-            "offered": offered,
-            **counts,
-            "attainment": counts["ok"] / offered if offered else None,
-            "goodput_rps": counts["ok"] / length_s,
+            **outcome_figures(counts),
+            "goodput_rps": counts[Outcome.OK] / length_s,
             "slo_ms": application.slo_ms,
             "stage_requests": stage_requests,
             **{f"p{p}_ms": float(np.percentile(latency, p)) if latency.size else None for p in (50, 90)},

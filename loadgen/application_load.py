@@ -1,4 +1,4 @@
-"""The requests of applications: those that arrive by the schedule, and those that follow on answers.
+"""The requests of a run: those that arrive by the schedule, and those of applications that follow on answers.
 
 `ApplicationLoad` is data, the same for the simulator and for load clients. `Joins` is the state of one run of a load.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from tenuto.placement.application import Application
 
 @dataclass(frozen=True)
 class ApplicationLoad:
-    """The requests of a run with applications. Requests of later stages stand behind all others, with the time NaN.
+    """The requests of a run. With applications, requests of later stages stand behind all others, with the time NaN.
 
     A *call* is one request of an application; its number is its place among all calls of the run. `number[r]` is the
     number of request r in the whole run. `owner[r]` is the call of r, -1 if it belongs to none; `stage[r]` is its
@@ -44,7 +45,7 @@ class ApplicationLoad:
         """How many requests arrive at a time that is known before the run; these are the first ones."""
         return int(np.isfinite(self.times_ms).sum())
 
-    @property
+    @cached_property
     def call_at_ms(self) -> NDArray[np.float64]:
         """When the call of each request arrives; NaN for requests that belong to no call."""
         at = np.full(max(self.calls, default=-1) + 2, np.nan)  # index -1 is the last place, which stays NaN
@@ -57,7 +58,7 @@ class ApplicationLoad:
         if count == 1:
             return self
         alone = self.owner < 0
-        turn = np.where(alone, np.cumsum(alone), self.owner)
+        turn = np.where(alone, np.cumsum(alone) - 1, self.owner)
         rows = np.flatnonzero(turn % count == place)
         return replace(
             self,

@@ -20,9 +20,8 @@ from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident, World
 from tenuto.errors import refused
-from tenuto.loadgen.application_figures import label_stages
+from tenuto.loadgen.application_figures import label_stages, outcome_figures
 from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load
-from tenuto.loadgen.schedule import make_schedule
 from tenuto.loadgen.simulated import beside
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Cluster, Plan, Workload
@@ -88,16 +87,14 @@ class ControlledSimulation:
         return run
 
     def _load(self, rate_scale: float) -> tuple[ControlledLoad, _Calls | None]:
-        how = (self.duration_s, self.seed, rate_scale)
         models = beside(self.workload.models, self.folder)
-        if not self.workload.applications:
-            schedule = make_schedule(models, *how)
-            arrived = schedule.names, schedule.times_ms, schedule.model_index
-            return ControlledLoad(*arrived, self.duration_s, tokens=schedule.tokens), None
-        load = make_application_load(models, beside(self.workload.applications, self.folder), *how)
+        applications = beside(self.workload.applications, self.folder)
+        load = make_application_load(models, applications, self.duration_s, self.seed, rate_scale)
+        arrived = tuple(spec.name for spec in models), load.times_ms, load.model_index, self.duration_s
+        if not applications:
+            return ControlledLoad(*arrived, tokens=load.tokens), None
         calls = _Calls(load, self.network.response_ms)
-        names = tuple(spec.name for spec in models)
-        return ControlledLoad(names, load.times_ms, load.model_index, self.duration_s, load.deadlines_ms, calls), calls
+        return ControlledLoad(*arrived, load.deadlines_ms, calls), calls
 
 
 class _Calls:
@@ -186,9 +183,7 @@ def controlled_summary(
     if run.applications:
         summary["applications"] = {
             app.name: {
-                "offered": sum(counts),
-                **dict(zip(OUTCOMES, counts, strict=True)),
-                "attainment": counts[Outcome.OK] / sum(counts) if sum(counts) else None,
+                **outcome_figures(counts),
                 "goodput_rps": counts[Outcome.OK] / duration_s,
                 "slo_ms": app.slo_ms,
                 "stage_requests": sum(stage.count for stage in app.stages),

@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.batching.virtual.writing import token_figures
-from tenuto.loadgen.application_figures import MIN_SAMPLES_P99, application_figures, label_stages
+from tenuto.loadgen.application_figures import (
+    MIN_SAMPLES_P99,
+    application_figures,
+    counted,
+    label_stages,
+    outcome_figures,
+)
 from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
 from tenuto.placement.application import Application
@@ -78,14 +84,10 @@ def summarise(
 
 
 def _model(records: Records) -> dict[str, Any]:
-    offered = len(records)
-    counts = {outcome.word: int((records.outcome == outcome).sum()) for outcome in Outcome}
     answered = records.where(records.status == 200)
     batched = answered.batch_size[answered.batch_size > 0]
     return {
-        "offered": offered,
-        **counts,
-        "attainment": counts["ok"] / offered if offered else None,
+        **outcome_figures(counted(records.outcome)),
         "p50_ms": _percentile(answered.latency_ms, 50, 1),
         "p90_ms": _percentile(answered.latency_ms, 90, 1),
         "p99_ms": _percentile(answered.latency_ms, 99, MIN_SAMPLES_P99),
