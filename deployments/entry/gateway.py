@@ -78,22 +78,17 @@ class Entry:
         self._find_gpulet = find_gpulet
         self._find_dispatcher = find_dispatcher
         self._dispatching: Dispatching | None = None  # the client, or the dispatcher in this process
-        self._client: DispatcherClient | None = None  # where dispatchers have processes of their own
         self.bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
-        self.sub_clusters: dict[str, tuple[str, ...]] = {}
-        self.dispatchers = 1
+        self._config: GatewayConfig | None = None
         self._arena = Arena(unfinished_mib << 20)
         self.service = InferenceService(self._cold)
         self.server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
         self.watched = WatchedGateway(self.service, self.server, ask_beside)
         few = Limits(body_bytes=1 << 16, connections=_MOST_OPERATORS)
-        operator_app = make_operator_app(self.watched, lambda: self._operators_are_local)
+        operator_app = make_operator_app(self.watched, self._operators_are_local)
         self._operators = HttpServer(_Cold(self, operator_app), self._arena, few)
         self._grpc: Speaks | None = None  # what serves a client of gRPC, once there was a port for it
         self._app: App | None = None  # of the latest settings
-        self._traces: TracesConfig | None = None
-        self._encrypts = False
-        self._operators_are_local = True
         self._tasks: set[asyncio.Task[None]] = set()
         self._look: asyncio.Handle | None = None
         self._ticker = asyncio.get_running_loop().call_later(0.0, self._tick)
@@ -110,24 +105,27 @@ class Entry:
         service.margin.configure(config.attainment, config.response_ms)
         service.max_body_bytes = self.server.limits.body_bytes = config.max_body_mib << 20
         self.server.limits.connections = config.max_connections
-        self._encrypts = config.encrypt
-        self._operators_are_local = config.operators is None or config.operators.is_loopback
         service.callers.follow(config.keys)
         self.server.places.has_keys = bool(config.keys)
         service.host_names = None if config.is_shared_with_clients else frozenset(map(str.lower, config.host_names))
-        self._follow_traces(config.traces)
+        if self._config is None or config.traces != self._config.traces:
+            self._trace(config.traces)
+        self._config = config
         is_shared = config.is_shared_with_clients
         self._app = make_app(service, None if is_shared else self.watched)
-        self.sub_clusters, self.dispatchers = dict(config.sub_clusters), config.dispatchers
         old = self._dispatching
         if config.sub_clusters:
-            client = self._client or DispatcherClient(self._find_dispatcher, on_change=self._changed)
-            self._dispatching, self._client, self.bundles = client, client, None
+            client = (
+                old
+                if isinstance(old, DispatcherClient)
+                else DispatcherClient(self._find_dispatcher, on_change=self._changed)
+            )
+            self._dispatching, self.bundles = client, None
             await client.apply(config.plan, config.sub_clusters, dispatchers=config.dispatchers)
         else:
             if self.bundles is None:
                 dispatcher = Dispatcher(config.build_scheduler, self._find_gpulet, on_change=self._changed)
-                self._dispatching, self._client, self.bundles = dispatcher, None, BundleServer(dispatcher)
+                self._dispatching, self.bundles = dispatcher, BundleServer(dispatcher)
             self.bundles.dispatcher.configure(config.build_scheduler, max_queued=config.max_queued)
             self.bundles.dispatcher.apply(config.plan, config.standby)
         self._look_again()
@@ -148,13 +146,13 @@ class Entry:
         if self._grpc is not None:
             await self._listen(self.server, wanted, self._grpc, is_shared=is_shared)
 
-    def _follow_traces(self, wanted: TracesConfig | None) -> None:
-        if wanted == self._traces:
-            return
+    def _operators_are_local(self) -> bool:
+        return self._config is None or self._config.operators is None or self._config.operators.is_loopback
+
+    def _trace(self, wanted: TracesConfig | None) -> None:
         if self.service.traces is not None:
             self.service.traces.close()
         self.service.traces = None if wanted is None else Traces.otlp(wanted.endpoint, wanted.ratio)
-        self._traces = wanted
 
     def _changed(self) -> None:
         """The plan has changed, or a gpu-let, or what a gpu-let holds. All changes of a turn of the loop are handled at
@@ -244,10 +242,12 @@ class Entry:
 
     def served(self) -> Served | None:
         """Return what `TenutoHandle` has to know; None before the first plan."""
-        plan = self._dispatching.plan if self._dispatching is not None else None
-        if plan is None:
+        config = self._config
+        if config is None:
             return None
-        return Served(plan=plan.to_data(), sub_clusters=self.sub_clusters, dispatchers=self.dispatchers)
+        return Served(
+            plan=config.plan.to_data(), sub_clusters=dict(config.sub_clusters), dispatchers=config.dispatchers
+        )
 
     async def status(self) -> DispatchingStatus:
         """Return what the dispatchers report; nothing before the first plan."""
@@ -255,9 +255,9 @@ class Entry:
 
     async def endpoint(self, host: str) -> Endpoint:
         """Return where Python handles reach this gateway's own dispatcher."""
-        if self.bundles is None:
+        if self.bundles is None or self._config is None:
             raise RuntimeError("this gateway has no dispatcher of its own; connect again")
-        return await self.bundles.listen(host, encrypted=self._encrypts)
+        return await self.bundles.listen(host, encrypted=self._config.encrypt)
 
     async def close(self) -> None:
         """Answer the requests under way, fail those that wait, and disconnect."""

@@ -19,6 +19,7 @@ from struct import Struct
 from typing import NamedTuple
 from urllib.parse import quote
 
+import msgspec
 import orjson
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
@@ -111,28 +112,22 @@ def _opened(number: int, headers: Headers) -> Opened:
     return Opened(number, found.get(b":path", b""), length, said, patience_ms, problem)
 
 
-class GrpcExchange:
+class GrpcExchange(msgspec.Struct, eq=False):
     """One message on its way to its answer; see `tenuto.deployments.entry.exchange.Exchange`."""
 
-    __slots__ = (
-        *("address", "arrived_ms", "body", "given", "has_key", "head", "held", "id", "on_left", "patience_ms", "slot"),
-        *("_call", "_unread"),
-    )
-
-    def __init__(self, call: Call, head: Head, body: Buffer, id: str = "") -> None:
-        self.head = head
-        self.body = body
-        self.id = id
-        self.address = call.stream.address
-        self.arrived_ms = call.stream.arrived_ms
-        self.patience_ms = call.opened.patience_ms
-        self.given: Given | None = None
-        self.slot: Slot | None = None
-        self.held = 0
-        self.has_key = False
-        self.on_left: Callable[[], object] | None = None
-        self._call: Call | None = call
-        self._unread = 0  # bytes of its parts since the client was not behind
+    _call: Call | None
+    head: Head
+    body: Buffer
+    id: str
+    address: str
+    arrived_ms: float
+    patience_ms: float
+    given: Given | None = None
+    slot: Slot | None = None
+    held: int = 0
+    has_key: bool = False
+    on_left: Callable[[], object] | None = None
+    _unread: int = 0  # bytes of its parts since the client was not behind
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Send the answer. Only the first call counts."""
@@ -221,7 +216,7 @@ class Call:
 
     def _admit(self, url: bytes) -> None:
         """Refuse a client that may not ask for this URL. A client with a wrong key is told late, as over HTTP."""
-        exchange = GrpcExchange(self, self.door.head(self.opened, b"GET", url), b"")
+        exchange = self.exchange(self.door.head(self.opened, b"GET", url))
         refusal = self.door.service.refusal(exchange)
         if refusal is None and exchange.has_key and not self.stream.show_key():
             refusal = MANY
@@ -351,6 +346,11 @@ class Call:
         """Take a message. A large one lies in `slot`. Raises `HttpError` or `DecodeError`."""
         raise NotImplementedError
 
+    def exchange(self, head: Head, body: Buffer = b"", id: str = "") -> GrpcExchange:
+        """Return a message that asks for the same as an HTTP request with this head."""
+        stream = self.stream
+        return GrpcExchange(self, head, body, id, stream.address, stream.arrived_ms, self.opened.patience_ms)
+
     def ask(self, exchange: GrpcExchange, slot: Slot | None = None) -> None:
         """Let the service answer a message, when the key's rate lets it in. Each message counts as a request."""
         refusal = None if self._is_admitted else self.door.service.refusal(exchange)
@@ -474,14 +474,14 @@ class UnaryInferCall(Call):
         asked, tensors = self.door.reader.read(data)
         if asked.given is not None:
             head = self.door.head(self.opened, b"POST", f"/v2/models/{asked.path}/infer".encode())
-            exchange = GrpcExchange(self, head, tensors, asked.id)
+            exchange = self.exchange(head, tensors, asked.id)
             exchange.given = asked.given
             self.ask(exchange, slot)
             return
         url = f"/v2/models/{asked.path}/{self.generates}" if asked.generates else f"/predict/{asked.path}"
         said = {**self.opened.said, b"x-request-id": asked.id.encode()} if asked.id else self.opened.said
         head = Head(b"POST", url.encode(), said, length=len(asked.body))
-        self.ask(GrpcExchange(self, head, asked.body, asked.id))
+        self.ask(self.exchange(head, asked.body, asked.id))
 
     def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:
         return to_answer(exchange.id, payload)
@@ -543,7 +543,7 @@ class ColdCall(Call):
     def take(self, data: memoryview, slot: Slot | None) -> None:
         del slot
         asked = message(f"inference.{self._cold.request}").FromString(bytes(data))
-        self.ask(GrpcExchange(self, cold_head(self._cold, asked, self.opened.said), b""))
+        self.ask(self.exchange(cold_head(self._cold, asked, self.opened.said)))
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         if status == 503 and self._cold.answer.endswith("ReadyResponse"):
@@ -566,7 +566,7 @@ class HealthCall(Call):
         asked = _HealthRequest.FromString(bytes(data))
         if asked.service not in ("", SERVICE):
             raise HttpError(404, f"no service '{asked.service}' is here.")
-        self.ask(GrpcExchange(self, Head(b"GET", b"/v2/health/ready", {}), b""))
+        self.ask(self.exchange(Head(b"GET", b"/v2/health/ready", {})))
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         del exchange, lines, payload

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from struct import Struct
 from typing import Protocol
 
@@ -92,43 +93,26 @@ class Handler(Protocol):
         """Give up a client that takes too long. It is called once a second."""
 
 
+@dataclass(slots=True, eq=False)
 class CallStream:
     """One call. `head` is the header block with which its answer begins. `length`: that of the request, when the client
     has announced it."""
 
-    __slots__ = (
-        "_came",
-        "_connection",
-        "_room",
-        "_untaken",
-        "_window",
-        "handler",
-        "has_begun",
-        "has_ended",
-        "head",
-        "id",
-        "is_slowed",
-        "length",
-        "moved_s",
-        "trailers",
-        "unsent",
-    )
-
-    def __init__(self, connection: Http2Connection, number: int, window: int) -> None:
-        self.id = number
-        self.head = b""
-        self.has_begun = False  # `head` has left
-        self.has_ended = False  # the client sends nothing more
-        self.is_slowed = False  # the answer to a wrong key waits
-        self.unsent = bytearray()
-        self.trailers: bytes | None = None  # the block behind `unsent`, once that is all
-        self.handler: Handler | None = None
-        self.length: int | None = None
-        self.moved_s = 0.0  # when the client has taken something of `unsent`, or it began to wait
-        self._connection = connection
-        self._window = window  # of what may be sent
-        self._room = _STREAM_WINDOW  # of what the client may send
-        self._came = self._untaken = 0
+    _connection: Http2Connection
+    id: int
+    _window: int  # of what may be sent
+    head: bytes = b""
+    has_begun: bool = False  # `head` has left
+    has_ended: bool = False  # the client sends nothing more
+    is_slowed: bool = False  # the answer to a wrong key waits
+    unsent: bytearray = field(default_factory=bytearray)
+    trailers: bytes | None = None  # the block behind `unsent`, once that is all
+    handler: Handler | None = None
+    length: int | None = None
+    moved_s: float = 0.0  # when the client has taken something of `unsent`, or it began to wait
+    _room: int = _STREAM_WINDOW  # of what the client may send
+    _came: int = 0
+    _untaken: int = 0
 
     @property
     def address(self) -> str:

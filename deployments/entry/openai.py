@@ -39,16 +39,21 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
-class _Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both of OpenAI's bodies have. Some may have only their neutral value, which clients send: no
-    penalty, one answer, no log probabilities."""
+class GenerateParameters(msgspec.Struct, forbid_unknown_fields=True):
+    """What all protocols say of how a text goes on, and alone the parameters of the generate extension."""
 
-    model: str
     max_tokens: _Count | None = None
     temperature: _Temperature | None = None
     top_p: _TopP | None = None
     seed: _Seed | None = None
     stop: _Stop = None
+
+
+class _Asked(GenerateParameters, kw_only=True, forbid_unknown_fields=True):
+    """The fields that both of OpenAI's bodies have. Some may have only their neutral value, which clients send: no
+    penalty, one answer, no log probabilities."""
+
+    model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -98,16 +103,6 @@ class ChatBody(_Asked, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     response_format: dict[str, str] | None = None
-
-
-class GenerateParameters(msgspec.Struct, forbid_unknown_fields=True):
-    """The parameters of the generate extension."""
-
-    max_tokens: _Count | None = None
-    temperature: _Temperature | None = None
-    top_p: _TopP | None = None
-    seed: _Seed | None = None
-    stop: _Stop = None
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -338,8 +333,7 @@ def wanted(
         HttpError: 400 if the model cannot do this, with what to change.
     """
     if isinstance(body, GenerateBody):
-        options: Any = body.parameters
-        name = "text_input"
+        options, name = body.parameters, "text_input"
         writer: Writer = GenerateWriter(model, body.id)
         text: str | list[int] = body.text_input
         most, temperature = body.parameters.max_tokens or _DEFAULT_TOKENS, 0.0
