@@ -119,7 +119,10 @@ class Simulation:
         """Run a rate scale until it is over or hopeless, and judge it."""
         load = self._load(rate_scale)
         begin_ms = 1000.0 * (0.05 * self.duration_s if self.warmup_s is None else self.warmup_s)
-        joins, judged = Joins(load, begin_ms), HostedModels(self.system, load.times_ms, load.model_index, begin_ms)
+        joins, judged = (
+            Joins(load, counted_from_ms=begin_ms),
+            HostedModels(self.system, load.times_ms, load.model_index, begin_ms),
+        )
         with_calls = _WithApplications(load, self.system, joins, judged, begin_ms) if load.applications else judged
         return try_load(lambda stop: self._simulate(load, joins, stop), with_calls, goal)
 
@@ -175,7 +178,7 @@ class _WithApplications:
 
     def lost(self, lost_by_model: Sequence[int]) -> dict[str, int]:
         """Return how many of these requests have missed their deadline so far."""
-        calls = {app.name: lost for app, lost in zip(self._load.applications, self._joins.lost, strict=True)}
+        calls = self._joins.lost()
         return self._of_models(self._models.lost(lost_by_model)) | {name: calls[name] for name in self._complete}
 
     def ended(self, result: SimulationResult) -> dict[str, tuple[int, int]]:

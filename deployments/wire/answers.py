@@ -17,7 +17,6 @@ class Loop(StrEnum):
 
     MARGIN = "margin"
     MEASURED_TIMES = "measured times"
-    READING_LAG = "reading lag"
     NONE = ""
 
 

@@ -41,19 +41,17 @@ class Bundler(Generic[ItemT]):
 
     def flush(self) -> None:
         """Hand over the items now."""
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
-        if self._items:
-            items, self._items, self._bytes = self._items, [], 0
+        items = self.drop()
+        if items:
             self._hand_over(items)
 
-    def drop(self) -> None:
-        """Forget the items, as the connection is gone."""
+    def drop(self) -> list[ItemT]:
+        """Forget the items, as the connection is gone. Return them."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
-        self._items, self._bytes = [], 0
+        items, self._items, self._bytes = self._items, [], 0
+        return items
 
 
 class Places:
