@@ -119,12 +119,10 @@ class Simulation:
         """Run a rate scale until it is over or hopeless, and judge it."""
         load = self._load(rate_scale)
         begin_ms = 1000.0 * (0.05 * self.duration_s if self.warmup_s is None else self.warmup_s)
-        joins, judged = (
-            Joins(load, counted_from_ms=begin_ms),
-            HostedModels(self.system, load.times_ms, load.model_index, begin_ms),
-        )
-        with_calls = _WithApplications(load, self.system, joins, judged, begin_ms) if load.applications else judged
-        return try_load(lambda stop: self._simulate(load, joins, stop), with_calls, goal)
+        joins = Joins(load, counted_from_ms=begin_ms)
+        models = HostedModels(self.system, load.times_ms, load.model_index, begin_ms)
+        judged = _WithApplications(load, self.system, joins, models, begin_ms) if load.applications else models
+        return try_load(lambda stop: self._simulate(load, joins, stop), judged, goal)
 
     def finished(self, result: SimulationResult, rate_scale: float) -> SimulatedRun:
         """Return a result of `try_rate` at this rate scale as a run with its requests."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tenuto.deployments.entry.exchange import STATUS_LINES, Head, HttpError, crash, fail, too_large
+from tenuto.deployments.entry.exchange import STATUS_LINES, Head, HttpError, fail, refuse, too_large
 from tenuto.deployments.entry.framing import Framing
 from tenuto.deployments.entry.http_server import (
     BODY_S,
@@ -394,7 +394,7 @@ class HttpConnection(ClientConnection):
         try:
             self.server.service.handle(exchange)
         except Exception as error:
-            crash(exchange, error)
+            refuse(exchange, error)
 
     def _take_chunks(self, data: bytes) -> None:
         framing, exchange, server = self._framing, self._receiving, self.server

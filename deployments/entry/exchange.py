@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import orjson
 
-from tenuto.deployments.entry.oip import Given
+from tenuto.deployments.entry.oip import BadRequestError, Given, NotFiniteError
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
-from tenuto.errors import new_incident
+from tenuto.errors import InvalidInputError, new_incident
 from tenuto.outcome import Outcome
 
 logger = logging.getLogger("ray.serve")
@@ -153,9 +153,13 @@ def fail(exchange: Exchange, error: HttpError) -> None:
     exchange.respond(error.status, error.lines(), [error.payload(exchange.head.url)])
 
 
-def crash(exchange: Exchange, error: BaseException) -> None:
-    """Log an error that nobody expected, and tell the client under which name the log has it."""
-    fail(exchange, unexpected(exchange.head.url, error))
+def refuse(exchange: Exchange, error: BaseException) -> None:
+    """Respond with what an error means for the client. An error that nobody expected goes to the log."""
+    if isinstance(error, BadRequestError | InvalidInputError):
+        error = HttpError(400, str(error))
+    elif isinstance(error, NotFiniteError):
+        error = HttpError(406, str(error))
+    fail(exchange, error if isinstance(error, HttpError) else unexpected(exchange.head.url, error))
 
 
 def unexpected(asked: bytes | str, error: BaseException) -> HttpError:

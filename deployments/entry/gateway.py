@@ -29,7 +29,7 @@ from tenuto.deployments.entry.connection import HttpConnection
 from tenuto.deployments.entry.decisions import AskBeside, nothing
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash
+from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, refuse
 from tenuto.deployments.entry.http_server import HttpServer, Speaks
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.routes import make_app
@@ -224,7 +224,7 @@ class Entry:
             await self.server.turns.cold()
             await answer_with(app, exchange, ("tenuto", 0), caller)
         except Exception as error:
-            crash(exchange, error)
+            refuse(exchange, error)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)

@@ -20,7 +20,7 @@ from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.call import InferCall
 from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash, expired, fail, inflated
+from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, expired, fail, inflated, refuse
 from tenuto.deployments.entry.generation_call import GenerationCall
 from tenuto.deployments.entry.heads import OPENAI_ACTIONS, Route, load_path, named_model, route_to
 from tenuto.deployments.entry.margin import Margin
@@ -40,7 +40,6 @@ from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
 from tenuto.deployments.security.site import why_foreign
 from tenuto.deployments.wire.tensors import Buffer, InputPart
-from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.versions import versioned
@@ -253,8 +252,8 @@ class InferenceService:
             if route.began_s is not None and route.model is not None:
                 self._count_proxy(exchange, route.model, route.began_s)
             route.handle(exchange, route)
-        except HttpError as error:
-            fail(exchange, error)
+        except (HttpError, BadRequestError) as error:
+            refuse(exchange, error)
 
     def _route(self, head: Head) -> Route:
         """Find what a head leads to, once for each head and plan, and return it."""
@@ -509,20 +508,10 @@ class InferenceService:
         if done.cancelled():
             return  # the client has left, or was answered
         exchange.on_left = None
-        error = done.exception()
-        if error is None:
-            try:
-                then(done.result())
-            except HttpError as refused:
-                fail(exchange, refused)
-            except Exception as unexpected:
-                crash(exchange, unexpected)
-        elif isinstance(error, BadRequestError | InvalidInputError):
-            fail(exchange, HttpError(400, str(error)))
-        elif isinstance(error, HttpError):
-            fail(exchange, error)
-        else:
-            crash(exchange, error)
+        try:
+            then(done.result())
+        except Exception as error:
+            refuse(exchange, error)
 
     def request_id(self, raw: str) -> str:
         """Return the name of a request: its client's name for it, else one that is made here.
