@@ -134,12 +134,10 @@ class HttpSender:
 
     def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> tuple[bytes, bytes]:
         """Return the request in two parts; `send` puts the id between them."""
-        headers = {"Content-Type": "application/json"}
+        is_binary = body.is_raw or body.json_length is not None
+        headers = {"Content-Type": "application/octet-stream" if is_binary else "application/json"}
         if body.json_length is not None:
-            headers = {
-                "Content-Type": "application/octet-stream",
-                "Inference-Header-Content-Length": str(body.json_length),
-            }
+            headers["Inference-Header-Content-Length"] = str(body.json_length)
         if slo_ms is not None:
             headers["X-SLO-Ms"] = f"{slo_ms:g}"
         if self._key:
@@ -147,8 +145,6 @@ class HttpSender:
         path = f"/predict/{path_of(model)}" if body.is_raw else f"/v2/models/{path_of(model)}/infer"
         if body.is_streamed:
             path = "/v1/completions"
-        if body.is_raw:
-            headers["Content-Type"] = "application/octet-stream"
         line, rest = post_bytes(path, body.data, headers, self._host).split(b"\r\n", 1)
         return line, rest
 
