@@ -19,7 +19,7 @@ from tenuto.deployments.entry.heads import Route
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.oip import PLAIN, InferRequest, JsonRows, check_finite, check_outputs, encode_response
 from tenuto.deployments.entry.planned_model import PlannedModel
-from tenuto.deployments.entry.traces import Traced, Traces
+from tenuto.deployments.entry.traces import Traced
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer, InputPart
@@ -35,7 +35,6 @@ _BATCH_PARAMETERS = b'"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated"
 class SharedService(Protocol):
     """What a gateway does for each of its requests."""
 
-    traces: Traces | None
     margin: Margin
 
     @property
@@ -258,10 +257,9 @@ class InferCall(msgspec.Struct, eq=False):
         )
 
     def _trace(self, request: Request, stages: Mapping[str, tuple[float, float]], outcome: str, **about: Any) -> None:
-        traces, traced = self._service.traces, self._traced
-        if traces is not None and traced is not None:
+        if self._traced is not None:
             named = {"model": self._model.name, "outcome": outcome, "request_id": request.client_id, **about}
-            traces.end(traced, arrived_ms=request.arrived_ms, stages=stages, about=named)
+            self._traced.end(self._service.now_ms, stages, named)
 
     def _respond(self, request: Request, executed: Executed, row: int) -> None:
         """Send the outputs that were asked for, of every sample. The times are those of the last sample."""

@@ -377,7 +377,7 @@ class HttpConnection(ClientConnection):
         if length > limits.body_bytes:
             return too_large(limits.body_bytes)
         error = self.server.service.refusal(exchange)
-        if error is None and exchange.has_key and not self.has_key and not self.server.places.has_shown_key(self):
+        if error is None and exchange.has_key and not self.show_key():
             error = MANY
         if error is not None or length < SLOT_BYTES:
             return error

@@ -169,14 +169,13 @@ class GenerationCall(msgspec.Struct, eq=False):
         return lines if self._traced is None else lines + self._traced.header
 
     def _trace(self, generation: OpenGeneration, outcome: str, rule: Rule, told: dict[str, Any]) -> None:
-        traces, traced = self._service.traces, self._traced
-        if traces is None or traced is None:
+        if self._traced is None:
             return
         now_ms = self._service.now_ms
         first_ms = now_ms if math.isnan(generation.first_ms) else generation.first_ms
         about = {"model": generation.name, "outcome": outcome, "rule": rule.value, "request_id": self._id}
         stages = {"first_token": (generation.arrived_ms, first_ms), "further_tokens": (first_ms, now_ms)}
-        traces.end(traced, arrived_ms=generation.arrived_ms, stages=stages, about={**about, **told})
+        self._traced.end(now_ms, stages, {**about, **told})
 
 
 class CollectedTokens:

@@ -153,7 +153,7 @@ class GrpcExchange(msgspec.Struct, eq=False):
             call.tell(self, 200, b"", [part.removeprefix(b"data: ")])
             self._unread = self._unread + len(part) if call.stream.unsent else 0
             if self._unread > UNREAD_BYTES:
-                call.stream.give_up()
+                call.stream.connection.reset(call.stream)
 
     def spend(self, samples: int) -> None:
         """Count samples beyond the first as work of this turn."""
@@ -197,7 +197,7 @@ class Call:
 
     def __init__(self, door: GrpcDoor, stream: CallStream, opened: Opened) -> None:
         """Take what the calls share, the stream and its metadata. A client without the right key is refused here."""
-        self.door, self.server, self.stream, self.opened = door, stream.server, stream, opened
+        self.door, self.server, self.stream, self.opened = door, stream.connection.server, stream, opened
         stream.head, stream.length = _HEAD, opened.length
         self.is_over = False
         self._is_admitted = False  # the key's rate has let in a message that has not come yet
@@ -218,7 +218,7 @@ class Call:
         """Refuse a client that may not ask for this URL. A client with a wrong key is told late, as over HTTP."""
         exchange = self.exchange(self.door.head(self.opened, b"GET", url))
         refusal = self.door.service.refusal(exchange)
-        if refusal is None and exchange.has_key and not self.stream.show_key():
+        if refusal is None and exchange.has_key and not self.stream.connection.show_key():
             refusal = MANY
         self._is_admitted = refusal is None
         if refusal is None:
@@ -233,7 +233,7 @@ class Call:
     def _end_slowed(self, refusal: HttpError) -> None:
         """Refuse a client with a wrong key and end its connection, as over HTTP."""
         self._end(refusal)
-        self.stream.end_connection()
+        self.stream.connection.end()
 
     # --- messages -----------------------------------------------------------------------------------------------
 
@@ -348,8 +348,8 @@ class Call:
 
     def exchange(self, head: Head, body: Buffer = b"", id: str = "") -> GrpcExchange:
         """Return a message that asks for the same as an HTTP request with this head."""
-        stream = self.stream
-        return GrpcExchange(self, head, body, id, stream.address, stream.arrived_ms, self.opened.patience_ms)
+        connection = self.stream.connection
+        return GrpcExchange(self, head, body, id, connection.address, connection.arrived_ms, self.opened.patience_ms)
 
     def ask(self, exchange: GrpcExchange, slot: Slot | None = None) -> None:
         """Let the service answer a message, when the key's rate lets it in. Each message counts as a request."""

@@ -98,7 +98,7 @@ class CallStream:
     """One call. `head` is the header block with which its answer begins. `length`: that of the request, when the client
     has announced it."""
 
-    _connection: Http2Connection
+    connection: Http2Connection
     id: int
     _window: int  # of what may be sent
     head: bytes = b""
@@ -114,41 +114,12 @@ class CallStream:
     _came: int = 0
     _untaken: int = 0
 
-    @property
-    def address(self) -> str:
-        """Where the client is."""
-        return self._connection.address
-
-    @property
-    def server(self) -> HttpServer:
-        """The server of its connection."""
-        return self._connection.server
-
-    @property
-    def arrived_ms(self) -> float:
-        """When the bytes came that are read now, in ms on the monotonic clock."""
-        return self._connection.arrived_ms
-
-    def show_key(self) -> bool:
-        """Note that the client has shown a key. Return False when too many connections of clients with a key are
-        open."""
-        connection = self._connection
-        return connection.has_key or connection.server.places.has_shown_key(connection)
-
     def send(self, data: bytes = b"", trailers: bytes | None = None) -> None:
         """Send a part of the answer, as fast as the client takes it. `trailers` end the answer."""
         self.unsent += data
-        self._connection.unsent_bytes += len(data)
+        self.connection.unsent_bytes += len(data)
         self.trailers = trailers
-        self._connection.flush(self)
-
-    def give_up(self) -> None:
-        """End the call, because its client does not take the answer."""
-        self._connection.reset(self)
-
-    def end_connection(self) -> None:
-        """Take no more calls on this connection."""
-        self._connection.end()
+        self.connection.flush(self)
 
     @property
     def is_behind(self) -> bool:
@@ -176,7 +147,7 @@ class CallStream:
         """Let the client send so many bytes more."""
         self._untaken += size
         if self._untaken > _STREAM_WINDOW // 2 and not self.has_ended:
-            self._connection.write([frame(WINDOW_UPDATE, 0, self.id, _NUMBER.pack(self._untaken))])
+            self.connection.write([frame(WINDOW_UPDATE, 0, self.id, _NUMBER.pack(self._untaken))])
             self._room += self._untaken
             self._untaken = 0
 

@@ -119,6 +119,11 @@ class ClientConnection(asyncio.BufferedProtocol, abc.ABC):
     def gives_way(self) -> bool:
         """Whether nobody waits for an answer here, so that another client may have this place."""
 
+    def show_key(self) -> bool:
+        """Note that the client has shown a key. Return False when too many connections of clients with a key are
+        open."""
+        return self.has_key or self.server.places.has_shown_key(self)
+
     def give_way(self) -> None:
         """Close at once. A client must expect an idle connection to be closed at any time (RFC 9112, 9.5), and asks
         again on another."""

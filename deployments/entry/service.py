@@ -429,7 +429,7 @@ class InferenceService:
                     f"'{route.caller.name}' uses more tokens than its key allows. See Retry-After, or ask for less."
                 )
                 raise HttpError(429, reason, retry_after_s=wait_s)
-        traced = None if self.traces is None else self.traces.begin(route.traceparent)
+        traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
         name = self.request_id(own_id or route.client_id)
         text = GrowingText(model.tokenizer, asked.stops)
         call = GenerationCall(self, self.dispatching, exchange, asked, text, name, traced, route.caller)
@@ -468,7 +468,7 @@ class InferenceService:
             self._aside(exchange, plain, preprocess, due_ms)
 
     def _call(self, exchange: Exchange, route: Route, model: PlannedModel, slo_ms: float) -> Any:
-        traced = None if self.traces is None else self.traces.begin(route.traceparent)
+        traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
         return route.call(self, self.dispatching, exchange, route, model, slo_ms, traced)
 
     def _aside(
