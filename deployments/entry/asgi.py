@@ -110,7 +110,7 @@ async def send_response(send: Send, status: int, lines: bytes, payload: bytes) -
     await send({"type": "http.response.body", "body": payload})
 
 
-async def answer_with(app: App, exchange: Exchange, server: tuple[str, int], user: Any = None) -> None:
+async def answer_with(app: App, exchange: Exchange, user: Any = None) -> None:
     """Let an ASGI application answer a request of our own socket. `user`: who asks, when that is known."""
     path, _, query = exchange.head.url.partition(b"?")
     scope = {
@@ -124,7 +124,7 @@ async def answer_with(app: App, exchange: Exchange, server: tuple[str, int], use
         "query_string": query,
         "root_path": "",
         "headers": list(exchange.head.headers.items()),
-        "server": server,
+        "server": ("tenuto", 0),
         "client": None,
         "user": user,
     }

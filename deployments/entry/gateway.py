@@ -222,7 +222,7 @@ class Entry:
     async def _answer(self, exchange: Exchange, app: App, caller: Caller | None) -> None:
         try:
             await self.server.turns.cold()
-            await answer_with(app, exchange, ("tenuto", 0), caller)
+            await answer_with(app, exchange, caller)
         except Exception as error:
             refuse(exchange, error)
 

@@ -132,7 +132,7 @@ class GenerationCall(msgspec.Struct, eq=False):
             finish = Ending.STOP
         if wanted.is_streamed:
             self._open()
-            exchange.send(wanted.writer.last(text, (), finish.value, usage))
+            exchange.send(wanted.writer.last(text, finish.value, usage))
             exchange.end()
         else:
             whole = wanted.writer.whole(text, self._tokens, finish.value, usage)

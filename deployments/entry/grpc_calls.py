@@ -52,6 +52,7 @@ from tenuto.deployments.entry.http_server import (
     HttpServer,
     Service,
 )
+from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.entry.oip import Given
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
@@ -599,8 +600,8 @@ class GrpcDoor:
         self.service = service
         self.reader = InferReader()
         self.reflection = ReflectionServicer((SERVICE, HEALTH, REFLECTION), POOL)
-        self._known: dict[tuple[tuple[bytes, bytes, bool], ...], Opened] = {}
-        self._heads: dict[tuple[int, bytes, bytes], Head] = {}  # by metadata, method and URL
+        self._known: Kept[tuple[tuple[bytes, bytes, bool], ...], Opened] = Kept(KEPT_HEADS)
+        self._heads: Kept[tuple[int, bytes, bytes], Head] = Kept(KEPT_HEADS)  # by metadata, method and URL
         self._numbers = itertools.count()
         named: dict[str, Callable[[GrpcDoor, CallStream, Opened], Call]] = {
             f"{SERVICE}/ModelInfer": UnaryInferCall,
@@ -617,22 +618,16 @@ class GrpcDoor:
 
     def head(self, opened: Opened, method: bytes, url: bytes) -> Head:
         """Return the head of a request. The same URL gets the same head, so its route is looked up once."""
-        found = self._heads.get((opened.number, method, url))
-        if found is None:
-            if len(self._heads) >= KEPT_HEADS:
-                self._heads.clear()
-            found = self._heads[opened.number, method, url] = Head(method, url, opened.said)
-        return found
+        key = opened.number, method, url
+        return self._heads.get(key) or self._heads.keep(key, Head(method, url, opened.said))
 
     def _begin(self, stream: CallStream, headers: Headers) -> Call:
         """Begin a call."""
         key = tuple(headers)
         opened = self._known.get(key)
         if opened is None:
-            if len(self._known) >= KEPT_HEADS:
-                self._known.clear()
             opened = _opened(next(self._numbers), headers)
             if sum([len(name) + len(value) for name, value, _ in key]) <= LONGEST_KEPT_HEAD_BYTES:
-                self._known[key] = opened
+                self._known.keep(key, opened)
         made = self._calls.get(opened.path, NoCall)
         return (made if opened.problem is None else NoCall)(self, stream, opened)

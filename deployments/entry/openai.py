@@ -167,9 +167,9 @@ class Writer(msgspec.Struct):
         """Return a part of a stream."""
         return self._event([self._choice(text, tokens, None)])
 
-    def last(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
+    def last(self, text: str, finish: str, usage: Usage) -> bytes:
         """Return the last part of a stream."""
-        end = self._event([self._choice(text, tokens, finish)])
+        end = self._event([self._choice(text, (), finish)])
         return end + (self._event([], usage=usage.shown()) if self.include_usage else b"") + DONE
 
     def failed(self, error: HttpError) -> bytes:
@@ -229,10 +229,10 @@ class GenerateWriter(Writer):
         """Return the error as the last part."""
         return b"data: %b\n\n" % error.payload()
 
-    def last(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
+    def last(self, text: str, finish: str, usage: Usage) -> bytes:
         """Return the last part, which says why it is the last."""
         del usage
-        return b"data: %b\n\n" % self._form(text, tokens, finish_reason=finish)
+        return b"data: %b\n\n" % self._form(text, (), finish_reason=finish)
 
     def piece(self, text: str, tokens: Sequence[int]) -> bytes:
         """Return a part of a stream."""
