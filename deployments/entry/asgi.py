@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, too_large
 from tenuto.deployments.entry.oip import Given
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class WholeExchange:
@@ -110,7 +107,7 @@ async def send_response(send: Send, status: int, lines: bytes, payload: bytes) -
     await send({"type": "http.response.body", "body": payload})
 
 
-async def answer_with(app: App, exchange: Exchange, user: Any = None) -> None:
+async def answer_with(app: ASGIApp, exchange: Exchange, user: Any = None) -> None:
     """Let an ASGI application answer a request of our own socket. `user`: who asks, when that is known."""
     path, _, query = exchange.head.url.partition(b"?")
     scope = {

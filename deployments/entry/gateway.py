@@ -13,18 +13,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
-from tenuto.deployments.entry.asgi import (
-    App,
-    Receive,
-    Scope,
-    Send,
-    WholeExchange,
-    answer_with,
-    read_request,
-    send_response,
-)
+from tenuto.deployments.entry.asgi import WholeExchange, answer_with, read_request, send_response
 from tenuto.deployments.entry.connection import HttpConnection
 from tenuto.deployments.entry.decisions import AskBeside, nothing
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
@@ -88,7 +81,7 @@ class Entry:
         operator_app = make_operator_app(self.watched, self._operators_are_local)
         self._operators = HttpServer(_Cold(self, operator_app), self._arena, few)
         self._grpc: Speaks | None = None  # what serves a client of gRPC, once there was a port for it
-        self._app: App | None = None  # of the latest settings
+        self._app: ASGIApp | None = None  # of the latest settings
         self._tasks: set[asyncio.Task[None]] = set()
         self._look: asyncio.Handle | None = None
         self._ticker = asyncio.get_running_loop().call_later(0.0, self._tick)
@@ -213,13 +206,13 @@ class Entry:
         assert self._app is not None
         self.answer_cold(exchange, self._app, caller)
 
-    def answer_cold(self, exchange: Exchange, app: App, caller: Caller | None = None) -> None:
+    def answer_cold(self, exchange: Exchange, app: ASGIApp, caller: Caller | None = None) -> None:
         """Let an ASGI application answer, and end it when the client leaves."""
         task = asyncio.create_task(self._answer(exchange, app, caller), name="cold request")
         exchange.on_left = task.cancel
         self._keep(task)
 
-    async def _answer(self, exchange: Exchange, app: App, caller: Caller | None) -> None:
+    async def _answer(self, exchange: Exchange, app: ASGIApp, caller: Caller | None) -> None:
         try:
             await self.server.turns.cold()
             await answer_with(app, exchange, caller)
@@ -281,7 +274,7 @@ class Entry:
 class _Cold:
     """The service behind the operators' port: everything is answered by their application."""
 
-    def __init__(self, entry: Entry, app: App) -> None:
+    def __init__(self, entry: Entry, app: ASGIApp) -> None:
         self._entry = entry
         self._app = app
 
@@ -326,7 +319,7 @@ class Gateway:
 
     # --- Serve's side -------------------------------------------------------------------------------------------
 
-    def __serve_build_asgi_app__(self) -> App:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application for requests through Serve's proxies; Serve calls this after the constructor."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a method for ASGI 2

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
-from tenuto.deployments.entry.asgi import Receive, Scope, Send
 from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
 from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.entry.http_server import MOST_PIPELINED, HttpServer
