@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from tenuto.deployments.entry.exchange import STATUS_LINES, Head, HttpError, fail, refuse, too_large
+from tenuto.deployments.entry.exchange import STATUS_LINES, Exchange, Head, HttpError, fail, refuse, too_large
 from tenuto.deployments.entry.framing import Framing
 from tenuto.deployments.entry.http_server import (
     BODY_S,
@@ -31,9 +30,7 @@ from tenuto.deployments.entry.http_server import (
     ClientConnection,
     HttpServer,
 )
-from tenuto.deployments.entry.oip import Given
 from tenuto.deployments.entry.turns import MOST_WORK
-from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 
 _READ_OVER_BYTES = 1 << 12  # limit: of one that is not looked at in this turn
@@ -50,28 +47,19 @@ _FULL = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
 )
 
 
-class HttpExchange(msgspec.Struct, eq=False):
-    """See `tenuto.deployments.entry.exchange.Exchange`. `response` is there once the request is answered."""
+class HttpExchange(Exchange, eq=False):
+    """A request on our own socket. `response` is there once the request is answered."""
 
-    _connection: HttpConnection | None
-    head: Head
-    arrived_ms: float
-    keep_alive: bool
-    body: Buffer = b""
-    slot: Slot | None = None
-    given: Given | None = None
-    patience_ms: float = math.inf
-    has_key: bool = False
+    _connection: HttpConnection | None = None
+    keep_alive: bool = True
     is_answered: bool = False
     is_parted: bool = False  # its body is sent in chunks
     response: Sequence[Buffer] = ()
-    parts: list[bytes] = []  # of a response in parts: what has not been written yet. msgspec copies defaults
+    parts: list[bytes] = msgspec.field(default_factory=list)  # of a response in parts: what has not been written yet
     part_bytes: int = 0
-    on_left: Callable[[], object] | None = None
 
     @property
     def address(self) -> str:
-        """Where the client is; "" when that is not known."""
         return "" if self._connection is None else self._connection.address
 
     def spend(self, samples: int) -> None:
@@ -86,7 +74,7 @@ class HttpExchange(msgspec.Struct, eq=False):
         self.is_answered = True
         self.on_left = None
         if self.slot is not None:
-            self._let_go()
+            self.let_go()
         connection = self._connection
         if connection is None:
             return
@@ -103,7 +91,7 @@ class HttpExchange(msgspec.Struct, eq=False):
 
     def begin(self, status: int, headers: bytes) -> None:
         """Send the head of a response whose body comes in parts: `send` each, then `end`."""
-        self._let_go()
+        self.let_go()
         connection = self._connection
         if connection is None:
             return
@@ -134,20 +122,9 @@ class HttpExchange(msgspec.Struct, eq=False):
             self.part_bytes += len(data)
             self._connection.goes_on(self)
 
-    def _let_go(self) -> None:
-        """Give back the memory of the tensors. Whoever still reads it keeps it alive."""
-        self.body = b""
-        if self.slot is not None:
-            self.slot.release()
-            self.slot = None
-
     def leave(self) -> None:
-        """Drop the request, because its client is gone."""
         self._connection = None
-        left, self.on_left = self.on_left, None
-        if left is not None:
-            left()
-        self._let_go()
+        super().leave()
 
 
 class HttpConnection(ClientConnection):
@@ -337,7 +314,7 @@ class HttpConnection(ClientConnection):
         return data[end:]
 
     def _begin(self, head: Head) -> HttpExchange:
-        exchange = HttpExchange(self, head, self._arrived_ms, head.keep_alive)
+        exchange = HttpExchange(head, self._arrived_ms, _connection=self, keep_alive=head.keep_alive)
         self._open.append(exchange)
         if len(self._open) > MOST_PIPELINED:
             self._update_reading()

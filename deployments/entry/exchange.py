@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import orjson
 
 from tenuto.deployments.entry.oip import BadRequestError, Given, NotFiniteError
@@ -109,7 +111,7 @@ class Head:
     generation: int = -1
 
 
-class Exchange(Protocol):
+class Exchange(msgspec.Struct, eq=False):
     """One HTTP request on its way to one response. `arrived_ms`: when its last bytes came, on the monotonic clock.
 
     A large body lies in `slot`, which the exchange releases.
@@ -120,16 +122,17 @@ class Exchange(Protocol):
 
     head: Head
     arrived_ms: float
-    body: Buffer
-    slot: Slot | None
-    given: Given | None
-    patience_ms: float
-    has_key: bool
-    on_left: Callable[[], object] | None
+    body: Buffer = b""
+    slot: Slot | None = None
+    given: Given | None = None
+    patience_ms: float = math.inf
+    has_key: bool = False
+    on_left: Callable[[], object] | None = None
 
     @property
     def address(self) -> str:
         """Where the client is; "" when that is not known."""
+        return ""
 
     def spend(self, samples: int) -> None:
         """Count the samples of the request as work of this turn of the loop."""
@@ -146,6 +149,20 @@ class Exchange(Protocol):
 
     def end(self) -> None:
         """Note that the body is complete."""
+
+    def leave(self) -> None:
+        """Drop the request, because its client is gone."""
+        left, self.on_left = self.on_left, None
+        if left is not None:
+            left()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give back the memory of the tensors. Whoever still reads it keeps it alive."""
+        self.body = b""
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None
 
 
 def fail(exchange: Exchange, error: HttpError) -> None:

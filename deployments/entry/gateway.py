@@ -225,7 +225,7 @@ class Entry:
 
     async def respond(self, head: Head, body: bytes, arrived_ms: float) -> tuple[int, bytes, bytes]:
         """Answer a request that came through Serve's proxies: status, raw header lines, payload."""
-        exchange = WholeExchange(head, body, arrived_ms)
+        exchange = WholeExchange(head, arrived_ms, body)
         refusal = self.service.refusal(exchange)
         if refusal is not None:
             await asyncio.sleep(refusal.after_s)

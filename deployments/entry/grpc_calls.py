@@ -19,14 +19,13 @@ from struct import Struct
 from typing import NamedTuple
 from urllib.parse import quote
 
-import msgspec
 import orjson
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
-from tenuto.deployments.entry.exchange import Head, HttpError, too_large, unexpected
+from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, too_large, unexpected
 from tenuto.deployments.entry.framing import KEPT_HEADS, LONGEST_KEPT_HEAD_BYTES
 from tenuto.deployments.entry.grpc_messages import (
     COLD,
@@ -53,7 +52,6 @@ from tenuto.deployments.entry.http_server import (
     Service,
 )
 from tenuto.deployments.entry.kept import Kept
-from tenuto.deployments.entry.oip import Given
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 
@@ -113,28 +111,23 @@ def _opened(number: int, headers: Headers) -> Opened:
     return Opened(number, found.get(b":path", b""), length, said, patience_ms, problem)
 
 
-class GrpcExchange(msgspec.Struct, eq=False):
-    """One message on its way to its answer; see `tenuto.deployments.entry.exchange.Exchange`."""
+class GrpcExchange(Exchange, eq=False):
+    """One message on its way to its answer."""
 
-    _call: Call | None
-    head: Head
-    body: Buffer
-    id: str
-    address: str
-    arrived_ms: float
-    patience_ms: float
-    given: Given | None = None
-    slot: Slot | None = None
+    id: str = ""
     held: int = 0
-    has_key: bool = False
-    on_left: Callable[[], object] | None = None
+    _call: Call | None = None
     _unread: int = 0  # bytes of its parts since the client was not behind
+
+    @property
+    def address(self) -> str:
+        return "" if self._call is None else self._call.stream.connection.address
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Send the answer. Only the first call counts."""
         call = self._call
         if call is not None:
-            self._let_go()
+            self._end()
             try:
                 call.tell(self, status, headers, payload)
             except Exception as error:
@@ -144,8 +137,7 @@ class GrpcExchange(msgspec.Struct, eq=False):
     def begin(self, status: int, headers: bytes) -> None:
         """Begin an answer in parts. Its head leaves with the first part."""
         del status, headers
-        if self._call is not None:
-            self._free(self._call)
+        self.let_go()
 
     def send(self, part: bytes) -> None:
         """Send a part: each event of a generation becomes a message. A client that reads too slowly is given up."""
@@ -165,28 +157,24 @@ class GrpcExchange(msgspec.Struct, eq=False):
         """Note that the answer is complete."""
         call = self._call
         if call is not None:
-            self._let_go()
+            self._end()
             call.answered(self)
 
     def leave(self) -> None:
-        """Drop the message, because its client is gone."""
         left = self.on_left
-        self._let_go()
+        self._end()
         if left is not None:
             left()
 
-    def _let_go(self) -> None:
-        """Give back the memory of the tensors. Whoever still reads it keeps it alive."""
-        call, self._call, self.on_left = self._call, None, None
-        if call is not None:
-            self._free(call)
+    def _end(self) -> None:
+        self.let_go()
+        self._call = self.on_left = None
 
-    def _free(self, call: Call) -> None:
-        call.server.chunked_bytes -= self.held
-        self.held, self.body = 0, b""
-        if self.slot is not None:
-            self.slot.release()
-            self.slot = None
+    def let_go(self) -> None:
+        if self._call is not None:
+            self._call.server.chunked_bytes -= self.held
+            self.held = 0
+        super().let_go()
 
 
 class Call:
@@ -349,8 +337,8 @@ class Call:
 
     def exchange(self, head: Head, body: Buffer = b"", id: str = "") -> GrpcExchange:
         """Return a message that asks for the same as an HTTP request with this head."""
-        connection = self.stream.connection
-        return GrpcExchange(self, head, body, id, connection.address, connection.arrived_ms, self.opened.patience_ms)
+        arrived_ms, patience_ms = self.stream.connection.arrived_ms, self.opened.patience_ms
+        return GrpcExchange(head, arrived_ms, body, patience_ms=patience_ms, id=id, _call=self)
 
     def ask(self, exchange: GrpcExchange, slot: Slot | None = None) -> None:
         """Let the service answer a message, when the key's rate lets it in. Each message counts as a request."""
