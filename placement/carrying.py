@@ -24,7 +24,7 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.arrivals.arrival_processes import HAVE_LENGTHS, usual_lengths
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import ModelOnGpu, context_mib_of
-from tenuto.placement.generates import Lengths
+from tenuto.placement.generates import Generates, Lengths, TokenSlo
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import Generation, Profiles, StepCost
@@ -200,10 +200,7 @@ def with_lengths(spec: ModelSpec) -> ModelSpec:
 
 def carried(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
     """Return how many requests per second steps of this cost carry within the SLO, and with how many sequences."""
-    generates, slo = spec.generates, spec.slo
-    if generates is None or generates.prompt_tokens is None or generates.output_tokens is None or slo is None:
-        raise ValueError(f"{spec.name} does not generate, or its lengths are not known.")
-    prompt, output = round(generates.prompt_tokens.mean), max(1.0, generates.output_tokens.mean)
+    generates, slo, prompt, output = _asked_of(spec)
     room = min(generates.max_sequences, generates.max_batch_tokens - 1, int(kv_tokens / (prompt + output)))
     kept: list[tuple[float, int]] = []
     most_rps, sequences = 0.0, 1
@@ -218,6 +215,22 @@ def carried(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int
                 kept.append((rate, sequences))
         sequences += max(1, sequences // 16)
     return max((each for each in kept if each[0] <= BUSY_PART * most_rps), default=(0.0, 0))
+
+
+def carries_alone(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
+    """Return the same for one sequence at a time, of mean lengths, which no other delays."""
+    generates, slo, prompt, output = _asked_of(spec)
+    step_ms, longest, chunks = _step_ms(cost, 1, prompt, output, generates.max_batch_tokens)
+    is_kept = step_ms <= slo.tpot_ms and chunks * longest <= slo.ttft_ms and prompt + output <= kv_tokens
+    return (1000.0 / (output * step_ms), 1) if is_kept else (0.0, 0)
+
+
+def _asked_of(spec: ModelSpec) -> tuple[Generates, TokenSlo, int, float]:
+    """Return how a model generates, its SLO, and its mean lengths in tokens."""
+    generates, slo = spec.generates, spec.slo
+    if generates is None or generates.prompt_tokens is None or generates.output_tokens is None or slo is None:
+        raise ValueError(f"{spec.name} does not generate, or its lengths are not known.")
+    return generates, slo, round(generates.prompt_tokens.mean), max(1.0, generates.output_tokens.mean)
 
 
 def _step_ms(cost: StepCost, sequences: int, prompt: int, output: float, tokens: int) -> tuple[float, float, int]:
@@ -404,3 +417,16 @@ def gpulets_of(
             )
         )
     return found
+
+
+def in_proportion(gpulet: Gpulet, gpu: Gpu, profiles: Profiles) -> Gpulet:
+    """Return a gpu-let with no larger part of its GPU's memory than its share, where it generates. What it carries was
+    judged with that much, and others have room beside it."""
+    part, (replica, *others) = gpulet.effective_share_pct / 100.0, gpulet.models
+    room, weights_mib, held_mib = room_mib(gpu, part, profiles), replica.weights_mib, replica.memory_mib
+    if others or replica.kv_tokens is None or weights_mib is None or held_mib is None or held_mib <= room:
+        return gpulet
+    kv_tokens = int((room - weights_mib) * replica.kv_tokens / (held_mib - weights_mib))
+    used_mib = weights_mib + kv_tokens * (held_mib - weights_mib) / replica.kv_tokens
+    less = replica.model_copy(update={"kv_tokens": kv_tokens, "memory_mib": round(used_mib, 3)})
+    return gpulet.model_copy(update={"memory_mib": round(part * (gpu.memory_mib or 0.0), 3), "models": (less,)})

@@ -26,12 +26,13 @@ from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
 from tenuto.deployments.control.settings import ControlSettings, Mode
 from tenuto.deployments.control.standby import taken_over
+from tenuto.deployments.control.version_edits import without
 from tenuto.deployments.wire.status import ChangeStatus, ControllerState, LogLine
 from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.versions import shared_out, splits
+from tenuto.placement.versions import by_model, shared_out, split_name, splits
 from tenuto.placement.workload import ModelSpec
 
 
@@ -90,6 +91,8 @@ class Controller:
         reasons, self._reasons = self._reasons, {}
         self.advice = None
         if isinstance(result, str):
+            if not reasons:  # they have passed meanwhile
+                return
             self._mention(journal.no_plan(now_s, reasons, result), result, *reasons)
             return
         if result.plan is not None:
@@ -118,9 +121,8 @@ class Controller:
             if self.mode == "act":
                 self._changing.apply(plan, told.text)
             return
-        saves_only = worth.saved_rent > 0.0
-        obstacle = self._obstacle(saves_only=saves_only)
-        if saves_only and reasons.keys() & {Reason.SLO, Reason.OVERLOAD}:
+        obstacle = self._obstacle(saves_only=worth.only_saves)
+        if worth.only_saves and reasons.keys() & {Reason.SLO, Reason.OVERLOAD}:
             obstacle = "GPUs are not given up while requests are lost"
         if obstacle is not None:
             questions.forget_answer()  # asked again when nothing stands against it
@@ -155,7 +157,7 @@ class Controller:
     def withdraw(self, name: str, why: str) -> None:
         """Take a version back: it gets no more requests, and its place becomes free."""
         self._changing.withdraw(name, why)
-        self.edit({name: None})
+        self.edit(without(self._workload, {name}))
 
     def _edited(self, workload: Workload) -> Workload:
         entries = {spec.name: spec for spec in workload.models} | self._edits
@@ -168,11 +170,15 @@ class Controller:
         is. Call after the first look.
 
         `gpus`: those present, with those that the plan brings. `declared`: the workload, when it differs from the
-        plan's; edits since the last plan file stay.
+        plan's; edits since the last plan file stay, but for versions of models that are there before and after.
         """
         self._now_s, self._changing.gpus = now_s, gpus
         if declared is None:
             self._edits.clear()
+        else:
+            before, after = ({spec.model for spec in each.models} for each in (self._workload, declared))
+            split = by_model((*self._workload.models, *declared.models)).keys() & before & after
+            self._edits = {name: edit for name, edit in self._edits.items() if split_name(name)[0] not in split}
         self.set_workload(self._edited(declared or target.workload))
         if declared is not None:
             target = without_others(target, self._workload)
@@ -340,7 +346,7 @@ class Controller:
             self.note(
                 LogLine(self._now_s, Kind.CANARY, f"{', '.join(new)} is removed: the change that brought it failed")
             )
-            self.edit(dict.fromkeys(new))
+            self.edit(without(self._workload, new))
 
     def _judge_canaries(self, seen: Observation) -> None:
         """Take back versions that are worse than the version beside them."""
@@ -425,7 +431,8 @@ class Controller:
         questions, learned, change = self._questions, self._learned, self._settings.change
         if questions.out is not None:
             if self._now_s - questions.out.since_s > change.plan_timeout_s:
-                self.planned(self._now_s, questions.out.number, "the planner took too long")
+                why = f"the planner took more than {change.plan_timeout_s:g} s. Raise change.plan_timeout_s"
+                self.planned(self._now_s, questions.out.number, why)
             return
         if not self._reasons:
             return

@@ -35,8 +35,10 @@ from tenuto.deployments.serve.history import ClusterStore, History, Store
 from tenuto.deployments.wire.status import ControllerState, ControllerStatus, Event, LogLine
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
-from tenuto.placement.cluster import Gpu
-from tenuto.placement.versions import by_model, split_name
+from tenuto.placement import Cluster
+from tenuto.placement.carrying import carries_alone, generating_problems, options_of, with_lengths
+from tenuto.placement.cluster import Gpu, node_of
+from tenuto.placement.versions import by_model, split_name, versioned
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profile, Profiles
 
@@ -187,8 +189,7 @@ class ControllerReplica:
             InvalidInputError: the model exists already (add) or does not (replace), the entry is invalid, or no profile
                 says what it costs.
         """
-        spec = parse_document(ModelSpec, dict(entry), origin="model")
-        _check_profiled(spec, *read_ground(self._store))
+        spec, ground = parse_document(ModelSpec, dict(entry), origin="model"), read_ground(self._store)
 
         def entries(controller: Controller) -> Edits:
             others = [other for other in controller.workload.models if other.name != spec.name]
@@ -196,6 +197,7 @@ class ControllerReplica:
                 rule = "is in the workload already" if add else "is not in the workload"
                 cure = "Use `tenuto model update`." if add else "Use `tenuto model add`."
                 raise refused("model", spec.name, rule, cure)
+            _check_profiled(spec, *ground)
             return {spec.name: checked([*others, spec])[spec.name]}
 
         await self._edit(entries)
@@ -228,18 +230,19 @@ class ControllerReplica:
         ground = read_ground(self._store)
 
         def entries(controller: Controller) -> Edits:
-            edits = with_version(controller.workload, controller.rates.mean_rps, model, version, terms, entry)
+            edits = with_version(controller.workload, model, version, terms, entry)
             for spec in filter(None, edits.values()):
                 _check_profiled(spec, *ground)
             return edits
 
-        (spec,) = filter(None, (await self._edit(entries)).values())
-        return spec.model_dump(mode="json", exclude_defaults=True)
+        await self._edit(entries)
+        workload = await self._do(lambda live: live.controller.workload)
+        return workload[versioned(model, version)].model_dump(mode="json", exclude_defaults=True)
 
     async def promote(self, model: str, version: str) -> None:
         """Let a version take the rest of the requests in place of the present one; raise `InvalidInputError` when it
         cannot."""
-        await self._edit(lambda control: promoted(control.workload, control.rates.mean_rps, model, version))
+        await self._edit(lambda control: promoted(control.workload, model, version))
 
     async def take_back(self, model: str, version: str) -> None:
         """Send a version no more requests and end it; raise `InvalidInputError` when it must stay."""
@@ -366,19 +369,36 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogLine], None],
 def _check_profiled(spec: ModelSpec, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:
     """Raise `InvalidInputError` when no present GPU has a profile under which a lone request is in time. No plan could
     then hold this model, nor be made for the others."""
-    faults = []
-    for gpu_type in sorted({gpu.type for gpu in gpus}):
+    spec, faults = with_lengths(spec), []
+    for gpu in {gpu.type: gpu for gpu in gpus}.values():
         try:
-            alone_ms = profile_of(spec, gpu_type, profiles).latency_ms(1)
+            profile_of(spec, gpu.type, profiles)
+            rule = _why_late(spec, gpu, profiles, sum(node_of(other.id) == node_of(gpu.id) for other in gpus))
         except InvalidInputError as error:
             faults.append(error)
             continue
-        if alone_ms <= spec.slo_ms:
+        if rule is None:
             return
-        rule = f"a request alone takes {alone_ms:.1f} ms on a whole {gpu_type}"
-        faults.append(refused("model: slo_ms", spec.slo_ms, rule, "Allow more time."))
+        path, given = ("slo_ms", spec.slo_ms) if spec.slo is None else ("slo", spec.slo.model_dump())
+        faults.append(refused(f"model: {path}", given, rule, "Allow more time."))
     if faults:
         raise faults[0]
+
+
+def _why_late(spec: ModelSpec, gpu: Gpu, profiles: Profiles, together: int) -> str | None:
+    """Return why a lone request is late on a GPU, or on up to so many; None when it is not.
+
+    Raises:
+        InvalidInputError: its profile does not say what it takes.
+    """
+    if spec.generates is None:
+        alone_ms = profile_of(spec, gpu.type, profiles).latency_ms(1)
+        return None if alone_ms <= spec.slo_ms else f"a request alone takes {alone_ms:.1f} ms on a whole {gpu.type}"
+    problems = generating_problems([spec], Cluster.of([gpu]), profiles)
+    if problems:
+        raise InvalidInputError(problems)
+    fits = options_of(spec, gpu, profiles, carries_alone, together)
+    return None if fits else f"a request alone is late, or has no memory, on a whole {gpu.type}"
 
 
 def want_gpus(by_type: Mapping[str, int]) -> None:

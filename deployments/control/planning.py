@@ -21,6 +21,7 @@ from tenuto.deployments.control.steps import fits, made_anew
 from tenuto.deployments.control.worth import ChangeWorth, Durations, Rent, Scale
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
+from tenuto.placement.carrying import in_proportion
 from tenuto.placement.cluster import Gpu, GpuGroup, Node, cost_of
 from tenuto.placement.completing import complete
 from tenuto.placement.components import connected_components
@@ -344,17 +345,18 @@ def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_r
     there = dict.fromkeys(gpu.type for gpu in request.gpus)
     specs = {spec.name: spec for spec in request.workload.models}
     more = _planned(request, profiles, short, _cluster_of(request, there))
-    types = {gpu.id: gpu.type for gpu in more.gpus}
+    bought = {gpu.id: gpu for gpu in gpus_of(more)}
     held = {gpu.id: [*running.on_gpu(gpu.id)] for gpu in request.gpus}
     names = {gpulet.id for gpulet in running.gpulets} | request.standby_ids
     new: list[Gpulet] = []
     alone = (gpulet for gpulet in more.gpulets if not gpulet.also_on)  # several GPUs of a node are planned anew
-    for gpulet in sorted(alone, key=lambda g: (-g.effective_share_pct, g.id)):
+    for whole in sorted(alone, key=lambda g: (-g.effective_share_pct, g.id)):
+        gpulet = in_proportion(whole, bought[whole.gpu], profiles)
         asked = [specs[replica.name] for replica in gpulet.models]
         room = [
             gpu
             for gpu in request.gpus
-            if gpu.type == types[gpulet.gpu]
+            if gpu.type == bought[gpulet.gpu].type
             and fits([*held[gpu.id], gpulet], gpu)
             and all(may_lie(spec, gpu) for spec in asked)
         ]

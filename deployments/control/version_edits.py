@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tenuto.documents import parse_document
@@ -15,18 +15,13 @@ Edits = dict[str, ModelSpec | None]
 
 
 def with_version(
-    workload: Workload,
-    rates_rps: Mapping[str, float],
-    model: str,
-    version: str,
-    terms: Mapping[str, Any],
-    entry: Mapping[str, Any],
+    workload: Workload, model: str, version: str, terms: Mapping[str, Any], entry: Mapping[str, Any]
 ) -> Edits:
-    """Return the edits that add a version, or change its share of the requests.
+    """Return the edits that add a version, or change its share of the requests. The versions of a model share out its
+    declared rate.
 
     Args:
         workload: the declared models.
-        rates_rps: present rates by model.
         model: whose version it is.
         version: its name.
         terms: `share_pct`, or `shadow` with or without a share.
@@ -50,13 +45,10 @@ def with_version(
     if known is None:
         data = {**inherited(data, {**entry, **terms}), "name": name, "rate_rps": rest.rate_rps}
     spec = parse_document(ModelSpec, {**data, "share_pct": None, "shadow": False, **entry, **terms}, origin="model")
-    wanted = checked([*(other for other in workload.models if other.name != name), spec])
-    rates = shared_out(rates_rps, workload.models, wanted.models)
-    found = wanted[name]
-    return {name: found.model_copy(update={"rate_rps": rates.get(name) or found.rate_rps})}
+    return _edits(workload, [*(other for other in workload.models if other.name != name), spec])
 
 
-def promoted(workload: Workload, rates_rps: Mapping[str, float], model: str, version: str) -> Edits:
+def promoted(workload: Workload, model: str, version: str) -> Edits:
     """Return the edits that let a version take the rest of the requests. The version that took it leaves.
 
     Raises:
@@ -68,10 +60,12 @@ def promoted(workload: Workload, rates_rps: Mapping[str, float], model: str, ver
         raise refused("version", version, f"takes the rest of '{model}' already", "See `tenuto model list`.")
     terms = {"share_pct": None, "shadow": False, "weight": rest.weight, "priority": rest.priority}
     left = [other for other in workload.models if other not in (rest, spec)]
-    wanted = checked([*left, spec.model_copy(update=terms)])
-    rates = shared_out(rates_rps, workload.models, wanted.models)
-    found = wanted[spec.name]
-    return {rest.name: None, spec.name: found.model_copy(update={"rate_rps": rates.get(spec.name) or rest.rate_rps})}
+    return _edits(workload, [*left, spec.model_copy(update=terms)])
+
+
+def without(workload: Workload, names: Collection[str]) -> Edits:
+    """Return the edits that remove versions; the others of their model get their rates."""
+    return _edits(workload, [spec for spec in workload.models if spec.name not in names])
 
 
 def to_take_back(workload: Workload, model: str, version: str) -> str:
@@ -91,6 +85,14 @@ def to_take_back(workload: Workload, model: str, version: str) -> str:
 def checked(models: Sequence[ModelSpec]) -> Workload:
     """Return a workload of these models; raise `InvalidInputError` when it breaks a rule."""
     return parse_document(Workload, {"models": tuple(models)}, origin="workload")
+
+
+def _edits(workload: Workload, models: Sequence[ModelSpec]) -> Edits:
+    """Return how models differ from the declared ones, where versions share out their declared rates."""
+    before, wanted = {spec.name: spec for spec in workload.models}, checked(models).models
+    rates = shared_out({name: spec.rate_rps for name, spec in before.items()}, workload.models, wanted)
+    found = {s.name: s.model_copy(update={"rate_rps": rates.get(s.name) or s.rate_rps}) for s in wanted}
+    return {name: found.get(name) for name in (*before, *found) if found.get(name) != before.get(name)}
 
 
 def _versions(workload: Workload, model: str) -> tuple[list[ModelSpec], ModelSpec]:

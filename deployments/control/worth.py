@@ -72,6 +72,7 @@ class ChangeWorth:
     spent_rent: float = 0.0
     seconds: float = 0.0
     stages: int = 0
+    only_saves: bool = False  # it carries no more, and gives GPUs up
 
 
 def stages(
@@ -183,9 +184,8 @@ class Scale:
             return ChangeWorth(False, f"the change would save {saved:.0f} GPU-seconds and cost {spent:.0f}", *figures)
         if not is_free:
             return ChangeWorth(False, f"the change only saves GPUs, and would lose {lost:.0f} requests", *figures)
-        return ChangeWorth(
-            True, f"the new plan needs {rent_after:.2f} GPUs, the running one {rent_before:.2f}{cut}", *figures
-        )
+        why = f"the new plan needs {rent_after:.2f} GPUs, the running one {rent_before:.2f}{cut}"
+        return ChangeWorth(True, why, *figures, only_saves=True)
 
     def _carried(self, plan: Plan, traffic: Traffic) -> dict[str, float]:
         """Return the requests per second of each model that a plan carries."""

@@ -72,6 +72,7 @@ class TenutoHandle:
         self._arena: Arena | None = None  # made for the first large input
         self._models: dict[str, ModelInterface] = {}
         self._copies = Copies()
+        self._is_closed = False
 
     @classmethod
     async def connect(cls, *, wait_s: float = 20.0) -> TenutoHandle:
@@ -141,6 +142,8 @@ class TenutoHandle:
 
     def _name(self, model: str, version: str | None) -> str:
         """Return the plan's name of a model or a version; without a version, that of the one that takes the rest."""
+        if self._is_closed:
+            raise UnavailableError("this handle is closed. Connect again: `await TenutoHandle.connect()`.")
         names = [spec.name for spec in self._plan.models]
         split = None if version else self._split(model)
         name = versioned(model, version) if version else model if split is None else split.rest
@@ -355,6 +358,9 @@ class TenutoHandle:
 
     async def close(self) -> None:
         """Disconnect; what is under way fails."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         await self._dispatchers.close()
         if self._arena is not None:
             self._arena.close()

@@ -25,7 +25,7 @@ from tenuto.deployments.process.ray_token import guard_of, token_file
 from tenuto.documents import write_whole
 from tenuto.errors import EnvironmentFaultError
 
-QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
 
 # Ray's own switch for "this machine only", named after the systems where that is the default. With it, Ray's head,
 # agents and workers listen on the loopback interface and not on the machine's own address.
@@ -63,8 +63,6 @@ def join_ray(address: str = "auto") -> None:
     Raises:
         ConnectionError: no cluster answers there; the message says why.
     """
-    import ray
-
     reason = why_unreachable(address)
     if reason is not None:
         raise ConnectionError(reason)
@@ -75,7 +73,28 @@ def join_ray(address: str = "auto") -> None:
     if _is_of_this_machine(address):
         _use_token()
     with on_loopback() if _is_on_loopback_alone(address) else contextlib.nullcontext():
-        ray.init(address=address, **QUIET)
+        begin_ray(address=address)
+
+
+def begin_ray(**how: Any) -> None:
+    """Call `ray.init`, which no call of Ray's does by itself from then on.
+
+    Ray's calls do so when no Ray is joined, also in threads of Serve that outlive `end_ray`. They would start a Ray, or
+    join the one in Ray's note and show it our token.
+    """
+    import ray
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
+    ray.init(**how, **_QUIET)
+
+
+def end_ray() -> None:
+    """Call `ray.shutdown`. Threads of Serve's handles do not end with it, and would tell of it in the log."""
+    import ray
+
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    ray.shutdown()
 
 
 def _refuse_unguarded(address: str) -> None:

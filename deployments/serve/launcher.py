@@ -18,9 +18,10 @@ from typing import Any
 
 from tenuto.deployments.process.limits import ANSWER_S, GENERATIONS_END_S, within
 from tenuto.deployments.process.ray_address import (
-    QUIET,
     KnownDeployment,
     announce,
+    begin_ray,
+    end_ray,
     join_ray,
     make_session_folder,
     on_loopback,
@@ -59,20 +60,20 @@ def start_local_ray(num_gpus: int) -> None:
     Raises:
         EnvironmentFaultError: Ray did not start.
     """
-    import ray
-
     for key, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     make_token()
     own: dict[str, Any] = {"_node_ip_address": "127.0.0.1", "_temp_dir": str(make_session_folder())}
     try:
         with on_loopback():
-            ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, **own, **QUIET)
+            begin_ray(address="local", num_gpus=num_gpus, include_dashboard=False, **own)
     except Exception as error:  # Ray has no own kind of error for this
         raise EnvironmentFaultError(
             f"a local Ray did not start: {error}\nThis machine may be too busy: stop other programs and try again, or "
             "run `ray start --head` first and give its address."
         ) from error
+    import ray
+
     announce(KnownDeployment(ray.get_runtime_context().gcs_address))
 
 
@@ -158,12 +159,10 @@ class Launcher:
 
     def leave(self) -> None:
         """Let the applications run on, and leave a Ray that was joined here."""
-        import ray
-
         self._has_begun = False
         if self._joined_ray:
             self._joined_ray = False
-            within(ANSWER_S, ray.shutdown)
+            within(ANSWER_S, end_ray)
 
     def close(self) -> None:
         """Drain and remove the applications. Leave Ray if it was joined here; stop it if it was started here."""
@@ -188,7 +187,7 @@ class Launcher:
         self._has_begun = False
         if self.owns_ray or self._joined_ray:
             with contextlib.suppress(EnvironmentFaultError):
-                within(_SERVE_ENDS_S, ray.shutdown)
+                within(_SERVE_ENDS_S, end_ray)
 
 
 def unused_port(*wished: int) -> int:

@@ -218,9 +218,11 @@ def main() -> None:
     chosen = parser.parse_args()
     ratios = [judged(seed, chosen.tolerance) for seed in range(chosen.first_seed, chosen.first_seed + chosen.count)]
     finite = sorted(ratio for ratio in ratios if math.isfinite(ratio))
-    print(f"{len(finite)} of {len(ratios)} have a split that works: median {statistics.median(finite):.2f}, mean "
-          f"{statistics.mean(finite):.2f}, least {finite[0]:.2f}, most {finite[-1]:.2f}; "
-          f"{sum(ratio >= 1.3 for ratio in ratios)} of {len(ratios)} at 1.3 or more")  # fmt: skip
+    print(
+        f"{len(finite)} of {len(ratios)} have a split that works: median {statistics.median(finite):.2f}, mean "
+        f"{statistics.mean(finite):.2f}, least {finite[0]:.2f}, most {finite[-1]:.2f}; "
+        f"{sum(ratio >= 1.3 for ratio in ratios)} of {len(ratios)} at 1.3 or more"
+    )
 
 
 if __name__ == "__main__":

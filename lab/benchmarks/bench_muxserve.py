@@ -47,15 +47,20 @@ def main() -> None:
         for name, runs in scores.items():
             score, known = mean_of(runs), published.get(name)
             beside = f"{known:10.2f} {100 * (score.throughput_rps / known - 1):+6.1f}%" if known else " " * 18
-            print(f"{peak:4d} {name:10s} {score.throughput_rps:10.2f} {beside} {score.in_time_rps:8.1f} "
-                  f"{100 * score.attainment:6.1f}% {score.ttft_s:7.2f} {score.tpot_s:7.3f} "
-                  f"{score.in_time_rps / mux.in_time_rps:11.2f}", flush=True)  # fmt: skip
+            print(
+                f"{peak:4d} {name:10s} {score.throughput_rps:10.2f} {beside} {score.in_time_rps:8.1f} "
+                f"{100 * score.attainment:6.1f}% {score.ttft_s:7.2f} {score.tpot_s:7.3f} "
+                f"{score.in_time_rps / mux.in_time_rps:11.2f}",
+                flush=True,
+            )
         if chosen.plans:
             for mesh in meshes["muxserve"]:
                 print(f"     muxserve  {mesh.gpus} GPUs: {', '.join(f'{m.name} {s:g} %' for m, s in mesh.models)}")
             for gpulet in plan.gpulets:
-                print(f"     tenuto    {len(gpulet.gpus)} GPUs from {gpulet.gpu}: {gpulet.models[0].name} "
-                      f"{gpulet.effective_share_pct:g} %")  # fmt: skip
+                print(
+                    f"     tenuto    {len(gpulet.gpus)} GPUs from {gpulet.gpu}: {gpulet.models[0].name} "
+                    f"{gpulet.effective_share_pct:g} %"
+                )
             for note in (*plan.notes, *plan.unserved_reasons.items()):
                 print(f"     tenuto    {note}")
 

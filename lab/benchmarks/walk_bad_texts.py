@@ -128,27 +128,58 @@ CASES: list[tuple[str, str, dict[str, Any], int]] = [
     ("a chat without a template", CHAT, {"model": "blunt", "messages": [USER]}, 400),
     ("a chat that its template refuses", CHAT, {"model": "strict", "messages": [SYSTEM, USER]}, 400),
     ("no messages", CHAT, {"model": "strict", "messages": []}, 400),
-    ("a message with a picture", CHAT, {"model": "slow", "messages": [{"role": "user", "content": [
-        {"type": "image_url", "image_url": {"url": "x"}}]}]}, 400),
-    ("tools", CHAT, {"model": "slow", "messages": [USER], "tools": [
-        {"type": "function", "function": {"name": "f", "parameters": {}}}]}, 400),
-    ("a tool's call in a message", CHAT, {"model": "slow", "messages": [
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}]}, 400),
-    ("a tool's answer", CHAT, {"model": "slow", "messages": [
-        {"role": "tool", "content": "1", "tool_call_id": "a"}]}, 400),
-    ("`response_format` of JSON", CHAT, {"model": "slow", "messages": [USER],
-        "response_format": {"type": "json_object"}}, 400),
+    (
+        "a message with a picture",
+        CHAT,
+        {
+            "model": "slow",
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        },
+        400,
+    ),
+    (
+        "tools",
+        CHAT,
+        {
+            "model": "slow",
+            "messages": [USER],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        },
+        400,
+    ),
+    (
+        "a tool's call in a message",
+        CHAT,
+        {"model": "slow", "messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}]},
+        400,
+    ),
+    (
+        "a tool's answer",
+        CHAT,
+        {"model": "slow", "messages": [{"role": "tool", "content": "1", "tool_call_id": "a"}]},
+        400,
+    ),
+    (
+        "`response_format` of JSON",
+        CHAT,
+        {"model": "slow", "messages": [USER], "response_format": {"type": "json_object"}},
+        400,
+    ),
     ("`logprobs` of a chat", CHAT, {"model": "slow", "messages": [USER], "logprobs": True}, 400),
     ("`logprobs` of 0", "/v1/completions", {"model": "slow", "prompt": "x", "logprobs": 0}, 400),
     ("`best_of` of 3", "/v1/completions", {"model": "slow", "prompt": "x", "best_of": 3}, 400),
     ("a penalty", "/v1/completions", {"model": "slow", "prompt": "x", "presence_penalty": 0.5}, 400),
     ("17 stop strings", "/v1/completions", {"model": "slow", "prompt": "x", "stop": ["x"] * 17}, 400),
-    ("`stream_options` without a stream", "/v1/completions", {"model": "slow", "prompt": "x",
-        "stream_options": {"include_usage": True}}, 400),
+    (
+        "`stream_options` without a stream",
+        "/v1/completions",
+        {"model": "slow", "prompt": "x", "stream_options": {"include_usage": True}},
+        400,
+    ),
     ("a model without a head", "/v1/completions", {"model": "fixed", "prompt": "x"}, 400),
     ("a chat with a model without a head", CHAT, {"model": "fixed", "messages": [USER]}, 400),
     ("an unknown model", "/v1/completions", {"model": "other", "prompt": "x"}, 404),
-]  # fmt: skip
+]
 
 
 def curl(url: str, path: str, document: Any, *more: str) -> tuple[int, str]:
@@ -196,9 +227,12 @@ def by_grpc(client: InferenceServerClient, model: str, text: str, parameters: di
 
 # The same with curl alone: no field that OpenAI's package has, or another interface.
 CURLED: list[tuple[str, str, Any, int]] = [
-    ("a temperature that is no number", "/v1/completions",
-     {"model": "slow", "prompt": "x", "temperature": float("nan")},
-     400),
+    (
+        "a temperature that is no number",
+        "/v1/completions",
+        {"model": "slow", "prompt": "x", "temperature": float("nan")},
+        400,
+    ),
     ("a body that is no object", "/v1/completions", [1], 400),
     ("no model", "/v1/completions", {"prompt": "x"}, 400),
     ("tensors for a model that generates", "/v2/models/slow/infer", {"inputs": []}, 400),
@@ -206,13 +240,25 @@ CURLED: list[tuple[str, str, Any, int]] = [
     ("the generate extension, a model without a head", "/v2/models/fixed/generate", {"text_input": "x"}, 400),
     ("the generate extension, an unknown model", "/v2/models/other/generate", {"text_input": "x"}, 404),
     ("the generate extension, an unknown field", "/v2/models/slow/generate", {"text_input": "x", "stream": True}, 400),
-    ("the generate extension, an unknown parameter", "/v2/models/slow/generate_stream",
-     {"text_input": "x", "parameters": {"top_k": 1}}, 400),
-    ("the generate extension, an empty stop string", "/v2/models/slow/generate",
-     {"text_input": "x", "parameters": {"stop": ""}}, 400),
-    ("the generate extension, no room", "/v2/models/slow/generate",
-     {"text_input": "x", "parameters": {"max_tokens": 384}}, 400),
-]  # fmt: skip
+    (
+        "the generate extension, an unknown parameter",
+        "/v2/models/slow/generate_stream",
+        {"text_input": "x", "parameters": {"top_k": 1}},
+        400,
+    ),
+    (
+        "the generate extension, an empty stop string",
+        "/v2/models/slow/generate",
+        {"text_input": "x", "parameters": {"stop": ""}},
+        400,
+    ),
+    (
+        "the generate extension, no room",
+        "/v2/models/slow/generate",
+        {"text_input": "x", "parameters": {"max_tokens": 384}},
+        400,
+    ),
+]
 
 GRPC: list[tuple[str, str, str, dict[str, Any]]] = [
     ("prompt beyond the positions", "real", "x" * 400, {}),
@@ -263,8 +309,17 @@ async def by_handle() -> list[tuple[str, str]]:
 
 
 LONG = {"max_tokens": 300}
-STAGES = ("amid its body", "before its first token", "amid a stream", "before a whole answer", "amid a chat",
-          "with its half of the connection, and reads on", "by gRPC", "from Python", "OpenAI's package")  # fmt: skip
+STAGES = (
+    "amid its body",
+    "before its first token",
+    "amid a stream",
+    "before a whole answer",
+    "amid a chat",
+    "with its half of the connection, and reads on",
+    "by gRPC",
+    "from Python",
+    "OpenAI's package",
+)
 
 
 async def leave_at_each_stage(port: int, grpc_port: int, status: Callable[[], Any]) -> list[str]:

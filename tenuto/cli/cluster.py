@@ -62,7 +62,7 @@ def command(address: str | None, mig: MigUse, output: str | None) -> int:
 def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
     from tenuto.deployments.machines.node_gpus import read_ray_inventory
     from tenuto.deployments.process.limits import ANSWER_S, within
-    from tenuto.deployments.process.ray_address import join_ray
+    from tenuto.deployments.process.ray_address import end_ray, join_ray
 
     try:
         within(60.0, join_ray, address)
@@ -70,13 +70,11 @@ def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
         raise EnvironmentFaultError(
             f"no Ray cluster answers at {address}: {error}. Check --address and `ray status`."
         ) from error
-    import ray
-
     try:
         found = read_ray_inventory()
         return {address: found[address] for address in found}
     finally:
-        within(ANSWER_S, ray.shutdown)
+        within(ANSWER_S, end_ray)
 
 
 def _print(names: list[str], nodes: Mapping[str | None, tuple[GpuDevice, ...]]) -> None:

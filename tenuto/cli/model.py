@@ -52,8 +52,13 @@ def listing(address: str | None) -> None:
         return
     print_table(
         ("model", "share", "declared rps", "SLO ms"),
-        ((e["name"], _part(e), f"{e['rate_rps']:g}", f"{e['slo_ms']:g}") for e in entries),
+        ((e["name"], _part(e), f"{e['rate_rps']:g}", _slo(e)) for e in entries),
     )
+
+
+def _slo(entry: Mapping[str, Any]) -> str:
+    slo = entry.get("slo")
+    return f"{entry['slo_ms']:g}" if slo is None else f"{slo['ttft_ms']:g}, {slo['tpot_ms']:g} a token"
 
 
 def _part(entry: Mapping[str, Any]) -> str:
@@ -70,8 +75,9 @@ def add(entry: str, address: str | None) -> None:
 
     Example: tenuto model add '{name: resnet50, rate_rps: 100, slo_ms: 50}'
     """
+    spec = _entry(entry)
     with operations(address) as running:
-        running.ask(lambda controller: controller.set_model(_entry(entry), add=True))
+        running.ask(lambda controller: controller.set_model(spec, add=True))
     say("added; `tenuto control log` says when it is served")
 
 
@@ -83,8 +89,9 @@ def update(entry: str, address: str | None) -> None:
 
     Example: tenuto model update '{name: resnet50, rate_rps: 300, slo_ms: 50}'
     """
+    spec = _entry(entry)
     with operations(address) as running:
-        running.ask(lambda controller: controller.set_model(_entry(entry), add=False))
+        running.ask(lambda controller: controller.set_model(spec, add=False))
     say("updated; `tenuto control log` says what it changes")
 
 

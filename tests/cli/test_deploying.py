@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from tenuto.cli import VERBS, delete, deploy, drain, history, load_verb, undrain
+from tenuto.cli import VERBS, delete, deploy, drain, history, load_verb, model, undrain
 from tenuto.cli.deploying import ServingArguments, agrees_to_losses, endpoint_of, keep_drained, operations
 from tenuto.deployments.control.foreseen import ForeseenChange, foresee
 from tenuto.deployments.control.near import less_by
@@ -26,6 +26,7 @@ from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.profiles import Profiles
+from tests.instruments.generating import fixed, writes
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
 
@@ -303,3 +304,16 @@ def test_a_deployment_is_found_by_its_name_or_address_and_the_only_one_by_nothin
     else:
         with pytest.raises(type(found), match=str(found)):
             endpoint_of(address, operators=True)
+
+
+def test_models_of_both_kinds_are_listed_with_their_slos(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = (writes("chat"), fixed(), writes("chat:2", share_pct=5.0))
+    entries = [spec.model_dump(mode="json", exclude_defaults=True) for spec in specs]
+    monkeypatch.setattr(model, "operations", lambda _address: nullcontext(SimpleNamespace(ask=lambda _call: entries)))
+    found = CliRunner().invoke(model.command, ["list"])
+    assert found.exit_code == 0
+    assert [line.split() for line in found.output.splitlines()[1:]] == [
+        ["chat", "2", "1000,", "50", "a", "token"],
+        ["fixed", "50", "100"],
+        ["chat:2", "5", "%", "2", "1000,", "50", "a", "token"],
+    ]

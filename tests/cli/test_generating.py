@@ -59,8 +59,11 @@ def test_a_trace_on_a_gpu_that_only_its_profile_knows(folder: Path) -> None:
     assert [key for key in KEYS if key in figures] == KEYS
     # Of the three measured one is too long for the model; the others are read in one step of 10 + 0.05 * 200 ms.
     assert {key: figures[key] for key in ("offered", "ok", "late", "rejected")} == {
-        "offered": 3, "ok": 0, "late": 2, "rejected": 1,
-    }  # fmt: skip
+        "offered": 3,
+        "ok": 0,
+        "late": 2,
+        "rejected": 1,
+    }
     assert figures["mean_ttft_ms"] == pytest.approx(20.0)
     assert figures["mean_tpot_ms"] == pytest.approx(10.1)
     assert figures["mean_ms"] == pytest.approx((20.0 + 20 * 10.1 + 20.0) / 2)

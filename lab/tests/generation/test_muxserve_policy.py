@@ -91,10 +91,13 @@ def test_memory_and_what_cannot_be_said_stand_in_the_plan() -> None:
     ("models", "on", "message"),
     [
         (specs(), cluster(1, 3), "nodes that all have 1, 2, 4 or 8 GPUs"),
-        ((*specs(), ModelSpec(name="net", latency={"alpha_ms": 1, "beta_ms": 1}, rate_rps=1, slo_ms=9)), cluster(),
-         "plans only models that generate"),
+        (
+            (*specs(), ModelSpec(name="net", latency={"alpha_ms": 1, "beta_ms": 1}, rate_rps=1, slo_ms=9)),
+            cluster(),
+            "plans only models that generate",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_it_does_not_plan_is_refused_with_the_cure(
     models: tuple[ModelSpec, ...], on: Cluster, message: str
 ) -> None:

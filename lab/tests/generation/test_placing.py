@@ -62,7 +62,7 @@ def test_the_experiment_scores_three_placements_of_the_same_requests() -> None:
             ("llama-7b", "llama-65b"), (1, 2, 4, 8), (30, 60, 100), (1, 32, 64, 128, 512), (32, 512)
         )
         if size == "llama-7b" or gpus >= 4
-    ]  # fmt: skip
+    ]
     workload = {"rates_rps": dict.fromkeys(sizes, 1.0), "avg_prompt_tokens": 100.0, "avg_output_tokens": 200.0}
     experiment = Experiment(
         {"models": sizes, "workloads": {"8": workload}, "reached": {"throughput_rps": {"8": [1, 1]}}, "rows": rows}

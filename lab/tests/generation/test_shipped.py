@@ -27,7 +27,7 @@ def test_a_profile_of_fitted_cells_says_what_was_fitted_between_its_shares_too()
         Cell("llama-7b", gpus, share, batch, tokens, TRUTH.prefill_ms(batch * tokens, share), decode)
         for gpus, share, batch, tokens in itertools.product((1, 2), (30, 60, 100), (1, 32, 64, 256), (32, 128, 512))
         for decode in [TRUTH.decode_ms(batch, batch * tokens, share)]
-    ]  # fmt: skip
+    ]
     generation = muxserve_a100(cells).models["llama-7b"].generation
     assert generation is not None
     assert set(generation.errors) == {"prefill mean", "prefill p95", "decode mean", "decode p95"}

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
-from tenuto.deployments.control.planning import Proposal
+from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.worth import ChangeWorth
 from tenuto.deployments.wire.status import LogLine
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
+from tenuto.profiles import Profiles
 
-__all__ = ["Desk"]
+__all__ = ["Desk", "PlanningDesk"]
 
 
 class Desk:
@@ -87,7 +88,24 @@ class Desk:
         return next(entry.text for entry in reversed(self.entries) if entry.kind == kind)
 
 
+class PlanningDesk(Desk):
+    """A desk whose planner plans at once."""
+
+    def look(self, seconds: int = 1) -> None:
+        for _ in range(seconds):
+            super().look()
+            while self.questions:
+                asked = self.questions.pop()
+                self.controller.planned(self.now_s, asked.number, propose(asked.request, Profiles([])))
+                self.take()
+
+    def hosted(self) -> set[str]:
+        """Return the models that the running plan has."""
+        return {replica.name for gpulet in self.controller.plan.gpulets for replica in gpulet.models}
+
+
 def pays(plan: Plan, *, saves: bool = False, wanted: Mapping[str, int] | None = None) -> Proposal:
     """Return a proposal that pays."""
-    worth = ChangeWorth(True, "a test says so", 100.0, 0.0 if saves else 10.0, saved_rent=10.0 if saves else 0.0)
+    gained, saved = (0.0, 10.0) if saves else (10.0, 0.0)
+    worth = ChangeWorth(True, "a test says so", 100.0, gained, saved_rent=saved, only_saves=saves)
     return Proposal(plan, "planned anew", worth, wanted)

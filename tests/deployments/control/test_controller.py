@@ -11,7 +11,7 @@ from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.standby import Standby, twins
 from tenuto.deployments.control.worth import ChangeWorth
 from tenuto.placement import Workload
-from tests.deployments.control.desk import Desk, pays
+from tests.deployments.control.desk import Desk, PlanningDesk, pays
 from tests.instruments.plans import gpu, make_plan
 
 GPUS = [gpu("n0/0"), gpu("n0/1"), gpu("n1/0")]
@@ -104,13 +104,13 @@ def test_a_change_is_made_before_what_it_replaces_is_broken() -> None:
     ("answer", "words"),
     [
         ("the solver broke", "Running plan kept: the solver broke"),
-        (None, "took too long"),
+        (None, "took more than 10 s. Raise change.plan_timeout_s"),
         (Proposal(None, "", ChangeWorth(False, "no other plan was found")), "no other plan was found"),
         (Proposal(TWO, "planned anew", ChangeWorth(False, "it carries less")), "it carries less"),
     ],
 )
 def test_what_is_no_better_plan_changes_nothing(answer: Proposal | str | None, words: str) -> None:
-    desk = Desk(ONE, GPUS)
+    desk = Desk(ONE, GPUS, {"change": {"plan_timeout_s": 10}})
     desk.rates["a"] = 700.0
     desk.answer = answer
     desk.look(30)
@@ -295,6 +295,17 @@ def test_changes_are_limited_per_hour_and_cool_down_before_they_save() -> None:
     assert len(desk.applied) == count
     desk.look(3400)
     assert len(desk.applied) > count
+
+
+@pytest.mark.parametrize("busy", [0.05, 0.4])
+def test_a_model_that_is_added_is_served_also_where_another_plan_would_save_gpus(busy: float) -> None:
+    running = make_plan({"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["b"])}, rate_rps=busy * 100.0)
+    desk = PlanningDesk(running, [gpu("n0/0"), gpu("n0/1")], {"when": {"underused": None}})
+    desk.look(20)
+    desk.controller.edit({"new": running.model("a").model_copy(update={"name": "new", "rate_rps": 10.0})})
+    desk.rates["new"] = desk.lost["new"] = 0.0  # nobody can ask for it yet
+    desk.look(30)
+    assert "new" in desk.hosted()
 
 
 def test_new_gpulets_that_cannot_start_roll_the_change_back() -> None:

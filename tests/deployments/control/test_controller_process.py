@@ -24,6 +24,7 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles import Profiles
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.asking import until
+from tests.instruments.generating import PROFILES, writes
 from tests.instruments.plans import gpu, make_plan
 from tests.instruments.stores import DictStore
 
@@ -120,6 +121,14 @@ async def test_models_come_change_and_go(served: Served) -> None:
     line = {"alpha_ms": 1, "beta_ms": 9}
     with pytest.raises(InvalidInputError, match="a request alone takes 10"):
         await control.set_model({"name": "d", "rate_rps": 1, "slo_ms": 5, "latency": line}, add=True)
+    keep_ground(served.store, PROFILES, (gpu("n0/0", 81_920.0, "a100-80gb"),))
+    chat = writes("chat").model_dump(mode="json", exclude_defaults=True)
+    with pytest.raises(InvalidInputError, match="a request alone is late"):
+        await control.set_model(chat | {"slo": {"ttft_ms": 1000, "tpot_ms": 5}}, add=True)
+    with pytest.raises(InvalidInputError, match="no `generation`"):
+        await control.set_model(chat | {"profile": "fixed"}, add=True)
+    await control.set_model(chat, add=True)
+    await control.remove_model("chat")
     await control.remove_model("b")
     await control.remove_model("c")
     with pytest.raises(InvalidInputError, match="is the last model"):

@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from tenuto.deployments.control.planning import PlanRequest, propose
+from tenuto.deployments.control.planning import PlanRequest, incremental, propose
 from tenuto.deployments.control.worth import CUTTING_S, Durations
 from tenuto.deployments.serve.diff import diff
 from tenuto.placement import Cluster, ModelSpec, Workload, load_policy, solve
+from tenuto.placement.carrying import carried, options_of
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PolicyUsed
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
+from tests.instruments.generating import PROFILES, ByForm, cluster, writes
 from tests.instruments.plans import gpu, make_plan
 
 PLAN = make_plan({"n0/0/a": (100.0, ["a"])})  # made for 50 r/s, carries 600
@@ -70,6 +72,25 @@ def test_a_slower_model_gets_room_for_random_arrivals_though_there_is_time_enoug
         replace(asked(500.0), workload=patient.workload, running=patient, slowdowns=slowdowns), Profiles([])
     )
     assert (found.how, found.worth.pays) == ("kept", True)
+
+
+def test_models_that_generate_are_added_to_the_gpu_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenuto.deployments.control.planning.load_policy", lambda *_: ByForm())
+    plan = solve(ByForm(), Workload(models=(writes("a"),)), cluster(1, 1), PROFILES)
+    for name in ("b", "c"):
+        workload = Workload(models=(*plan.models, writes(name, 0.1)))
+        rates = {spec.name: spec.rate_rps for spec in workload.models}
+        request = replace(asked(1.0), workload=workload, traffic=Traffic(rates), running=plan, gpus=cluster(1, 2).gpus)
+        found = dict(incremental(request, PROFILES, plan.model_copy(update={"models": workload.models})))["extended"]
+        assert found is not None
+        plan = found
+    assert {gpulet.models[0].name: gpulet.gpu for gpulet in plan.gpulets} == {"a": "n0/0", "b": "n0/1", "c": "n0/1"}
+    (one,), (another,) = plan.hosts_of("b"), plan.hosts_of("c")
+    for gpulet in (one, another):
+        assert gpulet.effective_share_pct == 30.0
+        assert gpulet.memory_mib == pytest.approx(0.3 * 81_920.0)
+        whole = options_of(writes("b"), cluster(1, 2).gpus[0], PROFILES, carried, shares=(30,))
+        assert gpulet.models[0].kv_tokens == pytest.approx(whole[0].kv_tokens, abs=1)
 
 
 def test_what_an_operator_takes_out_or_changes_is_done_though_it_gains_nothing() -> None:

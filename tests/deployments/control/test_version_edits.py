@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.control.planning import propose
-from tenuto.deployments.control.version_edits import checked, promoted, to_take_back, with_version
+from tenuto.deployments.control.version_edits import checked, promoted, to_take_back, with_version, without
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan, Workload
 from tenuto.placement.workload import ModelSpec
-from tenuto.profiles import Profiles
-from tests.deployments.control.desk import Desk
+from tests.deployments.control.desk import Desk, PlanningDesk
 from tests.instruments.plans import gpu, make_plan
 
 LATENCY = {"alpha_ms": 1.0, "beta_ms": 4.0}
 M = ModelSpec(name="m", rate_rps=100.0, slo_ms=100.0, latency=LATENCY, weight=2.0)
 WORKLOAD = checked([M, M.model_copy(update={"name": "x"})])
-RATES = {"m": 100.0, "x": 50.0}
 OWN = {"weights_path": "/two"}
 GPUS = tuple(gpu(f"n{node}/0") for node in range(3))
 
@@ -30,48 +27,53 @@ def edited(workload: Workload, edits: Mapping[str, ModelSpec | None]) -> Workloa
 
 
 def test_a_canary_has_what_the_model_has_but_for_its_own_and_its_share_of_the_rate() -> None:
-    edits = with_version(WORKLOAD, RATES, "m", "2", {"share_pct": 20.0}, OWN)
+    edits = with_version(WORKLOAD, "m", "2", {"share_pct": 20.0}, OWN)
     expected = M.model_copy(update={"name": "m:2", "rate_rps": 20.0, "share_pct": 20.0, "weights_path": "/two"})
-    assert edits == {"m:2": expected}
+    rest = M.model_copy(update={"rate_rps": 80.0})
+    assert edits == {"m": rest, "m:2": expected}
     more = edited(WORKLOAD, edits)
-    (changed,) = with_version(more, {"m": 80.0, "m:2": 20.0}, "m", "2", {"share_pct": 50.0}, {}).values()
-    assert changed == expected.model_copy(update={"share_pct": 50.0, "rate_rps": 50.0})
+    half = expected.model_copy(update={"share_pct": 50.0, "rate_rps": 50.0})
+    assert with_version(more, "m", "2", {"share_pct": 50.0}, {}) == {
+        "m": M.model_copy(update={"rate_rps": 50.0}),
+        "m:2": half,
+    }
+    assert without(more, {"m:2"}) == {"m": M, "m:2": None}
+    assert with_version(more, "m", "2", {"share_pct": 20.0}, {}) == {}
 
 
 def test_a_shadow_ranks_below_everything_else() -> None:
-    (shadow,) = with_version(WORKLOAD, RATES, "m", "3", {"shadow": True}, OWN).values()
+    (shadow,) = with_version(WORKLOAD, "m", "3", {"shadow": True}, OWN).values()
     assert shadow is not None
     assert (shadow.shadow, shadow.rate_rps, shadow.priority) == (True, 100.0, -1)
     assert shadow.weight < 0.01
 
 
 def test_a_promoted_version_takes_the_place_of_the_one_before() -> None:
-    more = edited(WORKLOAD, with_version(WORKLOAD, RATES, "m", "2", {"share_pct": 20.0}, OWN))
-    edits = promoted(more, {"m": 80.0, "m:2": 20.0, "x": 50.0}, "m", "2")
+    more = edited(WORKLOAD, with_version(WORKLOAD, "m", "2", {"share_pct": 20.0}, OWN))
+    edits = promoted(more, "m", "2")
     assert edits == {"m": None, "m:2": M.model_copy(update={"name": "m:2", "weights_path": "/two"})}
     assert to_take_back(more, "m", "2") == "m:2"
 
 
-SECOND = edited(WORKLOAD, with_version(WORKLOAD, RATES, "m", "2", {"share_pct": 60.0}, OWN))
+SECOND = edited(WORKLOAD, with_version(WORKLOAD, "m", "2", {"share_pct": 60.0}, OWN))
 OTHER = {"inputs": [{"name": "x", "dtype": "float32", "shape": [3]}], "outputs": []}
 
 
 @pytest.mark.parametrize(
     ("do", "words"),
     [
-        (lambda: with_version(SECOND, RATES, "m", "2", {"share_pct": 105.0}, {}), "share_pct: 105.0.*Give a smaller"),
-        (lambda: with_version(SECOND, RATES, "m", "3", {"share_pct": 60.0}, OWN), "add up to less than 100"),
-        (lambda: with_version(SECOND, RATES, "m", "3", {"share_pct": 5.0}, {}), "Say what it has of its own"),
-        (lambda: with_version(SECOND, RATES, "m", "1", {"share_pct": 5.0}, {}), "takes the rest.*Promote another"),
-        (lambda: with_version(SECOND, RATES, "z", "2", {"share_pct": 5.0}, OWN), "is not in the workload. Use one of"),
-        (lambda: promoted(SECOND, RATES, "m", "7"), "is no version of 'm'. There is 1, 2"),
-        (lambda: promoted(SECOND, RATES, "m", "1"), "takes the rest of 'm' already"),
+        (lambda: with_version(SECOND, "m", "2", {"share_pct": 105.0}, {}), "share_pct: 105.0.*Give a smaller"),
+        (lambda: with_version(SECOND, "m", "3", {"share_pct": 60.0}, OWN), "add up to less than 100"),
+        (lambda: with_version(SECOND, "m", "3", {"share_pct": 5.0}, {}), "Say what it has of its own"),
+        (lambda: with_version(SECOND, "m", "1", {"share_pct": 5.0}, {}), "takes the rest.*Promote another"),
+        (lambda: with_version(SECOND, "z", "2", {"share_pct": 5.0}, OWN), "is not in the workload. Use one of"),
+        (lambda: promoted(SECOND, "m", "7"), "is no version of 'm'. There is 1, 2"),
+        (lambda: promoted(SECOND, "m", "1"), "takes the rest of 'm' already"),
         (lambda: to_take_back(SECOND, "m", "1"), "Promote another one first"),
         (lambda: to_take_back(SECOND, "x", "2"), "is no version of 'x'. There is 1"),
         (
             lambda: with_version(
                 checked([M.model_copy(update={"options": {**OTHER, "outputs": [OTHER["inputs"][0]]}})]),
-                RATES,
                 "m",
                 "2",
                 {"share_pct": 5.0},
@@ -86,8 +88,8 @@ def test_what_cannot_be_is_refused_with_the_cure(do: Any, words: str) -> None:
         do()
 
 
-class SplitDesk(Desk):
-    """A desk whose planner plans, and whose requests go where the plan that is served sends them."""
+class SplitDesk(PlanningDesk):
+    """A desk whose planner plans at once, and whose requests go where the plan that is served sends them."""
 
     def __init__(self, plan: Plan, total: Mapping[str, float], settings: Mapping[str, object] | None = None) -> None:
         super().__init__(plan, GPUS, settings)
@@ -102,16 +104,9 @@ class SplitDesk(Desk):
                 part = 100.0 - shares if spec.share_pct is None and not spec.shadow else spec.share_pct or 0.0
                 self.rates[spec.name] = self.total[spec.model] * part / 100.0
             super().look()
-            while self.questions:
-                asked = self.questions.pop()
-                self.controller.planned(self.now_s, asked.number, propose(asked.request, Profiles([])))
-                self.take()
 
     def split(self) -> dict[str, float | None]:
         return {spec.name: spec.share_pct for spec in self.controller.plan.models if spec.model == "m"}
-
-    def hosted(self) -> set[str]:
-        return {replica.name for gpulet in self.controller.plan.gpulets for replica in gpulet.models}
 
 
 def served(mode: str = "act") -> SplitDesk:
@@ -124,7 +119,7 @@ def served(mode: str = "act") -> SplitDesk:
 def bring(desk: SplitDesk, share_pct: float) -> None:
     controller = desk.controller
     terms = {"share_pct": share_pct}
-    controller.edit(with_version(controller.workload, controller.rates.mean_rps, "m", "2", terms, OWN))
+    controller.edit(with_version(controller.workload, "m", "2", terms, OWN))
 
 
 def test_a_canary_is_brought_before_it_is_sent_anything_and_a_share_moves_without_a_process() -> None:
@@ -148,7 +143,7 @@ def test_a_promoted_version_is_planned_for_all_requests_before_it_has_them() -> 
     bring(desk, 5.0)
     desk.look(20)
     controller = desk.controller
-    controller.edit(promoted(controller.workload, controller.rates.mean_rps, "m", "2"))
+    controller.edit(promoted(controller.workload, "m", "2"))
     desk.applied.clear()
     desk.look(20)
     assert desk.split() == {"m:2": None}
@@ -163,12 +158,34 @@ def test_a_promoted_version_is_planned_for_all_requests_before_it_has_them() -> 
     assert desk.split() == {"m:2": None}
 
 
+def test_a_rollback_brings_back_the_versions_and_shares_of_its_time_and_no_model_that_was_removed() -> None:
+    desk = served()
+    controller = desk.controller
+    ran = [(controller.plan, controller.workload)]
+    bring(desk, 5.0)
+    desk.look(20)
+    ran.append((controller.plan, controller.workload))
+    controller.edit(promoted(controller.workload, "m", "2"))
+    desk.look(20)
+    controller.edit({"x": None})
+    desk.look(20)
+    assert desk.split() == {"m:2": None}
+    for (plan, declared), split in zip(reversed(ran), ({"m": None, "m:2": 5.0}, {"m": None}), strict=True):
+        controller.deploy(desk.now_s, plan, "rollback", GPUS, declared)
+        desk.look(20)
+        assert desk.split() == split
+        assert "x" not in desk.hosted()
+    desk.restart()
+    desk.look(20)
+    assert desk.split() == {"m": None}
+
+
 def test_a_version_that_is_promoted_already_is_not_taken_back_on_the_way() -> None:
     desk = served()
     bring(desk, 5.0)
     desk.look(20)
     controller = desk.controller
-    controller.edit(promoted(controller.workload, controller.rates.mean_rps, "m", "2"))
+    controller.edit(promoted(controller.workload, "m", "2"))
     desk.lost["m:2"] = 1.0
     Desk.look(desk, 30)  # the planner does not answer
     assert desk.split() == {"m": None, "m:2": 5.0}
@@ -241,7 +258,7 @@ def test_what_only_advises_or_is_paused_says_so_and_an_operator_can_take_back() 
 def test_a_shadow_that_loses_requests_is_no_reason_for_anything() -> None:
     desk = served()
     controller = desk.controller
-    controller.edit(with_version(controller.workload, controller.rates.mean_rps, "m", "3", {"shadow": True}, OWN))
+    controller.edit(with_version(controller.workload, "m", "3", {"shadow": True}, OWN))
     desk.look(30)
     assert "m:3" in desk.hosted()
     desk.entries.clear()

@@ -86,7 +86,7 @@ async def test_closing_fails_what_is_under_way(start: Start) -> None:
         await asked
 
 
-async def test_large_inputs_travel_by_shared_memory(start: Start) -> None:
+async def test_large_inputs_travel_by_shared_memory_until_it_is_closed(start: Start) -> None:
     gpulet = FakeGpulet("a", ("m",), hold=True)
     handle = await connect(start, gpulet)
     size = 1 << 16
@@ -95,7 +95,10 @@ async def test_large_inputs_travel_by_shared_memory(start: Start) -> None:
     await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     assert gpulet.bodies == [0]
     assert [place.length for place in gpulet.messages[0].places] == [size] * 4
-    await handle.close()
+    for _ in range(2):
+        await handle.close()
+        with pytest.raises(UnavailableError, match="is closed"):
+            await handle.infer("m", {"x": [1, 2]})
 
 
 async def test_without_ray_the_cure_is_named() -> None:

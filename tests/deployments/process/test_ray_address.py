@@ -64,8 +64,13 @@ def test_something_that_speaks_as_ray_does(listener: socket.socket, monkeypatch:
     answering.join()
 
 
-def test_a_ray_on_loopback_alone_is_joined_there(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray._private import ray_constants
+def test_a_ray_on_loopback_alone_is_joined_there_and_after_it_no_other_unasked(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+    from ray._private import auto_init_hook, ray_constants
+
+    monkeypatch.setattr(auto_init_hook, "enable_auto_connect", True)
 
     answering = answer_once(listener, bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.9")
@@ -77,6 +82,8 @@ def test_a_ray_on_loopback_alone_is_joined_there(listener: socket.socket, monkey
 
     monkeypatch.setattr("ray.init", init)
     join_ray(address_of(listener))
+    with pytest.raises(ray.exceptions.RaySystemError, match="not been started"):
+        ray.get_actor("anybody")  # as a thread of Serve's may ask after the end
     assert seen == [(address_of(listener), False)]
     assert ray_constants.ENABLE_RAY_CLUSTER
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ

@@ -128,7 +128,7 @@ def test_one_place_joins_and_starts_rays() -> None:
         if not any(each.is_symlink() for each in path.parents)
         if re.search(r"\bray\.init\(|ray_current_cluster\"|read_ray_address|find_bootstrap", path.read_text())
     }
-    assert places == {"deployments/process/ray_address.py", "deployments/serve/launcher.py"}
+    assert places == {"deployments/process/ray_address.py"}
 
 
 def test_the_folder_of_sessions_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
