@@ -208,22 +208,6 @@ class Given(NamedTuple):
     request: RequestGiven[Any]
 
 
-def request_schema() -> dict[str, Any]:
-    """Return the JSON schema of a request."""
-    (whole,), parts = msgspec.json.schema_components([RequestGiven[msgspec.Raw]], ref_template="{name}")
-
-    def inlined(node: Any) -> Any:
-        if isinstance(node, list):
-            return [inlined(each) for each in node]
-        if isinstance(node, dict):
-            node = parts[node["$ref"]] if "$ref" in node else node
-            return {key: inlined(value) for key, value in node.items() if key not in ("title", "default")}
-        return node
-
-    found: dict[str, Any] = inlined(whole)
-    return found
-
-
 class RequestReader:
     """Reads the requests of one model.
 

@@ -82,7 +82,7 @@ class _Connection(asyncio.Protocol):
     def _answered(self, reply: Reply) -> None:
         token, self._token = self._token, -1
         if token >= 0:
-            self._sender.answered(token, reply)
+            self._sender.on_reply(token, reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -115,11 +115,11 @@ class HttpSender:
         self.idle: list[_Connection] = []
         self._all: set[_Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
-        self._on_reply: OnReply = lambda _token, _reply: None
+        self.on_reply: OnReply = lambda _token, _reply: None
 
     async def open(self, connections: int, on_reply: OnReply) -> None:
         """Open connections before the run, so that the first requests need not. Failures show when sending."""
-        self._on_reply = on_reply
+        self.on_reply = on_reply
         for _ in range(connections):
             try:
                 self.idle.append(await self._connect())
@@ -172,13 +172,9 @@ class HttpSender:
             connection = await self._connect()
         except OSError as error:
             reason = error.strerror or str(error)
-            self._on_reply(token, Reply(0, error=f"cannot connect to {self._target[0]}:{self._target[1]}: {reason}"))
+            self.on_reply(token, Reply(0, error=f"cannot connect to {self._target[0]}:{self._target[1]}: {reason}"))
             return
         connection.send(request, token)
-
-    def answered(self, token: int, reply: Reply) -> None:
-        """Pass a reply on; called by connections."""
-        self._on_reply(token, reply)
 
     def forget(self, connection: _Connection) -> None:
         """Drop a connection that is gone; called by connections."""
