@@ -508,10 +508,14 @@ class InferenceService:
         if done.cancelled():
             return  # the client has left, or was answered
         exchange.on_left = None
+        error = done.exception()  # raised here it would hold this frame, and this frame it
+        if error is not None:
+            refuse(exchange, error)
+            return
         try:
             then(done.result())
-        except Exception as error:
-            refuse(exchange, error)
+        except Exception as raised:
+            refuse(exchange, raised)
 
     def request_id(self, raw: str) -> str:
         """Return the name of a request: its client's name for it, else one that is made here.
