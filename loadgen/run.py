@@ -19,7 +19,7 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.generates import TokenSlo
 
-_KEYS = ("models", "verdict", "options", "window_ms", "slos_ms", "token_slos")
+_KEYS = ("models", "verdict", "options", "window_ms", "slos_ms")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Run:
     @property
     def token_slos(self) -> dict[str, TokenSlo]:
         """The two bounds by which each model that generates was judged."""
-        stated: Mapping[str, Any] = self.document["token_slos"]
+        stated: Mapping[str, Any] = self.document.get("token_slos") or {}  # absent before models could generate
         return {name: TokenSlo(**slo) for name, slo in stated.items() if name in self.document["models"]}
 
     @property

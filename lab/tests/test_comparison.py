@@ -34,7 +34,6 @@ def document(goodput: float, schedule: str, **more: Any) -> dict[str, Any]:
         "options": {},
         "window_ms": [0, 1000],
         "slos_ms": {"m": 20.0},
-        "token_slos": {},
         **more,
     }
 
@@ -123,7 +122,6 @@ def write_run(folder: Path, latency_ms: np.ndarray[Any, Any]) -> Side:
         "verdict": {"result": "PASS", "reasons": [], "conditions": {}},
         "options": {"duration_s": 10},
         "slos_ms": {"m": 50.0},
-        "token_slos": {},
         "schedule_hash": "x",
     }
     write_run_files(folder, {**head, **summary, "plan": None}, rows, None)
