@@ -1,4 +1,4 @@
-"""The requests of applications: those that arrive by the schedule, and those that follow on answers.
+"""The requests of a run: those that arrive by the schedule, and those of applications that follow on answers.
 
 `ApplicationLoad` is data, the same for the simulator and for load clients. `Joins` is the state of one run of a load.
 """
@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto.batching.core.system import TIME_TOLERANCE_MS
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.schedule import Schedule, make_schedule
-from tenuto.outcome import Outcome
+from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
 
 
 @dataclass(frozen=True)
 class ApplicationLoad:
-    """The requests of a run with applications. Requests of later stages stand behind all others, with the time NaN.
+    """The requests of a run. With applications, requests of later stages stand behind all others, with the time NaN.
 
     A *call* is one request of an application; its number is its place among all calls of the run. `number[r]` is the
     number of request r in the whole run. `owner[r]` is the call of r, -1 if it belongs to none; `stage[r]` is its
@@ -44,7 +46,7 @@ class ApplicationLoad:
         """How many requests arrive at a time that is known before the run; these are the first ones."""
         return int(np.isfinite(self.times_ms).sum())
 
-    @property
+    @cached_property
     def call_at_ms(self) -> NDArray[np.float64]:
         """When the call of each request arrives; NaN for requests that belong to no call."""
         at = np.full(max(self.calls, default=-1) + 2, np.nan)  # index -1 is the last place, which stays NaN
@@ -57,7 +59,7 @@ class ApplicationLoad:
         if count == 1:
             return self
         alone = self.owner < 0
-        turn = np.where(alone, np.cumsum(alone), self.owner)
+        turn = np.where(alone, np.cumsum(alone) - 1, self.owner)
         rows = np.flatnonzero(turn % count == place)
         return replace(
             self,
@@ -73,18 +75,23 @@ class ApplicationLoad:
 
 
 class Joins:
-    """Which requests were answered and which were given up, call by call, in one run of a load.
+    """Which requests of one run were answered and which were given up, call by call, and how each call ended.
 
     When a request of a call gets no answer, the call ends: its later stages are not sent any more.
     """
 
-    def __init__(self, load: ApplicationLoad, counted_from_ms: float = 0.0) -> None:
-        """`counted_from_ms`: end of the warm-up; `lost` counts calls that arrived from then on."""
+    def __init__(self, load: ApplicationLoad, *, counted_from_ms: float = 0.0, response_ms: float = 0.0) -> None:
+        """Begin with the first request.
+
+        Args:
+            load: the requests.
+            counted_from_ms: end of the warm-up; only calls that arrive from then on are counted.
+            response_ms: the way of an answer back to the client.
+        """
         self._load = load
-        self._counted_from_ms = counted_from_ms
+        self._counted_from_ms, self._response_ms = counted_from_ms, response_ms
         self._owner = load.owner.tolist()
         self._stage = load.stage.tolist()
-        self._ended: set[int] = set()
         self._left = {call: [s.count for s in load.applications[app].stages] for call, (app, _) in load.calls.items()}
         self._waits = {
             call: [len(s.after) for s in load.applications[app].stages] for call, (app, _) in load.calls.items()
@@ -96,14 +103,14 @@ class Joins:
         self._rows: dict[tuple[int, int], list[int]] = {}
         for row in range(load.planned, len(self._owner)):
             self._rows.setdefault((self._owner[row], self._stage[row]), []).append(row)
-        self.lost = [0] * len(load.applications)  # by application: calls that ended without all answers
+        self._ended = [[0] * len(OUTCOMES) for _ in load.applications]
 
-    def answered(self, requests: Iterable[int], _now: float = 0.0) -> list[tuple[int, float]]:
+    def answered(self, requests: Iterable[int], now_ms: float = 0.0) -> list[tuple[int, float]]:
         """Return the requests that are due because these were answered, each with its deadline in ms."""
         due: list[tuple[int, float]] = []
         for request in requests:
             call = self._owner[request]
-            if call < 0 or call in self._ended:
+            if call not in self._left:
                 continue
             stage = self._stage[request]
             left = self._left[call]
@@ -111,22 +118,36 @@ class Joins:
             if left[stage]:
                 continue
             waits = self._waits[call]
-            for later in self._later[self._load.calls[call][0]][stage]:
+            application, at_ms = self._load.calls[call]
+            for later in self._later[application][stage]:
                 waits[later] -= 1
                 if not waits[later]:
                     due += [(row, float(self._load.deadlines_ms[row])) for row in self._rows.get((call, later), ())]
+            if not any(left):
+                slo_ms = self._load.applications[application].slo_ms
+                is_late = now_ms + self._response_ms - at_ms > slo_ms + TIME_TOLERANCE_MS
+                self._end(call, Outcome.LATE if is_late else Outcome.OK)
         return due
 
-    def given_up(self, requests: Iterable[int], _outcome: Outcome | None = None) -> None:
+    def given_up(self, requests: Iterable[int], outcome: Outcome = Outcome.FAILED) -> None:
         """End the calls of these requests: they were expired, rejected or failed."""
         for request in requests:
-            call = self._owner[request]
-            if call < 0 or call in self._ended:
-                continue
-            self._ended.add(call)
-            application, at_ms = self._load.calls[call]
-            if at_ms >= self._counted_from_ms:
-                self.lost[application] += 1
+            if self._owner[request] in self._left:
+                self._end(self._owner[request], outcome)
+
+    def _end(self, call: int, outcome: Outcome) -> None:
+        del self._left[call]
+        application, at_ms = self._load.calls[call]
+        if at_ms >= self._counted_from_ms:
+            self._ended[application][outcome] += 1
+
+    def counts(self) -> dict[str, list[int]]:
+        """Return the calls of every application that have ended, by outcome."""
+        return {app.name: row for app, row in zip(self._load.applications, self._ended, strict=True)}
+
+    def lost(self) -> dict[str, int]:
+        """Return how many calls of every application have ended without all answers."""
+        return {name: sum(row[Outcome.EXPIRED :]) for name, row in self.counts().items()}
 
 
 def scaled_slos(applications: Iterable[Application], factor: float) -> tuple[Application, ...]:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from tenuto.batching.virtual.virtual_steps import RequestTokens
+from tenuto.deployments.serve.endpoint import client_key, generating_model, get_told, model_metadata
+from tenuto.deployments.wire.status import SystemStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any, refused
 from tenuto.loadgen.application_figures import stage_owners
 from tenuto.loadgen.application_load import ApplicationLoad, make_application_load, scaled_slos
@@ -22,7 +24,7 @@ from tenuto.loadgen.clients.client import ClientJob, ModelTarget
 from tenuto.loadgen.clients.group import ClientGroup, LocalClient
 from tenuto.loadgen.clients.priority import Priority, preferred
 from tenuto.loadgen.records import Records, merge, unsent
-from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
+from tenuto.loadgen.schedule import Schedule, seed_for
 from tenuto.loadgen.senders.http_sender import HttpSender
 from tenuto.loadgen.senders.payloads import Prompts, make_bodies, read_bodies
 from tenuto.loadgen.verdict import Verdict, judge, summarise
@@ -87,7 +89,6 @@ class BenchResult:
     errors: list[str] = field(default_factory=list)
     wall_s: float = 0.0
     queued: dict[int, int] = field(default_factory=dict)  # by second: requests that waited for a batch at its end
-    applications: tuple[Application, ...] = ()  # the applications that were sent, with the SLOs they were judged by
     notes: tuple[str, ...] = ()  # notes for the reader of the figures
     is_interrupted: bool = False
 
@@ -121,11 +122,10 @@ def run_bench(
         )
     applications = scaled_slos(applications, options.slo_scale)
     arrivals = (options.duration_s, options.seed, options.rate_scale)
-    load = make_application_load(models, applications, *arrivals) if applications else None
-    schedule = load.schedule if load is not None else make_schedule(models, *arrivals)
+    load = make_application_load(models, applications, *arrivals)
     staged = stage_owners(applications)
     groups = by_model(models)
-    tokens = schedule.tokens if load is None else load.tokens
+    tokens = load.tokens
     targets = tuple(
         _generating(options, spec, tokens, has_versions=spec.model in groups)
         if spec.slo is not None and tokens is not None
@@ -139,8 +139,8 @@ def run_bench(
     queued: dict[int, int] = {}
     began_at = time.monotonic()
     try:
-        group.prepare(_jobs(schedule, load, targets, options))
-        worked = _worked(options.url) if schedule.tokens is not None else {}
+        group.prepare(_jobs(load, targets, options))
+        worked = _worked(options.url) if tokens is not None else {}
         worked_at = time.monotonic()
         # The start is late enough for every client to have received the message.
         start_at = time.time() + (0.5 if options.clients else 0.05)
@@ -151,8 +151,7 @@ def run_bench(
         here = options.client_priority if isinstance(group, LocalClient) else "normal"
         try:
             with preferred(here):
-                total = load.planned if load is not None else len(schedule)
-                _watch(group, start_at, total, options, progress, queued, answers_s)
+                _watch(group, start_at, load.planned, options, progress, queued, answers_s)
         except KeyboardInterrupt:
             interrupted = True
             progress("interrupted: waiting for the requests under way")
@@ -165,7 +164,7 @@ def run_bench(
     for report in reports:
         errors.update(report.errors)
     records = merge([report.records for report in reports])
-    result = _result(records, schedule, load, options, targets, errors, lost, interrupted=interrupted)
+    result = _result(records, load, options, targets, errors, lost, interrupted=interrupted)
     if worked:
         result.summary["gpulets"] |= _stepped(records, worked, _worked(options.url), passed_s)
     result.wall_s = time.monotonic() - began_at
@@ -174,17 +173,19 @@ def run_bench(
     return result
 
 
+def status_at(url: str) -> SystemStatus | None:
+    """Return the status of an endpoint; None if it shows its status on another port only."""
+    try:
+        return get_told(f"{url.rstrip('/')}/status", SystemStatus)
+    except EnvironmentFaultError:
+        return None
+
+
 def _worked(url: str) -> dict[str, tuple[float, int]]:
     """Return how long each gpu-let has executed, in s, and its batches or steps; nothing if the endpoint does not
     say."""
-    from tenuto.deployments.serve.endpoint import get_told
-    from tenuto.deployments.wire.status import SystemStatus
-
-    try:
-        status = get_told(f"{url.rstrip('/')}/status", SystemStatus)
-    except EnvironmentFaultError:
-        return {}
-    return {gpulet.id: (gpulet.busy_s, gpulet.batches) for gpulet in status.gpulets}
+    status = status_at(url)
+    return {} if status is None else {gpulet.id: (gpulet.busy_s, gpulet.batches) for gpulet in status.gpulets}
 
 
 def _stepped(
@@ -234,8 +235,7 @@ def asked_of(plan: Plan) -> tuple[tuple[ModelSpec, ...], tuple[Application, ...]
 
 def _result(
     records: Records,
-    schedule: Schedule,
-    load: ApplicationLoad | None,
+    load: ApplicationLoad,
     options: BenchOptions,
     targets: Sequence[ModelTarget],
     errors: Counter[str],
@@ -250,22 +250,18 @@ def _result(
         planned_ms = records.scheduled_ms[records.is_planned]
         end_ms = max(begin_ms + 1.0, float(planned_ms.max()) if len(planned_ms) else 0.0)
     elif lost:
-        if load is None:
-            rest = unsent(schedule.times_ms, schedule.model_index, except_requests=records.request)
-        else:
-            times, count = load.times_ms, load.planned
-            known = records.request[records.request < count]
-            rest = unsent(times[:count], load.model_index[:count], except_requests=known, call=load.owner[:count])
+        count = load.planned
+        known = records.request[records.request < count]
+        rest = unsent(load.times_ms[:count], load.model_index[:count], except_requests=known, call=load.owner[:count])
         records = merge([records, rest])
-    applications = load.applications if load is not None else ()
     names = [target.name for target in targets]
     generating = [target.name for target in targets if target.slo is not None]
     window = {"warmup_ms": begin_ms, "duration_ms": end_ms}
-    summary = summarise(records, names, **window, applications=applications, generating=generating)
+    summary = summarise(records, names, **window, applications=load.applications, generating=generating)
     slos_ms = [target.slo_ms if target.slo is None else target.slo.ttft_ms for target in targets]
     verdict = judge(records, summary, slos_ms, interrupted=interrupted, lost_clients=lost)
     shown = [f"{count} × {text}" for text, count in errors.most_common(_SHOWN_ERRORS)]
-    return BenchResult(records, schedule, summary, verdict, errors=shown, applications=applications)
+    return BenchResult(records, load.schedule, summary, verdict, errors=shown)
 
 
 def _begun(records: Records) -> Records:
@@ -275,52 +271,30 @@ def _begun(records: Records) -> Records:
     return records.where(~np.isnan(records.sent_ms) & ~np.isin(records.call, unsent_calls[unsent_calls >= 0]))
 
 
-def _jobs(
-    schedule: Schedule, load: ApplicationLoad | None, targets: tuple[ModelTarget, ...], options: BenchOptions
-) -> list[ClientJob]:
+def _jobs(load: ApplicationLoad, targets: tuple[ModelTarget, ...], options: BenchOptions) -> list[ClientJob]:
     """Deal the requests to the clients in turn. The parts of one application's request stay together."""
     count = max(1, options.clients)
-    total = len(schedule) if load is None else len(load.number)
-    in_flight = total / options.duration_s / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
+    in_flight = len(load.number) / options.duration_s / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
     connections = min(400, int(in_flight) + 16)
-    from tenuto.deployments.serve.endpoint import client_key
-
-    jobs = []
-    for place in range(count):
-        if load is None:
-            part = None
-            rows: tuple[Any, Any, Any] = (
-                np.arange(place, total, count, dtype=np.int64),
-                schedule.times_ms[place::count],
-                schedule.model_index[place::count],
-            )
-            tokens = None if schedule.tokens is None else schedule.tokens.of(slice(place, None, count))
-        else:
-            part = load.part(place, count)
-            rows, tokens = (part.number, part.times_ms, part.model_index), part.tokens
-        jobs.append(
-            ClientJob(
-                options.url,
-                targets,
-                *rows,
-                options.grace_s,
-                connections,
-                send_slo=options.slo_scale != 1.0,
-                via=options.via,
-                run=schedule.hash[:8],
-                load=part,
-                tokens=tokens,
-                priority=options.client_priority,
-                key=client_key(),
-                measured_from_ms=options.measured_from_ms,
-            )
+    return [
+        ClientJob(
+            options.url,
+            targets,
+            load.part(place, count),
+            options.grace_s,
+            connections,
+            send_slo=options.slo_scale != 1.0,
+            via=options.via,
+            run=load.schedule.hash[:8],
+            priority=options.client_priority,
+            key=client_key(),
+            measured_from_ms=options.measured_from_ms,
         )
-    return jobs
+        for place in range(count)
+    ]
 
 
 def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versions: bool) -> ModelTarget:
-    from tenuto.deployments.serve.endpoint import model_metadata
-
     asked = f"{spec.model}:{spec.version}" if has_versions else spec.name
     metadata = model_metadata(options.url, asked)
     if "inputs" not in metadata:
@@ -335,8 +309,6 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versi
 
 
 def _generating(options: BenchOptions, spec: ModelSpec, tokens: RequestTokens, *, has_versions: bool) -> ModelTarget:
-    from tenuto.deployments.serve.endpoint import generating_model
-
     problem = "has several versions, and OpenAI's interface names none" if has_versions else None
     problem = "generates: its prompts are drawn" if spec.name in options.bodies else problem
     if problem is not None:
@@ -390,8 +362,6 @@ def _watch(
 
 def _queued(url: str) -> int | None:
     """Return how many requests wait for a batch now; None if the endpoint does not say."""
-    from tenuto.deployments.serve.endpoint import get_told
-
     try:
         return sum(get_told(f"{url.rstrip('/')}/status/queue", dict[str, int], 0.5).values())
     except EnvironmentFaultError:

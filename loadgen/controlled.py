@@ -5,24 +5,20 @@ same keys as those of any simulated run.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tenuto.batching.core.build import NO_DELAY
-from tenuto.batching.core.system import TIME_TOLERANCE_MS, NetworkDelay
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident
 from tenuto.errors import refused
-from tenuto.loadgen.application_figures import label_stages
-from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load
-from tenuto.loadgen.schedule import make_schedule
+from tenuto.loadgen.application_figures import label_stages, outcome_figures
+from tenuto.loadgen.application_load import Joins, make_application_load
 from tenuto.loadgen.simulated import beside
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Cluster, Plan, Workload
@@ -70,7 +66,7 @@ class ControlledSimulation:
     ) -> ControlledRun:
         """Serve all requests at a rate scale, from the first plan on."""
         growth = {gpu.type: gpu for gpu in reversed(self.gpus) if gpu.type in self.settings.gpus}
-        load, calls = self._load(rate_scale)
+        load, joins = self._load(rate_scale)
         run = ControlledCluster(
             load,
             self.workload,
@@ -84,57 +80,18 @@ class ControlledSimulation:
             growth=growth,
             incidents=[Incident(at_s, lose=tuple(gpus)) for at_s, gpus in self.losses],
         ).run(self.settings.interval_s, progress)
-        if calls is not None:
-            run.applications = calls.counts()
+        run.applications = joins.counts()
         return run
 
-    def _load(self, rate_scale: float) -> tuple[ControlledLoad, _Calls | None]:
-        how = (self.duration_s, self.seed, rate_scale)
+    def _load(self, rate_scale: float) -> tuple[ControlledLoad, Joins]:
         models = beside(self.workload.models, self.folder)
-        if not self.workload.applications:
-            schedule = make_schedule(models, *how)
-            arrived = schedule.names, schedule.times_ms, schedule.model_index
-            return ControlledLoad(*arrived, self.duration_s, tokens=schedule.tokens), None
-        load = make_application_load(models, beside(self.workload.applications, self.folder), *how)
-        calls = _Calls(load, self.network.response_ms)
-        names = tuple(spec.name for spec in models)
-        return ControlledLoad(names, load.times_ms, load.model_index, self.duration_s, load.deadlines_ms, calls), calls
-
-
-class _Calls:
-    """How the requests of applications end, end to end, by the rules of `tenuto.loadgen.application_figures`."""
-
-    def __init__(self, load: ApplicationLoad, response_ms: float) -> None:
-        self._load, self._joins, self._response_ms = load, Joins(load), response_ms
-        self._left = dict(Counter(load.owner.tolist()))  # requests of a call that have no answer yet
-        self._ended = np.zeros((len(load.applications), len(OUTCOMES)), dtype=np.int64)
-
-    def answered(self, requests: Sequence[int], now_ms: float) -> list[tuple[int, float]]:
-        """Return the requests that are due because these were answered."""
-        for call in (int(self._load.owner[request]) for request in requests):
-            if call >= 0 and call in self._left:
-                self._left[call] -= 1
-                if not self._left[call]:
-                    application, at_ms = self._load.calls[call]
-                    slo_ms = self._load.applications[application].slo_ms
-                    is_late = now_ms + self._response_ms - at_ms > slo_ms + TIME_TOLERANCE_MS
-                    self._end(call, Outcome.LATE if is_late else Outcome.OK)
-        return self._joins.answered(requests, now_ms)
-
-    def given_up(self, requests: Sequence[int], outcome: Outcome) -> None:
-        """End the calls of these requests."""
-        for call in (int(self._load.owner[request]) for request in requests):
-            if call >= 0 and call in self._left:
-                self._end(call, outcome)
-        self._joins.given_up(requests, outcome)
-
-    def _end(self, call: int, outcome: Outcome) -> None:
-        del self._left[call]
-        self._ended[self._load.calls[call][0], outcome] += 1
-
-    def counts(self) -> dict[str, list[int]]:
-        """Return the requests of every application by outcome."""
-        return {app.name: row for app, row in zip(self._load.applications, self._ended.tolist(), strict=True)}
+        applications = beside(self.workload.applications, self.folder)
+        load = make_application_load(models, applications, self.duration_s, self.seed, rate_scale)
+        arrived = tuple(spec.name for spec in models), load.times_ms, load.model_index, self.duration_s
+        joins = Joins(load, response_ms=self.network.response_ms)
+        if not applications:
+            return ControlledLoad(*arrived, tokens=load.tokens), joins
+        return ControlledLoad(*arrived, load.deadlines_ms, joins), joins
 
 
 def controlled_summary(
@@ -187,9 +144,7 @@ def controlled_summary(
     if run.applications:
         summary["applications"] = {
             app.name: {
-                "offered": sum(counts),
-                **dict(zip(OUTCOMES, counts, strict=True)),
-                "attainment": counts[Outcome.OK] / sum(counts) if sum(counts) else None,
+                **outcome_figures(counts),
                 "goodput_rps": counts[Outcome.OK] / duration_s,
                 "slo_ms": app.slo_ms,
                 "stage_requests": sum(stage.count for stage in app.stages),

@@ -145,24 +145,21 @@ def unsent(
     if except_requests is not None:
         request = np.setdiff1d(request, except_requests, assume_unique=True)
     total = len(request)
-    unknown = np.full(total, NAN)
+    times = ("sent_ms", "answered_ms", "batching_ms", "gpulet_queue_ms", "execution_ms")
+    unknown = {name: np.full(total, NAN) for name in times}
     scheduled = np.asarray(times_ms, dtype=np.float64)[request]
     calls = np.full(total, -1, np.int64) if call is None else call[request]
     return Records(
         request=request,
         model=np.asarray(model_index, dtype=np.int32)[request],
         scheduled_ms=scheduled,
-        sent_ms=unknown,
-        answered_ms=unknown.copy(),
         status=np.zeros(total, np.int32),
         outcome=np.full(total, Outcome.FAILED, np.int8),
-        batching_ms=unknown.copy(),
-        gpulet_queue_ms=unknown.copy(),
-        execution_ms=unknown.copy(),
         batch_size=np.zeros(total, np.int32),
         gpulet=np.full(total, "", dtype=object),
         call=calls,
         call_at_ms=np.where(calls >= 0, scheduled, NAN),
+        **unknown,
     )
 
 

@@ -19,6 +19,8 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.generates import TokenSlo
 
+_KEYS = ("models", "verdict", "options", "window_ms", "slos_ms")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -68,22 +70,16 @@ class Run:
         measured = self.measured
         return {name: measured.where(measured.model == index) for index, name in enumerate(self.names)}
 
-    def slo_ms(self, name: str) -> float | None:
-        """The SLO by which a model was judged; None if neither the document nor the plan says."""
-        stated = (self.document.get("slos_ms") or {}).get(name)
-        if stated is not None:
-            return float(stated)
-        if self.plan is None:
-            return None
-        try:
-            return self.plan.model(name).slo_ms * float(self.document["options"].get("slo_scale", 1.0))
-        except KeyError:
-            return None
+    @property
+    def slos_ms(self) -> Mapping[str, float]:
+        """The SLO by which each model was judged."""
+        slos: Mapping[str, float] = self.document["slos_ms"]
+        return slos
 
     @property
     def token_slos(self) -> dict[str, TokenSlo]:
         """The two bounds by which each model that generates was judged."""
-        stated: Mapping[str, Any] = self.document.get("token_slos") or {}
+        stated: Mapping[str, Any] = self.document.get("token_slos") or {}  # absent before models could generate
         return {name: TokenSlo(**slo) for name, slo in stated.items() if name in self.document["models"]}
 
     @property
@@ -116,7 +112,7 @@ def load_document(folder: str | Path) -> dict[str, Any]:
     if document.get("schema", SCHEMA) != SCHEMA:
         rule = f"is of schema {document['schema']}, and this version reads schema {SCHEMA}"
         raise refused(str(path), None, rule, "Read it with the version of Tenuto that wrote it.")
-    missing = [key for key in ("models", "verdict", "options", "window_ms") if key not in document]
+    missing = [key for key in _KEYS if key not in document]
     if missing:
         raise refused(str(path), ", ".join(missing), "keys are missing", "Give a folder that `tenuto bench -o` wrote.")
     found: dict[str, Any] = document

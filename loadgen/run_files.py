@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from tenuto.documents import SCHEMA
-from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.application_figures import Calls, calls_by_name
-from tenuto.loadgen.bench import BenchOptions, BenchResult
+from tenuto.loadgen.bench import BenchOptions, BenchResult, status_at
 from tenuto.loadgen.records import Records, request_id
 from tenuto.loadgen.result_folder import prepare_folder, provenance, write_files
 from tenuto.loadgen.schedule import Schedule
@@ -99,13 +98,9 @@ def write_run_files(
 def _served_by(url: str) -> dict[str, Any]:
     """Return whether any gpu-let of the endpoint is emulated (None if it does not say), and the status of its
     schedulers."""
-    from tenuto.deployments.serve.endpoint import get_told
-    from tenuto.deployments.wire.status import SystemStatus
-
-    try:
-        status = get_told(f"{url}/status", SystemStatus)
-    except EnvironmentFaultError:
-        return {"emulated": None, "schedulers": []}  # the endpoint shows its status on another port only
+    status = status_at(url)
+    if status is None:
+        return {"emulated": None, "schedulers": []}
     emulated = any(gpulet.emulated for gpulet in status.gpulets)
     return {"emulated": emulated, "schedulers": [scheduler.to_data() for scheduler in status.schedulers]}
 

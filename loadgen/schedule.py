@@ -68,24 +68,6 @@ class Schedule:
             applications=np.array([a.model_dump_json(exclude_none=True) for a in self.applications], dtype=np.str_),
         )
 
-    @classmethod
-    def load(cls, path: str | Path) -> Schedule:
-        """Read a file that `save` wrote; raises `InvalidInputError` for any other file."""
-        try:
-            with np.load(path, allow_pickle=False) as data:
-                names = tuple(str(name) for name in data["names"])
-                notes = tuple(str(note) for note in data["notes"])
-                applications = tuple(
-                    Application.model_validate_json(str(text)) for text in data.get("applications", ())
-                )
-                tokens = RequestTokens(*data["tokens"]) if len(data.get("tokens", ())) else None
-                length = float(data["duration_s"])
-                return cls(data["times_ms"], data["model_index"], names, length, notes, applications, tokens)
-        except (OSError, ValueError, KeyError) as error:
-            raise refused(
-                str(path), str(path), f"not a schedule file ({error})", "Give a file that a run saved."
-            ) from error
-
 
 def seed_for(seed: int, *purpose: str) -> np.random.Generator:
     """Return a random generator for one purpose of a run. 0 is a valid seed. Purposes never share a stream."""

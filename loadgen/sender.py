@@ -53,20 +53,16 @@ class Sender(Protocol):
 
     async def open(self, connections: int, on_reply: OnReply) -> None:
         """Get ready; `on_reply` will be called once per request, on the event loop."""
-        ...
 
     def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> Any:
         """Return a request in the form `send` takes; comes after `open`. `model`: its name, or NAME:VERSION. `slo_ms`:
         time it has, if not the plan's."""
-        ...
 
     def send(self, prepared: Any, request_id: str, token: int, slo_ms: float | None = None) -> None:
         """Send now and return. It never waits, and never limits how many requests are open.
 
         `slo_ms`: time this request has from now, instead of its prepared SLO; with zero or less it expires at once.
         """
-        ...
 
     def close(self) -> None:
         """Close all connections; open requests get no answer any more."""
-        ...

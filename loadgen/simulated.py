@@ -25,7 +25,6 @@ from tenuto.loadgen.application_figures import application_figures, label_stages
 from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load, scaled_slos
 from tenuto.loadgen.records import Records, merge
 from tenuto.loadgen.result_folder import provenance
-from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.loadgen.verdict import judge, summarise
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
@@ -113,49 +112,40 @@ class Simulation:
 
     def run(self, rate_scale: float = 1.0) -> SimulatedRun:
         """Run all requests at a rate scale."""
-        schedule, load = self._arrivals(rate_scale)
-        found = self._simulate(schedule) if load is None else self._simulate(load, Joins(load))
-        return SimulatedRun(found, schedule, load)
+        load = self._load(rate_scale)
+        return SimulatedRun(self._simulate(load, Joins(load)), load)
 
     def try_rate(self, rate_scale: float, goal: Goal) -> Trial:
         """Run a rate scale until it is over or hopeless, and judge it."""
-        schedule, load = self._arrivals(rate_scale)
+        load = self._load(rate_scale)
         begin_ms = 1000.0 * (0.05 * self.duration_s if self.warmup_s is None else self.warmup_s)
-        if load is None:
-            alone = HostedModels(self.system, schedule.times_ms, schedule.model_index, begin_ms)
-            return try_load(lambda stop: self._simulate(schedule, stop=stop), alone, goal)
-        joins = Joins(load, begin_ms)
-        judged = _WithApplications(load, self.system, joins, begin_ms)
+        joins = Joins(load, counted_from_ms=begin_ms)
+        models = HostedModels(self.system, load.times_ms, load.model_index, begin_ms)
+        judged = _WithApplications(load, self.system, joins, models, begin_ms) if load.applications else models
         return try_load(lambda stop: self._simulate(load, joins, stop), judged, goal)
 
     def finished(self, result: SimulationResult, rate_scale: float) -> SimulatedRun:
         """Return a result of `try_rate` at this rate scale as a run with its requests."""
-        return SimulatedRun(result, *self._arrivals(rate_scale))
+        return SimulatedRun(result, self._load(rate_scale))
 
-    def _arrivals(self, rate_scale: float) -> tuple[Schedule, ApplicationLoad | None]:
-        how = (self.duration_s, self.seed, rate_scale)
-        if not self.applications:
-            return make_schedule(self.models, *how), None
-        load = make_application_load(self.models, self.applications, *how)
-        return load.schedule, load
+    def _load(self, rate_scale: float) -> ApplicationLoad:
+        return make_application_load(self.models, self.applications, self.duration_s, self.seed, rate_scale)
 
-    def _simulate(
-        self, arrivals: Schedule | ApplicationLoad, joins: Joins | None = None, stop: Stop = never
-    ) -> SimulationResult:
+    def _simulate(self, load: ApplicationLoad, joins: Joins, stop: Stop = never) -> SimulationResult:
         return simulate(
             self.scheduler(),
-            arrivals.times_ms,
-            arrivals.model_index,
+            load.times_ms,
+            load.model_index,
             duration_s=self.duration_s,
             warmup_s=self.warmup_s,
             stop=stop,
-            deadlines_ms=arrivals.deadlines_ms if isinstance(arrivals, ApplicationLoad) else None,
-            follows=joins,
+            deadlines_ms=load.deadlines_ms if load.applications else None,
+            follows=joins if load.applications else None,
             losses=[
                 (1000.0 * at_s, [n for n, gpulet in enumerate(self.system.gpulets) if not gpus.isdisjoint(gpulet.gpus)])
                 for at_s, gpus in self.losses
             ],
-            tokens=arrivals.tokens,
+            tokens=load.tokens,
             slos={index: spec.slo for index, spec in enumerate(self.models) if spec.slo is not None},
         )
 
@@ -165,14 +155,15 @@ class _WithApplications:
     that are no stage. Models and applications that the plan does not host are left out.
     """
 
-    def __init__(self, load: ApplicationLoad, system: System, joins: Joins, begin_ms: float) -> None:
-        self._load, self._joins, self._begin_ms = load, joins, begin_ms
+    def __init__(
+        self, load: ApplicationLoad, system: System, joins: Joins, models: HostedModels, begin_ms: float
+    ) -> None:
+        self._load, self._joins, self._models, self._begin_ms = load, joins, models, begin_ms
         place = {model.name: index for index, model in enumerate(system.models)}
         stages = {app.name: {place[app.model_name(stage)] for stage in app.stages} for app in load.applications}
         hosted = system.served
         self._complete = [name for name, parts in stages.items() if parts <= hosted]
         self._alone = {system.models[m].name for m in hosted.difference(*stages.values())}
-        self._models = HostedModels(system, load.times_ms, load.model_index, begin_ms)
 
     def _of_models(self, counts: Mapping[str, Any]) -> dict[str, Any]:
         return {name: count for name, count in counts.items() if name in self._alone}
@@ -185,7 +176,7 @@ class _WithApplications:
 
     def lost(self, lost_by_model: Sequence[int]) -> dict[str, int]:
         """Return how many of these requests have missed their deadline so far."""
-        calls = {app.name: lost for app, lost in zip(self._load.applications, self._joins.lost, strict=True)}
+        calls = self._joins.lost()
         return self._of_models(self._models.lost(lost_by_model)) | {name: calls[name] for name in self._complete}
 
     def ended(self, result: SimulationResult) -> dict[str, tuple[int, int]]:
@@ -197,16 +188,15 @@ class _WithApplications:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A run in virtual time and its requests. `load` is set if there were applications."""
+    """A run in virtual time and its requests."""
 
     result: SimulationResult
-    schedule: Schedule
-    load: ApplicationLoad | None
+    load: ApplicationLoad
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of `simulate --json`, with those of applications if there were any."""
         summary = self.result.summary()
-        if self.load is not None:
+        if self.load.applications:
             label_stages(summary["models"], self.load.applications)
             summary["applications"] = _applications(self.result, self.load)
         return summary
@@ -230,7 +220,7 @@ class SimulatedRun:
             names,
             warmup_ms=1000.0 * result.warmup_s,
             duration_ms=1000.0 * result.duration_s,
-            applications=self.load.applications if self.load is not None else (),
+            applications=self.load.applications,
             generating=[names[gpulet.model] for gpulet in result.system.generating],
         )
         verdict = judge(records, summary, list(slos.values()))
@@ -246,8 +236,8 @@ class SimulatedRun:
             "errors": [],
             "slos_ms": slos,
             "token_slos": {names[index]: slo.model_dump() for index, slo in result.token_slos.items()},
-            "schedule_hash": self.schedule.hash,
-            "schedule_notes": list(self.schedule.notes),
+            "schedule_hash": self.load.schedule.hash,
+            "schedule_notes": list(self.load.schedule.notes),
             "options": {**options, "duration_s": result.duration_s, "warmup_s": result.warmup_s},
             **provenance(command),
             "plan": None if plan is None else plan.to_data(),
@@ -261,7 +251,7 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
 
     Args:
         result: the simulator's result.
-        load: the load if there were applications; stages that were never due have no row.
+        load: the load, which may have applications; stages that were never due have no row.
     """
     ids = np.array([gpulet.id for gpulet in result.system.gpulets] + [""], dtype=object)
     answered = ~np.isnan(result.answered_ms)
@@ -289,7 +279,7 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
         records.batch_size[written] = 0  # as in a live run: a stream has no batch of its own
         for column in (records.batching_ms, records.gpulet_queue_ms, records.execution_ms):
             column[written] = np.nan
-    if load is None:
+    if load is None or not load.applications:
         return records
     records.call, records.call_at_ms = load.owner, load.call_at_ms
     records = records.where(~np.isnan(records.scheduled_ms))

@@ -12,10 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tenuto.batching.virtual.result import P99_SAMPLES
 from tenuto.batching.virtual.writing import token_figures
-from tenuto.loadgen.application_figures import MIN_SAMPLES_P99, application_figures, label_stages
+from tenuto.loadgen.application_figures import (
+    application_figures,
+    counted,
+    label_stages,
+    latency_figures,
+    outcome_figures,
+    percentile,
+)
 from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
 from tenuto.placement.application import Application
@@ -78,32 +85,26 @@ def summarise(
 
 
 def _model(records: Records) -> dict[str, Any]:
-    offered = len(records)
-    counts = {outcome.word: int((records.outcome == outcome).sum()) for outcome in Outcome}
     answered = records.where(records.status == 200)
     batched = answered.batch_size[answered.batch_size > 0]
     return {
-        "offered": offered,
-        **counts,
-        "attainment": counts["ok"] / offered if offered else None,
-        "p50_ms": _percentile(answered.latency_ms, 50, 1),
-        "p90_ms": _percentile(answered.latency_ms, 90, 1),
-        "p99_ms": _percentile(answered.latency_ms, 99, MIN_SAMPLES_P99),
+        **outcome_figures(counted(records.outcome)),
+        **latency_figures(answered.latency_ms),
         # The mean is over batches, not over requests: a batch of b appears b times.
         "mean_batch": float(batched.size / (1.0 / batched).sum()) if batched.size else None,
         "split_p95_ms": {
-            "batching": _percentile(answered.batching_ms, 95, 1),
-            "gpulet_queue": _percentile(answered.gpulet_queue_ms, 95, 1),
-            "execution": _percentile(answered.execution_ms, 95, 1),
-            "front_door": _percentile(answered.front_door_ms, 95, 1),
+            "batching": percentile(answered.batching_ms, 95),
+            "gpulet_queue": percentile(answered.gpulet_queue_ms, 95),
+            "execution": percentile(answered.execution_ms, 95),
+            "front_door": percentile(answered.front_door_ms, 95),
         },
-        "execution_p50_ms": _percentile(answered.execution_ms, 50, 1),
+        "execution_p50_ms": percentile(answered.execution_ms, 50),
     }
 
 
 def _tokens(answered: Records, length_s: float) -> dict[str, Any]:
     rate = float(answered.output_tokens.sum()) / length_s
-    return token_figures(answered.ttft_ms, answered.tpot_ms, answered.latency_ms, rate, MIN_SAMPLES_P99)
+    return token_figures(answered.ttft_ms, answered.tpot_ms, answered.latency_ms, rate, P99_SAMPLES)
 
 
 def _gpulets(records: Records, length_s: float) -> dict[str, Any]:
@@ -120,11 +121,6 @@ def _gpulets(records: Records, length_s: float) -> dict[str, Any]:
             "mean_batch": len(rows) / batches if batches else None,
         }
     return found
-
-
-def _percentile(values: NDArray[np.float64], percent: float, at_least: int) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(np.percentile(known, percent)) if known.size >= at_least else None
 
 
 def judged_rows(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

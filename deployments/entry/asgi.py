@@ -4,43 +4,28 @@ proxies. FastAPI answers what carries no load, for both."""
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, too_large
-from tenuto.deployments.entry.oip import Given
-from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+def _future() -> asyncio.Future[tuple[int, bytes, bytes]]:
+    return asyncio.get_running_loop().create_future()
 
 
-class WholeExchange:
-    """A request that came whole through ASGI. It runs on the service's loop; see
-    `tenuto.deployments.entry.exchange.Exchange`."""
+class WholeExchange(Exchange, eq=False):
+    """A request that came whole through ASGI. It runs on the service's loop. Serve's proxy bounds how much comes at
+    once, and its address is not the client's."""
 
-    given: Given | None = None
-    patience_ms = math.inf
-    address = ""  # the proxy's
-
-    def __init__(self, head: Head, body: bytes, arrived_ms: float) -> None:
-        self.head = head
-        self.body: Buffer = body
-        self.arrived_ms = arrived_ms
-        self.slot: Slot | None = None
-        self.has_key = False
-        self.on_left: Callable[[], object] | None = None
-        self._parts: list[Buffer] = []
-        self._begun = 200, b""
-        self._response: asyncio.Future[tuple[int, bytes, bytes]] = asyncio.get_running_loop().create_future()
-
-    def spend(self, samples: int) -> None:
-        """Count nothing: Serve's proxy bounds how much comes at once."""
+    _parts: list[Buffer] = msgspec.field(default_factory=list)
+    _begun: tuple[int, bytes] = (200, b"")
+    _response: asyncio.Future[tuple[int, bytes, bytes]] = msgspec.field(default_factory=_future)
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Let `response` return."""
@@ -65,9 +50,7 @@ class WholeExchange:
         try:
             return await self._response
         except asyncio.CancelledError:
-            left, self.on_left = self.on_left, None
-            if left is not None:
-                left()
+            self.leave()
             raise
 
 
@@ -110,7 +93,7 @@ async def send_response(send: Send, status: int, lines: bytes, payload: bytes) -
     await send({"type": "http.response.body", "body": payload})
 
 
-async def answer_with(app: App, exchange: Exchange, server: tuple[str, int], user: Any = None) -> None:
+async def answer_with(app: ASGIApp, exchange: Exchange, user: Any = None) -> None:
     """Let an ASGI application answer a request of our own socket. `user`: who asks, when that is known."""
     path, _, query = exchange.head.url.partition(b"?")
     scope = {
@@ -124,7 +107,7 @@ async def answer_with(app: App, exchange: Exchange, server: tuple[str, int], use
         "query_string": query,
         "root_path": "",
         "headers": list(exchange.head.headers.items()),
-        "server": server,
+        "server": ("tenuto", 0),
         "client": None,
         "user": user,
     }

@@ -14,21 +14,12 @@ import orjson
 
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, crash, fail, retry_after
+from tenuto.deployments.entry.exchange import JSON, Exchange, refuse, retry_after
 from tenuto.deployments.entry.heads import Route
 from tenuto.deployments.entry.margin import Margin
-from tenuto.deployments.entry.oip import (
-    PLAIN,
-    BadRequestError,
-    InferRequest,
-    JsonRows,
-    NotFiniteError,
-    check_finite,
-    check_outputs,
-    encode_response,
-)
+from tenuto.deployments.entry.oip import PLAIN, InferRequest, JsonRows, check_finite, check_outputs, encode_response
 from tenuto.deployments.entry.planned_model import PlannedModel
-from tenuto.deployments.entry.traces import Traced, Traces
+from tenuto.deployments.entry.traces import Traced
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer, InputPart
@@ -44,7 +35,6 @@ _BATCH_PARAMETERS = b'"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated"
 class SharedService(Protocol):
     """What a gateway does for each of its requests."""
 
-    traces: Traces | None
     margin: Margin
 
     @property
@@ -89,6 +79,7 @@ class InferCall(msgspec.Struct, eq=False):
 
         Raises:
             HttpError: the request cannot be taken.
+            BadRequestError: likewise.
         """
         route, body = self._route, self._exchange.body
         early: Request | None = None
@@ -98,10 +89,8 @@ class InferCall(msgspec.Struct, eq=False):
                 return  # turned away, and responded to
         try:
             parsed = self.parse(body, self._exchange.slot)
-        except BaseException as error:
+        except BaseException:
             self._cancel()
-            if isinstance(error, BadRequestError):
-                raise HttpError(400, str(error)) from None
             raise
         self.begin_parsed(parsed, early)
 
@@ -219,12 +208,8 @@ class InferCall(msgspec.Struct, eq=False):
             self._keep_time(request, 0.0)
             if self._traced is not None:
                 self._trace_executed(request, executed)
-        except NotFiniteError as error:
-            fail(self._exchange, HttpError(406, str(error)))
-        except HttpError as error:
-            fail(self._exchange, error)
         except Exception as error:
-            crash(self._exchange, error)
+            refuse(self._exchange, error)
         finally:
             self._open = []  # they hold this call
 
@@ -272,10 +257,9 @@ class InferCall(msgspec.Struct, eq=False):
         )
 
     def _trace(self, request: Request, stages: Mapping[str, tuple[float, float]], outcome: str, **about: Any) -> None:
-        traces, traced = self._service.traces, self._traced
-        if traces is not None and traced is not None:
+        if self._traced is not None:
             named = {"model": self._model.name, "outcome": outcome, "request_id": request.client_id, **about}
-            traces.end(traced, arrived_ms=request.arrived_ms, stages=stages, about=named)
+            self._traced.end(self._service.now_ms, stages, named)
 
     def _respond(self, request: Request, executed: Executed, row: int) -> None:
         """Send the outputs that were asked for, of every sample. The times are those of the last sample."""

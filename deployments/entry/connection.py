@@ -9,55 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import email.utils
-import math
 import socket
-import ssl
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
-from tenuto.deployments.entry.encrypted import EncryptedConnection
-from tenuto.deployments.entry.exchange import STATUS_LINES, Head, HttpError, crash, fail, too_large
-from tenuto.deployments.entry.framing import Framing, KnownHeads
-from tenuto.deployments.entry.oip import Given
-from tenuto.deployments.entry.open_connections import Holder, Limits, OpenConnections, Untaken
-from tenuto.deployments.entry.turns import MOST_WORK, Turns
-from tenuto.deployments.wire.arena import Arena, Slot
-from tenuto.deployments.wire.status import FrontDoorStatus
+from tenuto.deployments.entry.exchange import STATUS_LINES, Exchange, Head, HttpError, fail, refuse, too_large
+from tenuto.deployments.entry.framing import Framing
+from tenuto.deployments.entry.http_server import (
+    BODY_S,
+    IDLE_S,
+    MANY,
+    MOST_PIPELINED,
+    READ_BYTES,
+    SLOT_BYTES,
+    UNFINISHED,
+    UNREAD_BYTES,
+    ClientConnection,
+    HttpServer,
+)
+from tenuto.deployments.entry.turns import MOST_WORK
 from tenuto.deployments.wire.tensors import Buffer
 
-_READ_BYTES = 1 << 16  # limit: of one read from a socket, bodies that have a place of their own aside
 _READ_OVER_BYTES = 1 << 12  # limit: of one that is not looked at in this turn
-SLOT_BYTES = 1 << 14  # derived: bodies from here on are received into shared memory; below, one more copy costs less
 _JOINED_BYTES = 1 << 15  # derived: below it, one write of a joined copy costs less than a vectored one
-MOST_PIPELINED = 16  # limit: unanswered ones of a connection; and read of one before the others have their turn
 _HEAD_S = 10.0  # limit: from the first byte of a request to the end of its headers
-_BODY_S = 60.0  # limit: from there to the end of its body; and for answers to be taken
-_IDLE_S = 300.0  # limit: between two requests
-_CHECKED = 64  # limit: connections whose time is looked at in one turn of the loop
-UNREAD_BYTES = 1 << 16  # limit: of a response in parts that its client does not read, behind what the socket takes
 _LINGER_S = 5.0  # limit: for a client that goes on sending after its last answer
 _REFUSED_S = 0.01  # limit: until one that has left altogether has refused what was sent; looked at again once a second
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Why a request was turned away before its body was taken, as operators read it.
-REASONS = {
-    400: "malformed",
-    401: "key",
-    403: "model",
-    404: "unknown",
-    408: "slow",
-    413: "size",
-    429: "rate",
-    431: "size",
-    503: "full",
-    504: "expired",
-}
-MANY = HttpError(503, "too many connections are open. Use fewer, or connect again in a moment.", retry_after_s=1.0)
-UNFINISHED = HttpError(503, "too many requests are unfinished. Retry in a moment.", retry_after_s=1.0)
 _FULL = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
     STATUS_LINES[MANY.status],
     MANY.lines(),
@@ -66,38 +47,19 @@ _FULL = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
 )
 
 
-class Service(Protocol):
-    """What answers requests."""
+class HttpExchange(Exchange, eq=False):
+    """A request on our own socket. `response` is there once the request is answered."""
 
-    def refusal(self, exchange: HttpExchange) -> HttpError | None:
-        """Return why the client need not send the body. It is called when the headers are there."""
-
-    def handle(self, exchange: HttpExchange) -> None:
-        """Answer a request, now or later. It is called when the body is there."""
-
-
-class HttpExchange(msgspec.Struct, eq=False):
-    """See `tenuto.deployments.entry.exchange.Exchange`. `response` is there once the request is answered."""
-
-    _connection: HttpConnection | None
-    head: Head
-    arrived_ms: float
-    keep_alive: bool
-    body: Buffer = b""
-    slot: Slot | None = None
-    given: Given | None = None
-    patience_ms: float = math.inf
-    has_key: bool = False
+    _connection: HttpConnection | None = None
+    keep_alive: bool = True
     is_answered: bool = False
     is_parted: bool = False  # its body is sent in chunks
     response: Sequence[Buffer] = ()
-    parts: list[bytes] = []  # of a response in parts: what has not been written yet. msgspec copies defaults
+    parts: list[bytes] = msgspec.field(default_factory=list)  # of a response in parts: what has not been written yet
     part_bytes: int = 0
-    on_left: Callable[[], object] | None = None
 
     @property
     def address(self) -> str:
-        """Where the client is; "" when that is not known."""
         return "" if self._connection is None else self._connection.address
 
     def spend(self, samples: int) -> None:
@@ -112,7 +74,7 @@ class HttpExchange(msgspec.Struct, eq=False):
         self.is_answered = True
         self.on_left = None
         if self.slot is not None:
-            self._let_go()
+            self.let_go()
         connection = self._connection
         if connection is None:
             return
@@ -129,7 +91,7 @@ class HttpExchange(msgspec.Struct, eq=False):
 
     def begin(self, status: int, headers: bytes) -> None:
         """Send the head of a response whose body comes in parts: `send` each, then `end`."""
-        self._let_go()
+        self.let_go()
         connection = self._connection
         if connection is None:
             return
@@ -160,28 +122,16 @@ class HttpExchange(msgspec.Struct, eq=False):
             self.part_bytes += len(data)
             self._connection.goes_on(self)
 
-    def _let_go(self) -> None:
-        """Give back the memory of the tensors. Whoever still reads it keeps it alive."""
-        self.body = b""
-        if self.slot is not None:
-            self.slot.release()
-            self.slot = None
-
     def leave(self) -> None:
-        """Drop the request, because its client is gone."""
         self._connection = None
-        left, self.on_left = self.on_left, None
-        if left is not None:
-            left()
-        self._let_go()
+        super().leave()
 
 
-class HttpConnection(asyncio.BufferedProtocol):
+class HttpConnection(ClientConnection):
     """One client. Invariant: responses leave in the order of the requests."""
 
     def __init__(self, server: HttpServer) -> None:
-        self.server = server
-        self._transport: asyncio.Transport | None = None
+        super().__init__(server)
         self._framing = Framing(server.heads)
         self._open: deque[HttpExchange] = deque()  # received or being received, and not answered
         self._receiving: HttpExchange | None = None  # its body is not complete
@@ -191,28 +141,20 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._is_first = False  # it is that of one who asks once
         self._chunk_bytes = 0
         self._arrived_ms = 0.0
-        self._is_paused = False
         self._has_ended = False  # the client sends nothing more
-        self._closes = False  # nothing more is read
         self._lingers = False  # the last answer has left; what still comes is thrown away
         self._is_slowed = False  # the answer to a wrong key waits
-        self.has_key = False  # its client has shown a key
-        self.changed_s = time.monotonic()  # when its state changed last, for the time limits
 
     # --- asyncio's side -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
         if not self.server.places.admit(self):
-            self._transport.write(_FULL)
-            self._transport.close()
+            self._write([_FULL])
+            self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        del exc
-        self._transport = None
-        self._closes = True
-        self.server.places.forget(self)
-        self.server.untaken.forget(self)
+        super().connection_lost(exc)
         self._rest = self._receiving = None
         self._ahead = b""
         self._forget_chunks()
@@ -281,16 +223,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         else:
             self._look_at(came)
 
-    def pause_writing(self) -> None:
-        self._is_paused = True
-        self.changed_s = time.monotonic()
-        self._update_reading()
-        self._count_untaken()
-
     def resume_writing(self) -> None:
-        self._is_paused = False
-        self._update_reading()
-        self._count_untaken()
+        super().resume_writing()
         if self._open:
             self.goes_on(self._open[0])
 
@@ -380,7 +314,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return data[end:]
 
     def _begin(self, head: Head) -> HttpExchange:
-        exchange = HttpExchange(self, head, self._arrived_ms, head.keep_alive)
+        exchange = HttpExchange(head, self._arrived_ms, _connection=self, keep_alive=head.keep_alive)
         self._open.append(exchange)
         if len(self._open) > MOST_PIPELINED:
             self._update_reading()
@@ -393,7 +327,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._receiving = exchange
             self._malformed(error)
             return
-        self.server.turned_away[REASONS.get(error.status, "other")] += 1
+        self.server.count_refusal(error)
         if head.expects or error.after_s:
             exchange.keep_alive = False  # nobody knows whether its body comes; and one wrong key is enough
         self._closes = not exchange.keep_alive
@@ -420,7 +354,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if length > limits.body_bytes:
             return too_large(limits.body_bytes)
         error = self.server.service.refusal(exchange)
-        if error is None and exchange.has_key and not self.has_key and not self.server.places.has_shown_key(self):
+        if error is None and exchange.has_key and not self.show_key():
             error = MANY
         if error is not None or length < SLOT_BYTES:
             return error
@@ -433,11 +367,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._closes = not exchange.keep_alive
         exchange.arrived_ms = self._arrived_ms
         if len(exchange.body) > _READ_OVER_BYTES:
-            self.server.turns.spend(0, min(len(exchange.body), _READ_BYTES))  # larger ones are read aside
+            self.server.turns.spend(0, min(len(exchange.body), READ_BYTES))  # larger ones are read aside
         try:
             self.server.service.handle(exchange)
         except Exception as error:
-            crash(exchange, error)
+            refuse(exchange, error)
 
     def _take_chunks(self, data: bytes) -> None:
         framing, exchange, server = self._framing, self._receiving, self.server
@@ -475,7 +409,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if exchange is None:
             exchange = self._begin(Head(b"", b"", {}, keep_alive=False))
         exchange.keep_alive = False
-        self.server.turned_away[REASONS.get(error.status, "other")] += 1
+        self.server.count_refusal(error)
         fail(exchange, error)
 
     # --- answering ----------------------------------------------------------------------------------------------
@@ -488,24 +422,11 @@ class HttpConnection(asyncio.BufferedProtocol):
             fail(exchange, error)
 
     @property
-    def address(self) -> str:
-        """Where the client is."""
-        name = None if self._transport is None else self._transport.get_extra_info("peername")
-        return str(name[0]) if name else ""
-
-    @property
     def gives_way(self) -> bool:
-        """Whether nobody waits for an answer here, so that another client may have this place."""
         return not self._open or self._is_slowed
-
-    def give_way(self) -> None:
-        """Close at once. A client must expect an idle connection to be closed at any time (RFC 9112, 9.5)."""
-        self._closes = True
-        self._close()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
         return not self._open
 
     def answered(self, exchange: HttpExchange) -> None:
@@ -551,18 +472,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             if self._has_ended:
                 asyncio.get_running_loop().call_later(_REFUSED_S, self._look_if_gone)
 
-    def _count_untaken(self) -> None:
-        """Tell the server how many bytes of answers wait for this client."""
-        waiting = sum([len(part) for exchange in self._open for part in exchange.response])
-        if self._is_paused and self._transport is not None:
-            waiting += self._transport.get_write_buffer_size()
-        self.server.untaken.holds(self, waiting)
-
-    def give_up(self) -> None:
-        """Close the connection of a client that does not take its answers. What it has not taken is lost."""
-        self._closes = True
-        if self._transport is not None:
-            self._transport.abort()
+    def _waiting_bytes(self) -> int:
+        return sum([len(part) for exchange in self._open for part in exchange.response])
 
     def _end_if_over(self) -> None:
         """End the connection when its client sends nothing more and has all its answers."""
@@ -611,12 +522,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._transport.write_eof()
             self._transport.resume_reading()
 
-    def _close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
     def check_time(self, now_s: float) -> None:
-        """End a connection that has taken too long for what it is doing."""
         passed_s = now_s - self.changed_s
         if self._has_ended:
             self._look_if_gone()
@@ -624,153 +530,13 @@ class HttpConnection(asyncio.BufferedProtocol):
             if passed_s > _LINGER_S:
                 self._close()
         elif self._receiving is not None:
-            if passed_s > _BODY_S:
-                self._malformed(HttpError(408, f"the body took more than {_BODY_S:g} s. Send it faster, or in parts."))
+            if passed_s > BODY_S:
+                self._malformed(HttpError(408, f"the body took more than {BODY_S:g} s. Send it faster, or in parts."))
         elif self._framing.is_amid_head:
             if passed_s > _HEAD_S:
                 self._malformed(HttpError(408, f"the headers took more than {_HEAD_S:g} s. Send them at once."))
         elif self._is_paused or self._framing.left:
-            if passed_s > _BODY_S:
+            if passed_s > BODY_S:
                 self.give_up()
-        elif self.is_idle and passed_s > _IDLE_S:
+        elif self.is_idle and passed_s > IDLE_S:
             self.end()
-
-
-class ClientConnection(Holder, Protocol):
-    """A connection as its server sees it. `is_idle`: no request is under way."""
-
-    @property
-    def is_idle(self) -> bool: ...
-
-    def end(self) -> None:
-        """Take no more requests, and close when those that are under way are answered."""
-
-    def check_time(self, now_s: float) -> None:
-        """End the connection when it has taken too long for what it is doing. It is called once a second."""
-
-
-Speaks = Callable[[], Any]  # makes a `ClientConnection` that is a `BufferedProtocol`
-
-
-class HttpServer:
-    """The gateway's own listening sockets and their connections. Everything happens on one event loop."""
-
-    def __init__(self, service: Service, arena: Arena, limits: Limits) -> None:
-        """Take what answers requests, where large bodies go, and what clients may use."""
-        self.service = service
-        self.arena = arena
-        self.limits = limits
-        self.turns = Turns(asyncio.get_running_loop())
-        self.heads = KnownHeads()
-        self.chunked_bytes = 0  # of bodies that come in chunks and are not complete
-        self.turned_away: Counter[str] = Counter()  # by reason: requests whose body was not wanted
-        # Whoever is called with bytes in it uses them before the loop reads again.
-        self.room = memoryview(bytearray(_READ_BYTES))
-        self.is_draining = False
-        self.date_line = b""
-        self.places: OpenConnections[ClientConnection] = OpenConnections(limits, self.turned_away)
-        self.untaken = Untaken(limits, self.turned_away)
-        self._handshakes: OpenConnections[EncryptedConnection] = OpenConnections(limits, self.turned_away)
-        self._handshakes.has_keys = True  # nobody has shown one yet
-        self._servers: dict[tuple[str, int], tuple[asyncio.Server, bool, Speaks | None]] = {}
-        self._ticker: asyncio.TimerHandle | None = None
-
-    def status(self) -> FrontDoorStatus:
-        """Return what the server holds, and how many requests and clients it turned away."""
-        held_bytes = self.arena.used_bytes + self.chunked_bytes
-        return FrontDoorStatus(len(self.places.taken()), held_bytes, dict(self.turned_away))
-
-    def addresses(self, speaks: Speaks | None = None) -> list[tuple[str, int]]:
-        """Return where the server listens for clients of this protocol. None: HTTP."""
-        return [where for where, (_, _, spoken) in self._servers.items() if spoken is speaks]
-
-    async def listen(
-        self,
-        host: str,
-        port: int,
-        *,
-        is_shared: bool = False,
-        tls: ssl.SSLContext | None = None,
-        speaks: Speaks | None = None,
-    ) -> None:
-        """Listen at one more place.
-
-        `is_shared`: other gateways of this machine listen there, too; so may any other process of this user that shares
-        the port. `tls`: the connections are encrypted. `speaks`: makes what serves a new client of another protocol
-        than HTTP/1.1.
-
-        Raises:
-            OSError: the port belongs to somebody else.
-        """
-        if (host, port) in self._servers:
-            if self._servers[host, port][1] == is_shared:
-                return
-            await self.stop_listening(host, port)
-        made = _listener(host, port, is_shared=is_shared)
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: self.connection(tls, speaks), sock=made, backlog=4096)
-        self._servers[host, port] = server, is_shared, speaks
-        if self._ticker is None:
-            self.look_at_times()
-
-    def connection(self, tls: ssl.SSLContext | None, speaks: Speaks | None = None) -> asyncio.BufferedProtocol:
-        """Return what serves a new client."""
-        made = HttpConnection(self) if speaks is None else speaks()
-        return made if tls is None else EncryptedConnection(made, tls, self.turns, self._handshakes)
-
-    async def stop_listening(self, host: str, port: int) -> None:
-        """Take no more connections at this place."""
-        if (host, port) in self._servers:
-            self._servers.pop((host, port))[0].close()
-
-    def look_at_times(self) -> None:
-        """Begin to look at all connections; this happens once a second."""
-        self.date_line = b"date: %b\r\n" % email.utils.formatdate(usegmt=True).encode()
-        self._check_time(deque(self.places.taken()))
-        self._ticker = asyncio.get_running_loop().call_later(1.0, self.look_at_times)
-
-    def _check_time(self, unchecked: deque[ClientConnection]) -> None:
-        """Look at some connections in this turn of the loop, and at the others in later turns."""
-        now_s = time.monotonic()
-        for _ in range(min(_CHECKED, len(unchecked))):
-            unchecked.popleft().check_time(now_s)
-        if unchecked:
-            asyncio.get_running_loop().call_soon(self._check_time, unchecked)
-
-    async def drain(self, limit_s: float) -> None:
-        """Take no more connections. Requests that are under way are answered with `connection: close`. `close` then
-        ends what is left."""
-        self.is_draining = True
-        for server, *_ in self._servers.values():
-            server.close()
-        until = time.monotonic() + limit_s
-        while any(not connection.is_idle for connection in self.places.taken()) and time.monotonic() < until:
-            await asyncio.sleep(0.02)
-
-    def close(self) -> None:
-        """End all timers, and every connection when all that was written to it has left."""
-        for unfinished in self._handshakes.taken():
-            unfinished.give_way()
-        for connection in self.places.taken():
-            connection.end()
-        if self._ticker is not None:
-            self._ticker.cancel()
-
-
-def _listener(host: str, port: int, *, is_shared: bool) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    made = socket.socket(family, kind, protocol)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit these
-        # The kernel keeps what is on its way, and so much more; else 4 MiB of what a client does not read.
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNREAD_BYTES)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _BODY_S))
-        made.bind(address)
-    except OSError:
-        made.close()
-        raise
-    made.setblocking(False)
-    return made

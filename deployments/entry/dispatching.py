@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import Request
@@ -36,22 +37,16 @@ class _Future:
 
 
 def ask(
-    dispatching: Dispatching,
-    model: str,
-    parts: Sequence[InputPart],
-    *,
-    memory: Held | None = None,
-    slo_ms: float | None = None,
-    client_id: str = "",
-    reserve_ms: float = 0.0,
+    dispatching: Dispatching, model: str, parts: Sequence[InputPart], *, memory: Held | None = None, **how: Any
 ) -> asyncio.Future[Answer]:
-    """Send one request and return the future of its answer; cancelling the future frees its place.
+    """Send one request and return the future of its answer; cancelling the future frees its place. `how`: arguments of
+    `Dispatcher.admit`.
 
     Raises:
         KeyError: the plan has no such model.
     """
     asker = _Future()
-    request = dispatching.admit(model, asker, slo_ms=slo_ms, client_id=client_id, reserve_ms=reserve_ms)
+    request = dispatching.admit(model, asker, **how)
     if not asker.answer.done():
         dispatching.start(request, parts, memory)
 

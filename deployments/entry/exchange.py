@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import orjson
 
-from tenuto.deployments.entry.oip import Given
+from tenuto.deployments.entry.oip import BadRequestError, Given, NotFiniteError
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
-from tenuto.errors import new_incident
+from tenuto.errors import InvalidInputError, new_incident
 from tenuto.outcome import Outcome
 
 logger = logging.getLogger("ray.serve")
@@ -109,7 +111,7 @@ class Head:
     generation: int = -1
 
 
-class Exchange(Protocol):
+class Exchange(msgspec.Struct, eq=False):
     """One HTTP request on its way to one response. `arrived_ms`: when its last bytes came, on the monotonic clock.
 
     A large body lies in `slot`, which the exchange releases.
@@ -120,16 +122,17 @@ class Exchange(Protocol):
 
     head: Head
     arrived_ms: float
-    body: Buffer
-    slot: Slot | None
-    given: Given | None
-    patience_ms: float
-    has_key: bool
-    on_left: Callable[[], object] | None
+    body: Buffer = b""
+    slot: Slot | None = None
+    given: Given | None = None
+    patience_ms: float = math.inf
+    has_key: bool = False
+    on_left: Callable[[], object] | None = None
 
     @property
     def address(self) -> str:
         """Where the client is; "" when that is not known."""
+        return ""
 
     def spend(self, samples: int) -> None:
         """Count the samples of the request as work of this turn of the loop."""
@@ -147,15 +150,33 @@ class Exchange(Protocol):
     def end(self) -> None:
         """Note that the body is complete."""
 
+    def leave(self) -> None:
+        """Drop the request, because its client is gone."""
+        left, self.on_left = self.on_left, None
+        if left is not None:
+            left()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give back the memory of the tensors. Whoever still reads it keeps it alive."""
+        self.body = b""
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None
+
 
 def fail(exchange: Exchange, error: HttpError) -> None:
     """Respond with an error."""
     exchange.respond(error.status, error.lines(), [error.payload(exchange.head.url)])
 
 
-def crash(exchange: Exchange, error: BaseException) -> None:
-    """Log an error that nobody expected, and tell the client under which name the log has it."""
-    fail(exchange, unexpected(exchange.head.url, error))
+def refuse(exchange: Exchange, error: BaseException) -> None:
+    """Respond with what an error means for the client. An error that nobody expected goes to the log."""
+    if isinstance(error, BadRequestError | InvalidInputError):
+        error = HttpError(400, str(error))
+    elif isinstance(error, NotFiniteError):
+        error = HttpError(406, str(error))
+    fail(exchange, error if isinstance(error, HttpError) else unexpected(exchange.head.url, error))
 
 
 def unexpected(asked: bytes | str, error: BaseException) -> HttpError:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import httptools
 
 from tenuto.deployments.entry.exchange import Head, HttpError
+from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.wire.tensors import Buffer
 
 _HEAD_END = b"\r\n\r\n"
@@ -221,7 +222,7 @@ class KnownHeads:
     """
 
     def __init__(self) -> None:
-        self.plain: dict[bytes, Head] = {}
+        self.plain: Kept[bytes, Head] = Kept(KEPT_HEADS)
 
     def find(self, raw: bytes) -> Head:
         """Return what a head says; raises `HttpError` 400."""
@@ -229,9 +230,7 @@ class KnownHeads:
         if head is None:
             head = read_head(raw)
             if len(raw) <= LONGEST_KEPT_HEAD_BYTES and _NOT_KEPT.isdisjoint(head.headers):
-                if len(self.plain) >= KEPT_HEADS:
-                    self.plain.clear()
-                self.plain[raw] = head
+                self.plain.keep(raw, head)
         return head
 
 

@@ -13,23 +13,17 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
-from tenuto.deployments.entry.asgi import (
-    App,
-    Receive,
-    Scope,
-    Send,
-    WholeExchange,
-    answer_with,
-    read_request,
-    send_response,
-)
-from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Speaks
+from tenuto.deployments.entry.asgi import WholeExchange, answer_with, read_request, send_response
+from tenuto.deployments.entry.connection import HttpConnection
 from tenuto.deployments.entry.decisions import AskBeside, nothing
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash
+from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, refuse
+from tenuto.deployments.entry.http_server import HttpServer, Speaks
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
@@ -77,22 +71,17 @@ class Entry:
         self._find_gpulet = find_gpulet
         self._find_dispatcher = find_dispatcher
         self._dispatching: Dispatching | None = None  # the client, or the dispatcher in this process
-        self._client: DispatcherClient | None = None  # where dispatchers have processes of their own
         self.bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
-        self.sub_clusters: dict[str, tuple[str, ...]] = {}
-        self.dispatchers = 1
+        self._config: GatewayConfig | None = None
         self._arena = Arena(unfinished_mib << 20)
         self.service = InferenceService(self._cold)
         self.server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
         self.watched = WatchedGateway(self.service, self.server, ask_beside)
         few = Limits(body_bytes=1 << 16, connections=_MOST_OPERATORS)
-        operator_app = make_operator_app(self.watched, lambda: self._operators_are_local)
+        operator_app = make_operator_app(self.watched, self._operators_are_local)
         self._operators = HttpServer(_Cold(self, operator_app), self._arena, few)
         self._grpc: Speaks | None = None  # what serves a client of gRPC, once there was a port for it
-        self._app: App | None = None  # of the latest settings
-        self._traces: TracesConfig | None = None
-        self._encrypts = False
-        self._operators_are_local = True
+        self._app: ASGIApp | None = None  # of the latest settings
         self._tasks: set[asyncio.Task[None]] = set()
         self._look: asyncio.Handle | None = None
         self._ticker = asyncio.get_running_loop().call_later(0.0, self._tick)
@@ -109,32 +98,35 @@ class Entry:
         service.margin.configure(config.attainment, config.response_ms)
         service.max_body_bytes = self.server.limits.body_bytes = config.max_body_mib << 20
         self.server.limits.connections = config.max_connections
-        self._encrypts = config.encrypt
-        self._operators_are_local = config.operators is None or config.operators.is_loopback
         service.callers.follow(config.keys)
         self.server.places.has_keys = bool(config.keys)
         service.host_names = None if config.is_shared_with_clients else frozenset(map(str.lower, config.host_names))
-        self._follow_traces(config.traces)
+        if self._config is None or config.traces != self._config.traces:
+            self._trace(config.traces)
+        self._config = config
         is_shared = config.is_shared_with_clients
         self._app = make_app(service, None if is_shared else self.watched)
-        self.sub_clusters, self.dispatchers = dict(config.sub_clusters), config.dispatchers
         old = self._dispatching
         if config.sub_clusters:
-            client = self._client or DispatcherClient(self._find_dispatcher, on_change=self._changed)
-            self._dispatching, self._client, self.bundles = client, client, None
+            client = (
+                old
+                if isinstance(old, DispatcherClient)
+                else DispatcherClient(self._find_dispatcher, on_change=self._changed)
+            )
+            self._dispatching, self.bundles = client, None
             await client.apply(config.plan, config.sub_clusters, dispatchers=config.dispatchers)
         else:
             if self.bundles is None:
                 dispatcher = Dispatcher(config.build_scheduler, self._find_gpulet, on_change=self._changed)
-                self._dispatching, self._client, self.bundles = dispatcher, None, BundleServer(dispatcher)
+                self._dispatching, self.bundles = dispatcher, BundleServer(dispatcher)
             self.bundles.dispatcher.configure(config.build_scheduler, max_queued=config.max_queued)
             self.bundles.dispatcher.apply(config.plan, config.standby)
         self._look_again()
         if old is not None and old is not self._dispatching:
             await old.close()
         shared = bool(config.sub_clusters)
-        await self._listen(self.server, config.listen, is_shared=shared)
-        await self._listen(self._operators, config.operators, is_shared=shared)
+        await self._listen(self.server, config.listen, HttpConnection, is_shared=shared)
+        await self._listen(self._operators, config.operators, HttpConnection, is_shared=shared)
         await self._listen_for_grpc(config.grpc, is_shared=shared)
 
     async def _listen_for_grpc(self, wanted: Listen | None, *, is_shared: bool) -> None:
@@ -143,17 +135,17 @@ class Entry:
                 from tenuto.deployments.entry.grpc_calls import GrpcDoor
             except ImportError as error:
                 raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
-            self._grpc = GrpcDoor(self.service, self.server).connection
+            self._grpc = GrpcDoor(self.service).connection
         if self._grpc is not None:
-            await self._listen(self.server, wanted, is_shared=is_shared, speaks=self._grpc)
+            await self._listen(self.server, wanted, self._grpc, is_shared=is_shared)
 
-    def _follow_traces(self, wanted: TracesConfig | None) -> None:
-        if wanted == self._traces:
-            return
+    def _operators_are_local(self) -> bool:
+        return self._config is None or self._config.operators is None or self._config.operators.is_loopback
+
+    def _trace(self, wanted: TracesConfig | None) -> None:
         if self.service.traces is not None:
             self.service.traces.close()
         self.service.traces = None if wanted is None else Traces.otlp(wanted.endpoint, wanted.ratio)
-        self._traces = wanted
 
     def _changed(self) -> None:
         """The plan has changed, or a gpu-let, or what a gpu-let holds. All changes of a turn of the loop are handled at
@@ -168,20 +160,20 @@ class Entry:
         if self.bundles is not None:
             self.bundles.announce()
 
-    async def _listen(
-        self, server: HttpServer, wanted: Listen | None, *, is_shared: bool, speaks: Speaks | None = None
-    ) -> None:
+    async def _listen(self, server: HttpServer, wanted: Listen | None, speaks: Speaks, *, is_shared: bool) -> None:
         for host, port in server.addresses(speaks):
             if wanted is None or (host, port) != (wanted.host, wanted.port):
-                await server.stop_listening(host, port)
+                server.stop_listening(host, port)
         if wanted is None:
             return
         tls = _tls_context(wanted.tls_cert, wanted.tls_key) if wanted.tls_cert and wanted.tls_key else None
-        if tls is not None and speaks is not None:
+        is_grpc = speaks == self._grpc
+        if tls is not None and is_grpc:
             tls.set_alpn_protocols(["h2"])
-        option = "--port" if speaks is None else "--grpc-port"
         await self._when_free(
-            wanted, option, lambda: server.listen(wanted.host, wanted.port, is_shared=is_shared, tls=tls, speaks=speaks)
+            wanted,
+            "--grpc-port" if is_grpc else "--port",
+            lambda: server.listen(wanted.host, wanted.port, speaks, is_shared=is_shared, tls=tls),
         )
 
     async def _when_free(self, wanted: Listen, option: str, listen: Callable[[], Awaitable[None]]) -> None:
@@ -214,18 +206,18 @@ class Entry:
         assert self._app is not None
         self.answer_cold(exchange, self._app, caller)
 
-    def answer_cold(self, exchange: Exchange, app: App, caller: Caller | None = None) -> None:
+    def answer_cold(self, exchange: Exchange, app: ASGIApp, caller: Caller | None = None) -> None:
         """Let an ASGI application answer, and end it when the client leaves."""
         task = asyncio.create_task(self._answer(exchange, app, caller), name="cold request")
         exchange.on_left = task.cancel
         self._keep(task)
 
-    async def _answer(self, exchange: Exchange, app: App, caller: Caller | None) -> None:
+    async def _answer(self, exchange: Exchange, app: ASGIApp, caller: Caller | None) -> None:
         try:
             await self.server.turns.cold()
-            await answer_with(app, exchange, ("tenuto", 0), caller)
+            await answer_with(app, exchange, caller)
         except Exception as error:
-            crash(exchange, error)
+            refuse(exchange, error)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -233,7 +225,7 @@ class Entry:
 
     async def respond(self, head: Head, body: bytes, arrived_ms: float) -> tuple[int, bytes, bytes]:
         """Answer a request that came through Serve's proxies: status, raw header lines, payload."""
-        exchange = WholeExchange(head, body, arrived_ms)
+        exchange = WholeExchange(head, arrived_ms, body)
         refusal = self.service.refusal(exchange)
         if refusal is not None:
             await asyncio.sleep(refusal.after_s)
@@ -243,10 +235,12 @@ class Entry:
 
     def served(self) -> Served | None:
         """Return what `TenutoHandle` has to know; None before the first plan."""
-        plan = self._dispatching.plan if self._dispatching is not None else None
-        if plan is None:
+        config = self._config
+        if config is None:
             return None
-        return Served(plan=plan.to_data(), sub_clusters=self.sub_clusters, dispatchers=self.dispatchers)
+        return Served(
+            plan=config.plan.to_data(), sub_clusters=dict(config.sub_clusters), dispatchers=config.dispatchers
+        )
 
     async def status(self) -> DispatchingStatus:
         """Return what the dispatchers report; nothing before the first plan."""
@@ -254,9 +248,9 @@ class Entry:
 
     async def endpoint(self, host: str) -> Endpoint:
         """Return where Python handles reach this gateway's own dispatcher."""
-        if self.bundles is None:
+        if self.bundles is None or self._config is None:
             raise RuntimeError("this gateway has no dispatcher of its own; connect again")
-        return await self.bundles.listen(host, encrypted=self._encrypts)
+        return await self.bundles.listen(host, encrypted=self._config.encrypt)
 
     async def close(self) -> None:
         """Answer the requests under way, fail those that wait, and disconnect."""
@@ -280,15 +274,15 @@ class Entry:
 class _Cold:
     """The service behind the operators' port: everything is answered by their application."""
 
-    def __init__(self, entry: Entry, app: App) -> None:
+    def __init__(self, entry: Entry, app: ASGIApp) -> None:
         self._entry = entry
         self._app = app
 
-    def refusal(self, _exchange: HttpExchange) -> HttpError | None:
+    def refusal(self, _exchange: Exchange) -> HttpError | None:
         """Take every body: only operators ask here, and no body may be larger than 64 KiB."""
         return None
 
-    def handle(self, exchange: HttpExchange) -> None:
+    def handle(self, exchange: Exchange) -> None:
         """Let the application answer."""
         self._entry.answer_cold(exchange, self._app)
 
@@ -325,7 +319,7 @@ class Gateway:
 
     # --- Serve's side -------------------------------------------------------------------------------------------
 
-    def __serve_build_asgi_app__(self) -> App:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application for requests through Serve's proxies; Serve calls this after the constructor."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a method for ASGI 2

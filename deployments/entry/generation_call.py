@@ -6,12 +6,14 @@ import asyncio
 import math
 from typing import Any
 
+import msgspec
+
 from tenuto.deployments.dispatch.in_flight import OpenGeneration
 from tenuto.deployments.entry.call import SharedService
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, fail
 from tenuto.deployments.entry.openai import Usage, Wanted
-from tenuto.deployments.entry.texts import GrowingText, Tokenizer
+from tenuto.deployments.entry.texts import GrowingText
 from tenuto.deployments.entry.traces import Traced
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.answers import Refused
@@ -22,40 +24,30 @@ _EVENTS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-
 _LINES = b"x-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
 
 
-class GenerationCall:
+class GenerationCall(msgspec.Struct, eq=False):
     """Invariant: the generation ends as soon as its client has left, or a stop string is in its text."""
 
-    def __init__(
-        self,
-        service: SharedService,
-        dispatching: Dispatching,
-        exchange: Exchange,
-        wanted: Wanted,
-        tokenizer: Tokenizer | None,
-        client_id: str,
-        traced: Traced | None,
-        caller: Caller | None = None,
-    ) -> None:
-        """Prepare; `begin` asks."""
-        self._caller = caller
-        self._unpaid = wanted.sampling.max_tokens  # tokens for which its client has not been charged
-        self._service = service
-        self._dispatching = dispatching
-        self._exchange = exchange
-        self._wanted = wanted
-        self._id = client_id
-        self._traced = traced
-        self._text = GrowingText(tokenizer, wanted.stops)
-        self._parts: list[str] = []  # parts of the text that are sent with the end
-        self._tokens: list[int] = []  # of an answer that is not streamed
-        self._count = 0
-        self._generation: OpenGeneration | None = None
-        self._has_begun = self._is_over = False
+    _service: SharedService
+    _dispatching: Dispatching
+    _exchange: Exchange
+    _wanted: Wanted
+    _text: GrowingText
+    _id: str
+    _traced: Traced | None
+    _caller: Caller | None
+    _unpaid: int = 0  # tokens for which its client has not been charged
+    _parts: list[str] = []  # parts of the text that are sent with the end; msgspec copies defaults
+    _tokens: list[int] = []  # of an answer that is not streamed
+    _count: int = 0
+    _generation: OpenGeneration | None = None
+    _has_begun: bool = False
+    _is_over: bool = False
 
     def begin(self, model: str, *, ttft_ms: float, tpot_ms: float) -> None:
         """Ask for the generation."""
         self._exchange.on_left = self._leave
         if self._caller is not None:
+            self._unpaid = self._wanted.sampling.max_tokens
             self._caller.begin_text(len(self._wanted.prompt), self._unpaid)
         generation = self._dispatching.generate(
             model,
@@ -140,7 +132,7 @@ class GenerationCall:
             finish = Ending.STOP
         if wanted.is_streamed:
             self._open()
-            exchange.send(wanted.writer.last(text, (), finish.value, usage))
+            exchange.send(wanted.writer.last(text, finish.value, usage))
             exchange.end()
         else:
             whole = wanted.writer.whole(text, self._tokens, finish.value, usage)
@@ -177,14 +169,13 @@ class GenerationCall:
         return lines if self._traced is None else lines + self._traced.header
 
     def _trace(self, generation: OpenGeneration, outcome: str, rule: Rule, told: dict[str, Any]) -> None:
-        traces, traced = self._service.traces, self._traced
-        if traces is None or traced is None:
+        if self._traced is None:
             return
         now_ms = self._service.now_ms
         first_ms = now_ms if math.isnan(generation.first_ms) else generation.first_ms
         about = {"model": generation.name, "outcome": outcome, "rule": rule.value, "request_id": self._id}
         stages = {"first_token": (generation.arrived_ms, first_ms), "further_tokens": (first_ms, now_ms)}
-        traces.end(traced, arrived_ms=generation.arrived_ms, stages=stages, about={**about, **told})
+        self._traced.end(now_ms, stages, {**about, **told})
 
 
 class CollectedTokens:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import orjson
@@ -25,8 +25,7 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
-from tenuto.deployments.entry.connection import MANY, MOST_PIPELINED, REASONS, SLOT_BYTES, UNFINISHED, UNREAD_BYTES
-from tenuto.deployments.entry.exchange import Head, HttpError, too_large, unexpected
+from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, too_large, unexpected
 from tenuto.deployments.entry.framing import KEPT_HEADS, LONGEST_KEPT_HEAD_BYTES
 from tenuto.deployments.entry.grpc_messages import (
     COLD,
@@ -43,13 +42,18 @@ from tenuto.deployments.entry.grpc_messages import (
 )
 from tenuto.deployments.entry.header_blocks import Headers, flaw, literal
 from tenuto.deployments.entry.http2 import MOST_CALLS, CallStream, Http2Connection
-from tenuto.deployments.entry.oip import Given
+from tenuto.deployments.entry.http_server import (
+    MANY,
+    MOST_PIPELINED,
+    SLOT_BYTES,
+    UNFINISHED,
+    UNREAD_BYTES,
+    HttpServer,
+    Service,
+)
+from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
-
-if TYPE_CHECKING:
-    from tenuto.deployments.entry.connection import HttpServer
-    from tenuto.deployments.entry.service import InferenceService
 
 _MESSAGE_S = 60.0  # limit: until a call's message has come, as for a body of HTTP
 _MOST_COLD_BYTES = 1 << 16  # limit: of a message that carries no load, as of such a body of HTTP
@@ -107,34 +111,23 @@ def _opened(number: int, headers: Headers) -> Opened:
     return Opened(number, found.get(b":path", b""), length, said, patience_ms, problem)
 
 
-class GrpcExchange:
-    """One message on its way to its answer; see `tenuto.deployments.entry.exchange.Exchange`."""
+class GrpcExchange(Exchange, eq=False):
+    """One message on its way to its answer."""
 
-    __slots__ = (
-        *("address", "arrived_ms", "body", "given", "has_key", "head", "held", "id", "on_left", "patience_ms", "slot"),
-        *("_call", "_unread"),
-    )
+    id: str = ""
+    held: int = 0
+    _call: Call | None = None
+    _unread: int = 0  # bytes of its parts since the client was not behind
 
-    def __init__(self, call: Call, head: Head, body: Buffer, id: str = "") -> None:
-        self.head = head
-        self.body = body
-        self.id = id
-        self.address = call.stream.address
-        self.arrived_ms = call.stream.arrived_ms
-        self.patience_ms = call.opened.patience_ms
-        self.given: Given | None = None
-        self.slot: Slot | None = None
-        self.held = 0
-        self.has_key = False
-        self.on_left: Callable[[], object] | None = None
-        self._call: Call | None = call
-        self._unread = 0  # bytes of its parts since the client was not behind
+    @property
+    def address(self) -> str:
+        return "" if self._call is None else self._call.stream.connection.address
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Send the answer. Only the first call counts."""
         call = self._call
         if call is not None:
-            self._let_go()
+            self._end()
             try:
                 call.tell(self, status, headers, payload)
             except Exception as error:
@@ -144,8 +137,7 @@ class GrpcExchange:
     def begin(self, status: int, headers: bytes) -> None:
         """Begin an answer in parts. Its head leaves with the first part."""
         del status, headers
-        if self._call is not None:
-            self._free(self._call)
+        self.let_go()
 
     def send(self, part: bytes) -> None:
         """Send a part: each event of a generation becomes a message. A client that reads too slowly is given up."""
@@ -154,39 +146,35 @@ class GrpcExchange:
             call.tell(self, 200, b"", [part.removeprefix(b"data: ")])
             self._unread = self._unread + len(part) if call.stream.unsent else 0
             if self._unread > UNREAD_BYTES:
-                call.stream.give_up()
+                call.stream.connection.reset(call.stream)
 
     def spend(self, samples: int) -> None:
         """Count samples beyond the first as work of this turn."""
         if self._call is not None:
-            self._call.door.server.turns.spend_samples(samples)
+            self._call.server.turns.spend_samples(samples)
 
     def end(self) -> None:
         """Note that the answer is complete."""
         call = self._call
         if call is not None:
-            self._let_go()
+            self._end()
             call.answered(self)
 
     def leave(self) -> None:
-        """Drop the message, because its client is gone."""
         left = self.on_left
-        self._let_go()
+        self._end()
         if left is not None:
             left()
 
-    def _let_go(self) -> None:
-        """Give back the memory of the tensors. Whoever still reads it keeps it alive."""
-        call, self._call, self.on_left = self._call, None, None
-        if call is not None:
-            self._free(call)
+    def _end(self) -> None:
+        self.let_go()
+        self._call = self.on_left = None
 
-    def _free(self, call: Call) -> None:
-        call.door.server.chunked_bytes -= self.held
-        self.held, self.body = 0, b""
-        if self.slot is not None:
-            self.slot.release()
-            self.slot = None
+    def let_go(self) -> None:
+        if self._call is not None:
+            self._call.server.chunked_bytes -= self.held
+            self.held = 0
+        super().let_go()
 
 
 class Call:
@@ -198,7 +186,7 @@ class Call:
 
     def __init__(self, door: GrpcDoor, stream: CallStream, opened: Opened) -> None:
         """Take what the calls share, the stream and its metadata. A client without the right key is refused here."""
-        self.door, self.stream, self.opened = door, stream, opened
+        self.door, self.server, self.stream, self.opened = door, stream.connection.server, stream, opened
         stream.head, stream.length = _HEAD, opened.length
         self.is_over = False
         self._is_admitted = False  # the key's rate has let in a message that has not come yet
@@ -217,14 +205,14 @@ class Call:
 
     def _admit(self, url: bytes) -> None:
         """Refuse a client that may not ask for this URL. A client with a wrong key is told late, as over HTTP."""
-        exchange = GrpcExchange(self, self.door.head(self.opened, b"GET", url), b"")
+        exchange = self.exchange(self.door.head(self.opened, b"GET", url))
         refusal = self.door.service.refusal(exchange)
-        if refusal is None and exchange.has_key and not self.stream.show_key():
+        if refusal is None and exchange.has_key and not self.stream.connection.show_key():
             refusal = MANY
         self._is_admitted = refusal is None
         if refusal is None:
             return
-        self.door.server.turned_away[REASONS.get(refusal.status, "other")] += 1
+        self.server.count_refusal(refusal)
         if refusal.after_s:
             self.is_over = self.stream.is_slowed = True
             asyncio.get_running_loop().call_later(refusal.after_s, self._end_slowed, refusal)
@@ -234,7 +222,7 @@ class Call:
     def _end_slowed(self, refusal: HttpError) -> None:
         """Refuse a client with a wrong key and end its connection, as over HTTP."""
         self._end(refusal)
-        self.stream.end_connection()
+        self.stream.connection.end()
 
     # --- messages -----------------------------------------------------------------------------------------------
 
@@ -262,7 +250,7 @@ class Call:
         """Take messages that have come, and count the bytes that have to wait."""
         if not self._waits:
             self._take_some()
-        server, ahead = self.door.server, len(self._came)
+        server, ahead = self.server, len(self._came)
         server.chunked_bytes += ahead - self._ahead
         self._ahead = ahead
         if ahead and server.chunked_bytes > server.limits.unfinished_bytes:
@@ -271,7 +259,7 @@ class Call:
     def _take_some(self) -> None:
         """Take some messages in this turn; none while too many are open or the client does not take its answers."""
         self._waits = True
-        came, before, turns, most, is_more = self._came, len(self._came), self.door.server.turns, MOST_CALLS, False
+        came, before, turns, most, is_more = self._came, len(self._came), self.server.turns, MOST_CALLS, False
         try:
             while len(self._open) < self.most_open and not self.is_over and not self.stream.is_behind:
                 is_more = bool(came) and (not most or turns.left <= 0)
@@ -316,7 +304,7 @@ class Call:
 
     def _make_room(self, is_compressed: int, size: int) -> None:
         """Find a place for a message. A large one lies where gpu-lets can read it. Raises `HttpError`."""
-        server = self.door.server
+        server = self.server
         self._changed_s = time.monotonic()
         if is_compressed:
             raise HttpError(501, _COMPRESSED)
@@ -338,7 +326,7 @@ class Call:
 
     def _free(self, slot: Slot | None) -> None:
         """Free the memory of a message that did not become a request."""
-        self.door.server.chunked_bytes -= self._held
+        self.server.chunked_bytes -= self._held
         self._held = 0
         if slot is not None:
             slot.release()
@@ -347,12 +335,17 @@ class Call:
         """Take a message. A large one lies in `slot`. Raises `HttpError` or `DecodeError`."""
         raise NotImplementedError
 
+    def exchange(self, head: Head, body: Buffer = b"", id: str = "") -> GrpcExchange:
+        """Return a message that asks for the same as an HTTP request with this head."""
+        arrived_ms, patience_ms = self.stream.connection.arrived_ms, self.opened.patience_ms
+        return GrpcExchange(head, arrived_ms, body, patience_ms=patience_ms, id=id, _call=self)
+
     def ask(self, exchange: GrpcExchange, slot: Slot | None = None) -> None:
         """Let the service answer a message, when the key's rate lets it in. Each message counts as a request."""
         refusal = None if self._is_admitted else self.door.service.refusal(exchange)
         self._is_admitted = False
         if refusal is not None:
-            self.door.server.turned_away[REASONS.get(refusal.status, "other")] += 1
+            self.server.count_refusal(refusal)
             self.refuse(exchange, refusal)
             return
         if slot is not None:
@@ -429,7 +422,7 @@ class Call:
         self._free(self._slot)
         self._slot = self._rest = None
         self._came.clear()
-        self.door.server.chunked_bytes -= self._ahead
+        self.server.chunked_bytes -= self._ahead
         self._ahead = 0
         while self._open:
             self._open.pop().leave()
@@ -470,14 +463,14 @@ class UnaryInferCall(Call):
         asked, tensors = self.door.reader.read(data)
         if asked.given is not None:
             head = self.door.head(self.opened, b"POST", f"/v2/models/{asked.path}/infer".encode())
-            exchange = GrpcExchange(self, head, tensors, asked.id)
+            exchange = self.exchange(head, tensors, asked.id)
             exchange.given = asked.given
             self.ask(exchange, slot)
             return
         url = f"/v2/models/{asked.path}/{self.generates}" if asked.generates else f"/predict/{asked.path}"
         said = {**self.opened.said, b"x-request-id": asked.id.encode()} if asked.id else self.opened.said
         head = Head(b"POST", url.encode(), said, length=len(asked.body))
-        self.ask(GrpcExchange(self, head, asked.body, asked.id))
+        self.ask(self.exchange(head, asked.body, asked.id))
 
     def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:
         return to_answer(exchange.id, payload)
@@ -539,7 +532,7 @@ class ColdCall(Call):
     def take(self, data: memoryview, slot: Slot | None) -> None:
         del slot
         asked = message(f"inference.{self._cold.request}").FromString(bytes(data))
-        self.ask(GrpcExchange(self, cold_head(self._cold, asked, self.opened.said), b""))
+        self.ask(self.exchange(cold_head(self._cold, asked, self.opened.said)))
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         if status == 503 and self._cold.answer.endswith("ReadyResponse"):
@@ -562,7 +555,7 @@ class HealthCall(Call):
         asked = _HealthRequest.FromString(bytes(data))
         if asked.service not in ("", SERVICE):
             raise HttpError(404, f"no service '{asked.service}' is here.")
-        self.ask(GrpcExchange(self, Head(b"GET", b"/v2/health/ready", {}), b""))
+        self.ask(self.exchange(Head(b"GET", b"/v2/health/ready", {})))
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         del exchange, lines, payload
@@ -590,14 +583,13 @@ def _prefixed(answer: Message) -> bytes:
 class GrpcDoor:
     """What all calls of a gateway share."""
 
-    def __init__(self, service: InferenceService, server: HttpServer) -> None:
-        """Take the service that answers, and the server whose sockets and limits the calls use."""
+    def __init__(self, service: Service) -> None:
+        """Take the service that answers."""
         self.service = service
-        self.server = server
         self.reader = InferReader()
         self.reflection = ReflectionServicer((SERVICE, HEALTH, REFLECTION), POOL)
-        self._known: dict[tuple[tuple[bytes, bytes, bool], ...], Opened] = {}
-        self._heads: dict[tuple[int, bytes, bytes], Head] = {}  # by metadata, method and URL
+        self._known: Kept[tuple[tuple[bytes, bytes, bool], ...], Opened] = Kept(KEPT_HEADS)
+        self._heads: Kept[tuple[int, bytes, bytes], Head] = Kept(KEPT_HEADS)  # by metadata, method and URL
         self._numbers = itertools.count()
         named: dict[str, Callable[[GrpcDoor, CallStream, Opened], Call]] = {
             f"{SERVICE}/ModelInfer": UnaryInferCall,
@@ -608,28 +600,22 @@ class GrpcDoor:
         }
         self._calls = {f"/{name}".encode(): made for name, made in named.items()}
 
-    def connection(self) -> Http2Connection:
+    def connection(self, server: HttpServer) -> Http2Connection:
         """Return what serves a new client."""
-        return Http2Connection(self.server, self._begin)
+        return Http2Connection(server, self._begin)
 
     def head(self, opened: Opened, method: bytes, url: bytes) -> Head:
         """Return the head of a request. The same URL gets the same head, so its route is looked up once."""
-        found = self._heads.get((opened.number, method, url))
-        if found is None:
-            if len(self._heads) >= KEPT_HEADS:
-                self._heads.clear()
-            found = self._heads[opened.number, method, url] = Head(method, url, opened.said)
-        return found
+        key = opened.number, method, url
+        return self._heads.get(key) or self._heads.keep(key, Head(method, url, opened.said))
 
     def _begin(self, stream: CallStream, headers: Headers) -> Call:
         """Begin a call."""
         key = tuple(headers)
         opened = self._known.get(key)
         if opened is None:
-            if len(self._known) >= KEPT_HEADS:
-                self._known.clear()
             opened = _opened(next(self._numbers), headers)
             if sum([len(name) + len(value) for name, value, _ in key]) <= LONGEST_KEPT_HEAD_BYTES:
-                self._known[key] = opened
+                self._known.keep(key, opened)
         made = self._calls.get(opened.path, NoCall)
         return (made if opened.problem is None else NoCall)(self, stream, opened)

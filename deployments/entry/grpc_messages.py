@@ -20,6 +20,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, json_format, messag
 from google.protobuf.message import DecodeError
 
 from tenuto.deployments.entry.exchange import Head, HttpError
+from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.entry.oip import DATATYPES, Given, OutputGiven, RequestGiven, TensorGiven, bytes_tensor
 from tenuto.deployments.wire.tensors import Buffer
 
@@ -86,7 +87,7 @@ class InferReader:
     _LONGEST_KEPT_BYTES = 2048  # limit: of one
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], AskedMessage] = {}
+        self._known: Kept[tuple[Any, ...], AskedMessage] = Kept(self._KEPT)
 
     def read(self, data: memoryview) -> tuple[AskedMessage, Buffer]:
         """Return what is asked for, and the tensors one behind the other. Several tensors are moved to the front of
@@ -101,9 +102,7 @@ class InferReader:
         if asked is None:
             asked = _asked(key, data, raws)
             if asked.given is not None and len(described) <= self._LONGEST_KEPT_BYTES and not asked.id:
-                if len(self._known) >= self._KEPT:
-                    self._known.clear()
-                self._known[key] = asked
+                self._known.keep(key, asked)
         if asked.packed is not None:
             return asked, asked.packed
         return asked, _moved(data, raws)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from tenuto.deployments.entry.exchange import Exchange, HttpError
+from tenuto.deployments.entry.exchange import Exchange, Head, HttpError
 from tenuto.deployments.entry.oip import BadRequestError, parse_slo
 from tenuto.deployments.entry.planned_model import PlannedModel
 from tenuto.deployments.security.keys import Caller
@@ -72,7 +72,26 @@ def named_model(url: bytes) -> str:
     return parts[3] if names_one else ""
 
 
-def slo_of(headers: Mapping[bytes, bytes]) -> float | None:
+def route_to(handle: Callable[[Exchange, Route], None], model: PlannedModel | None, head: Head) -> Route:
+    """Return the route of a head that carries load, with what its headers say. `model`: None if only the body names it.
+
+    Raises:
+        HttpError: 400 for a deadline that is no number.
+    """
+    headers = head.headers
+    encoding = headers.get(b"content-encoding")
+    return Route(
+        handle,
+        model,
+        _slo_of(headers),
+        encoding=None if encoding == b"identity" else encoding,
+        client_id=headers.get(b"x-request-id", b"").decode("latin-1"),
+        began_s=None if model is None else _began_s(headers),
+        traceparent=headers.get(b"traceparent"),
+    )
+
+
+def _slo_of(headers: Mapping[bytes, bytes]) -> float | None:
     """Return the value of header X-SLO-Ms; raises `HttpError` 400 if it is no number."""
     raw = headers.get(b"x-slo-ms")
     if raw is None:
@@ -83,7 +102,7 @@ def slo_of(headers: Mapping[bytes, bytes]) -> float | None:
         raise HttpError(400, str(error)) from None
 
 
-def began_s(headers: Mapping[bytes, bytes]) -> float | None:
+def _began_s(headers: Mapping[bytes, bytes]) -> float | None:
     """Return when a proxy in front took a request, in Unix time; None if it does not say so in a known form.
 
     X-Request-Start is written in seconds by nginx (`t=${msec}`), in ms by others, in µs by Apache (`t=%t`).

@@ -13,6 +13,7 @@ import socket
 import struct
 import traceback
 from collections.abc import Sequence
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -102,7 +103,8 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    first = _received(line)
+    came = line.makefile("rb")
+    first = _received(came)
     if first is None or not isinstance(first[0], SetUp):
         return
     signature = first[0].signature
@@ -113,29 +115,18 @@ def main() -> None:
         _send(line, Faulty(str(error) if is_told else traceback.format_exc()[-_MOST_SAID:]), ())
         return
     _send(line, Done(), ())
-    while (call := _received(line)) is not None:
+    while (call := _received(came)) is not None:
         _send(line, *answer(hooks, signature, *call))
 
 
-def _received(line: socket.socket) -> tuple[Asked, bytes] | None:
-    prefix = _exactly(line, PREFIX.size)
-    if prefix is None:
+def _received(came: BinaryIO) -> tuple[Asked, bytes] | None:
+    """Return the next call and the bytes behind it; None where the gateway has gone."""
+    prefix = came.read(PREFIX.size)
+    if len(prefix) < PREFIX.size:
         return None
     message_bytes, body_bytes = PREFIX.unpack(prefix)
-    message, body = _exactly(line, message_bytes), _exactly(line, body_bytes)
-    return None if message is None or body is None else (_ASKED.decode(message), body)
-
-
-def _exactly(line: socket.socket, size: int) -> bytes | None:
-    """Return so many bytes; None where the gateway has gone."""
-    room = bytearray(size)
-    view, at = memoryview(room), 0
-    while at < size:
-        count = line.recv_into(view[at:])
-        if not count:
-            return None
-        at += count
-    return bytes(room)
+    message, body = came.read(message_bytes), came.read(body_bytes)
+    return None if len(message) < message_bytes or len(body) < body_bytes else (_ASKED.decode(message), body)
 
 
 def _send(line: socket.socket, said: Said, parts: Sequence[memoryview]) -> None:

@@ -11,17 +11,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from struct import Struct
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol
 
 from jh2.connection import Decoder
 
 from tenuto.deployments.entry.header_blocks import Headers, flaw, read_block
+from tenuto.deployments.entry.http_server import IDLE_S, ClientConnection, HttpServer
 from tenuto.deployments.entry.turns import MOST_WORK
 from tenuto.deployments.wire.tensors import Buffer
-
-if TYPE_CHECKING:
-    from tenuto.deployments.entry.connection import HttpServer
 
 MOST_STREAMS = 128  # limit: calls of a connection
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -39,7 +38,6 @@ _WINDOW = 1 << 24  # limit: of a connection's bytes that are under way
 _INITIAL_WINDOW = 65_535  # format: (6.9.2)
 _MOST_WINDOW = (1 << 31) - 1  # format: (6.9.1)
 _STALLED_S = 60.0  # limit: for a client to take answers, or to complete a header block or a preface
-_IDLE_S = 300.0  # limit: without a call
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 _END_STREAM = _ACK = 1  # format: flags of frames (6)
@@ -95,74 +93,33 @@ class Handler(Protocol):
         """Give up a client that takes too long. It is called once a second."""
 
 
+@dataclass(slots=True, eq=False)
 class CallStream:
     """One call. `head` is the header block with which its answer begins. `length`: that of the request, when the client
     has announced it."""
 
-    __slots__ = (
-        "_came",
-        "_connection",
-        "_room",
-        "_untaken",
-        "_window",
-        "handler",
-        "has_begun",
-        "has_ended",
-        "head",
-        "id",
-        "is_slowed",
-        "length",
-        "moved_s",
-        "trailers",
-        "unsent",
-    )
-
-    def __init__(self, connection: Http2Connection, number: int, window: int) -> None:
-        self.id = number
-        self.head = b""
-        self.has_begun = False  # `head` has left
-        self.has_ended = False  # the client sends nothing more
-        self.is_slowed = False  # the answer to a wrong key waits
-        self.unsent = bytearray()
-        self.trailers: bytes | None = None  # the block behind `unsent`, once that is all
-        self.handler: Handler | None = None
-        self.length: int | None = None
-        self.moved_s = 0.0  # when the client has taken something of `unsent`, or it began to wait
-        self._connection = connection
-        self._window = window  # of what may be sent
-        self._room = _STREAM_WINDOW  # of what the client may send
-        self._came = self._untaken = 0
-
-    @property
-    def address(self) -> str:
-        """Where the client is."""
-        return self._connection.address
-
-    @property
-    def arrived_ms(self) -> float:
-        """When the bytes came that are read now, in ms on the monotonic clock."""
-        return self._connection.arrived_ms
-
-    def show_key(self) -> bool:
-        """Note that the client has shown a key. Return False when too many connections of clients with a key are
-        open."""
-        connection = self._connection
-        return connection.has_key or connection.server.places.has_shown_key(connection)
+    connection: Http2Connection
+    id: int
+    _window: int  # of what may be sent
+    head: bytes = b""
+    has_begun: bool = False  # `head` has left
+    has_ended: bool = False  # the client sends nothing more
+    is_slowed: bool = False  # the answer to a wrong key waits
+    unsent: bytearray = field(default_factory=bytearray)
+    trailers: bytes | None = None  # the block behind `unsent`, once that is all
+    handler: Handler | None = None
+    length: int | None = None
+    moved_s: float = 0.0  # when the client has taken something of `unsent`, or it began to wait
+    _room: int = _STREAM_WINDOW  # of what the client may send
+    _came: int = 0
+    _untaken: int = 0
 
     def send(self, data: bytes = b"", trailers: bytes | None = None) -> None:
         """Send a part of the answer, as fast as the client takes it. `trailers` end the answer."""
         self.unsent += data
-        self._connection.unsent_bytes += len(data)
+        self.connection.unsent_bytes += len(data)
         self.trailers = trailers
-        self._connection.flush(self)
-
-    def give_up(self) -> None:
-        """End the call, because its client does not take the answer."""
-        self._connection.reset(self)
-
-    def end_connection(self) -> None:
-        """Take no more calls on this connection."""
-        self._connection.end()
+        self.connection.flush(self)
 
     @property
     def is_behind(self) -> bool:
@@ -190,7 +147,7 @@ class CallStream:
         """Let the client send so many bytes more."""
         self._untaken += size
         if self._untaken > _STREAM_WINDOW // 2 and not self.has_ended:
-            self._connection.write([frame(WINDOW_UPDATE, 0, self.id, _NUMBER.pack(self._untaken))])
+            self.connection.write([frame(WINDOW_UPDATE, 0, self.id, _NUMBER.pack(self._untaken))])
             self._room += self._untaken
             self._untaken = 0
 
@@ -222,17 +179,15 @@ class CallStream:
 Opened = Callable[[CallStream, Headers], Handler]
 
 
-class Http2Connection(asyncio.BufferedProtocol):
+class Http2Connection(ClientConnection):
     """One client. Invariant: at most `MOST_STREAMS` calls are under way. A call is forgotten when its answer has left,
     or when its client has given it up."""
 
     def __init__(self, server: HttpServer, opened: Opened) -> None:
         """Take the server of the connection, and the function that begins each call."""
-        self.server = server
-        self.has_key = False
+        super().__init__(server)
         self.arrived_ms = 0.0
         self._opened = opened
-        self._transport: asyncio.Transport | None = None
         self._came = b""  # received, and not looked at
         self._is_begun = self._is_set = False  # the preface has come; the client's settings have
         self._decoder = Decoder(max_header_list_size=_MOST_HEADER_BYTES)
@@ -242,7 +197,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.unsent_bytes = 0  # of all calls
         self._frames: list[bytes] = []  # that are sent at the end of the loop's turn, with one write
         self._frames_bytes = 0
-        self._address = ""
         self._last = 0  # the last stream that the client has begun
         self._cut: dict[int, None] = {}  # that ended here before their clients' end: more of them may be on its way
         self._window = self._initial = _INITIAL_WINDOW  # of what may be sent: on all streams, and on a new one
@@ -250,28 +204,23 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._begun = 0  # calls, in what is read at once
         self._is_stopped = False  # nothing is read
         self._is_ahead = False  # it has sent more than it may in a turn
-        self._is_paused = self._waits = self._closes = self._says_goodbye = False
-        self.changed_s = time.monotonic()
+        self._waits = self._says_goodbye = False
 
     # --- asyncio's side -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        name = transport.get_extra_info("peername")
-        self._address = str(name[0]) if name else ""
+        super().connection_made(transport)
         if not self.server.places.admit(self):
-            self._transport.abort()
+            self.give_up()
             return
         settings = ((_MAX_STREAMS, MOST_STREAMS), (_INITIAL, _STREAM_WINDOW), (_MAX_HEADERS, _MOST_HEADER_BYTES))
         said = frame(SETTINGS, 0, 0, b"".join([_SETTING.pack(*each) for each in settings]))
         self.write([said, frame(WINDOW_UPDATE, 0, 0, _NUMBER.pack(_WINDOW - _INITIAL_WINDOW))])
 
     def connection_lost(self, exc: Exception | None) -> None:
-        del exc
-        self._transport, self._closes, self._came = None, True, b""
+        super().connection_lost(exc)
+        self._came = b""
         self._stuck.clear()
-        self.server.places.forget(self)
-        self.server.untaken.forget(self)
         streams, self._streams = self._streams, {}
         self.server.turns.spend(len(streams))
         for stream in streams.values():
@@ -292,18 +241,10 @@ class Http2Connection(asyncio.BufferedProtocol):
         else:
             self._wait()
 
-    def pause_writing(self) -> None:
-        self._is_paused = True
-        self.changed_s = time.monotonic()
-        self._update_reading()
-        self._count_untaken()
-
     def resume_writing(self) -> None:
-        self._is_paused = False
+        super().resume_writing()
         if self._stuck:
             self._wait()
-        self._update_reading()
-        self._count_untaken()
 
     def _update_reading(self) -> None:
         """Stop reading from a client that does not take its answers, or whose bytes wait for their turn and are
@@ -618,12 +559,8 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self._stuck.pop(stream.id, None) is not None:
             self._count_untaken()
 
-    def _count_untaken(self) -> None:
-        """Tell the server how many bytes of answers wait for this client."""
-        waiting = self.unsent_bytes if self._stuck else 0
-        if self._is_paused and self._transport is not None:
-            waiting += self._transport.get_write_buffer_size()
-        self.server.untaken.holds(self, waiting)
+    def _waiting_bytes(self) -> int:
+        return self.unsent_bytes if self._stuck else 0
 
     def _close_if_over(self) -> None:
         if self._says_goodbye and not self._streams:
@@ -645,33 +582,15 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.write(b"".join(frames))
 
     @property
-    def address(self) -> str:
-        """Where the client is; "" when that is not known."""
-        return self._address
-
-    @property
     def is_idle(self) -> bool:
-        """Whether no call is under way."""
         return not self._streams
 
     @property
     def gives_way(self) -> bool:
-        """Whether nobody waits for an answer here, so that another client may have this place."""
         return all(
             each.is_slowed or (each.handler is not None and each.handler.is_idle and not each.unsent)
             for each in self._streams.values()
         )
-
-    def give_way(self) -> None:
-        """Close at once. The client asks again on another connection."""
-        self._closes = True
-        self._close()
-
-    def give_up(self) -> None:
-        """Close the connection of a client that does not take its answers. What it has not taken is lost."""
-        self._closes = True
-        if self._transport is not None:
-            self._transport.abort()
 
     def end(self) -> None:
         """Take no more calls, and close when those that are under way are answered."""
@@ -682,11 +601,9 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _close(self) -> None:
         self.write_out()
-        if self._transport is not None:
-            self._transport.close()
+        super()._close()
 
     def check_time(self, now_s: float) -> None:
-        """End a connection that has taken too long for what it is doing."""
         passed_s = now_s - self.changed_s
         for stream in list(self._streams.values()):
             if stream.handler is not None:
@@ -697,7 +614,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         is_stalled = self._is_paused or self._block is not None or not self._is_set
         if is_stalled and passed_s > _STALLED_S:
             self.give_up()
-        elif self.is_idle and passed_s > _IDLE_S:
+        elif self.is_idle and passed_s > IDLE_S:
             self.end()
 
 

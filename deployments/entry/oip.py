@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
@@ -207,22 +208,6 @@ class Given(NamedTuple):
     request: RequestGiven[Any]
 
 
-def request_schema() -> dict[str, Any]:
-    """Return the JSON schema of a request."""
-    (whole,), parts = msgspec.json.schema_components([RequestGiven[msgspec.Raw]], ref_template="{name}")
-
-    def inlined(node: Any) -> Any:
-        if isinstance(node, list):
-            return [inlined(each) for each in node]
-        if isinstance(node, dict):
-            node = parts[node["$ref"]] if "$ref" in node else node
-            return {key: inlined(value) for key, value in node.items() if key not in ("title", "default")}
-        return node
-
-    found: dict[str, Any] = inlined(whole)
-    return found
-
-
 class RequestReader:
     """Reads the requests of one model.
 
@@ -246,7 +231,7 @@ class RequestReader:
             if all(each.below is None for each in inputs)
         ]
         # JSON parts in front of binary tensors: clients send the same one again and again.
-        self._headers: dict[bytes | tuple[Any, ...], InferHeader] = {}
+        self._headers: Kept[bytes | tuple[Any, ...], InferHeader] = Kept(self._KEPT)
 
     def read(self, body: Buffer, header_length: int | None = None, slot: Slot | None = None) -> InferRequest:
         """Return what a request asks for.
@@ -291,9 +276,7 @@ class RequestReader:
         if header is None:
             header = self._header(read())
             if not header.id:
-                if len(self._headers) >= self._KEPT:
-                    self._headers.clear()
-                self._headers[key] = header
+                self._headers.keep(key, header)
         return header
 
     def _read_plain(self, given: RequestGiven[Any]) -> InferRequest | None:
@@ -563,10 +546,10 @@ def _requested(given: list[OutputGiven], *, binary: bool) -> list[RequestedOutpu
     return found
 
 
-def check_outputs(requested: Sequence[RequestedOutput] | None, outputs: Sequence[TensorSpec]) -> None:
+def check_outputs(requested: Sequence[RequestedOutput], outputs: Sequence[TensorSpec]) -> None:
     """Raise `BadRequestError` when a requested output does not exist."""
-    known = [spec.name for spec in outputs] if requested else []
-    for output in requested or ():
+    known = [spec.name for spec in outputs]
+    for output in requested:
         if output.name not in known:
             raise BadRequestError(f"unknown output '{output.name}'. The model's outputs: {', '.join(known)}.")
 

@@ -39,16 +39,21 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
-class _Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both of OpenAI's bodies have. Some may have only their neutral value, which clients send: no
-    penalty, one answer, no log probabilities."""
+class GenerateParameters(msgspec.Struct, forbid_unknown_fields=True):
+    """What all protocols say of how a text goes on, and alone the parameters of the generate extension."""
 
-    model: str
     max_tokens: _Count | None = None
     temperature: _Temperature | None = None
     top_p: _TopP | None = None
     seed: _Seed | None = None
     stop: _Stop = None
+
+
+class _Asked(GenerateParameters, kw_only=True, forbid_unknown_fields=True):
+    """The fields that both of OpenAI's bodies have. Some may have only their neutral value, which clients send: no
+    penalty, one answer, no log probabilities."""
+
+    model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -98,16 +103,6 @@ class ChatBody(_Asked, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     response_format: dict[str, str] | None = None
-
-
-class GenerateParameters(msgspec.Struct, forbid_unknown_fields=True):
-    """The parameters of the generate extension."""
-
-    max_tokens: _Count | None = None
-    temperature: _Temperature | None = None
-    top_p: _TopP | None = None
-    seed: _Seed | None = None
-    stop: _Stop = None
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -172,9 +167,9 @@ class Writer(msgspec.Struct):
         """Return a part of a stream."""
         return self._event([self._choice(text, tokens, None)])
 
-    def last(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
+    def last(self, text: str, finish: str, usage: Usage) -> bytes:
         """Return the last part of a stream."""
-        end = self._event([self._choice(text, tokens, finish)])
+        end = self._event([self._choice(text, (), finish)])
         return end + (self._event([], usage=usage.shown()) if self.include_usage else b"") + DONE
 
     def failed(self, error: HttpError) -> bytes:
@@ -234,10 +229,10 @@ class GenerateWriter(Writer):
         """Return the error as the last part."""
         return b"data: %b\n\n" % error.payload()
 
-    def last(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
+    def last(self, text: str, finish: str, usage: Usage) -> bytes:
         """Return the last part, which says why it is the last."""
         del usage
-        return b"data: %b\n\n" % self._form(text, tokens, finish_reason=finish)
+        return b"data: %b\n\n" % self._form(text, (), finish_reason=finish)
 
     def piece(self, text: str, tokens: Sequence[int]) -> bytes:
         """Return a part of a stream."""
@@ -338,8 +333,7 @@ def wanted(
         HttpError: 400 if the model cannot do this, with what to change.
     """
     if isinstance(body, GenerateBody):
-        options: Any = body.parameters
-        name = "text_input"
+        options, name = body.parameters, "text_input"
         writer: Writer = GenerateWriter(model, body.id)
         text: str | list[int] = body.text_input
         most, temperature = body.parameters.max_tokens or _DEFAULT_TOKENS, 0.0

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -69,18 +69,16 @@ class _LostError(Exception):
     """A process of hooks has ended, or has to be ended. The text says why."""
 
 
-class _Call:
-    """One call of a hook. `latest_ms`: the latest moment at which it may begin."""
+class _Call(NamedTuple):
+    """One call of a hook. `latest_ms`: the latest moment at which it may begin. `number`: of two such calls, the lower
+    one goes first."""
 
-    def __init__(
-        self,
-        asked: Asked,
-        parts: Sequence[Buffer],
-        latest_ms: float,
-        read: Callable[[Said, memoryview], Any],
-        done: asyncio.Future[Any],
-    ) -> None:
-        self.asked, self.parts, self.latest_ms, self.read, self.done = asked, parts, latest_ms, read, done
+    latest_ms: float
+    number: int
+    asked: Asked
+    parts: Sequence[Buffer]
+    read: Callable[[Said, memoryview], Any]
+    done: asyncio.Future[Any]
 
 
 class OwnHooks:
@@ -112,7 +110,7 @@ class OwnHooks:
         self._longest_s = max(hangs_s, slo_ms / 1000.0)
         self._clock = clock
         self._numbers = itertools.count()
-        self._waiting: asyncio.PriorityQueue[tuple[float, int, _Call]] = asyncio.PriorityQueue()
+        self._waiting: asyncio.PriorityQueue[_Call] = asyncio.PriorityQueue()
         self._count = 0
         self._broken = ""  # why the last process could not be started
         self._tasks = [
@@ -146,7 +144,7 @@ class OwnHooks:
             raise HttpError(429, reason, retry_after_s=1.0)
         done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._count += 1
-        self._waiting.put_nowait((latest_ms, next(self._numbers), _Call(asked, parts, latest_ms, read, done)))
+        self._waiting.put_nowait(_Call(latest_ms, next(self._numbers), asked, parts, read, done))
         return done
 
     def _inputs(self, said: Said, body: memoryview) -> list[InputPart]:
@@ -175,7 +173,7 @@ class OwnHooks:
                 await self._set_up(process)
                 self._broken = ""
                 while True:
-                    _, _, call = await self._waiting.get()
+                    call = await self._waiting.get()
                     self._count -= 1
                     await self._perform(process, call)
             except _LostError as lost:
@@ -229,7 +227,7 @@ class OwnHooks:
         """Refuse the calls that wait, and all that come until a process has been started."""
         self._broken = reason
         while not self._waiting.empty():
-            call = self._waiting.get_nowait()[2]
+            call = self._waiting.get_nowait()
             self._count -= 1
             if not call.done.done():
                 call.done.set_exception(HttpError(503, reason, retry_after_s=AGAIN_S))

@@ -38,7 +38,6 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, Una
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.versions import by_model, split_name, versioned
-from tenuto.placement.workload import ModelSpec
 from tenuto.profiles.networks.catalogue import GenerationLimits
 from tenuto.profiles.networks.generating import Ending
 
@@ -64,14 +63,15 @@ class TenutoHandle:
     """A connection to what is being served. Use it on one event loop; `close` it, or use it as a context manager."""
 
     def __init__(self, dispatchers: DispatcherClient) -> None:
-        """Take connected dispatchers; `connect` is the usual way."""
+        """Take connected dispatchers, which follow a plan; `connect` is the usual way."""
+        assert dispatchers.plan is not None
+        self._plan = dispatchers.plan
+        self._versions = by_model(self._plan.models)
         self._dispatchers = dispatchers
         self._margin = Margin()
         self._arena: Arena | None = None  # made for the first large input
         self._models: dict[str, ModelInterface] = {}
         self._copies = Copies()
-        self._plan: Plan | None = None  # the plan of `_versioned`, its models with versions
-        self._versioned: frozenset[str] = frozenset()
         self._is_closed = False
 
     @classmethod
@@ -122,9 +122,7 @@ class TenutoHandle:
     @property
     def models(self) -> tuple[str, ...]:
         """The plan's models that can be asked now."""
-        plan = self._dispatchers.plan
-        names = (spec.name for spec in plan.models) if plan is not None else ()
-        return tuple(name for name in names if self._dispatchers.is_ready(name))
+        return tuple(spec.name for spec in self._plan.models if self._dispatchers.is_ready(spec.name))
 
     def interface(self, model: str, version: str | None = None) -> ModelInterface:
         """Return the inputs and outputs of a model, or of a version of it.
@@ -146,8 +144,7 @@ class TenutoHandle:
         """Return the plan's name of a model or a version; without a version, that of the one that takes the rest."""
         if self._is_closed:
             raise UnavailableError("this handle is closed. Connect again: `await TenutoHandle.connect()`.")
-        plan = self._dispatchers.plan
-        names = [spec.name for spec in plan.models] if plan is not None else []
+        names = [spec.name for spec in self._plan.models]
         split = None if version else self._split(model)
         name = versioned(model, version) if version else model if split is None else split.rest
         if name in names:
@@ -165,17 +162,8 @@ class TenutoHandle:
 
     def _split(self, model: str) -> Split | None:
         """Return the split of requests that name no version; None for a model without versions."""
-        plan = self._dispatchers.plan
-        if plan is None or not self._has_versions(model):
-            return None
-        return splits_of([spec for spec in plan.models if spec.model == model], self._dispatchers).get(model)
-
-    def _has_versions(self, model: str) -> bool:
-        plan = self._dispatchers.plan
-        if plan is not self._plan:
-            self._plan = plan
-            self._versioned = frozenset(by_model(plan.models) if plan is not None else ())
-        return model in self._versioned
+        versions = self._versions.get(model)
+        return None if versions is None else splits_of(versions, self._dispatchers).get(model)
 
     async def infer(
         self,
@@ -221,7 +209,7 @@ class TenutoHandle:
         """
         split = None if version else self._split(model)
         name = split.choose(self._copies.draw()) if split else versioned(model, version) if version else model
-        spec_slo_ms = self._slo_ms(name) if slo_ms is None else slo_ms
+        spec_slo_ms = self._plan.model(name).slo_ms if slo_ms is None else slo_ms
         reserve_ms = self._margin.reserve_ms(spec_slo_ms, 0.0)
         placed, slot = self._placed(parts)
         future = ask(
@@ -271,7 +259,7 @@ class TenutoHandle:
             UnavailableError: none of its gpu-lets is ready.
             RequestFailedError: expired, rejected or failed.
         """
-        spec = self._spec(self._name(model, None))
+        spec = self._plan.model(self._name(model, None))
         self._limits(model)
         tokenizer = tokenizer_of(spec)
         if tokenizer is None:
@@ -331,7 +319,7 @@ class TenutoHandle:
     async def _tokens(self, model: str, asked: Wanted, slo_ms: float | None, request_id: str) -> AsyncGenerator[int]:
         """Give out the tokens of a generation."""
         name, collected, slo_ms = self._name(model, None), CollectedTokens(), _allowed_ms(slo_ms)
-        slo = self._spec(name).slo
+        slo = self._plan.model(name).slo
         generation = self._dispatchers.generate(
             name,
             collected,
@@ -349,15 +337,6 @@ class TenutoHandle:
                 yield came
         finally:
             self._dispatchers.leave(generation)
-
-    def _spec(self, model: str) -> ModelSpec:
-        plan = self._dispatchers.plan
-        assert plan is not None  # `_name` has found the model in it
-        return plan.model(model)
-
-    def _slo_ms(self, model: str) -> float:
-        plan = self._dispatchers.plan
-        return plan.model(model).slo_ms if plan is not None else 0.0
 
     def _placed(self, parts: Sequence[Buffer]) -> tuple[list[InputPart], Slot | None]:
         """Put large inputs where gpu-lets of this machine can read them: one copy instead of four."""

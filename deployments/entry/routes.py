@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tenuto import __version__
 from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, TensorSpec, request_schema
+from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, RequestGiven, TensorSpec
 from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes
@@ -119,9 +119,7 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            bodies, types = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
-            schema["paths"].update(_hot_paths(dict(zip(_BODIES, bodies, strict=True))))
-            schema["components"]["schemas"].update(types)
+            schema["paths"].update(_hot_paths())
             app.openapi_schema = schema
         return app.openapi_schema
 
@@ -239,13 +237,29 @@ _FAILURES = {
     503: "Not ready, or the gpu-let died with the request.",
     504: "Expired: the deadline could not be met; the request was not executed.",
 }
-_BODIES = (CompletionBody, ChatBody, GenerateBody)
+_INFER = RequestGiven[msgspec.Raw]
+_BODIES = (_INFER, CompletionBody, ChatBody, GenerateBody)
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 
 
-def _hot_paths(bodies: Mapping[type, Any]) -> dict[str, Any]:
-    """Return the documentation in /docs of the paths that carry load, which are answered elsewhere. `bodies`: the
-    schemas of bodies that ask for generations."""
+def _schemas(kinds: Sequence[Any]) -> dict[Any, Any]:
+    """Return the whole JSON schema of each type."""
+    wholes, parts = msgspec.json.schema_components(kinds, ref_template="{name}")
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(each) for each in node]
+        if isinstance(node, dict):
+            node = parts[node["$ref"]] if "$ref" in node else node
+            return {key: inlined(value) for key, value in node.items() if key not in ("title", "default")}
+        return node
+
+    return {kind: inlined(whole) for kind, whole in zip(kinds, wholes, strict=True)}
+
+
+def _hot_paths() -> dict[str, Any]:
+    """Return the documentation in /docs of the paths that carry load, which are answered elsewhere."""
+    bodies = _schemas(_BODIES)
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     headers = [
         {"name": name, "in": "header", "required": False, "schema": {"type": kind}, "description": text}
@@ -267,7 +281,7 @@ def _hot_paths(bodies: Mapping[type, Any]) -> dict[str, Any]:
     return {
         "/v2/models/{model}/infer": post(
             "Open Inference Protocol v2 inference, JSON or binary tensors",
-            {"application/json": {"schema": request_schema()}, "application/octet-stream": _BYTES},
+            {"application/json": {"schema": bodies[_INFER]}, "application/octet-stream": _BYTES},
             "Outputs; times and batch size in parameters.",
         ),
         "/predict/{model}": post(

@@ -20,9 +20,9 @@ from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.call import InferCall
 from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, crash, expired, fail, inflated
+from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, expired, fail, inflated, refuse
 from tenuto.deployments.entry.generation_call import GenerationCall
-from tenuto.deployments.entry.heads import OPENAI_ACTIONS, Route, began_s, load_path, named_model, slo_of
+from tenuto.deployments.entry.heads import OPENAI_ACTIONS, Route, load_path, named_model, route_to
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.oip import (
     JSON_AT_ONCE_BYTES,
@@ -34,12 +34,12 @@ from tenuto.deployments.entry.oip import (
 from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody, Wanted, read_body, wanted
 from tenuto.deployments.entry.planned_model import ModelInterface, PlannedModel
 from tenuto.deployments.entry.splits import CopiedCall, Copies, Split, splits_of
+from tenuto.deployments.entry.texts import GrowingText
 from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
 from tenuto.deployments.security.site import why_foreign
 from tenuto.deployments.wire.tensors import Buffer, InputPart
-from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.versions import versioned
@@ -252,8 +252,8 @@ class InferenceService:
             if route.began_s is not None and route.model is not None:
                 self._count_proxy(exchange, route.model, route.began_s)
             route.handle(exchange, route)
-        except HttpError as error:
-            fail(exchange, error)
+        except (HttpError, BadRequestError) as error:
+            refuse(exchange, error)
 
     def _route(self, head: Head) -> Route:
         """Find what a head leads to, once for each head and plan, and return it."""
@@ -327,42 +327,20 @@ class InferenceService:
             raise HttpError(400, f"'{model.model}' {does}. {cure}")
         if generates:
             return self._generation_route(action, model, head)
-        headers = head.headers
-        encoding = headers.get(b"content-encoding")
-        length = headers.get(b"inference-header-content-length")
+        length = head.headers.get(b"inference-header-content-length")
         if length is not None and not (length.isdigit() and len(length) < 12):
             shown = length.decode("latin-1")
             raise HttpError(400, f"Inference-Header-Content-Length is {shown!r}. Give a number of bytes.")
         if action == "infer" and (head.length if length is None else int(length)) > MOST_JSON_BYTES:
             raise HttpError(413, JSON_TOO_LARGE)
-        return Route(
-            self._infer if action == "infer" else self._predict,
-            model,
-            slo_of(headers),
-            None if length is None else int(length),
-            None if encoding == b"identity" else encoding,
-            headers.get(b"x-request-id", b"").decode("latin-1"),
-            began_s=began_s(headers),
-            traceparent=headers.get(b"traceparent"),
-            call=InferCall,
-        )
+        route = route_to(self._infer if action == "infer" else self._predict, model, head)
+        return route._replace(json_length=None if length is None else int(length), call=InferCall)
 
     def _generation_route(self, action: str, model: PlannedModel | None, head: Head) -> Route:
         """Return the route of a generation; of OpenAI's interface only the body names the model."""
-        headers = head.headers
-        encoding = headers.get(b"content-encoding")
         if head.length > _MOST_TEXT_BYTES:
             raise HttpError(413, f"a prompt may have {_MOST_TEXT_BYTES >> 10} KiB. Send less of it.")
-        return Route(
-            self._generate,
-            model,
-            slo_of(headers),
-            encoding=None if encoding == b"identity" else encoding,
-            client_id=headers.get(b"x-request-id", b"").decode("latin-1"),
-            began_s=None if model is None else began_s(headers),
-            traceparent=headers.get(b"traceparent"),
-            action=action,
-        )
+        return route_to(self._generate, model, head)._replace(action=action)
 
     def _split_route(self, action: str, split: Split, head: Head, rest: Route) -> Route:
         """Return the route of requests that name no version: to one of those that can be asked."""
@@ -429,11 +407,7 @@ class InferenceService:
             if route.caller is not None and not route.caller.may_ask(parsed.model):
                 raise HttpError(403, f"the key of '{route.caller.name}' is not for model '{parsed.model}'.")
             split = self._splits.get(parsed.model)
-            drawn = self._draw() if split is not None else 0.0
-            below = () if split is None else split.canaries
-            model = self._models.get(next((name for most, name in below if drawn < most), "")) or self._known(
-                parsed.model
-            )
+            model = self._known(parsed.model) if split is None else self._models[split.choose(self._draw())]
         limits = self._ready(model).signature.generates
         if limits is None:
             raise HttpError(400, f"'{model.model}' has no language-modelling head. Ask /v2/models/MODEL/infer.")
@@ -455,9 +429,10 @@ class InferenceService:
                     f"'{route.caller.name}' uses more tokens than its key allows. See Retry-After, or ask for less."
                 )
                 raise HttpError(429, reason, retry_after_s=wait_s)
-        traced = None if self.traces is None else self.traces.begin(route.traceparent)
+        traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
         name = self.request_id(own_id or route.client_id)
-        call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced, route.caller)
+        text = GrowingText(model.tokenizer, asked.stops)
+        call = GenerationCall(self, self.dispatching, exchange, asked, text, name, traced, route.caller)
         call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=model.tpot_ms)
 
     def _predict(self, exchange: Exchange, route: Route) -> None:
@@ -493,7 +468,7 @@ class InferenceService:
             self._aside(exchange, plain, preprocess, due_ms)
 
     def _call(self, exchange: Exchange, route: Route, model: PlannedModel, slo_ms: float) -> Any:
-        traced = None if self.traces is None else self.traces.begin(route.traceparent)
+        traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
         return route.call(self, self.dispatching, exchange, route, model, slo_ms, traced)
 
     def _aside(
@@ -533,20 +508,14 @@ class InferenceService:
         if done.cancelled():
             return  # the client has left, or was answered
         exchange.on_left = None
-        error = done.exception()
-        if error is None:
-            try:
-                then(done.result())
-            except HttpError as refused:
-                fail(exchange, refused)
-            except Exception as unexpected:
-                crash(exchange, unexpected)
-        elif isinstance(error, BadRequestError | InvalidInputError):
-            fail(exchange, HttpError(400, str(error)))
-        elif isinstance(error, HttpError):
-            fail(exchange, error)
-        else:
-            crash(exchange, error)
+        error = done.exception()  # raised here it would hold this frame, and this frame it
+        if error is not None:
+            refuse(exchange, error)
+            return
+        try:
+            then(done.result())
+        except Exception as raised:
+            refuse(exchange, raised)
 
     def request_id(self, raw: str) -> str:
         """Return the name of a request: its client's name for it, else one that is made here.

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.call import InferCall
-from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.entry.dispatching import Dispatching, ask
+from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.placement.versions import by_model, taking_the_rest, tensors_of, why_not_interchangeable
@@ -90,38 +90,12 @@ class Copies:
             if self.draw() >= below or self._open + len(samples) > _MOST_COPIES:
                 continue
             for parts in samples:
-                copy = _Copy(self)
+                answer = ask(dispatching, name, parts, memory=slot, client_id=client_id, yields=True)
                 self._open += 1
-                request = dispatching.admit(name, copy, client_id=client_id, yields=True)
-                if not copy.is_over:
-                    dispatching.start(request, parts, slot)
+                answer.add_done_callback(self._ended)
 
-    def ended(self) -> None:
-        """One of them ended, however it did."""
+    def _ended(self, _answer: object) -> None:
         self._open -= 1
-
-
-class _Copy:
-    """Asks for a copy, and receives its answer."""
-
-    __slots__ = ("_copies", "is_over")
-
-    def __init__(self, copies: Copies) -> None:
-        self._copies = copies
-        self.is_over = False
-
-    def executed(self, request: Request, executed: Executed, row: int) -> None:
-        del request, executed, row
-        self._end()
-
-    def refused(self, request: Request, refused: Refused) -> None:
-        del request, refused
-        self._end()
-
-    def _end(self) -> None:
-        if not self.is_over:
-            self.is_over = True
-            self._copies.ended()
 
 
 class CopiedCall(InferCall):

@@ -1,37 +1,50 @@
 """Spans of single requests for OpenTelemetry: one for the request, one below it for each stage of its time.
 
-Nothing is recorded while a request is under way: its times are known when it ends, and its spans are made then, for
+Nothing is recorded while a request is under way: its times are known when it ends, and its spans get them then, for
 those that are sampled. W3C `traceparent` comes in with the request and goes out with its response.
 """
 
 from __future__ import annotations
 
 import random
-import re
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tenuto.errors import EnvironmentFaultError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
-
-_TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-_SAMPLED = 1  # format: the flag of a traceparent (W3C Trace Context)
+    from opentelemetry.trace import Span, Tracer
 
 
-class Traced(NamedTuple):
-    """A request that is sampled: its trace, its own span, and its caller's span (0: it has none)."""
+class Traced:
+    """A request that is sampled. `header` is its `traceparent`, as a raw header line of the response."""
 
-    trace_id: int
-    span_id: int
-    parent_id: int
+    def __init__(self, tracer: Tracer, span: Span, unix_ns: Callable[[float], int]) -> None:
+        context = span.get_span_context()
+        self.header = b"traceparent: 00-%032x-%016x-01\r\n" % (context.trace_id, context.span_id)
+        self._tracer, self._span, self._unix_ns = tracer, span, unix_ns
 
-    @property
-    def header(self) -> bytes:
-        """Its `traceparent` as a raw header line of the response."""
-        return b"traceparent: 00-%032x-%016x-01\r\n" % (self.trace_id, self.span_id)
+    def end(self, now_ms: float, stages: Mapping[str, tuple[float, float]], about: Mapping[str, Any]) -> None:
+        """Make the spans of a request that has just been answered.
+
+        Args:
+            now_ms: what the monotonic clock shows.
+            stages: begin and end of each part of its time, on this clock.
+            about: attributes of the request's span: model, outcome, gpu-let, …
+        """
+        from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
+        unix_ns, own = self._unix_ns, set_span_in_context(self._span)
+        for name, (start_ms, end_ms) in stages.items():
+            self._tracer.start_span(name, own, start_time=unix_ns(start_ms)).end(unix_ns(end_ms))
+        outcome = str(about["outcome"])
+        self._span.update_name(f"infer {about['model']}")
+        self._span.set_attributes({f"tenuto.{key}": value for key, value in about.items()})
+        if outcome not in ("ok", "late"):
+            self._span.set_status(Status(StatusCode.ERROR, outcome))
+        self._span.end(unix_ns(now_ms))
 
 
 class Traces:
@@ -51,23 +64,25 @@ class Traces:
         Args:
             exporter: see `otlp` for the usual one.
             ratio: share of the requests without a `traceparent` that are traced; a `traceparent` decides for itself.
-            draw: draws which of them are traced, and the ids.
+            draw: draws which of them are traced.
             clock: monotonic seconds, the clock of requests' times.
             wall_clock_ns: Unix time in ns, the clock of spans.
         """
         from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+        from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._ratio = ratio
         self._draw = draw or random.Random()
         self._clock = clock
         self._wall_clock_ns = wall_clock_ns
-        self._exporter = BatchSpanProcessor(exporter)
-        self._made_by: dict[str, Any] = {
-            "resource": Resource.create({"service.name": "tenuto"}),
-            "instrumentation_scope": InstrumentationScope("tenuto"),
-        }
+        resource = Resource.create({"service.name": "tenuto"})
+        self._provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False)  # `begin` samples
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._read = TraceContextTextMapPropagator().extract
+        self._tracer = self._provider.get_tracer("tenuto")
 
     @classmethod
     def otlp(cls, endpoint: str, ratio: float = 0.0) -> Traces:
@@ -84,60 +99,25 @@ class Traces:
             ) from error
         return cls(OTLPSpanExporter(endpoint=endpoint), ratio)
 
-    def begin(self, traceparent: bytes | None) -> Traced | None:
-        """Return how a request is traced; None for one that is not sampled."""
-        match = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent.strip())
-        if match is not None and int(match[1], 16) and int(match[2], 16):
-            if not int(match[3], 16) & _SAMPLED:
-                return None
-            return Traced(int(match[1], 16), self._id(64), int(match[2], 16))
-        if self._draw.random() >= self._ratio:
+    def begin(self, traceparent: bytes | None, arrived_ms: float) -> Traced | None:
+        """Return how a request is traced; None for one that is not sampled. `arrived_ms`: on the monotonic clock."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind, get_current_span
+
+        context = Context()
+        if traceparent is not None:
+            context = self._read({"traceparent": traceparent.decode("latin-1")}, context)
+        caller = get_current_span(context).get_span_context()
+        if not caller.trace_flags.sampled if caller.is_valid else self._draw.random() >= self._ratio:
             return None
-        return Traced(self._id(128), self._id(64), 0)
-
-    def _id(self, bits: int) -> int:
-        return self._draw.getrandbits(bits) or 1
-
-    def end(
-        self, traced: Traced, *, arrived_ms: float, stages: Mapping[str, tuple[float, float]], about: Mapping[str, Any]
-    ) -> None:
-        """Make the spans of a request that has just been answered.
-
-        Args:
-            traced: what `begin` returned.
-            arrived_ms: when it came, on the monotonic clock in ms, as all moments here.
-            stages: begin and end of each part of its time.
-            about: attributes of the request's span: model, outcome, gpu-let, …
-        """
-        from opentelemetry.sdk.trace import ReadableSpan
-        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
-
         now_ms, now_ns = self._clock() * 1000.0, self._wall_clock_ns()
 
         def unix_ns(moment_ms: float) -> int:
             return now_ns - round(1e6 * (now_ms - moment_ms))
 
-        def context(span_id: int, *, is_remote: bool = False) -> SpanContext:
-            return SpanContext(traced.trace_id, span_id, is_remote, TraceFlags(_SAMPLED))
-
-        own = context(traced.span_id)
-        for name, (start_ms, end_ms) in stages.items():
-            times: dict[str, Any] = {"start_time": unix_ns(start_ms), "end_time": unix_ns(end_ms)}
-            self._exporter.on_end(ReadableSpan(name, context(self._id(64)), own, **self._made_by, **times))
-        outcome = str(about["outcome"])
-        whole = ReadableSpan(
-            f"infer {about['model']}",
-            own,
-            context(traced.parent_id, is_remote=True) if traced.parent_id else None,
-            attributes={f"tenuto.{key}": value for key, value in about.items()},
-            kind=SpanKind.SERVER,
-            status=Status() if outcome in ("ok", "late") else Status(StatusCode.ERROR, outcome),
-            start_time=unix_ns(arrived_ms),
-            end_time=now_ns,
-            **self._made_by,
-        )
-        self._exporter.on_end(whole)
+        span = self._tracer.start_span("infer", context, SpanKind.SERVER, start_time=unix_ns(arrived_ms))
+        return Traced(self._tracer, span, unix_ns)
 
     def close(self) -> None:
         """Hand over the spans that are left."""
-        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+        self._provider.shutdown()

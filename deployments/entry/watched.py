@@ -13,10 +13,10 @@ import time
 from msgspec.structs import replace
 
 from tenuto import __version__
-from tenuto.deployments.entry.connection import HttpServer
 from tenuto.deployments.entry.decisions import AskBeside, LatestBeside
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import HttpError
+from tenuto.deployments.entry.http_server import HttpServer
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.machines.devices import DeviceFigures
 from tenuto.deployments.operator.merged_status import merge_system

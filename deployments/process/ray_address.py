@@ -91,7 +91,8 @@ def begin_ray(**how: Any) -> None:
 
 
 def end_ray(limit_s: float) -> None:
-    """Call `ray.shutdown`, which may take so long. Threads of Serve's handles do not end with it, and would tell of it in the log."""
+    """Call `ray.shutdown`, which may take so long. Threads of Serve's handles do not end with it, and would tell of it
+    in the log."""
     import ray
 
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)

@@ -105,20 +105,6 @@ class Caller:
     `share`.
     """
 
-    __slots__ = (
-        "_asked",
-        "_burst",
-        "_claimed",
-        "_filled_s",
-        "_gateways",
-        "_part",
-        "_text",
-        "_text_filled_s",
-        "_tokens",
-        "asked_rps",
-        "entry",
-    )
-
     def __init__(self, entry: KeyEntry) -> None:
         """Take an entry of the key file; the bucket is full."""
         self.entry = entry

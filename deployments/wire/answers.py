@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from tenuto.deployments.wire.tensors import OutputTensor, RowOutput
 from tenuto.outcome import Outcome, Rule
 
@@ -17,7 +19,6 @@ class Loop(StrEnum):
 
     MARGIN = "margin"
     MEASURED_TIMES = "measured times"
-    READING_LAG = "reading lag"
     NONE = ""
 
 
@@ -56,8 +57,7 @@ def late_loop(execution_ms: float, planned_ms: float, late_ms: float) -> Loop:
     return Loop.MEASURED_TIMES if execution_ms - planned_ms >= late_ms else Loop.MARGIN
 
 
-@dataclass(slots=True, frozen=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True, array_like=True):
     """A request that was not executed, or whose execution failed; `reason` says why and what to do."""
 
     outcome: Outcome

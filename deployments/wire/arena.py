@@ -8,10 +8,10 @@ however a process ends. The memory lives until the last process that maps it is 
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import os
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import Protocol
 
@@ -71,7 +71,8 @@ class Slot:
 class Arena:
     """Slots of shared memory, which are reused without being cleared. All calls must come from one thread.
 
-    The system gives memory when a slot is first written. The arena keeps this memory for later slots.
+    The system gives memory when a slot is first written. The arena keeps this memory for later slots, which lie as far
+    in front as they can.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -83,59 +84,39 @@ class Arena:
         self._view = memoryview(self._map)
         self.name = f"{os.getpid()}:{self._file}:{os.fstat(self._file).st_ino}"
         self.used_bytes = 0
-        self._begun_bytes = 0  # slots that are or were in use lie below this offset
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets by size; the last freed is taken first
+        self._gaps = [(0, self.limit_bytes)]  # free parts, (offset, length), in order; no two lie side by side
 
     def take(self, size: int) -> Slot | None:
         """Return a slot with `size` bytes of `data`, of any content; None when no memory is free."""
-        length = -(-max(1, size) // _GRAIN_BYTES) * _GRAIN_BYTES
-        offsets = self._free.get(length)
-        if offsets:
-            offset = offsets.pop()
-        elif self._begun_bytes + length <= self.limit_bytes:
-            offset, self._begun_bytes = self._begun_bytes, self._begun_bytes + length
-        else:
-            found = self._cut(length)
-            if found is None:
-                return None
-            offset = found
-        self.used_bytes += length
-        return Slot(self, offset, self._view[offset : offset + size])
-
-    def _cut(self, length: int) -> int | None:
-        """Join free slots that lie side by side, and return the offset of a gap that is long enough; None if none
-        is."""
-        pieces = sorted((offset, size) for size, offsets in self._free.items() for offset in offsets)
-        self._free.clear()
-        gaps: list[list[int]] = []
-        for offset, size in pieces:
-            if gaps and gaps[-1][0] + gaps[-1][1] == offset:
-                gaps[-1][1] += size
-            else:
-                gaps.append([offset, size])
-        if gaps and sum(gaps[-1]) == self._begun_bytes:
-            self._begun_bytes = gaps.pop()[0]
-        chosen = None
-        for gap in sorted(gaps, key=lambda gap: gap[1]):
-            if chosen is None and gap[1] >= length:
-                chosen = gap[0]
-                gap[0] += length
-                gap[1] -= length
-            if gap[1]:
-                self._free[gap[1]].append(gap[0])
-        if chosen is None and self._begun_bytes + length <= self.limit_bytes:
-            chosen, self._begun_bytes = self._begun_bytes, self._begun_bytes + length
-        return chosen
+        length = _whole_grains(size)
+        for place, (offset, free) in enumerate(self._gaps):
+            if free >= length:
+                self._gaps[place : place + 1] = [(offset + length, free - length)] if free > length else []
+                self.used_bytes += length
+                return Slot(self, offset, self._view[offset : offset + size])
+        return None
 
     def _give_back(self, slot: Slot) -> None:
-        length = -(-max(1, len(slot.data)) // _GRAIN_BYTES) * _GRAIN_BYTES
-        self._free[length].append(slot.offset)
+        offset, length = slot.offset, _whole_grains(len(slot.data))
         self.used_bytes -= length
+        gaps, place = self._gaps, bisect.bisect(self._gaps, (offset,))
+        if place < len(gaps) and gaps[place][0] == offset + length:
+            length += gaps.pop(place)[1]
+        if place and sum(gaps[place - 1]) == offset:
+            place -= 1
+            offset, before = gaps.pop(place)
+            length += before
+        gaps.insert(place, (offset, length))
 
     def close(self) -> None:
         """Release the memory. The system takes it back once no other process maps it."""
         os.close(self._file)
         # The mapping itself lives as long as the views of slots.
+
+
+def _whole_grains(size: int) -> int:
+    """Return the length of a slot for so many bytes."""
+    return -(-max(1, size) // _GRAIN_BYTES) * _GRAIN_BYTES
 
 
 class MappedArenas:

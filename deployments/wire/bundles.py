@@ -14,9 +14,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import MappedArenas
-from tenuto.deployments.wire.messages import MOST_BUNDLED_BYTES, Answers, ExecutedRows, PartPlace, RefusedRow
+from tenuto.deployments.wire.messages import MOST_BUNDLED_BYTES, Answers, ExecutedRows, PartPlace
 from tenuto.deployments.wire.tensors import Buffer, InputPart, cut_rows
-from tenuto.outcome import Outcome
 
 ItemT = TypeVar("ItemT")
 
@@ -41,19 +40,17 @@ class Bundler(Generic[ItemT]):
 
     def flush(self) -> None:
         """Hand over the items now."""
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
-        if self._items:
-            items, self._items, self._bytes = self._items, [], 0
+        items = self.drop()
+        if items:
             self._hand_over(items)
 
-    def drop(self) -> None:
-        """Forget the items, as the connection is gone."""
+    def drop(self) -> list[ItemT]:
+        """Forget the items, as the connection is gone. Return them."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
-        self._items, self._bytes = [], 0
+        items, self._items, self._bytes = self._items, [], 0
+        return items
 
 
 class Places:
@@ -114,14 +111,13 @@ class AnsweredRequest(NamedTuple):
 def pack_answers(answered: Sequence[AnsweredRequest], sent_at_ms: float) -> tuple[Answers, list[Buffer]]:
     """Return the message and the buffers of its body. Requests of one batch that follow each other are joined."""
     executed: list[ExecutedRows] = []
-    refused: list[RefusedRow] = []
+    refused: list[tuple[int, Refused]] = []
     buffers: list[Buffer] = []
     for _, same in itertools.groupby(answered, lambda answer: id(answer.end)):
         numbers, ends, rows = zip(*same, strict=True)
         end = ends[0]
         if isinstance(end, Refused):
-            refusal = int(end.outcome), end.reason, end.retry_after_s, end.gpulet, end.rule, end.loop
-            refused += [RefusedRow(number, *refusal) for number in numbers]
+            refused += [(number, end) for number in numbers]
             continue
         executed.append(
             ExecutedRows(
@@ -172,6 +168,5 @@ def unpack_answers(message: Answers, body: memoryview, ahead_ms: float) -> Itera
         )
         for row, number in enumerate(numbers):
             yield AnsweredRequest(number, executed, row)
-    for number, outcome, reason, retry_after_s, gpulet, rule, loop in message.refused:
-        refused = Refused(Outcome(outcome), reason, retry_after_s, gpulet, rule, loop)
+    for number, refused in message.refused:
         yield AnsweredRequest(number, refused)

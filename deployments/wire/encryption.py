@@ -4,12 +4,13 @@ network can pose as the process."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import socket
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _NAME = "tenuto"
 _LASTS = datetime.timedelta(days=3650)  # longer than any process lives
@@ -71,6 +72,22 @@ def pinned_context(certificate: str) -> ssl.SSLContext:
     return context
 
 
+@contextlib.contextmanager
+def ended_after(connection: socket.socket, limit_s: float) -> Iterator[None]:
+    """End a connection when the block takes longer, however often the peer sends a byte meanwhile."""
+
+    def end() -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(limit_s, end)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class TlsSocket:
     """The listening side's end of a connection, for threads, with a socket's methods to receive and to send. One thread
     can receive while another sends, which Python's own `SSLSocket` does not allow. `plain` is the socket below. The
@@ -89,18 +106,18 @@ class TlsSocket:
         Raises:
             OSError: the peer does not speak TLS, or is too slow.
         """
-        self._socket.settimeout(timeout_s)
         is_done = False
-        while not is_done:
-            try:
-                self._tls.do_handshake()
-                is_done = True
-            except ssl.SSLWantReadError:
-                pass
-            if self._leaves.pending:
-                self._socket.sendall(self._leaves.read())
-            if not is_done:
-                self._receive()
+        with ended_after(self._socket, timeout_s):
+            while not is_done:
+                try:
+                    self._tls.do_handshake()
+                    is_done = True
+                except ssl.SSLWantReadError:
+                    pass
+                if self._leaves.pending:
+                    self._socket.sendall(self._leaves.read())
+                if not is_done:
+                    self._receive()
 
     def _receive(self) -> None:
         data = self._socket.recv(_READ_BYTES)

@@ -27,7 +27,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from tenuto.deployments.wire.encryption import Identity, TlsSocket, pinned_context
+from tenuto.deployments.wire.encryption import Identity, TlsSocket, ended_after, pinned_context
 from tenuto.deployments.wire.liveness import BEAT_S, GIVEN_UP_S, LEASE_S, Silence, end_if_stopped, process_behind
 from tenuto.deployments.wire.messages import Beat, Hello, Message, decode, encode
 from tenuto.deployments.wire.tensors import Buffer
@@ -361,17 +361,16 @@ class FrameSocket(_End):
         """Receive the first frame and return it if it presents the token; otherwise return None."""
         reader = self._reader
         reader.most_message_bytes = _FIRST_FRAME_BYTES
-        self._plain.settimeout(FIRST_FRAME_S)
         try:
-            while (frame := reader.next_frame()) is None:
-                self._receive()
+            with ended_after(self._plain, FIRST_FRAME_S):
+                while (frame := reader.next_frame()) is None:
+                    self._receive()
             hello = frame[0]
             if not isinstance(hello, Hello) or not _is_same(hello.token, token):
                 raise WrongFrameError("its token is wrong")
         except (OSError, WrongFrameError) as error:
             logger.warning("closing a connection of an unknown peer: %s", error)
             return None
-        self._plain.settimeout(None)
         reader.most_message_bytes = _MOST_MESSAGE_BYTES
         return hello
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tenuto.deployments.wire.answers import Loop, Refused
+from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.status import GatewayReport, GpuletMode, GpuletStatus, MpsStatus
 from tenuto.deployments.wire.tensors import RowOutput, most_batch_bytes, most_row_bytes
 from tenuto.outcome import Outcome, Rule
@@ -279,27 +279,16 @@ class ExecutedRows(NamedTuple):
     outputs: list[RowOutput]
 
 
-class RefusedRow(NamedTuple):
-    """A request that did not run; see `tenuto.deployments.wire.answers.Refused`."""
-
-    number: int
-    outcome: int
-    reason: str
-    retry_after_s: float | None
-    gpulet: str
-    rule: Rule
-    loop: Loop
-
-
 class Answers(_Message, tag=11):
-    """The requests that ended in one turn of the dispatcher's loop; the body has the outputs.
+    """The requests that ended in one turn of the dispatcher's loop; the body has the outputs. Those that did not run
+    are in `refused`, by their numbers.
 
     `sent_at_ms` is the sender's time; a gateway on another machine translates the times by it.
     """
 
     sent_at_ms: float
     executed: list[ExecutedRows]
-    refused: list[RefusedRow]
+    refused: list[tuple[int, Refused]]
 
 
 class DispatcherState(_Message, tag=12):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import inspect
 import json
 import random
 import statistics
@@ -211,9 +210,8 @@ class _Gpulet:
         sys.setprofile(profile)
 
     def _answer(self, ran: Any, body: bytes) -> None:
-        from tenuto.deployments.wire import frames
+        from tenuto.deployments.wire.frames import framed
 
-        framed = getattr(frames, "framed", None) or frames._framed  # its name in f373c82
         trace, profile = sys.gettrace(), sys.getprofile()
         sys.settrace(None)
         sys.setprofile(None)
@@ -230,20 +228,16 @@ class _Gateway:
         from tenuto.batching.core.build import from_plan
         from tenuto.batching.registry import make_scheduler
         from tenuto.deployments.dispatch.dispatcher import Dispatcher
-        from tenuto.deployments.entry import connection
+        from tenuto.deployments.entry.http_server import HttpServer
+        from tenuto.deployments.entry.open_connections import Limits
         from tenuto.deployments.entry.service import InferenceService
+        from tenuto.deployments.entry.turns import Turns
         from tenuto.deployments.wire.arena import Arena
 
         loop, arena = asyncio.get_running_loop(), Arena(1 << 24)
-        given: list[Any] = [lambda *_: None]
-        if "arena" in inspect.signature(InferenceService).parameters:  # of f373c82
-            given = [arena, *given]
-        self.service = InferenceService(*given, clock=loop.time)
-        self.server = connection.HttpServer(self.service, arena, connection.Limits())
-        if hasattr(connection, "ArrivalClock"):  # of f373c82
-            self.server.clock = connection.ArrivalClock(loop, loop.time)
-        else:
-            self.server.turns = connection.Turns(loop, loop.time)
+        self.service = InferenceService(lambda *_: None, clock=loop.time)
+        self.server = HttpServer(self.service, arena, Limits())
+        self.server.turns = Turns(loop, loop.time)
         options = {"rehearse": "false"} if scheduler == "deferred" else {}
         self.gpulets: list[_Gpulet] = []
 

@@ -33,8 +33,9 @@ _BODIES = {"73 bytes": bytes(73), "a picture, 602,112 bytes": bytes(602_112)}
 
 
 async def _ours(port: int) -> None:
-    from tenuto.deployments.entry.connection import HttpExchange, HttpServer
+    from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
     from tenuto.deployments.entry.exchange import JSON
+    from tenuto.deployments.entry.http_server import HttpServer
     from tenuto.deployments.entry.open_connections import Limits
     from tenuto.deployments.wire.arena import Arena
 
@@ -45,7 +46,7 @@ async def _ours(port: int) -> None:
         def handle(self, exchange: HttpExchange) -> None:
             exchange.respond(200, JSON, [_ANSWER])
 
-    await HttpServer(Service(), Arena(1 << 28), Limits()).listen("127.0.0.1", port)
+    await HttpServer(Service(), Arena(1 << 28), Limits()).listen("127.0.0.1", port, HttpConnection)
     await asyncio.Event().wait()
 
 

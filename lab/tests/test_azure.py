@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.schedule import Schedule, make_schedule
+from tenuto.loadgen.schedule import make_schedule
 from tenuto.placement import Arrival, ModelSpec
 from tenuto.placement.arrivals.arrival_processes import arrival_times
 
@@ -172,5 +172,6 @@ def test_synthetic_times_are_labelled_so(tmp_path: Path) -> None:
     schedule = make_schedule([spec], 60.0, 0)
     assert "m are synthetic" in schedule.notes[0]
     schedule.save(tmp_path / "s.npz")
-    assert Schedule.load(tmp_path / "s.npz").notes == schedule.notes
+    with np.load(tmp_path / "s.npz", allow_pickle=False) as saved:
+        assert tuple(saved["notes"]) == schedule.notes
     assert make_schedule([spec.model_copy(update={"arrival": Arrival()})], 60.0, 0).notes == ()

@@ -33,6 +33,7 @@ def document(goodput: float, schedule: str, **more: Any) -> dict[str, Any]:
         "verdict": {"result": "PASS", "reasons": [], "conditions": {}},
         "options": {},
         "window_ms": [0, 1000],
+        "slos_ms": {"m": 20.0},
         **more,
     }
 
@@ -120,6 +121,7 @@ def write_run(folder: Path, latency_ms: np.ndarray[Any, Any]) -> Side:
     head = {
         "verdict": {"result": "PASS", "reasons": [], "conditions": {}},
         "options": {"duration_s": 10},
+        "slos_ms": {"m": 50.0},
         "schedule_hash": "x",
     }
     write_run_files(folder, {**head, **summary, "plan": None}, rows, None)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.loadgen.application_load import ApplicationLoad, Joins
 from tenuto.loadgen.clients.precise_timer import PreciseTimer, Timer
 from tenuto.loadgen.clients.priority import Priority, preferred
@@ -53,31 +52,24 @@ class ModelTarget:
 
 @dataclass(frozen=True)
 class ClientJob:
-    """The requests that one client must send, with their times in ms from the common start.
-
-    With applications, `load` has the same rows; requests of later stages stand last and have no time yet.
-    """
+    """The requests that one client must send. Their times count from the common start."""
 
     url: str
     targets: tuple[ModelTarget, ...]
-    request: Any  # int64 array
-    times_ms: Any  # float64 array
-    model_index: Any  # int32 array
+    load: ApplicationLoad
     grace_s: float
     connections: int
     send_slo: bool = False
     via: str = "http"  # http, or handle: the Python handle on the Ray cluster
     run: str = ""  # the beginning of the requests' ids; see `request_id`
-    load: ApplicationLoad | None = None
-    tokens: RequestTokens | None = None  # of each request, when a model generates
     priority: Priority = "realtime"  # priority of the sending thread, if the system allows it
     key: str = field(default="", repr=False)  # the API key for the server
     measured_from_ms: float = 0.0  # errors of requests that were scheduled earlier are not counted
 
     def answer_s(self, row: int) -> float:
         """Return how long a stream may take by its SLO; 0 for other requests."""
-        slo = self.targets[self.model_index[row]].slo
-        return 0.0 if slo is None or self.tokens is None else slo.answer_ms(float(self.tokens.output[row])) / 1000.0
+        slo, tokens = self.targets[self.load.model_index[row]].slo, self.load.tokens
+        return 0.0 if slo is None or tokens is None else slo.answer_ms(float(tokens.output[row])) / 1000.0
 
 
 @dataclass
@@ -99,11 +91,11 @@ def outcome_of(status: int, latency_ms: float, slo_ms: float) -> Outcome:
 class _Columns:
     """The rows of a job while it runs, as flat arrays: 1e6 requests take 60 MB instead of 1 GB of objects."""
 
-    def __init__(self, job: ClientJob) -> None:
-        total = len(job.request)
-        self.job = job
-        self.request, self.model = job.request, job.model_index
-        self.scheduled_ms = array("d", np.asarray(job.times_ms, dtype=np.float64).tobytes())
+    def __init__(self, load: ApplicationLoad) -> None:
+        total = len(load.number)
+        self.request, self.model = load.number, load.model_index
+        self.call, self.call_at_ms = load.owner, load.call_at_ms
+        self.scheduled_ms = array("d", load.times_ms.tobytes())
         self.sent_ms = array("d", [NAN]) * total
         self.answered_ms = array("d", [NAN]) * total
         self.batching_ms = array("d", [NAN]) * total
@@ -114,7 +106,7 @@ class _Columns:
         self.outcome = array("b", [int(Outcome.FAILED)]) * total
         self.gpulet = [""] * total
         self.first_token_ms = array("d", [NAN]) * total
-        self.prompt_tokens = np.zeros(total, np.int64) if job.tokens is None else job.tokens.prompt
+        self.prompt_tokens = np.zeros(total, np.int64) if load.tokens is None else load.tokens.prompt
         self.output_tokens = array("q", [0]) * total
         self.ended: list[int] | None = None  # rows that ended since they were last taken; None: nobody takes them
 
@@ -136,17 +128,14 @@ class _Columns:
 
     def records(self, rows: Sequence[int] | None = None) -> Records:
         """Return these rows, or by default all but requests of stages that were never due."""
-        load = self.job.load
         kept = slice(None) if rows is None else np.asarray(rows, dtype=np.int64)
         columns: dict[str, Any] = {
             name: np.array(np.asarray(getattr(self, name))[kept], dtype=kind)
             for name, kind in Records.columns().items()
-            if name not in ("gpulet", "call", "call_at_ms")
+            if name != "gpulet"
         }
         columns["gpulet"] = np.array(self.gpulet if rows is None else [self.gpulet[row] for row in rows], dtype=object)
-        if load is None:
-            return Records(**columns)
-        found = Records(**columns, call=load.owner[kept], call_at_ms=load.call_at_ms[kept])
+        found = Records(**columns)
         return found.where(~np.isnan(found.scheduled_ms))
 
 
@@ -168,11 +157,11 @@ class Client:
         self._sender = sender
         self._make_timer = make_timer
         self._columns: _Columns | None = None
-        self._hands_over = hands_over and job.load is None
+        self._hands_over = hands_over and not job.load.applications
         self._counts: Counter[str] = Counter()
         self._stopped = False
         self._requests: list[list[Any]] = []  # per model, as the sender prepared them
-        self._joins: Joins | None = None
+        self._joins = Joins(job.load)
         self._handle_reply: OnReply = lambda _row, _reply: None
 
     def progress(self) -> dict[str, int]:
@@ -198,7 +187,6 @@ class Client:
     async def prepare(self) -> None:
         """Build the requests and open the connections, so that this costs no time in the run."""
         job, sender = self._job, self._sender
-        self._joins = Joins(job.load) if job.load is not None else None
         await sender.open(job.connections, lambda row, reply: self._handle_reply(row, reply))
         self._requests = [[self._prepared(target, body) for body in target.bodies] for target in job.targets]
 
@@ -215,16 +203,14 @@ class Client:
 
     async def _run(self, start_at: float) -> ClientReport:
         job, send = self._job, self._sender.send
-        columns = self._columns = _Columns(job)
+        load = job.load
+        columns = self._columns = _Columns(load)
         columns.ended = [] if self._hands_over else None
         errors: Counter[str] = Counter()
         counts = self._counts
         times = columns.scheduled_ms  # times of later stages are filled in when they are due
-        models = np.asarray(job.model_index).tolist()
-        numbers = np.asarray(job.request).tolist()
-        targets = job.targets
-        joins = self._joins
-        deadlines = job.load.deadlines_ms.tolist() if job.load is not None else []
+        models, numbers, deadlines = load.model_index.tolist(), load.number.tolist(), load.deadlines_ms.tolist()
+        targets, joins = job.targets, self._joins
         timer = self._make_timer()
         now = timer.now
         # The wall clock is read once, so that its adjustment during the run cannot bend the schedule.
@@ -251,19 +237,18 @@ class Client:
             counts[OUTCOMES[outcome]] += 1
             if reply.error and times[row] >= job.measured_from_ms:
                 _count_error(errors, reply.error[:_LONGEST_ERROR])
-            if joins is not None:
-                if reply.status == 200:
-                    for later, _deadline in joins.answered((row,)):
-                        times[later] = answered_ms
-                        send_row(later, "followed")
-                else:
-                    joins.given_up((row,))
+            if reply.status != 200:
+                joins.given_up((row,))
+            else:
+                for later, _deadline in joins.answered((row,)):
+                    times[later] = answered_ms
+                    send_row(later, "followed")
             pending.discard(row)
             if not pending:
                 idle.set()
 
         self._handle_reply = on_reply
-        for row in range(len(times) if job.load is None else job.load.planned):
+        for row in range(load.planned):
             at = origin + times[row] / 1000.0
             if at > now():
                 while at > (here := now()) and not self._stopped:
@@ -288,12 +273,12 @@ class Client:
 
     def _prompt(self, row: int) -> Any:
         """Return the request of a model that generates, as the sender prepared it."""
-        job, tokens = self._job, self._job.tokens
-        target = job.targets[job.model_index[row]]
+        load, tokens = self._job.load, self._job.load.tokens
+        target = self._job.targets[load.model_index[row]]
         assert target.prompts is not None
         assert tokens is not None
         lengths = int(tokens.prompt[row]), int(tokens.output[row])
-        return self._prepared(target, target.prompts.body(int(job.request[row]), *lengths))
+        return self._prepared(target, target.prompts.body(int(load.number[row]), *lengths))
 
     def _prepared(self, target: ModelTarget, body: Body) -> Any:
         slo_ms = target.slo_ms if target.slo is None else target.slo.ttft_ms

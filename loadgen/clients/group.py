@@ -26,31 +26,24 @@ class ClientGroup(Protocol):
 
     def prepare(self, jobs: Sequence[ClientJob]) -> None:
         """Hand out the jobs; return when every client is ready to send."""
-        ...
 
     def start(self, start_at: float) -> None:
         """Start every client's schedule at that `time.time()`, and return."""
-        ...
 
     def progress(self) -> dict[str, int]:
         """Return counts so far, over all clients that answer."""
-        ...
 
     def is_done(self) -> bool:
         """Whether every client has ended, with a result or an error."""
-        ...
 
     def stop(self) -> None:
         """Ask every client to send no more."""
-        ...
 
     def results(self) -> tuple[list[ClientReport], list[str]]:
         """Wait for the end; return the reports of the clients that lived, and one line per client that did not."""
-        ...
 
     def close(self) -> None:
         """End all clients that are left."""
-        ...
 
 
 class LocalClient:

@@ -15,19 +15,15 @@ class Timer(Protocol):
 
     def now(self) -> float:
         """Return the time."""
-        ...
 
     def wall(self) -> float:
         """Return the time as `time.time()` counts it, which all clients of a run share."""
-        ...
 
     async def wait_until(self, at: float) -> None:
         """Return at `at` or a little later, never earlier; at once if it has passed."""
-        ...
 
     def close(self) -> None:
         """Free the timer."""
-        ...
 
 
 class PreciseTimer:

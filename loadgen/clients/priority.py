@@ -17,33 +17,28 @@ Priority = Literal["realtime", "normal"]
 _LOWEST = 1  # format: the lowest real-time priority, which is above all ordinary threads
 
 
-def prefer_this_thread(wanted: Priority = "realtime") -> Priority:
-    """Give the calling thread the lowest real-time priority; return the priority that it got.
+@contextlib.contextmanager
+def preferred(wanted: Priority = "realtime") -> Iterator[Priority]:
+    """Give the calling thread the lowest real-time priority within the block; yield the priority that it got.
 
     This needs root, CAP_SYS_NICE or a limit for real-time priority (`ulimit -r`). Without these, and on other systems
     than Linux, the thread stays as it is. So does a thread that is real-time already. Threads and processes that the
     thread starts have ordinary priority.
     """
     if wanted == "normal" or not hasattr(os, "sched_setscheduler"):
-        return "normal"
-    if _policy() in (os.SCHED_RR, os.SCHED_FIFO):
-        return "realtime"
-    try:
-        _set(os.SCHED_RR, _LOWEST)
-    except OSError:  # not permitted, or the group of this process has no real-time share
-        return "normal"
-    return "realtime"
-
-
-@contextlib.contextmanager
-def preferred(wanted: Priority = "realtime") -> Iterator[Priority]:
-    """Prefer the calling thread within the block; see `prefer_this_thread`."""
-    before = _policy() if hasattr(os, "sched_getscheduler") else None
-    got = prefer_this_thread(wanted)
+        yield "normal"
+        return
+    before = _policy()
+    got: Priority = "realtime"
+    if before not in (os.SCHED_RR, os.SCHED_FIFO):
+        try:
+            _set(os.SCHED_RR, _LOWEST)
+        except OSError:  # not permitted, or the group of this process has no real-time share
+            got = "normal"
     try:
         yield got
     finally:
-        if before is not None and _policy() != before:
+        if _policy() != before:
             _set(before, 0)
 
 

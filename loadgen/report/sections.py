@@ -134,51 +134,41 @@ def _outcomes(rows: Mapping[str, Mapping[str, Any]], notes: Mapping[str, str]) -
 
 
 def _latency_of_models(run: Run, styles: Styles) -> Figure:
-    """Draw latency distributions on one scale, as multiples of the models' SLOs if all SLOs are known. Models that
-    generate have figures of their own."""
-    slos = {name: run.slo_ms(name) for name in run.names if name not in run.token_slos}
-    known = all(slos.values()) and bool(slos)
+    """Draw latency distributions on one scale, as multiples of the models' SLOs. Models that generate have figures of
+    their own."""
+    slos = {name: run.slos_ms[name] for name in run.names if name not in run.token_slos}
     curves = []
     for name, mine in run.by_model().items():
         if name not in slos:
             continue
         values, shares = cdf(mine.where(mine.status == 200).latency_ms, len(mine))
-        curves.append((name, values / (slos[name] or 1.0) if known else values, shares))
+        curves.append((name, values / slos[name], shares))
     note = "Counted from the scheduled time. A curve ends below 100 % where requests were not answered."
-    if known:
-        note += " SLOs: " + ", ".join(f"{name} {round(slo or 0.0, 1):g} ms" for name, slo in slos.items()) + "."
-    if known and run.applications:
+    note += " SLOs: " + ", ".join(f"{name} {round(slo, 1):g} ms" for name, slo in slos.items()) + "."
+    if run.applications:
         note += " Later stages of applications had what was left of the split, often more than that."
-    return _latency("Latency", curves, styles, note, "No request was answered.", by_slo=known)
+    return _latency("Latency", curves, styles, note, "No request was answered.")
 
 
 def _latency(
-    heading: str,
-    curves: Iterable[Curve],
-    styles: Styles,
-    note: str,
-    if_none: str,
-    *,
-    by_slo: bool = True,
-    of: str = "SLO",
+    heading: str, curves: Iterable[Curve], styles: Styles, note: str, if_none: str, *, of: str = "SLO"
 ) -> Figure:
-    """Draw names with their latencies (multiples of the SLO, or ms) and the shares of the offered requests. `of`: what
-    the multiples are of."""
+    """Draw names with their latencies and the shares of the offered requests. `of`: what the latencies are multiples
+    of."""
     shown = [curve for curve in curves if curve[1].size]
     if not shown:
         return Figure(heading, if_none)
     longest = max(float(x[-1]) for _, x, _ in shown)
     plot = Plot(
-        (0.0, max(1.2, min(longest, 3.0)) if by_slo else longest),
+        (0.0, max(1.2, min(longest, 3.0))),
         (0.0, 1.0),
-        x_label=f"{'latency' if of == 'SLO' else heading} as a multiple of the {of}" if by_slo else "latency in ms",
+        x_label=f"{'latency' if of == 'SLO' else heading} as a multiple of the {of}",
         y_label="share of offered",
         percent_y=True,
     )
     for name, values, shares in shown:
         plot.line(np.append(0.0, values), np.append(0.0, shares), styles[name], name)
-    if by_slo:
-        plot.mark_x(1.0, of)
+    plot.mark_x(1.0, of)
     return Figure(heading, plot, f"Distribution of {heading}" if of != "SLO" else "Latency distribution", note)
 
 

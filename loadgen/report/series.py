@@ -49,11 +49,10 @@ def waiting_and_under_way(run: Run) -> tuple[Floats, Floats, Floats]:
     """Return times (s), requests not yet executing, and requests not yet answered, at 240 instants.
 
     Execution is taken to end when the answer arrives, so it includes the way back; a generation executes from its first
-    token on. A request that was never answered
-    waits until its deadline, if the SLO is known."""
+    token on. A request that was never answered waits until its deadline."""
     records = run.records
     instants = np.linspace(0.0, max(run.end_ms, 1.0), 2 * _BINS)
-    slo = np.array([run.slo_ms(name) or np.inf for name in run.names])
+    slo = np.array([run.slos_ms[name] for name in run.names])
     deadline = records.scheduled_ms + slo[records.model] if len(records) else np.empty(0)
     end = np.where(np.isnan(records.answered_ms), deadline, records.answered_ms)
     begin = end - np.nan_to_num(records.execution_ms)

@@ -18,7 +18,7 @@ class AnswerReader:
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: Reply | None = None  # what is read now
+        self._reply = Reply(0)  # what is read now
         self._headers: dict[bytes, bytes] = {}
         self._body = b""  # of a refusal; of a stream: the beginning of an event
         self._is_stream = self._is_over = False
@@ -34,13 +34,13 @@ class AnswerReader:
         if not self._is_over:
             return None
         self._is_over = False
-        return self._answer
+        return self._reply
 
     # --- what the parser calls --------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """Begin anew."""
-        self._answer, self._headers, self._body = Reply(0), {}, b""
+        self._reply, self._headers, self._body = Reply(0), {}, b""
         self._is_stream, self._first_at = False, None
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -91,11 +91,6 @@ class AnswerReader:
             reply.error = f"HTTP {reply.status}: {_reason(self._body) or 'no reason given'}"
         elif self._is_stream and not reply.error and self._first_at is None:
             reply.status, reply.error = 0, "the stream ended without a token"
-
-    @property
-    def _reply(self) -> Reply:
-        assert self._answer is not None
-        return self._answer
 
 
 def _reason(body: bytes) -> str:

@@ -82,7 +82,7 @@ class _Connection(asyncio.Protocol):
     def _answered(self, reply: Reply) -> None:
         token, self._token = self._token, -1
         if token >= 0:
-            self._sender.answered(token, reply)
+            self._sender.on_reply(token, reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -115,11 +115,11 @@ class HttpSender:
         self.idle: list[_Connection] = []
         self._all: set[_Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
-        self._on_reply: OnReply = lambda _token, _reply: None
+        self.on_reply: OnReply = lambda _token, _reply: None
 
     async def open(self, connections: int, on_reply: OnReply) -> None:
         """Open connections before the run, so that the first requests need not. Failures show when sending."""
-        self._on_reply = on_reply
+        self.on_reply = on_reply
         for _ in range(connections):
             try:
                 self.idle.append(await self._connect())
@@ -134,12 +134,10 @@ class HttpSender:
 
     def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> tuple[bytes, bytes]:
         """Return the request in two parts; `send` puts the id between them."""
-        headers = {"Content-Type": "application/json"}
+        is_binary = body.is_raw or body.json_length is not None
+        headers = {"Content-Type": "application/octet-stream" if is_binary else "application/json"}
         if body.json_length is not None:
-            headers = {
-                "Content-Type": "application/octet-stream",
-                "Inference-Header-Content-Length": str(body.json_length),
-            }
+            headers["Inference-Header-Content-Length"] = str(body.json_length)
         if slo_ms is not None:
             headers["X-SLO-Ms"] = f"{slo_ms:g}"
         if self._key:
@@ -147,8 +145,6 @@ class HttpSender:
         path = f"/predict/{path_of(model)}" if body.is_raw else f"/v2/models/{path_of(model)}/infer"
         if body.is_streamed:
             path = "/v1/completions"
-        if body.is_raw:
-            headers["Content-Type"] = "application/octet-stream"
         line, rest = post_bytes(path, body.data, headers, self._host).split(b"\r\n", 1)
         return line, rest
 
@@ -176,13 +172,9 @@ class HttpSender:
             connection = await self._connect()
         except OSError as error:
             reason = error.strerror or str(error)
-            self._on_reply(token, Reply(0, error=f"cannot connect to {self._target[0]}:{self._target[1]}: {reason}"))
+            self.on_reply(token, Reply(0, error=f"cannot connect to {self._target[0]}:{self._target[1]}: {reason}"))
             return
         connection.send(request, token)
-
-    def answered(self, token: int, reply: Reply) -> None:
-        """Pass a reply on; called by connections."""
-        self._on_reply(token, reply)
 
     def forget(self, connection: _Connection) -> None:
         """Drop a connection that is gone; called by connections."""

@@ -11,23 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.deployments.entry.oip import DATATYPES
 from tenuto.errors import InvalidInputError, refused
 from tenuto.loadgen.sender import Body
 
-_DTYPES = {
-    "BOOL": np.bool_,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-}
 _STARTS = 4096  # limit: places where prompts begin; more would only make them differ more
 _LARGEST_TOKEN = 20_000  # limit: smaller than the vocabulary of every model in the catalogue
 
@@ -52,7 +39,7 @@ def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, 
         described: list[dict[str, Any]] = []
         parts: list[bytes] = []
         for tensor in inputs:
-            dtype = _DTYPES.get(tensor["datatype"])
+            dtype = DATATYPES.get(tensor["datatype"])
             shape = [1, *tensor["shape"][1:]]
             if dtype is None or any(size < 1 for size in shape):
                 raise InvalidInputError(

@@ -89,8 +89,8 @@ def load_of(work: Workload, duration_s: float = 0.1, seed: int = 0) -> Applicati
 def job_of(work: Workload, load: ApplicationLoad, **settings: Any) -> ClientJob:
     staged = {app.model_name(stage) for app in work.applications for stage in app.stages}
     targets = tuple(ModelTarget(m.name, m.slo_ms, (Body(b""),), m.name in staged) for m in work.models)
-    given = {"grace_s": 0.5, "connections": 1, "load": load, **settings}
-    return ClientJob("", targets, load.number, load.times_ms, load.model_index, **given)
+    given = {"grace_s": 0.5, "connections": 1, **settings}
+    return ClientJob("", targets, load, **given)
 
 
 def send(work: Workload, sender: FakeSender, duration_s: float = 0.1, **settings: Any) -> ClientReport:

@@ -47,7 +47,7 @@ def test_every_stage_is_sent_and_answered(plan: Plan, url: str, via: Literal["ht
     result = run_bench(models, options, applications=applications)
 
     simulated = Simulation.of_plan(plan, duration_s=SECONDS, warmup_s=0.0, seed=SEED).run()
-    assert result.schedule.hash == simulated.schedule.hash
+    assert result.schedule.hash == simulated.load.schedule.hash
     for name, expected in simulated.summary()["applications"].items():
         row = result.summary["applications"][name]
         assert row["offered"] == expected["offered"] > 0

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.loadgen.application_load import make_application_load
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport, ModelTarget
 from tenuto.loadgen.clients.group import LocalClient
@@ -285,15 +286,8 @@ def test_what_has_ended_is_handed_over_once_and_in_part() -> None:
     taken: list[Records] = []
 
     async def work(url: str) -> Records:
-        job = ClientJob(
-            url,
-            (ModelTarget("m", 1000.0, (Body(b"{}"),)),),
-            np.arange(20),
-            np.arange(20) * 10.0,
-            np.zeros(20, np.int32),
-            PATIENCE_S,
-            20,
-        )
+        load = make_application_load([spec(rate=100.0)], (), 0.2, 0)
+        job = ClientJob(url, (ModelTarget("m", 1000.0, (Body(b"{}"),)),), load, PATIENCE_S, 20)
         client = Client(job, HttpSender(url), hands_over=True)
         assert client.take_ended() is None
         await client.prepare()

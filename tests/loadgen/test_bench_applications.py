@@ -88,7 +88,7 @@ def test_the_verdict_names_the_application_and_not_its_stage() -> None:
 def test_slo_scale_scales_the_application() -> None:
     with endpoint() as server:
         result = run(server, served(), slo_scale=0.5)
-    assert result.applications[0].slo_ms == 2000.0
+    assert result.schedule.applications[0].slo_ms == 2000.0
     assert result.summary["applications"]["traffic"]["slo_ms"] == 2000.0
     allowed = [float(headers["x-slo-ms"]) for path, headers, _ in server.requests if "traffic" in path]
     assert max(allowed) <= 2000.0

@@ -66,20 +66,12 @@ def test_the_hash_sees_names_times_models_and_duration() -> None:
     assert len({base.hash, *(schedule.hash for schedule in changed)}) == 5
 
 
-def test_saved_and_loaded(tmp_path: Path) -> None:
+def test_what_is_saved_is_the_schedule(tmp_path: Path) -> None:
     schedule = make_schedule([A, B], 5.0, 0)
     schedule.save(tmp_path / "s.npz")
-    loaded = Schedule.load(tmp_path / "s.npz")
-    assert loaded.hash == schedule.hash
-    assert loaded.names == ("a", "b")
-
-
-def test_anything_else_is_not_a_schedule(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("hello")
-    with pytest.raises(InvalidInputError, match="not a schedule"):
-        Schedule.load(tmp_path / "x")
-    with pytest.raises(InvalidInputError, match="not a schedule"):
-        Schedule.load(tmp_path / "absent")
+    with np.load(tmp_path / "s.npz", allow_pickle=False) as data:
+        names, duration_s = tuple(data["names"].tolist()), float(data["duration_s"])
+        assert Schedule(data["times_ms"], data["model_index"], names, duration_s).hash == schedule.hash
 
 
 @pytest.mark.parametrize(

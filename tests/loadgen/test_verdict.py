@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.loadgen.application_figures import MIN_SAMPLES_P99
+from tenuto.batching.virtual.result import P99_SAMPLES
 from tenuto.loadgen.clients.client import outcome_of
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.verdict import judge, summarise
@@ -57,7 +57,7 @@ def test_the_warm_up_is_left_out_by_scheduled_time() -> None:
     assert found["goodput_rps"] == pytest.approx(2 / 0.9)
 
 
-@pytest.mark.parametrize(("samples", "known"), [(MIN_SAMPLES_P99 - 1, False), (MIN_SAMPLES_P99, True)])
+@pytest.mark.parametrize(("samples", "known"), [(P99_SAMPLES - 1, False), (P99_SAMPLES, True)])
 def test_p99_needs_enough_samples(samples: int, known: bool) -> None:
     model = summary_of(answered(np.linspace(0, 999, samples), np.arange(samples)))["models"]["m"]
     assert (model["p99_ms"] is not None) is known

@@ -65,6 +65,6 @@ async def test_an_application_answers_a_request_of_our_own_socket() -> None:
         body = message["body"] + scope["path"].encode() + scope["query_string"]
         await send_response(send, 201, b"x-a: 1\r\nx-b: 2\r\n", body)
 
-    exchange = WholeExchange(Head(b"POST", b"/a%20b?c", {}), b"body of ", 0.0)
-    await answer_with(app, exchange, ("tenuto", 0))
+    exchange = WholeExchange(Head(b"POST", b"/a%20b?c", {}), 0.0, b"body of ")
+    await answer_with(app, exchange)
     assert await exchange.response() == (201, b"x-a: 1\r\nx-b: 2\r\n", b"body of /a bc")

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.deployments.entry.connection import HttpExchange, HttpServer
+from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
 from tenuto.deployments.entry.exchange import HttpError
+from tenuto.deployments.entry.http_server import HttpServer
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena
@@ -75,7 +76,7 @@ class Behind:
 async def behind(tmp_path: Path) -> AsyncIterator[Behind]:
     assert HAPROXY is not None
     made = Behind()
-    await made.server.listen("127.0.0.1", made.ours)
+    await made.server.listen("127.0.0.1", made.ours, HttpConnection)
     file = tmp_path / "haproxy.cfg"
     file.write_text(CONFIG.format(secret=made.secret, strict=made.strict, lenient=made.lenient, ours=made.ours))
     process = await asyncio.create_subprocess_exec(HAPROXY, "-db", "-q", "-f", str(file))

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from tenuto.deployments.entry import connection as connection_module
-from tenuto.deployments.entry.connection import HttpExchange, HttpServer
+from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
 from tenuto.deployments.entry.exchange import HttpError
+from tenuto.deployments.entry.http_server import MOST_PIPELINED, HttpServer
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.turns import Turns
 from tenuto.deployments.wire.arena import Arena
@@ -102,7 +102,7 @@ class Bench:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        await self.server.listen("127.0.0.1", self.port)
+        await self.server.listen("127.0.0.1", self.port, HttpConnection)
 
     async def client(self) -> Client:
         client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
@@ -193,7 +193,7 @@ async def test_who_asks_once_is_served_before_all_who_sent_ahead_have_had_a_turn
     honest, *greedy = [await bench.client() for _ in range(41)]
     for client in greedy:
         client.say(request() * 400)
-    a_turn_of_each = len(greedy) * connection_module.MOST_PIPELINED
+    a_turn_of_each = len(greedy) * MOST_PIPELINED
     served = bench.service.in_slot
     await until(lambda: len(served) >= a_turn_of_each)
     before = len(served)
@@ -461,7 +461,7 @@ async def test_a_thousand_idle_and_half_spoken_connections_cost_the_others_nothi
     assert bench.arena.used_bytes == bench.server.chunked_bytes == 0  # no memory before the headers are there
 
 
-async def _connections(bench: Bench, count: int) -> list[connection_module.HttpConnection]:
+async def _connections(bench: Bench, count: int) -> list[HttpConnection]:
     await until(lambda: len(bench.server.places.taken()) == count)
     return bench.server.places.taken()
 
@@ -488,9 +488,9 @@ async def test_gateways_of_one_machine_share_a_port(bench: Bench) -> None:
     second = HttpServer(EchoService(), bench.arena, bench.limits)
     for is_shared in (False, True):
         with pytest.raises(OSError, match="in use"):  # what is not shared cannot be shared by others
-            await second.listen("127.0.0.1", bench.port, is_shared=is_shared)
-    await bench.server.listen("127.0.0.1", bench.port, is_shared=True)
-    await second.listen("127.0.0.1", bench.port, is_shared=True)
+            await second.listen("127.0.0.1", bench.port, HttpConnection, is_shared=is_shared)
+    await bench.server.listen("127.0.0.1", bench.port, HttpConnection, is_shared=True)
+    await second.listen("127.0.0.1", bench.port, HttpConnection, is_shared=True)
     reached = set()
     for _ in range(60):
         client = await bench.client()

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.entry.connection import HttpConnection, HttpServer
+from tenuto.deployments.entry.connection import HttpConnection
 from tenuto.deployments.entry.encrypted import EncryptedConnection
+from tenuto.deployments.entry.http_server import HttpServer
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.turns import MOST_WORK
 from tenuto.deployments.serve.launcher import unused_port
@@ -51,7 +52,7 @@ class Client:
     def __init__(self, server: HttpServer, tls: ssl.SSLContext, trust: ssl.SSLContext, piece: int) -> None:
         self.piece = piece
         self.line = Line()
-        made = server.connection(tls)
+        made = server.connection(HttpConnection, tls)
         assert isinstance(made, EncryptedConnection)
         self.end = made
         self._came, self._leaves = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -221,7 +222,7 @@ def test_a_turn_takes_few_of_those_who_come_together(
             return inner(*given)
 
         server.connection = counted  # type: ignore[method-assign]
-        await server.listen("127.0.0.1", port, tls=contexts[0] if is_encrypted else None)
+        await server.listen("127.0.0.1", port, HttpConnection, tls=contexts[0] if is_encrypted else None)
         with contextlib.ExitStack() as open_sockets:
             for _ in range(TOGETHER):
                 open_sockets.enter_context(socket.create_connection(("127.0.0.1", port)))

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.entry.connection import HttpConnection, HttpExchange, HttpServer
+from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
 from tenuto.deployments.entry.exchange import HttpError
+from tenuto.deployments.entry.http_server import HttpServer
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.wire.arena import Arena
 

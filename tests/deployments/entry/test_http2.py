@@ -18,9 +18,9 @@ header_blocks = pytest.importorskip("tenuto.deployments.entry.header_blocks")
 from jh2.config import H2Configuration  # noqa: E402
 from jh2.events import ConnectionTerminated, DataReceived, ResponseReceived, StreamReset, TrailersReceived  # noqa: E402
 
-from tenuto.deployments.entry.connection import HttpServer  # noqa: E402
 from tenuto.deployments.entry.grpc_calls import GrpcDoor  # noqa: E402
 from tenuto.deployments.entry.grpc_messages import InferRequest, InferResponse  # noqa: E402
+from tenuto.deployments.entry.http_server import HttpServer  # noqa: E402
 from tenuto.deployments.entry.open_connections import Limits  # noqa: E402
 from tenuto.deployments.wire.arena import Arena  # noqa: E402
 
@@ -99,12 +99,12 @@ class Bench:
         self.service = Service()
         self.arena = Arena(1 << 26)
         self.server = HttpServer(self.service, self.arena, Limits(unfinished_bytes=1 << 26))  # type: ignore[arg-type]
-        self._door = GrpcDoor(self.service, self.server)  # type: ignore[arg-type]
+        self._door = GrpcDoor(self.service)  # type: ignore[arg-type]
         self.connection, self.line = self.connected()
 
     def connected(self) -> tuple[Any, Line]:
         """A new client."""
-        connection, line = self._door.connection(), Line()
+        connection, line = self._door.connection(self.server), Line()
         connection.connection_made(line)  # type: ignore[arg-type]
         return connection, line
 

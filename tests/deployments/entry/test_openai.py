@@ -352,7 +352,7 @@ def events(data: bytes) -> list[Any]:
 def test_answers_look_as_openais() -> None:
     usage = Usage(2, 3)
     chat = asked(ChatBody, {**CHAT, "stream": True, "stream_options": {"include_usage": True}}).writer
-    *parts, total, done = events(chat.first() + chat.piece("ab", [1, 2]) + chat.last("c", [3], "length", usage))
+    *parts, total, done = events(chat.first() + chat.piece("ab", [1, 2]) + chat.last("c", "length", usage))
     assert [part["choices"][0]["delta"] for part in parts] == [
         {"role": "assistant", "content": ""},
         {"content": "ab"},
@@ -366,7 +366,7 @@ def test_answers_look_as_openais() -> None:
     tokens = json.loads(asked(CompletionBody, {"model": "m", "prompt": [1]}, None).writer.whole("", [4], "stop", usage))
     assert tokens["choices"][0]["token_ids"] == [4]
     generate = asked(GenerateBody, {"text_input": "hi", "id": "one"}).writer
-    assert events(generate.first() + generate.piece("a", [1]) + generate.last("", [], "stop", usage)) == [
+    assert events(generate.first() + generate.piece("a", [1]) + generate.last("", "stop", usage)) == [
         {"id": "one", "model_name": "m", "model_version": "1", "text_output": "a"},
         {
             "id": "one",

@@ -51,20 +51,19 @@ def make_plan() -> Plan:
     )
 
 
-class Timed(WholeExchange):
+class Timed(WholeExchange, eq=False):
     """Notes when it is answered, and takes the processor for it."""
 
-    def __init__(self, loop: VirtualLoop, head: Head, arrived_ms: float) -> None:
-        super().__init__(head, BODY, arrived_ms)
-        self._loop = loop
-        self.status = 0
-        self.took_ms = 0.0
+    loop: VirtualLoop | None = None
+    status: int = 0
+    took_ms: float = 0.0
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
-        self._loop.work(TURN_AWAY_MS if status != 200 else ANSWER_MS)
+        assert self.loop is not None
+        self.loop.work(TURN_AWAY_MS if status != 200 else ANSWER_MS)
         super().respond(status, headers, payload)
         self.status = status
-        self.took_ms = self._loop.time() * 1000.0 - self.arrived_ms
+        self.took_ms = self.loop.time() * 1000.0 - self.arrived_ms
 
 
 class Machine(VirtualLoop):
@@ -141,7 +140,7 @@ def play(
             ends = at + phase.seconds
             while (at := at + chance.expovariate(phase.rate_rps)) < ends:
                 await asyncio.sleep(max(0.0, at - clock()))
-                exchange = Timed(loop, Head(HEAD.method, HEAD.url, {}), at * 1000.0)
+                exchange = Timed(Head(HEAD.method, HEAD.url, {}), at * 1000.0, BODY, loop=loop)
                 phase.exchanges.append(exchange)
                 behind = service.lag.turned_away
                 service.handle(exchange)

@@ -27,16 +27,16 @@ def traces(exporter: InMemorySpanExporter, ratio: float = 0.0) -> Traces:
 def test_spans_have_the_times_of_the_stages_and_the_callers_trace() -> None:
     exporter = InMemorySpanExporter()
     made = traces(exporter)
-    traced = made.begin(CALLER)
+    traced = made.begin(CALLER, 1000.0)
     assert traced is not None
     assert traced.header.startswith(b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-")
-    made.end(traced, arrived_ms=1000.0, stages=STAGES, about={"model": "m", "outcome": "late", "gpulet": "a"})
+    traced.end(1010.0, stages=STAGES, about={"model": "m", "outcome": "late", "gpulet": "a"})
     made.close()
     spans = {span.name: span for span in exporter.get_finished_spans()}
     whole = spans["infer m"]
     assert whole.parent is not None
     assert whole.parent.span_id == 0xB7AD6B7169203331
-    assert whole.context.span_id == traced.span_id
+    assert b"%016x-01\r\n" % whole.context.span_id in traced.header
     assert {span.context.trace_id for span in spans.values()} == {0x0AF7651916CD43DD8448EB211C80319C}
     assert (whole.start_time, whole.end_time) == (49_990_000_000, 50_000_000_000)
     for name, (start_ms, end_ms) in STAGES.items():
@@ -51,9 +51,9 @@ def test_spans_have_the_times_of_the_stages_and_the_callers_trace() -> None:
 def test_a_refused_request_is_an_error() -> None:
     exporter = InMemorySpanExporter()
     made = traces(exporter, ratio=1.0)
-    traced = made.begin(None)
+    traced = made.begin(None, 1000.0)
     assert traced is not None
-    made.end(traced, arrived_ms=1000.0, stages={}, about={"model": "m", "outcome": "expired"})
+    traced.end(1010.0, stages={}, about={"model": "m", "outcome": "expired"})
     made.close()
     (span,) = exporter.get_finished_spans()
     assert span.parent is None
@@ -65,12 +65,12 @@ def test_a_refused_request_is_an_error() -> None:
     "header", [None, CALLER[:-1] + b"0", b"00-" + b"0" * 32 + b"-b7ad6b7169203331-01", b"garbage", CALLER + b"-more"]
 )
 def test_what_nobody_sampled_is_not_traced(header: bytes | None) -> None:
-    assert traces(InMemorySpanExporter()).begin(header) is None
+    assert traces(InMemorySpanExporter()).begin(header, 1000.0) is None
 
 
 def test_the_share_of_requests_without_a_caller() -> None:
     made = traces(InMemorySpanExporter(), ratio=0.25)
-    assert 200 < sum(made.begin(None) is not None for _ in range(1000)) < 300
+    assert 200 < sum(made.begin(None, 1000.0) is not None for _ in range(1000)) < 300
 
 
 class Collector(BaseHTTPRequestHandler):
@@ -98,11 +98,11 @@ def test_a_collector_gets_the_spans() -> None:
     thread.start()
     try:
         made = Traces.otlp(f"http://127.0.0.1:{server.server_port}/v1/traces")
-        traced = made.begin(CALLER)
-        assert traced is not None
         now_ms = 1000.0 * time.monotonic()
+        traced = made.begin(CALLER, now_ms)
+        assert traced is not None
         about = {"model": "m", "outcome": "ok"}
-        made.end(traced, arrived_ms=now_ms, stages={"batching": (now_ms, now_ms + 1)}, about=about)
+        traced.end(now_ms + 1, stages={"batching": (now_ms, now_ms + 1)}, about=about)
         made.close()
     finally:
         server.shutdown()
@@ -113,15 +113,16 @@ def test_a_collector_gets_the_spans() -> None:
     spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
     assert set(spans) == {"infer m", "batching"}
     assert {span.trace_id.hex() for span in spans.values()} == {"0af7651916cd43dd8448eb211c80319c"}
-    assert spans["infer m"].span_id == traced.span_id.to_bytes(8, "big") == spans["batching"].parent_span_id
+    assert spans["infer m"].span_id.hex().encode() in traced.header
+    assert spans["infer m"].span_id == spans["batching"].parent_span_id
 
 
 def test_a_collector_that_is_away_costs_no_answer() -> None:
     """Spans are handed over in the background: making them neither waits nor raises."""
     made = traces(_Away())
-    traced = made.begin(CALLER)
+    traced = made.begin(CALLER, 1000.0)
     assert traced is not None
-    made.end(traced, arrived_ms=1000.0, stages=STAGES, about={"model": "m", "outcome": "ok"})
+    traced.end(1010.0, stages=STAGES, about={"model": "m", "outcome": "ok"})
     made.close()
 
 

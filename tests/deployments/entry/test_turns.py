@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
-from tenuto.deployments.entry import connection as connection_module
-from tenuto.deployments.entry.asgi import Receive, Scope, Send
-from tenuto.deployments.entry.connection import HttpConnection, HttpExchange, HttpServer
+from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
 from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.entry.http_server import MOST_PIPELINED, HttpServer
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.turns import MOST_WORK, Turns
 from tenuto.deployments.wire.arena import Arena
@@ -105,7 +105,7 @@ async def test_nor_because_all_leave_or_all_are_too_slow(server: HttpServer, mon
         read(connection, transport, memoryview(ENDLESS["requests"][1] * 40))
     while server.turns.waiting:
         await asyncio.sleep(0)
-    asked = connection_module.MOST_PIPELINED + 1
+    asked = MOST_PIPELINED + 1
     with Calls() as calls:
         for connection, _transport in pairs:
             connection.connection_lost(None)

@@ -9,13 +9,14 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tenuto.deployments.entry.connection import HttpServer
+from tenuto.deployments.entry.connection import HttpConnection
+from tenuto.deployments.entry.http_server import HttpServer, Speaks
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena
@@ -124,7 +125,7 @@ class Bench:
             writer.transport.abort()
         await until(lambda: not self.server.places.taken())
         assert self.server.untaken.bytes == self.server.chunked_bytes == self.arena.used_bytes == 0
-        await self.server.stop_listening("127.0.0.1", self.port)
+        self.server.stop_listening("127.0.0.1", self.port)
         self.server.close()
         self.arena.close()
 
@@ -180,15 +181,15 @@ async def test_a_client_that_reads_nothing_is_given_up_and_nobody_waits_for_it(
         cert, key = certificate(tmp_path)
         tls, trust = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context(cafile=cert)
         tls.load_cert_chain(cert, key)
-    speaks: Callable[[], Any] | None = None
+    speaks: Speaks = HttpConnection
     if name.startswith("gRPC"):
-        speaks = grpc_calls.GrpcDoor(service, server).connection
+        speaks = grpc_calls.GrpcDoor(service).connection
         service.kind = "stream" if is_stream else ""
-    await server.listen("127.0.0.1", bench.port, tls=tls, speaks=speaks)
+    await server.listen("127.0.0.1", bench.port, speaks, tls=tls)
     for _ in range(CLIENTS):
         await bench.ask(sent, trust)
     asked_of = unused_port()
-    await server.listen("127.0.0.1", asked_of)
+    await server.listen("127.0.0.1", asked_of, HttpConnection)
     reader, writer = await asyncio.open_connection("127.0.0.1", asked_of)
     seen = most = 0
     async with asyncio.timeout(PATIENCE_S):
@@ -219,4 +220,4 @@ async def test_a_client_that_reads_nothing_is_given_up_and_nobody_waits_for_it(
         writer.write(piped("small", 1))
         await writer.drain()
     writer.close()
-    await server.stop_listening("127.0.0.1", asked_of)
+    server.stop_listening("127.0.0.1", asked_of)

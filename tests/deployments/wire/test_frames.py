@@ -354,6 +354,24 @@ def test_whoever_closes_it_in_the_midst_ends_no_other_thread(kind: str, action: 
     assert before > 3
 
 
+def test_a_stranger_who_sends_a_byte_now_and_then_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "FIRST_FRAME_S", 0.05)
+    far, near = socket.socketpair()
+    server, refused = FrameSocket(near), threading.Event()
+    stranger = threading.Thread(target=lambda: refused.set() if server.greet("t") is None else None)
+    stranger.start()
+    far.sendall(struct.pack("<IQ", 4096, 0))
+    sent = 0
+    with contextlib.suppress(BrokenPipeError):
+        while not refused.wait(0.005) and sent < 4000:
+            far.sendall(b"\0")
+            sent += 1
+    stranger.join(PATIENCE_S)
+    far.close()
+    server.close()
+    assert sent < 4000
+
+
 @pytest.mark.parametrize("token", ["guess", "ge\u00fcbt", ""])
 def test_a_thread_refuses_a_stranger(token: str) -> None:
     client, server = pair(token)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.loadgen.clients.priority import prefer_this_thread, preferred
+from tenuto.loadgen.clients.priority import preferred
 
 pytestmark = pytest.mark.unit
 
@@ -65,7 +65,9 @@ def test_where_it_is_refused_the_thread_stays_as_it_is(monkeypatch: pytest.Monke
 
 def test_normal_asks_for_nothing_and_other_systems_have_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch)
-    assert prefer_this_thread("normal") == "normal"
+    with preferred("normal") as got:
+        assert got == "normal"
     assert kernel.calls == []
     monkeypatch.delattr(os, "sched_setscheduler")
-    assert prefer_this_thread() == "normal"
+    with preferred() as got:
+        assert got == "normal"
