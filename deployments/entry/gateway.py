@@ -8,7 +8,6 @@ own (`tenuto.deployments.process.own_loop`), past Serve's proxies; those lead to
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -34,15 +33,17 @@ from tenuto.deployments.process.limits import GENERATIONS_END_S, REQUESTS_END_S
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for
+from tenuto.deployments.security.certificate import Certificate
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.serve.discovery import beside_gateways, find_dispatcher, find_gpulet
 from tenuto.deployments.serve.user_config import GatewayConfig, Listen, TracesConfig, read_gateway_config
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import DispatchingStatus, Served
-from tenuto.errors import EnvironmentFaultError, refused
+from tenuto.errors import EnvironmentFaultError
 
 _MOST_OPERATORS = 64  # limit: connections
+_RENEWED_S = 60  # limit: between two looks whether files of certificates have changed
 _TAKEN_S = 10.0  # limit: for a port that another gateway still has
 
 
@@ -84,6 +85,7 @@ class Entry:
         self._app: ASGIApp | None = None  # of the latest settings
         self._tasks: set[asyncio.Task[None]] = set()
         self._look: asyncio.Handle | None = None
+        self._ticks = 0
         self._ticker = asyncio.get_running_loop().call_later(0.0, self._tick)
 
     # --- the plan -----------------------------------------------------------------------------------------------
@@ -166,10 +168,9 @@ class Entry:
                 server.stop_listening(host, port)
         if wanted is None:
             return
-        tls = _tls_context(wanted.tls_cert, wanted.tls_key) if wanted.tls_cert and wanted.tls_key else None
-        is_grpc = speaks == self._grpc
-        if tls is not None and is_grpc:
-            tls.set_alpn_protocols(["h2"])
+        is_grpc, tls = speaks == self._grpc, None
+        if wanted.tls_cert and wanted.tls_key:
+            tls = Certificate(wanted.tls_cert, wanted.tls_key, ["h2" if is_grpc else "http/1.1"])
         await self._when_free(
             wanted,
             "--grpc-port" if is_grpc else "--port",
@@ -197,6 +198,9 @@ class Entry:
 
     def _tick(self) -> None:
         self._keep(asyncio.create_task(self.watched.meet(), name="meet the other gateways"))
+        self._ticks += 1
+        if self._ticks % _RENEWED_S == 0:  # on a thread, as a disk of another machine may hang
+            self._keep(asyncio.create_task(asyncio.to_thread(self.server.renew_certificates), name="renew"))
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
     # --- requests that do not carry load ------------------------------------------------------------------------
@@ -285,27 +289,6 @@ class _Cold:
     def handle(self, exchange: Exchange) -> None:
         """Let the application answer."""
         self._entry.answer_cold(exchange, self._app)
-
-
-def _tls_context(certificate: str, key: str) -> ssl.SSLContext:
-    """Return the context of a server that speaks TLS 1.2 or newer.
-
-    Raises:
-        InvalidInputError: the files are absent, are no PEM, or do not belong together.
-    """
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        raise refused(
-            "tls_cert",
-            f"{certificate}, {key}",
-            f"cannot be used ({error})",
-            "Give PEM files of a certificate and its key that this node can read.",
-        ) from error
-    return context
 
 
 class Gateway:

@@ -14,6 +14,7 @@ import ssl
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from tenuto.deployments.entry.encrypted import EncryptedConnection
@@ -21,6 +22,7 @@ from tenuto.deployments.entry.exchange import Exchange, HttpError
 from tenuto.deployments.entry.framing import KnownHeads
 from tenuto.deployments.entry.open_connections import Limits, OpenConnections, Untaken
 from tenuto.deployments.entry.turns import Turns
+from tenuto.deployments.security.certificate import Certificate
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.status import FrontDoorStatus
 
@@ -152,6 +154,21 @@ class ClientConnection(asyncio.BufferedProtocol, abc.ABC):
 Speaks = Callable[["HttpServer"], ClientConnection]  # makes what serves a new client, by its protocol
 
 
+@dataclass
+class _Door:
+    """A place where a server listens: for whom, and with which certificate."""
+
+    is_shared: bool
+    speaks: Speaks
+    tls: Certificate | None
+    server: asyncio.Server | None = None
+
+    def close(self) -> None:
+        """Take no more connections."""
+        if self.server is not None:
+            self.server.close()
+
+
 class HttpServer:
     """The gateway's own listening sockets and their connections. Everything happens on one event loop."""
 
@@ -172,7 +189,7 @@ class HttpServer:
         self.untaken = Untaken(limits, self.turned_away)
         self._handshakes: OpenConnections[EncryptedConnection] = OpenConnections(limits, self.turned_away)
         self._handshakes.has_keys = True  # nobody has shown one yet
-        self._servers: dict[tuple[str, int], tuple[asyncio.Server, bool, Speaks]] = {}
+        self._doors: dict[tuple[str, int], _Door] = {}
         self._ticker: asyncio.TimerHandle | None = None
 
     def status(self) -> FrontDoorStatus:
@@ -186,27 +203,32 @@ class HttpServer:
 
     def addresses(self, speaks: Speaks) -> list[tuple[str, int]]:
         """Return where the server listens for clients of this protocol."""
-        return [where for where, (_, _, spoken) in self._servers.items() if spoken == speaks]
+        return [where for where, door in self._doors.items() if door.speaks == speaks]
 
     async def listen(
-        self, host: str, port: int, speaks: Speaks, *, is_shared: bool = False, tls: ssl.SSLContext | None = None
+        self, host: str, port: int, speaks: Speaks, *, is_shared: bool = False, tls: Certificate | None = None
     ) -> None:
         """Listen at one more place.
 
         `speaks`: makes what serves a new client. `is_shared`: other gateways of this machine listen there, too; so may
-        any other process of this user that shares the port. `tls`: the connections are encrypted.
+        any other process of this user that shares the port. `tls`: new connections are encrypted.
 
         Raises:
             OSError: the port belongs to somebody else.
         """
-        if (host, port) in self._servers:
-            if self._servers[host, port][1] == is_shared:
+        known = self._doors.get((host, port))
+        if known is not None:
+            if (known.is_shared, known.speaks) == (is_shared, speaks):
+                known.tls = tls
                 return
             self.stop_listening(host, port)
+        door = _Door(is_shared, speaks, tls)
         made = _listener(host, port, is_shared=is_shared)
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: self.connection(speaks, tls), sock=made, backlog=4096)
-        self._servers[host, port] = server, is_shared, speaks
+        door.server = await loop.create_server(
+            lambda: self.connection(speaks, None if door.tls is None else door.tls.context), sock=made, backlog=4096
+        )
+        self._doors[host, port] = door
         if self._ticker is None:
             self.look_at_times()
 
@@ -215,9 +237,15 @@ class HttpServer:
         made = speaks(self)
         return made if tls is None else EncryptedConnection(made, tls, self.turns, self._handshakes)
 
+    def renew_certificates(self) -> None:
+        """Look whether the files of certificates have changed."""
+        for door in list(self._doors.values()):
+            if door.tls is not None:
+                door.tls.renew()
+
     def stop_listening(self, host: str, port: int) -> None:
         """Take no more connections at one of its places."""
-        self._servers.pop((host, port))[0].close()
+        self._doors.pop((host, port)).close()
 
     def look_at_times(self) -> None:
         """Begin to look at all connections; this happens once a second."""
@@ -237,8 +265,8 @@ class HttpServer:
         """Take no more connections. Requests that are under way are answered with `connection: close`. `close` then
         ends what is left."""
         self.is_draining = True
-        for server, *_ in self._servers.values():
-            server.close()
+        for door in self._doors.values():
+            door.close()
         until = time.monotonic() + limit_s
         while any(not connection.is_idle for connection in self.places.taken()) and time.monotonic() < until:
             await asyncio.sleep(0.02)

@@ -53,7 +53,7 @@ class Follower:
 
     def __init__(self, core: Watched, options: AutoscaleOptions) -> None:
         self.core = core
-        self.advisor = AutoscaleAdvisor(FIRST_GPUS, options)
+        self.advisor, self.gpus = AutoscaleAdvisor(FIRST_GPUS, options), FIRST_GPUS
         self.history: list[Advice] = []
         for gpulet in range(FIRST_GPUS, MOST_GPUS):
             core.gpulet_lost(0.0, gpulet)
@@ -65,12 +65,12 @@ class Follower:
         core.busy_ms = 0.0
         self.history += found
         if found and found[-1].delta_gpus:
-            before = self.advisor.gpus
-            after = min(MOST_GPUS, before + found[-1].delta_gpus)
+            before, after = self.gpus, min(MOST_GPUS, self.gpus + found[-1].delta_gpus)
             for gpulet in range(before, after):
                 core.gpulet_back(now_ms, gpulet)
             for gpulet in range(after, before):
                 core.gpulet_lost(now_ms, gpulet)  # the batch it runs is still finished by the emulated GPU
+            self.gpus = after
             self.advisor.set_gpus(now_ms / 1000.0, after)
         return False
 

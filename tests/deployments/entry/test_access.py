@@ -293,6 +293,42 @@ async def test_tls_by_file(bench: Bench, tmp_path: Path) -> None:
         await bench.entry.follow(wrong)
 
 
+async def test_tls_comes_is_renewed_and_goes_on_the_same_port(bench: Bench, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    port = unused_port()
+    plain = {"host": "127.0.0.1", "port": port}
+    encrypted = {**plain, "tls_cert": str(cert), "tls_key": str(key)}
+
+    async def serve(listen: dict[str, Any]) -> None:
+        await bench.entry.follow(read_gateway_config({"plan": PLAN.to_data(), "listen": listen}))
+
+    async def answers(trust: bytes | None) -> bool:
+        verify = ssl.create_default_context(cadata=trust.decode()) if trust else True
+        url = f"http{'s' if trust else ''}://127.0.0.1:{port}/v2"
+        async with httpx.AsyncClient(verify=verify, timeout=PATIENCE_S) as client:
+            try:
+                return (await client.get(url)).status_code == 200
+            except httpx.TransportError:
+                return False
+
+    await serve(plain)
+    assert await answers(None)
+    first = cert.read_bytes()
+    await serve(encrypted)
+    assert [await answers(None), await answers(first)] == [False, True]
+    (tmp_path / "new").mkdir()
+    for new, file in zip(certificate(tmp_path / "new"), (cert, key), strict=True):
+        file.write_bytes(new.read_bytes())
+        bench.entry.server.renew_certificates()  # between the two they do not belong together
+    second = cert.read_bytes()
+    assert [await answers(first), await answers(second)] == [False, True]
+    cert.unlink()
+    bench.entry.server.renew_certificates()
+    assert await answers(second)
+    await serve(plain)
+    assert [await answers(None), await answers(second)] == [True, False]
+
+
 async def test_a_traced_request_tells_its_span_and_where_its_time_went(bench: Bench) -> None:
     exporter = InMemorySpanExporter()
     assert bench.entry.service is not None

@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,7 +223,9 @@ def test_a_turn_takes_few_of_those_who_come_together(
             return inner(*given)
 
         server.connection = counted  # type: ignore[method-assign]
-        await server.listen("127.0.0.1", port, HttpConnection, tls=contexts[0] if is_encrypted else None)
+        await server.listen(
+            "127.0.0.1", port, HttpConnection, tls=SimpleNamespace(context=contexts[0]) if is_encrypted else None
+        )
         with contextlib.ExitStack() as open_sockets:
             for _ in range(TOGETHER):
                 open_sockets.enter_context(socket.create_connection(("127.0.0.1", port)))

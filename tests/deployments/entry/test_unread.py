@@ -18,6 +18,7 @@ import pytest
 from tenuto.deployments.entry.connection import HttpConnection
 from tenuto.deployments.entry.http_server import HttpServer, Speaks
 from tenuto.deployments.entry.open_connections import Limits
+from tenuto.deployments.security.certificate import Certificate
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena
 from tests.deployments.entry.test_access import certificate
@@ -179,8 +180,8 @@ async def test_a_client_that_reads_nothing_is_given_up_and_nobody_waits_for_it(
     tls = trust = None
     if encrypted:
         cert, key = certificate(tmp_path)
-        tls, trust = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context(cafile=cert)
-        tls.load_cert_chain(cert, key)
+        tls = Certificate(str(cert), str(key), ["h2" if name.startswith("gRPC") else "http/1.1"])
+        trust = ssl.create_default_context(cafile=cert)
     speaks: Speaks = HttpConnection
     if name.startswith("gRPC"):
         speaks = grpc_calls.GrpcDoor(service).connection
