@@ -327,7 +327,7 @@ def _flow(takes: np.ndarray, counts: np.ndarray) -> float:
     for model in range(models):
         limits.add([last, *range(model, last, models)], [1.0, *[-1.0] * rows], 0.0)
     most = np.append(np.where(able, np.inf, 0.0).ravel(), np.inf)
-    found = linear_program([0.0] * last + [-1.0], limits.matrix(last + 1), limits.most, most).x
+    found = linear_program([0.0] * last + [-1.0], limits, most).x
     return 0.0 if found is None else float(found[-1])
 
 

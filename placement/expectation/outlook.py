@@ -24,7 +24,7 @@ from tenuto.placement.expectation.queueing import MeanBatch, Stream, blocked_par
 from tenuto.placement.expectation.sharing import listed
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
 from tenuto.placement.program import Gpulet, Program, slowest_ms
-from tenuto.placement.solver import linear_program
+from tenuto.placement.solver import Rows, linear_program
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Latency
 
@@ -705,32 +705,26 @@ def _best_flows(
     objective: str,
 ) -> dict[tuple[str, int], float]:
     """Return the same for gpu-lets that differ, by a linear program."""
-    # Imported here: scipy takes a third of this package's import time, and gpu-lets never need it.
-    from scipy.sparse import coo_array
-
     pairs = [(name, k) for k, own in enumerate(times) for name in own]
     if not pairs:
         return {}
-    place = {name: row for row, name in enumerate(names)}
-    rows = [place[name] for name, _ in pairs] + [len(names) + k for _, k in pairs]
-    columns = [*range(len(pairs))] * 2
-    values = [1.0] * len(pairs) + [times[k][name] for name, k in pairs]
-    upper = [asked[name].rate_rps for name in names] + list(gpulets)
+    rows, columns = Rows(), defaultdict[str, list[int]](list)
+    for column, (name, _) in enumerate(pairs):
+        columns[name].append(column)
+    for name in names:
+        rows.add(columns[name], [1.0] * len(columns[name]), asked[name].rate_rps)
+    first = 0
+    for own, most in zip(times, gpulets, strict=True):
+        rows.add(range(first, first + len(own)), own.values(), most)
+        first += len(own)
     total = sum(asked[name].rate_rps for name in names)
     worth = [-(asked[name].weight if objective == "weighted" else 1.0) / total for name, _ in pairs]
+    limits = [math.inf] * len(pairs)
     if objective == "each":  # first the least part of any rate, then the sum
-        able = {name for name, _ in pairs}
-        for name in able:
-            rows.append(len(upper))
-            values.append(asked[name].rate_rps)
-            columns.append(len(pairs))
-            for column in (column for column, (other, _) in enumerate(pairs) if other == name):
-                rows.append(len(upper))
-                columns.append(column)
-                values.append(-1.0)
-            upper.append(0.0)
-        worth = [*(1e-4 * value for value in worth), -1.0]
-    matrix = coo_array((values, (rows, columns)), shape=(len(upper), len(worth))).tocsr()
-    most = [math.inf] * len(pairs) + [1.0] * (len(worth) - len(pairs))
-    solved = linear_program(worth, matrix, upper, most).x
+        for name in names:
+            if columns[name]:
+                values = [-1.0] * len(columns[name])
+                rows.add([*columns[name], len(pairs)], [*values, asked[name].rate_rps], 0.0)
+        worth, limits = [*(1e-4 * value for value in worth), -1.0], [*limits, 1.0]
+    solved = linear_program(worth, rows, limits).x
     return {} if solved is None else dict(zip(pairs, solved.tolist(), strict=False))
