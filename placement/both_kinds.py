@@ -21,7 +21,7 @@ from tenuto.placement.carrying import (
     too_long,
     with_lengths,
 )
-from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster, Gpu, whole_of
+from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster, Gpu
 from tenuto.placement.completing import ATTAINED, check_plan, nothing_on, policy_used, usage_of, with_losses_said
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import costs_of
@@ -340,17 +340,8 @@ def _arranged(plan: Plan, scene: Scene) -> Plan:
         if model.goodput_rps < ATTAINED * rate_rps:
             short = f"{model.goodput_rps:.4g} of {rate_rps:g} rps expected in time; no GPU time is left for more"
             reasons[name] = plan.unserved_reasons.get(name, short) if before == after else short
-    there = scene.cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in plan.gpus)
-    prices = {gpu.type: whole_of(gpu).price_per_hour for gpu in there.gpus}
-    used = set(plan.used_gpus)
-    by_device = {gpu.device: prices.get(gpu.type) for gpu in plan.gpus if gpu.id in used}
-    cost = None if None in by_device.values() else round(sum(price or 0.0 for price in by_device.values()), 6)
-    update = {
-        "goodput_rps": round(sum(model.goodput_rps for model in models.values()), 6),
-        "models": models,
-        "gpus_used": len(by_device),
-        "cost_per_hour": cost,
-    }
+    goodput_rps = round(sum(model.goodput_rps for model in models.values()), 6)
+    update = usage_of(plan, scene.cluster.cut_as(plan.gpus)) | {"goodput_rps": goodput_rps, "models": models}
     plan = plan.model_copy(
         update={
             "models": scene.workload.models,
@@ -421,7 +412,7 @@ def _joined(own: GeneratingPlan, plan: Plan, policy: Policy, workload: Workload,
     """
     by_id = {gpu.id: gpu for gpu in plan.gpus}
     bought = (*plan.gpus, *map(PlannedGpu.of, own.bought))
-    cluster = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in bought)
+    cluster = cluster.cut_as(bought)
     gpus = () if cluster.elastic else tuple(by_id.get(gpu.id, PlannedGpu.of(gpu)) for gpu in cluster.gpus)
     gpus += tuple(gpu for gpu in bought if gpu.id not in {known.id for known in gpus})
     goodput = dict(own.goodput_rps or {})
@@ -431,9 +422,9 @@ def _joined(own: GeneratingPlan, plan: Plan, policy: Policy, workload: Workload,
     for gpulet in own.gpulets:
         named.append(gpulet.model_copy(update={"id": gpulet_id(gpulet.gpu, counts[gpulet.gpu])}))
         counts[gpulet.gpu] += 1
-    gpulets = (*plan.gpulets, *named)
+    plan = plan.model_copy(update={"gpus": gpus, "gpulets": (*plan.gpulets, *named)})
     expected = plan.expected.model_copy(
-        update=usage_of(gpus, gpulets, cluster)
+        update=usage_of(plan, cluster)
         | {
             "goodput_rps": round(plan.expected.goodput_rps + sum(goodput.values()), 6),
             "models": {spec.name: models[spec.name] for spec in workload.models if spec.name in models},
@@ -446,8 +437,6 @@ def _joined(own: GeneratingPlan, plan: Plan, policy: Policy, workload: Workload,
     whole = plan.model_copy(
         update={
             "policy": policy_used(policy),
-            "gpus": gpus,
-            "gpulets": gpulets,
             "models": workload.models,
             "mps": workload.mps,
             "objective": workload.objective,

@@ -145,7 +145,7 @@ class _Trying:
         self._promised = self._parts(plan)
         self._in_full = {name for name, part in self._promised.items() if part >= IN_FULL - 1e-3}
         self._cluster = Cluster.of(gpus)
-        cluster = self._cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in plan.gpus)
+        cluster = self._cluster.cut_as(plan.gpus)
         self._prices = {gpu.device: whole_of(gpu).price_per_hour for gpu in cluster.gpus}
         self._sharing = Sharing(costs_of(plan.workload, cluster, profiles), profiles, plan.streaming)
         self._costs = self._costs_per_hour()

@@ -267,7 +267,7 @@ class Plan(StrictModel):
     def check_references(self, origin: str = "plan") -> None:
         """Raise `InvalidInputError` with every rule that the gpu-lets break; see `tenuto.placement.rules`."""
         types = {gpu.id: gpu.type for gpu in self.gpus}
-        found = layout_problems([(gpu.id, gpu.type, gpu.instance) for gpu in self.gpus], origin)
+        found = layout_problems(self.gpus, origin)
         raise_if_any([*found, *plan_problems(types, self.gpulets, self.models, origin)])
 
 

@@ -155,3 +155,11 @@ def test_an_estimated_occupancy_is_not_taken_for_a_measured_one(policy: str, est
     plan = solve(load_policy(policy), workload, v100s(1), Profiles([Profile.model_validate(data)]))
     told = [note for note in plan.notes if note.startswith("estimated, not measured (v100):") and "occ" in note]
     assert bool(told) is is_told
+
+
+def test_gpus_of_one_type_cost_what_each_of_them_costs() -> None:
+    prices = [{"type": "v100", "price_per_hour": price} for price in (1.0, 5.0)]
+    cluster = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": prices}]})
+    workload = Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": 10, "slo_ms": 300}]})
+    plan = solve(load_policy("gpulet"), workload, cluster, thesis())
+    assert (plan.used_gpus, plan.expected.cost_per_hour) == (("n0/0",), 1.0)
