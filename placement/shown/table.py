@@ -68,17 +68,10 @@ def rows_of(plan: Plan) -> list[PlanRow]:
                         slo_ms,
                         program.rate_rps if gpu.id == gpulet.gpu else None,
                         program.memory_mib,
-                        _hidden_ms(plan, program),
+                        hidden_copies_ms(plan, program) * program.batch_size or None,
                     )
                 )
     return rows
-
-
-def _hidden_ms(plan: Plan, program: Program) -> float | None:
-    """Return what streaming hides of a full batch's latency; joint batches of merged models do not stream."""
-    if program.is_merged:
-        return None
-    return hidden_copies_ms(plan, program.members[0]) * program.batch_size or None
 
 
 def totals_of(plan: Plan) -> PlanTotals:

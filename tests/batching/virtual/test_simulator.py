@@ -158,22 +158,6 @@ def test_nothing_is_late_and_overload_stays_flat() -> None:
     assert goodputs[1] >= 0.95 * goodputs[0]
 
 
-@pytest.mark.parametrize(
-    ("model", "latency_ms"),
-    [
-        (Model("a", 25.0), (0.0, float("nan"))),
-        (Model("a", 25.0), (0.0, -1.0)),
-        (Model("a", 25.0), (0.0,)),
-        (Model("a", 0.0), (0.0, 6.0)),
-        (Model("a", float("inf")), (0.0, 6.0)),
-        (Model("a", 25.0, 0.0), (0.0, 6.0)),
-        (Model("a", 25.0, float("nan")), (0.0, 6.0)),
-    ],
-)
-def test_numbers_that_are_not_positive_are_problems(model: Model, latency_ms: tuple[float, ...]) -> None:
-    assert len(System((model,), (ScheduledGpulet("g0/a", "g0", {0: Host(latency_ms)}),)).problems()) == 1
-
-
 def test_an_slo_no_batch_can_meet_is_unserveable() -> None:
     with pytest.raises(InvalidInputError, match="unserveable"):
         everywhere_linear([("a", 1.0, 5.0, 5.9, None)], 4)
