@@ -11,12 +11,12 @@ from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.symphony import SymphonyScheduler
 from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler, scheduler_class
-from tenuto.batching.virtual.goodput import Goal, Trial, try_arrivals
+from tenuto.batching.virtual.goodput import Goal, Trial
 from tenuto.batching.virtual.highest_rate import HighestRate, SearchLimits, find_highest_rate
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
-from tests.instruments.systems import everywhere_linear
+from tests.instruments.systems import everywhere_linear, try_arrivals
 
 RESNET50 = ("ResNet50", 1.053, 5.072, 25.0, None)
 

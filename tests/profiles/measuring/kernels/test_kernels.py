@@ -8,12 +8,7 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace, parse_chrome_trace
-from tenuto.profiles.measuring.kernels.metrics import (
-    Launch,
-    kernel_metrics,
-    time_weighted_mean,
-    weighted_sm_utilisation_pct,
-)
+from tenuto.profiles.measuring.kernels.metrics import Launch, kernel_metrics, weighted_sm_utilisation_pct
 from tenuto.profiles.measuring.kernels.occupancy import block_bounds, estimated_occupancy_pct, sms_needed
 from tenuto.profiles.measuring.kernels.record import Device, Kernel, sm_limits
 
@@ -104,13 +99,6 @@ def test_weighted_sm_utilisation_of_orions_sequences(model: str, expected: float
     assert weighted_sm_utilisation_pct(sequence, 80) == pytest.approx(expected, abs=0.001)
 
 
-def test_time_weighted_means_need_every_kernel() -> None:
-    known = [kernel(duration=30, occupancy=50), kernel(duration=10, occupancy=90)]
-    assert time_weighted_mean(known, lambda k: k.achieved_occupancy_pct) == pytest.approx(60)
-    assert time_weighted_mean([*known, kernel()], lambda k: k.achieved_occupancy_pct) is None
-    assert time_weighted_mean([], lambda k: 1.0) is None
-
-
 def test_a_trace_in_kinetos_format() -> None:
     trace = load_chrome_trace(DATA / "kineto_trace.json")
     assert trace.device == Device("Tesla V100-SXM2-16GB", (7, 0), 80)
@@ -134,7 +122,6 @@ def test_metrics_of_a_trace() -> None:
     assert metrics["kernel_ms"] == 0.22
     assert metrics["overlap_pct"] == pytest.approx(100 * 20 / 220, abs=1e-3)
     assert metrics["occupancy_estimated"] == 1
-    assert "l2_util_pct" not in metrics
     occupancies = [estimated_occupancy_pct(k, V100, 80) for k in trace.kernels]
     largest = max(occupancies[0], occupancies[3], sum(occupancies[1:3]))
     assert metrics["achieved_occupancy_pct"] == pytest.approx(largest, abs=1e-3)
