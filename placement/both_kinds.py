@@ -9,25 +9,22 @@ from dataclasses import dataclass
 
 from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.carrying import (
-    Carries,
     Costs,
     GeneratingPlan,
-    Serves,
     carried,
     generating_problems,
     known_once,
-    options_of,
     shares_of,
     too_long,
     with_lengths,
 )
-from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster, Gpu
+from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.completing import ATTAINED, check_plan, nothing_on, policy_used, usage_of, with_losses_said
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import expected_of, told
 from tenuto.placement.expectation.sharing import Sharing
-from tenuto.placement.laying import buy_generating, by_gpu_type, place_generating
+from tenuto.placement.laying import Means, buy_generating, by_gpu_type, place_generating
 from tenuto.placement.ledger import with_caps
 from tenuto.placement.mixing import Mixing, SlicedCluster
 from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu
@@ -79,7 +76,8 @@ def plan_both_kinds(
         found = _as_believed(own_way(generating, cluster, profiles), policy, workload, generating, cluster)
     else:
         kinds = workload.model_copy(update={"models": others})
-        both = _BothKinds(generating, kinds, workload, policy, profiles, carries, solve)
+        means = Means(profiles, carries, getattr(policy, "serves", None), shares_of(workload))
+        both = _BothKinds(generating, kinds, workload, policy, means, solve)
         found = both.bought(cluster) if cluster.elastic else both.on(cluster)
     known = {spec.name: spec for spec in generating}
     models = tuple(known.get(spec.name, spec) for spec in workload.models)
@@ -120,28 +118,19 @@ class _BothKinds:
     others: Workload
     workload: Workload
     policy: Policy
-    profiles: Profiles
-    carries: Carries
+    means: Means
     solve: Solve
 
     @property
-    def _serves(self) -> Serves | None:
-        return getattr(self.policy, "serves", None)
+    def profiles(self) -> Profiles:
+        """Of all models."""
+        return self.means.profiles
 
     def on(self, cluster: Cluster) -> Plan:
         """Return the plan on a fixed cluster."""
         policy, others = self.policy, self.others
         at_most = max(1, len(cluster.gpus) - bool(others.models))
-        own = place_generating(
-            self.generating,
-            cluster,
-            self.profiles,
-            most_gpus=at_most,
-            fewest=bool(others.models),
-            carries=self.carries,
-            serves=self._serves,
-            shares=shares_of(self.workload),
-        )
+        own = place_generating(self.generating, cluster, self.means, most_gpus=at_most, fewest=bool(others.models))
         plan = self._of_others(policy, others, _without(cluster, own.gpus), self.profiles)
         found = _joined(own, plan, policy, self.workload, cluster)
         if not others.models:
@@ -189,18 +178,15 @@ class _BothKinds:
             left = _without(cluster, stays.gpus)
             for gpus in by_gpu_type(left) if moving else ():
                 elsewhere = [gpu for gpu in left.gpus if gpu not in gpus]
-                mixing = Mixing(moving, gpus, self.others.models, elsewhere, costs, self.profiles, self.carries)
+                mixing = Mixing(moving, gpus, self.others.models, elsewhere, costs, self.means)
                 if mixing.is_possible and _worst_served(found)[0] < ATTAINED:
                     found = self._best_mix(found, stays, mixing, left, cluster, costs)
         return found
 
     def _only_together(self, cluster: Cluster) -> set[str]:
         """Return the models that no share of a single GPU carries."""
-        gpus = cluster.one_of_each.values()
-        alone = {
-            spec.name for spec in self.generating for gpu in gpus if options_of(spec, gpu, self.profiles, self.carries)
-        }
-        return {spec.name for spec in self.generating} - alone
+        options = [self.means.options(self.generating, gpu) for gpu in cluster.one_of_each.values()]
+        return {spec.name for spec in self.generating if not any(of[spec.name] for of in options)}
 
     def _best_mix(
         self, found: Plan, stays: GeneratingPlan, mixing: Mixing, left: Cluster, cluster: Cluster, costs: Costs
@@ -219,7 +205,7 @@ class _BothKinds:
                     break  # no layout leaves the others room in which they are in time
                 plan = self._of_others(policy, sliced.workload, sliced.cluster, sliced.profiles)
                 plan = sliced.in_place(plan, cluster)
-                mixed = stays.and_then(mixing.plan(mix, self._serves))
+                mixed = stays.and_then(mixing.plan(mix))
                 tried[mix.told] = _joined(mixed, plan, self.policy, self.workload, cluster)
             both = tried[mix.told]
             found = max(found, both, key=_worst_served)
@@ -244,16 +230,7 @@ class _BothKinds:
         pool = GpuPool(cluster)
         for gpu in plan.gpus:
             pool.take_named(gpu.device, gpu.whole_type)
-        own = buy_generating(
-            self.generating,
-            cluster,
-            self.profiles,
-            pool.take,
-            most_gpus=MOST_ELASTIC_GPUS,
-            carries=self.carries,
-            serves=self._serves,
-            shares=shares_of(self.workload),
-        )
+        own = buy_generating(self.generating, cluster, self.means, pool.take)
         found = _joined(own, plan, self.policy, self.workload, cluster)
         if not self.others.models or self.workload.mps == "off" or found.unserved_reasons:
             return found
