@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, refused
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any, refused
 from tenuto.profiles.gpu_types import sms_of_share
 from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, StoppedEarly
 from tenuto.profiles.measuring.timing import fit_points
@@ -89,8 +89,7 @@ class MeasureRequest:
                 problems += error.problems
         if self.time_limit_s is not None and not self.time_limit_s > 0:
             problems.append(Problem("--time-limit-s", self.time_limit_s, "must be above 0", "Give seconds."))
-        if problems:
-            raise InvalidInputError(problems)
+        raise_if_any(problems)
 
 
 REQUESTS: TypeAdapter[MeasureRequest] = TypeAdapter(MeasureRequest)
