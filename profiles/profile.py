@@ -16,7 +16,7 @@ from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml
 from tenuto.errors import MissingProfileError, one_of, refused
 from tenuto.profiles.generation import Generation
 from tenuto.profiles.gpu_types import measured_as
-from tenuto.profiles.latency import LatencyTable, LinearLatency
+from tenuto.profiles.latency import LatencyTable, LinearLatency, between_shares
 from tenuto.profiles.mig_instances import ALL_GPCS, InstanceType, instance_type_of
 
 Positive = Annotated[float, Field(gt=0)]
@@ -187,15 +187,9 @@ class ModelProfile(StrictModel):
         return {}
 
     def _between_shares(self, share_pct: float) -> dict[int, float]:
-        """Interpolate linearly in 1/share, the form of compute-bound work (iGniter eq. 11 with k4 = 0)."""
-        shares = self.shares()
-        below = max((s for s in shares if s < share_pct), default=None)
-        above = min((s for s in shares if s > share_pct), default=None)
-        if below is None or above is None:
-            raise MissingProfileError(
-                f"share {share_pct:g} % is outside the measured shares {shares}. Profile it with --shares."
-            )
-        weight = (1 / below - 1 / share_pct) / (1 / below - 1 / above)
+        """Interpolate the latencies of the batches that were measured on both of the nearest shares."""
+        outside = f"the measured shares {self.shares()}. Profile it with --shares."
+        below, above, weight = between_shares(self.shares(), share_pct, outside)
         low, high = self.latency(below), self.latency(above)
         common = set(self.batch_sizes(below)) & set(self.batch_sizes(above))
         if not common:
