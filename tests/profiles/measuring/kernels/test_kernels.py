@@ -9,7 +9,7 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace, parse_chrome_trace
 from tenuto.profiles.measuring.kernels.metrics import Launch, kernel_metrics, weighted_sm_utilisation_pct
-from tenuto.profiles.measuring.kernels.occupancy import block_bounds, estimated_occupancy_pct, sms_needed
+from tenuto.profiles.measuring.kernels.occupancy import blocks_that_fit, estimated_occupancy_pct, sms_needed
 from tenuto.profiles.measuring.kernels.record import Device, Kernel, sm_limits
 
 V100 = sm_limits((7, 0))
@@ -43,19 +43,18 @@ def kernel(
     ],
 )
 def test_each_of_the_four_bounds_can_bind(threads: int, registers: int, shared: int, fit: int, binding: str) -> None:
-    bounds = block_bounds(kernel(threads=threads, registers=registers, shared=shared), V100)
-    assert (bounds.fit, bounds.binding) == (fit, binding)
+    assert blocks_that_fit(kernel(threads=threads, registers=registers, shared=shared), V100) == (fit, binding)
 
 
 def test_newer_gpus_keep_a_kibibyte_of_each_block() -> None:
-    assert block_bounds(kernel(threads=32, shared=32 * 1024), sm_limits((8, 0))).shared_memory == 4
-    assert block_bounds(kernel(threads=32, shared=32 * 1024), V100).shared_memory == 3
+    assert blocks_that_fit(kernel(threads=32, shared=32 * 1024), sm_limits((8, 0))) == (4, "shared_memory")
+    assert blocks_that_fit(kernel(threads=32, shared=32 * 1024), V100) == (3, "shared_memory")
 
 
 def test_what_was_not_recorded_does_not_bind_and_impossible_kernels_are_refused() -> None:
-    assert block_bounds(kernel(registers=None, shared=None), V100).binding == "threads"
+    assert blocks_that_fit(kernel(registers=None, shared=None), V100)[1] == "threads"
     with pytest.raises(InvalidInputError, match="does not fit on an SM by its shared_memory"):
-        block_bounds(kernel(shared=200_000), V100)
+        blocks_that_fit(kernel(shared=200_000), V100)
     with pytest.raises(InvalidInputError, match="occupancy limits are not known"):
         sm_limits((3, 5))
 
