@@ -151,11 +151,17 @@ def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]], comput
 
 def usage_of(plan: Plan, cluster: Cluster) -> dict[str, Any]:
     """Return how many GPUs hold gpu-lets and what they cost per hour, as fields of `Expected`. Each counts once, and
-    whole when only an instance of it is used. Those that a plan buys are none of the cluster's, and cost as the others
-    of their type."""
-    taken = set(plan.used_gpus)
-    prices = {name: whole_of(gpu).price_per_hour for gpu in cluster.gpus for name in (gpu.type, gpu.device)}
-    used = {gpu.device: prices.get(gpu.device, prices.get(gpu.type)) for gpu in plan.gpus if gpu.id in taken}
+    whole when only an instance of it is used. Those that a plan buys are none of the cluster's, even where they have
+    the id of one of another type, and cost as the first of their type."""
+    taken, prices = set(plan.used_gpus), dict[object, float | None]()
+    for gpu in cluster.gpus:
+        for key in (gpu.type, (gpu.device, gpu.whole_type)):
+            prices.setdefault(key, whole_of(gpu).price_per_hour)
+    used = {
+        gpu.device: prices.get((gpu.device, gpu.whole_type), prices.get(gpu.type))
+        for gpu in plan.gpus
+        if gpu.id in taken
+    }
     cost = None if None in used.values() else round(sum(price or 0.0 for price in used.values()), 6)
     return {"gpus_used": len(used), "cost_per_hour": cost}
 
