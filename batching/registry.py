@@ -51,7 +51,7 @@ def make_scheduler(name: str, system: System, options: Mapping[str, Any] | None 
     """Build a scheduler by name with options as given on the command line.
 
     Raises:
-        InvalidInputError: unknown scheduler or option, unusable value, or a system with impossible numbers.
+        InvalidInputError: unknown scheduler or option, or unusable value.
     """
     kind = scheduler_class(name)
     return kind(system, kind.options_type.parse(name, options or {}))

@@ -9,25 +9,22 @@ from dataclasses import dataclass
 
 from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.carrying import (
-    Carries,
     Costs,
     GeneratingPlan,
-    Serves,
     carried,
     generating_problems,
     known_once,
-    options_of,
     shares_of,
     too_long,
     with_lengths,
 )
-from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster, Gpu, whole_of
+from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.completing import ATTAINED, check_plan, nothing_on, policy_used, usage_of, with_losses_said
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import expected_of, told
 from tenuto.placement.expectation.sharing import Sharing
-from tenuto.placement.laying import buy_generating, by_gpu_type, place_generating
+from tenuto.placement.laying import Means, buy_generating, by_gpu_type, place_generating
 from tenuto.placement.ledger import with_caps
 from tenuto.placement.mixing import Mixing, SlicedCluster
 from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu
@@ -79,7 +76,8 @@ def plan_both_kinds(
         found = _as_believed(own_way(generating, cluster, profiles), policy, workload, generating, cluster)
     else:
         kinds = workload.model_copy(update={"models": others})
-        both = _BothKinds(generating, kinds, workload, policy, profiles, carries, solve)
+        means = Means(profiles, carries, getattr(policy, "serves", None), shares_of(workload))
+        both = _BothKinds(generating, kinds, workload, policy, means, solve)
         found = both.bought(cluster) if cluster.elastic else both.on(cluster)
     known = {spec.name: spec for spec in generating}
     models = tuple(known.get(spec.name, spec) for spec in workload.models)
@@ -120,28 +118,19 @@ class _BothKinds:
     others: Workload
     workload: Workload
     policy: Policy
-    profiles: Profiles
-    carries: Carries
+    means: Means
     solve: Solve
 
     @property
-    def _serves(self) -> Serves | None:
-        return getattr(self.policy, "serves", None)
+    def profiles(self) -> Profiles:
+        """Of all models."""
+        return self.means.profiles
 
     def on(self, cluster: Cluster) -> Plan:
         """Return the plan on a fixed cluster."""
         policy, others = self.policy, self.others
         at_most = max(1, len(cluster.gpus) - bool(others.models))
-        own = place_generating(
-            self.generating,
-            cluster,
-            self.profiles,
-            most_gpus=at_most,
-            fewest=bool(others.models),
-            carries=self.carries,
-            serves=self._serves,
-            shares=shares_of(self.workload),
-        )
+        own = place_generating(self.generating, cluster, self.means, most_gpus=at_most, fewest=bool(others.models))
         plan = self._of_others(policy, others, _without(cluster, own.gpus), self.profiles)
         found = _joined(own, plan, policy, self.workload, cluster)
         if not others.models:
@@ -189,18 +178,15 @@ class _BothKinds:
             left = _without(cluster, stays.gpus)
             for gpus in by_gpu_type(left) if moving else ():
                 elsewhere = [gpu for gpu in left.gpus if gpu not in gpus]
-                mixing = Mixing(moving, gpus, self.others.models, elsewhere, costs, self.profiles, self.carries)
+                mixing = Mixing(moving, gpus, self.others.models, elsewhere, costs, self.means)
                 if mixing.is_possible and _worst_served(found)[0] < ATTAINED:
                     found = self._best_mix(found, stays, mixing, left, cluster, costs)
         return found
 
     def _only_together(self, cluster: Cluster) -> set[str]:
         """Return the models that no share of a single GPU carries."""
-        gpus = cluster.one_of_each.values()
-        alone = {
-            spec.name for spec in self.generating for gpu in gpus if options_of(spec, gpu, self.profiles, self.carries)
-        }
-        return {spec.name for spec in self.generating} - alone
+        options = [self.means.options(self.generating, gpu) for gpu in cluster.one_of_each.values()]
+        return {spec.name for spec in self.generating if not any(of[spec.name] for of in options)}
 
     def _best_mix(
         self, found: Plan, stays: GeneratingPlan, mixing: Mixing, left: Cluster, cluster: Cluster, costs: Costs
@@ -219,7 +205,7 @@ class _BothKinds:
                     break  # no layout leaves the others room in which they are in time
                 plan = self._of_others(policy, sliced.workload, sliced.cluster, sliced.profiles)
                 plan = sliced.in_place(plan, cluster)
-                mixed = stays.and_then(mixing.plan(mix, self._serves))
+                mixed = stays.and_then(mixing.plan(mix))
                 tried[mix.told] = _joined(mixed, plan, self.policy, self.workload, cluster)
             both = tried[mix.told]
             found = max(found, both, key=_worst_served)
@@ -244,16 +230,7 @@ class _BothKinds:
         pool = GpuPool(cluster)
         for gpu in plan.gpus:
             pool.take_named(gpu.device, gpu.whole_type)
-        own = buy_generating(
-            self.generating,
-            cluster,
-            self.profiles,
-            pool.take,
-            most_gpus=MOST_ELASTIC_GPUS,
-            carries=self.carries,
-            serves=self._serves,
-            shares=shares_of(self.workload),
-        )
+        own = buy_generating(self.generating, cluster, self.means, pool.take)
         found = _joined(own, plan, self.policy, self.workload, cluster)
         if not self.others.models or self.workload.mps == "off" or found.unserved_reasons:
             return found
@@ -340,17 +317,8 @@ def _arranged(plan: Plan, scene: Scene) -> Plan:
         if model.goodput_rps < ATTAINED * rate_rps:
             short = f"{model.goodput_rps:.4g} of {rate_rps:g} rps expected in time; no GPU time is left for more"
             reasons[name] = plan.unserved_reasons.get(name, short) if before == after else short
-    there = scene.cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in plan.gpus)
-    prices = {gpu.type: whole_of(gpu).price_per_hour for gpu in there.gpus}
-    used = set(plan.used_gpus)
-    by_device = {gpu.device: prices.get(gpu.type) for gpu in plan.gpus if gpu.id in used}
-    cost = None if None in by_device.values() else round(sum(price or 0.0 for price in by_device.values()), 6)
-    update = {
-        "goodput_rps": round(sum(model.goodput_rps for model in models.values()), 6),
-        "models": models,
-        "gpus_used": len(by_device),
-        "cost_per_hour": cost,
-    }
+    goodput_rps = round(sum(model.goodput_rps for model in models.values()), 6)
+    update = usage_of(plan, scene.cluster.cut_as(plan.gpus)) | {"goodput_rps": goodput_rps, "models": models}
     plan = plan.model_copy(
         update={
             "models": scene.workload.models,
@@ -421,7 +389,7 @@ def _joined(own: GeneratingPlan, plan: Plan, policy: Policy, workload: Workload,
     """
     by_id = {gpu.id: gpu for gpu in plan.gpus}
     bought = (*plan.gpus, *map(PlannedGpu.of, own.bought))
-    cluster = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in bought)
+    cluster = cluster.cut_as(bought)
     gpus = () if cluster.elastic else tuple(by_id.get(gpu.id, PlannedGpu.of(gpu)) for gpu in cluster.gpus)
     gpus += tuple(gpu for gpu in bought if gpu.id not in {known.id for known in gpus})
     goodput = dict(own.goodput_rps or {})
@@ -431,9 +399,9 @@ def _joined(own: GeneratingPlan, plan: Plan, policy: Policy, workload: Workload,
     for gpulet in own.gpulets:
         named.append(gpulet.model_copy(update={"id": gpulet_id(gpulet.gpu, counts[gpulet.gpu])}))
         counts[gpulet.gpu] += 1
-    gpulets = (*plan.gpulets, *named)
+    plan = plan.model_copy(update={"gpus": gpus, "gpulets": (*plan.gpulets, *named)})
     expected = plan.expected.model_copy(
-        update=usage_of(gpus, gpulets, cluster)
+        update=usage_of(plan, cluster)
         | {
             "goodput_rps": round(plan.expected.goodput_rps + sum(goodput.values()), 6),
             "models": {spec.name: models[spec.name] for spec in workload.models if spec.name in models},
@@ -446,8 +414,6 @@ def _joined(own: GeneratingPlan, plan: Plan, policy: Policy, workload: Workload,
     whole = plan.model_copy(
         update={
             "policy": policy_used(policy),
-            "gpus": gpus,
-            "gpulets": gpulets,
             "models": workload.models,
             "mps": workload.mps,
             "objective": workload.objective,

@@ -291,28 +291,24 @@ class Cluster(StrictModel):
         found._given = tuple(gpu.model_copy(update={"mig": fixed[gpu.instance is not None]}) for gpu in self.gpus)
         return found
 
-    def cut_as(self, places: Iterable[tuple[str, str, InstancePlace | None]]) -> Cluster:
+    def cut_as(self, places: Iterable[Placed]) -> Cluster:
         """Return this cluster with the layouts of a plan, on those GPUs that plans may cut and on GPUs that were
-        bought.
-
-        Args:
-            places: the plan's GPUs and instances: id, type, and the place of an instance.
-        """
-        wanted = list(places)
-        there = {(gpu.id, gpu.type): gpu for gpu in self.gpus}
-        if all(place is None or (name, kind) in there for name, kind, place in wanted):
+        bought. `places` are the plan's GPUs and instances."""
+        wanted, there = list(places), {(gpu.id, gpu.type) for gpu in self.gpus}
+        if all(each.instance is None or (each.id, each.type) in there for each in wanted):
             return self
         whole = {gpu.id: gpu for gpu in self.uncut.gpus if gpu.mig == "managed"}
         by_type = {gpu.type: gpu for gpu in reversed(whole.values())}
         made: dict[str, list[Gpu]] = {}
-        for name, kind, place in wanted:
-            if place is not None and (name, kind) not in there and (mig := instance_type_of(kind)) is not None:
+        for each in wanted:
+            place, mig = each.instance, each.cut_as
+            if place is not None and mig is not None and (each.id, each.type) not in there:
                 gpu = whole.get(place.gpu) or by_type.get(mig.base)
                 if gpu is not None and mig.profile in instance_profiles(mig.base):
                     device = gpu.model_copy(update={"id": place.gpu, "uuid": place.gpu_uuid})
                     made.setdefault(place.gpu, []).append(device.cut(mig.profile, place.start))
         given: dict[str, list[Gpu]] = {}
-        stays = {place[:2] for place in wanted}
+        stays = {(each.id, each.type) for each in wanted}
         for gpu in self.gpus:
             kept = given.setdefault(gpu.device, [])
             if gpu.device not in made or (gpu.id, gpu.type) in stays:
@@ -425,11 +421,3 @@ def whole_of(gpu: Gpu) -> Gpu:
     price = None if gpu.price_per_hour is None else round(gpu.price_per_hour / gpu.part, 9)
     update = {"id": gpu.device, "type": gpu.whole_type, "uuid": gpu.instance.gpu_uuid, "instance": None}
     return gpu.model_copy(update=update | {"memory_mib": memory_mib_of(gpu.whole_type), "price_per_hour": price})
-
-
-def cost_of(used: Iterable[Gpu]) -> float | None:
-    """Return the price of GPUs per hour; None when one has no price. Each counts once, and whole when only an instance
-    of it is used."""
-    prices = {gpu.device: whole_of(gpu).price_per_hour for gpu in used}
-    known = [price for price in prices.values() if price is not None]
-    return round(sum(known), 6) if len(known) == len(prices) else None

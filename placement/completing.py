@@ -3,7 +3,7 @@ what each loss leaves. Here are also the rules that hold for every plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -51,7 +51,7 @@ def complete(
     """
     expected = plan.expected
     believed = Believed(goodput_rps=expected.goodput_rps, models=expected.models) if expected.models else None
-    cluster = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in plan.gpus)
+    cluster = cluster.cut_as(plan.gpus)
     known = {(gpu.id, gpu.type): gpu for gpu in cluster.gpus}
     gpus = tuple(PlannedGpu.of(known[key]) if (key := (gpu.id, gpu.type)) in known else gpu for gpu in plan.gpus)
     streaming = cluster.streams if workload.streaming is None else workload.streaming
@@ -149,12 +149,19 @@ def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]], comput
     ]
 
 
-def usage_of(gpus: Iterable[PlannedGpu], gpulets: Iterable[Gpulet], cluster: Cluster) -> dict[str, Any]:
-    """Return how many GPUs hold gpu-lets and what they cost per hour, as fields of `Expected`. Those that a plan buys
-    are none of the cluster's, and cost as the others of their type."""
-    taken = {gpu for gpulet in gpulets for gpu in gpulet.gpus}
-    prices = {gpu.type: whole_of(gpu).price_per_hour for gpu in cluster.gpus}
-    used = {gpu.device: prices.get(gpu.type) for gpu in gpus if gpu.id in taken}
+def usage_of(plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """Return how many GPUs hold gpu-lets and what they cost per hour, as fields of `Expected`. Each counts once, and
+    whole when only an instance of it is used. Those that a plan buys are none of the cluster's, even where they have
+    the id of one of another type, and cost as the first of their type."""
+    taken, prices = set(plan.used_gpus), dict[object, float | None]()
+    for gpu in cluster.gpus:
+        for key in (gpu.type, (gpu.device, gpu.whole_type)):
+            prices.setdefault(key, whole_of(gpu).price_per_hour)
+    used = {
+        gpu.device: prices.get((gpu.device, gpu.whole_type), prices.get(gpu.type))
+        for gpu in plan.gpus
+        if gpu.id in taken
+    }
     cost = None if None in used.values() else round(sum(price or 0.0 for price in used.values()), 6)
     return {"gpus_used": len(used), "cost_per_hour": cost}
 
@@ -182,7 +189,7 @@ def _with_expectation(plan: Plan, scene: Scene, tried: Sequence[object] | None) 
         for name, model in expected.models.items()
     }
     total_rps = round(sum(model.goodput_rps for model in models.values()), 6)
-    update = usage_of(plan.gpus, plan.gpulets, scene.cluster) | {"assumptions": assumptions}
+    update = usage_of(plan, scene.cluster) | {"assumptions": assumptions}
     expected = expected.model_copy(update=update | {"models": models, "goodput_rps": total_rps})
     fastest = _fastest(plan)
     for spec in plan.models:

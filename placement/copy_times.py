@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tenuto.errors import MissingProfileError
 from tenuto.placement.plan import Plan
-from tenuto.placement.program import Replica
+from tenuto.placement.program import Program, Replica
 from tenuto.profiles import ModelProfile
 
 
@@ -27,8 +27,13 @@ def copy_ms_per_request(model: ModelProfile, batch_size: int, share_pct: float) 
     return None, None
 
 
-def hidden_copies_ms(plan: Plan, replica: Replica) -> float:
-    """Return how much of a batch's latency streaming hides, in ms per request.
+def hidden_copies_ms(plan: Plan, program: Program) -> float:
+    """Return how much of a batch's latency streaming hides, in ms per request; joint batches do not stream."""
+    return 0.0 if program.is_merged else _copies_ms(plan, program.members[0])
+
+
+def _copies_ms(plan: Plan, replica: Replica) -> float:
+    """Return how long the copies of a request take where the plan streams.
 
     The model's options count first, then the replica's own copy times. Without streaming, or without either, it is 0.
     """
@@ -44,4 +49,4 @@ def hidden_copies_ms(plan: Plan, replica: Replica) -> float:
 
 def longest_copies_ms(plan: Plan) -> float:
     """Return the longest time that the copies of any batch of the plan take. Schedulers send batches ahead by it."""
-    return max((hidden_copies_ms(plan, r) * r.batch_size for g in plan.gpulets for r in g.models), default=0.0)
+    return max((_copies_ms(plan, r) * r.batch_size for g in plan.gpulets for r in g.models), default=0.0)

@@ -21,7 +21,6 @@ from tenuto.placement.policy import load_policy
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.solve import enough_for_all, solve
 from tenuto.placement.whereabouts import is_at
-from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profiles
 
 NARROW = 1.01  # limit: a search ends when its highest value is at most this many times its lowest
@@ -138,14 +137,15 @@ class _Trying:
     """Tries changes of one plan."""
 
     def __init__(self, plan: Plan, gpus: Sequence[Gpu], profiles: Profiles) -> None:
+        plan = plan.model_copy(update={"models": tuple(map(with_lengths, plan.models))})
         self._plan, self._gpus, self._profiles = plan, gpus, profiles
-        self._outlooks = Outlooks()
-        self._outlook = self._outlooks.of(plan)
         self._carries = known_once(getattr(load_policy(plan.policy.name, plan.policy.options), "carries", carried))
+        self._outlooks = Outlooks(carries=self._carries)
+        self._outlook = self._outlooks.of(plan)
         self._promised = self._parts(plan)
         self._in_full = {name for name, part in self._promised.items() if part >= IN_FULL - 1e-3}
         self._cluster = Cluster.of(gpus)
-        cluster = self._cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in plan.gpus)
+        cluster = self._cluster.cut_as(plan.gpus)
         self._prices = {gpu.device: whole_of(gpu).price_per_hour for gpu in cluster.gpus}
         self._sharing = Sharing(costs_of(plan.workload, cluster, profiles), profiles, plan.streaming)
         self._costs = self._costs_per_hour()
@@ -153,23 +153,13 @@ class _Trying:
     def _parts(self, plan: Plan, rates_rps: Mapping[str, float] | None = None) -> dict[str, float]:
         traffic = None if rates_rps is None else Traffic(rates_rps)
         parts = self._outlooks.promised(plan, traffic)[0]
-        for spec in plan.models:
-            if spec.generates is not None:
-                rate = spec.rate_rps if rates_rps is None else rates_rps[spec.name]
-                parts[spec.name] = min(1.0, self._carried(plan, spec) / rate)
+        for spec in plan.models if plan.gpulets == self._plan.gpulets else ():
+            promised = self._plan.expected.models.get(spec.name)
+            is_same = spec.generates is not None and spec.slo == self._plan.model(spec.name).slo
+            if promised is not None and is_same:  # it was tried for all gpu-lets of the model together
+                rate_rps = spec.rate_rps if rates_rps is None else rates_rps[spec.name]
+                parts[spec.name] = max(parts.get(spec.name, 0.0), min(1.0, promised.goodput_rps / rate_rps))
         return parts
-
-    def _carried(self, plan: Plan, spec: ModelSpec) -> float:
-        """Return the requests per second that the gpu-lets of a model that generates carry; at least what the plan
-        promises, as it was tried for all of them together."""
-        spec, most = with_lengths(spec), 0.0
-        hosts = [(r.steps, r.kv_tokens) for g in plan.hosts_of(spec.name) for r in g.models if r.steps is not None]
-        for steps, kv_tokens in hosts:
-            whole = UNLIMITED_TOKENS if kv_tokens is None else kv_tokens
-            most += self._carries(spec, steps, whole)[0]
-        is_plan = plan.gpulets == self._plan.gpulets and spec.slo == self._plan.model(spec.name).slo
-        promised = self._plan.expected.models.get(spec.name)
-        return max(most, promised.goodput_rps) if is_plan and promised is not None else most
 
     def _broken(self, plan: Plan, rates_rps: Mapping[str, float] | None = None) -> set[str]:
         """Return the models that the present plan promises in full, and that this plan at these rates would not."""
@@ -257,7 +247,7 @@ class _Trying:
     def _writing(self, replica: Replica) -> tuple[int, float, float, float]:
         """Return of a gpu-let that generates, at its planned rate, the sequences that decode at once (by Little's law,
         of as many as it carries), how long a step of so many takes in ms, its rate, and the part of its most."""
-        spec = with_lengths(self._plan.model(replica.name))
+        spec = self._plan.model(replica.name)
         steps, kv_tokens = replica.steps, UNLIMITED_TOKENS if replica.kv_tokens is None else replica.kv_tokens
         if steps is None or spec.generates is None or spec.generates.prompt_tokens is None:
             raise ValueError(f"{replica.name} does not generate, or its lengths are not known.")

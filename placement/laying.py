@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tenuto.placement.carrying import (
     SHARES,
@@ -22,7 +22,7 @@ from tenuto.placement.carrying import (
     options_of,
     plan_of,
 )
-from tenuto.placement.cluster import Cluster, Gpu, node_of
+from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster, Gpu, node_of
 from tenuto.placement.whereabouts import domain_of, may_lie
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profiles
@@ -34,29 +34,40 @@ Options = Mapping[str, Sequence[Carrying]]
 """What each model carries on shares of a GPU type, by its name."""
 
 
+@dataclass(frozen=True)
+class Means:
+    """What models that generate are planned with: `carries` judges a share; for `serves` see `plan_of`; `shares` may be
+    used."""
+
+    profiles: Profiles
+    carries: Carries = carried
+    serves: Serves | None = None
+    shares: Sequence[int] = SHARES
+
+    def options(self, specs: Sequence[ModelSpec], gpu: Gpu, most_together: int = 1) -> dict[str, list[Carrying]]:
+        """Return by model what it carries on shares of such GPUs; see `options_of`."""
+        return {
+            spec.name: options_of(spec, gpu, self.profiles, self.carries, most_together, self.shares) for spec in specs
+        }
+
+    def plan(
+        self, specs: Sequence[ModelSpec], laid: Sequence[Laid], memory: Mapping[str, float] | None = None
+    ) -> GeneratingPlan:
+        """Return gpu-lets as they are laid on GPUs; see `plan_of`."""
+        return plan_of(specs, laid, self.profiles, self.serves, memory)
+
+
 def place_generating(
-    specs: Sequence[ModelSpec],
-    cluster: Cluster,
-    profiles: Profiles,
-    *,
-    most_gpus: int,
-    fewest: bool,
-    carries: Carries | None = None,
-    serves: Serves | None = None,
-    shares: Sequence[int] = SHARES,
+    specs: Sequence[ModelSpec], cluster: Cluster, means: Means, *, most_gpus: int, fewest: bool
 ) -> GeneratingPlan:
     """Return gpu-lets for models that generate, on at most so many GPUs of the type that carries most of their load;
     models that none of this type carries go to the next one.
 
-    With `fewest`, they take no more GPUs than their load asks for; otherwise what is left is headroom. `carries` judges
-    a share in place of the closed form (`carried`); for `serves` see `plan_of`. `shares` may be used.
+    With `fewest`, they take no more GPUs than their load asks for; otherwise what is left is headroom.
     """
     left, done, by_type = tuple(specs), GeneratingPlan(), by_gpu_type(cluster)
     while left and by_type and most_gpus > 0:
-        found = [
-            (*_on_type(left, gpus[:most_gpus], profiles, carries or carried, serves, shares, fewest=fewest), place)
-            for place, gpus in enumerate(by_type)
-        ]
+        found = [(*_on_type(left, gpus[:most_gpus], means, fewest=fewest), place) for place, gpus in enumerate(by_type)]
         _, plan, place = max(found, key=lambda each: (each[0], -each[2]))
         done = done.and_then(plan)
         held = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
@@ -76,23 +87,12 @@ def by_gpu_type(cluster: Cluster) -> list[list[Gpu]]:
 
 
 def buy_generating(
-    specs: Sequence[ModelSpec],
-    cluster: Cluster,
-    profiles: Profiles,
-    take: Callable[[str], Gpu | None],
-    *,
-    most_gpus: int,
-    carries: Carries | None = None,
-    serves: Serves | None = None,
-    shares: Sequence[int] = SHARES,
+    specs: Sequence[ModelSpec], cluster: Cluster, means: Means, take: Callable[[str], Gpu | None]
 ) -> GeneratingPlan:
     """Return gpu-lets for models that generate on the cheapest GPUs found of an elastic cluster that carry their load:
     all on one type, or each on the type on which it takes least. `take` hands out the next GPU of a type."""
     prices, one_of_each = cluster.prices, cluster.one_of_each
-    options = {
-        kind: {spec.name: options_of(spec, gpu, profiles, carries or carried, most_gpus, shares) for spec in specs}
-        for kind, gpu in one_of_each.items()
-    }
+    options = {kind: means.options(specs, gpu, MOST_ELASTIC_GPUS) for kind, gpu in one_of_each.items()}
 
     def costs(spec: ModelSpec, kind: str) -> float:
         """Return what the model's shares cost an hour on GPUs of a type; infinite where none carries it."""
@@ -111,7 +111,7 @@ def buy_generating(
         laid = [
             each
             for kind, of in on.items()
-            for each in _packed(of, options[kind], 1.0, Room.bought(one_of_each[kind], most_gpus))
+            for each in _packed(of, options[kind], 1.0, Room.bought(one_of_each[kind], MOST_ELASTIC_GPUS))
         ]
         served = {each.option.spec.name for each in laid}
         found.append(((-len(served), sum(prices[gpu.type] for gpu in gpus_of(laid))), laid))
@@ -119,9 +119,9 @@ def buy_generating(
     bought = {place.id: gpu for place in gpus_of(laid) if (gpu := take(place.type)) is not None}
     laid = [Laid(each.option, tuple(bought[place.id] for place in each.gpus)) for each in laid]
     held = {each.option.spec.name for each in laid}
-    plan = plan_of([spec for spec in specs if spec.name in held], laid, profiles, serves)
+    plan = means.plan([spec for spec in specs if spec.name in held], laid)
     reasons = {
-        spec.name: f"its rate takes more than {most_gpus:,} GPUs"
+        spec.name: f"its rate takes more than {MOST_ELASTIC_GPUS:,} GPUs"
         if any(options[kind][spec.name] for kind in options)
         else "; ".join(_why_none(gpu) for gpu in one_of_each.values())
         for spec in specs
@@ -198,18 +198,11 @@ def left_of(gpulets: int, domains: float) -> int:
 
 
 def _on_type(
-    specs: Sequence[ModelSpec],
-    gpus: Sequence[Gpu],
-    profiles: Profiles,
-    carries: Carries,
-    serves: Serves | None,
-    shares: Sequence[int],
-    *,
-    fewest: bool,
+    specs: Sequence[ModelSpec], gpus: Sequence[Gpu], means: Means, *, fewest: bool
 ) -> tuple[float, GeneratingPlan]:
     """Return how many times the load is carried, and the plan."""
     room, most = Room(gpus), max(Counter(node_of(gpu.id) for gpu in gpus).values())
-    options = {spec.name: options_of(spec, gpus[0], profiles, carries, most, shares) for spec in specs}
+    options = means.options(specs, gpus[0], most)
     reasons = {name: _why_none(gpus[0]) for name, of in options.items() if not of}
     able = [spec for spec in specs if options[spec.name] and any(room.allows(spec, gpu) for gpu in gpus)]
     low, high = 1e-3, 1.0 if fewest else 1e3
@@ -230,7 +223,7 @@ def _on_type(
             high = times
     if not fewest:
         laid = _with_what_is_left(laid, options)
-    plan = plan_of(able, laid, profiles, serves)
+    plan = means.plan(able, laid)
     return low, replace(plan, reasons={**reasons, **(plan.reasons or {})}, notes=tuple(_notes(laid, options, low)))
 
 

@@ -16,21 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tenuto.placement.carrying import (
-    Carries,
-    Carrying,
-    Costs,
-    GeneratingPlan,
-    Laid,
-    Serves,
-    carried,
-    options_of,
-    plan_of,
-    room_mib,
-)
+from tenuto.placement.carrying import Carrying, Costs, GeneratingPlan, Laid, carried, room_mib
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, memory_of
-from tenuto.placement.laying import Room, left_of
+from tenuto.placement.laying import Means, Room, left_of
 from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.solver import Rows, linear_program
 from tenuto.placement.workload import ModelSpec, Workload
@@ -109,8 +98,7 @@ class Mixing:
         others: Sequence[ModelSpec],
         elsewhere: Sequence[Gpu],
         costs: Costs,
-        profiles: Profiles,
-        carries: Carries,
+        means: Means,
     ) -> None:
         """Take what is to be placed.
 
@@ -120,14 +108,12 @@ class Mixing:
             others: all other models.
             elsewhere: GPUs that only the others may use.
             costs: of the others.
-            profiles: of all.
-            carries: judges a share.
+            means: that models that generate are planned with.
         """
-        self._specs, self._gpus, self._profiles, self._carries = specs, gpus, profiles, carries
+        self._specs, self._gpus, self._means, self._profiles = specs, gpus, means, means.profiles
         self._room = Room(gpus)
         self._options = {
-            spec.name: {round(each.share_pct): each for each in options_of(spec, gpus[0], profiles, carries)}
-            for spec in specs
+            name: {round(each.share_pct): each for each in of} for name, of in means.options(specs, gpus[0]).items()
         }
         self._others = [(spec, costs[spec.name]) for spec in others]
         self._rates: dict[tuple[str, int, int], float] = {}
@@ -140,12 +126,12 @@ class Mixing:
         """Whether each model that generates can lie on one of the GPUs."""
         return all(self._options.values())
 
-    def plan(self, mix: Mix, serves: Serves | None) -> GeneratingPlan:
-        """Return the gpu-lets that generate; for `serves` see `plan_of`."""
+    def plan(self, mix: Mix) -> GeneratingPlan:
+        """Return the gpu-lets that generate."""
         taken = {each.gpu.id: each.memory_mib / each.gpu.memory_mib for each in mix.slices}
         laid = [Laid(option, (gpu,)) for gpu, unit in mix.units for option in unit]
         memory = {name: 1.0 - part for name, part in taken.items()}
-        return plan_of(self._specs, laid, self._profiles, serves, memory)
+        return self._means.plan(self._specs, laid, memory)
 
     def best(self, others_weigh: float) -> Mix | None:
         """Return the layout whose worst served model carries most of its rate; None where nothing fits.
@@ -262,7 +248,7 @@ class Mixing:
             tokens = int(known.kv_tokens * _MEMORY_STEP**level)
             alike = spec.name, share, carried(spec, known.steps, tokens)
             if alike not in self._tried:
-                self._tried[alike] = self._carries(spec, known.steps, tokens)[0]
+                self._tried[alike] = self._means.carries(spec, known.steps, tokens)[0]
             self._rates[key] = self._tried[alike]
         return self._rates[key]
 
@@ -327,7 +313,7 @@ def _flow(takes: np.ndarray, counts: np.ndarray) -> float:
     for model in range(models):
         limits.add([last, *range(model, last, models)], [1.0, *[-1.0] * rows], 0.0)
     most = np.append(np.where(able, np.inf, 0.0).ravel(), np.inf)
-    found = linear_program([0.0] * last + [-1.0], limits.matrix(last + 1), limits.most, most).x
+    found = linear_program([0.0] * last + [-1.0], limits, most).x
     return 0.0 if found is None else float(found[-1])
 
 

@@ -17,11 +17,10 @@ from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml, load
 from tenuto.errors import one_of, raise_if_any, refused
 from tenuto.placement.application import Application
 from tenuto.placement.cluster import Gpu, InstancePlace, Placed
-from tenuto.placement.program import Gpulet
+from tenuto.placement.program import Gpulet, MergedGroup, Replica
 from tenuto.placement.rules import layout_problems, plan_problems, room_problems
 from tenuto.placement.versions import split_problems
 from tenuto.placement.workload import ModelSpec, MpsUse, Objective, Workload
-from tenuto.profiles.generation import BLOCK_TOKENS
 from tenuto.profiles.gpu_types import GPU_TYPES, memory_mib_of, price_of
 
 
@@ -217,12 +216,9 @@ class Plan(StrictModel):
         for gpulet in data["gpulets"]:
             _drop(gpulet, also_on=[], memory_mib=None, duty_cycle_ms=None, merge=[])
             for group in gpulet.get("merge", ()):
-                _drop(group, batch_size=None, latency=None, memory_mib=None, basis=None)
+                _drop(group, **_DEFAULTS[MergedGroup])
             for replica in gpulet["models"]:
-                _drop(replica, rate_rps=None, latency_ms=None, slowdown=1.0, memory_mib=None, weights_mib=None)
-                _drop(replica, latency=None, latency_rule="measured", steps=None, kv_tokens=None, decided_ahead=False)
-                _drop(replica, block_tokens=BLOCK_TOKENS, longest_context=None)
-                _drop(replica, copy_in_ms=None, copy_out_ms=None)
+                _drop(replica, **_DEFAULTS[Replica])
         _drop(data, drained=[], streaming=False, objective="weighted", overcommits=False, believed=None)
         _drop(data["expected"], assumptions=[], losses=[])
         data["models"] = [m.model_dump(mode="json", exclude_defaults=True, exclude_none=True) for m in self.models]
@@ -267,7 +263,7 @@ class Plan(StrictModel):
     def check_references(self, origin: str = "plan") -> None:
         """Raise `InvalidInputError` with every rule that the gpu-lets break; see `tenuto.placement.rules`."""
         types = {gpu.id: gpu.type for gpu in self.gpus}
-        found = layout_problems([(gpu.id, gpu.type, gpu.instance) for gpu in self.gpus], origin)
+        found = layout_problems(self.gpus, origin)
         raise_if_any([*found, *plan_problems(types, self.gpulets, self.models, origin)])
 
 
@@ -277,6 +273,13 @@ def _read(value: Any) -> Any:
 
 # A plan as a field of another schema. The data of that schema contain it as `Plan.to_data` makes it.
 PlanField = Annotated[Plan, BeforeValidator(_read), PlainSerializer(Plan.to_data)]
+
+
+# What a plan file leaves out of its replicas and groups.
+_DEFAULTS = {
+    part: {name: field.default for name, field in part.model_fields.items() if not field.is_required()}
+    for part in (Replica, MergedGroup)
+}
 
 
 def _drop(data: dict[str, Any], **defaults: Any) -> None:

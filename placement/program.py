@@ -51,6 +51,11 @@ class Replica(StrictModel):
     copy_in_ms: Annotated[float, Field(ge=0)] | None = None
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None
 
+    @classmethod
+    def believed(cls, name: str, batch_size: int, rate_rps: float, latency_ms: float) -> Replica:
+        """Return a replica with the rate and the latency that a policy believes in."""
+        return cls(name=name, batch_size=batch_size, rate_rps=round(rate_rps, 6), latency_ms=round(latency_ms, 6))
+
     @property
     def planned_rps(self) -> float:
         """The rate that is planned; 1 where the plan tells none, as all count alike then."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tenuto.errors import InvalidInputError, Problem, one_of
-from tenuto.placement.cluster import InstancePlace, first_overlap, node_of
+from tenuto.placement.cluster import Placed, first_overlap, node_of
 from tenuto.placement.program import Gpulet, program_name
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LatencyTable, ModelProfile
@@ -42,20 +42,16 @@ def plan_problems(
     ]
 
 
-def layout_problems(places: Sequence[tuple[str, str, InstancePlace | None]], origin: str) -> list[Problem]:
+def layout_problems(gpus: Sequence[Placed], origin: str) -> list[Problem]:
     """Return what is wrong with a plan's MIG instances: types without such an instance, instances on the same memory
-    slices, and GPUs that are whole and cut at once.
-
-    Args:
-        places: id and type of the plan's GPUs, and the place of those that are instances.
-        origin: what the paths of problems begin with.
-    """
+    slices, and GPUs that are whole and cut at once. The paths of problems begin with `origin`."""
     found: list[Problem] = []
     on: dict[str, list[tuple[str, int, int]]] = {}
-    for name, kind, place in places:
+    for gpu in gpus:
+        place, kind = gpu.instance, gpu.type
         if place is None:
             continue
-        where, mig = f"{origin}: gpus.{name}", instance_type_of(kind)
+        where, mig = f"{origin}: gpus.{gpu.id}", gpu.cut_as
         known = {} if mig is None else instance_profiles(mig.base)
         if mig is None:
             rule, cure = "has a place on a GPU, but its type is no MIG instance", "Write a type such as a100-3g.20gb."
@@ -68,11 +64,11 @@ def layout_problems(places: Sequence[tuple[str, str, InstancePlace | None]], ori
         elif known and place.gpu_uuid is None and place.start not in (starts := known[mig.profile].starts):
             rule = f"a {mig.profile} cannot begin at memory slice {place.start}"
             found.append(Problem(where, place.start, rule, f"It begins at {', '.join(map(str, starts))}."))
-        on.setdefault(place.gpu, []).append((name, place.start, place.slices))
-    for name, _, place in places:
-        if place is None and name in on:
+        on.setdefault(place.gpu, []).append((gpu.id, place.start, place.slices))
+    for gpu in gpus:
+        if gpu.instance is None and gpu.id in on:
             rule, cure = "is whole and cut into MIG instances at once", "Keep the GPU, or its instances."
-            found.append(Problem(f"{origin}: gpus", name, rule, cure))
+            found.append(Problem(f"{origin}: gpus", gpu.id, rule, cure))
     for name, placed in on.items():
         overlap = first_overlap(placed)
         if overlap is not None:

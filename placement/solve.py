@@ -99,7 +99,7 @@ def solve_on_fewest(
                     break
         else:
             step //= 2
-    there = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in found.gpus)
+    there = cluster.cut_as(found.gpus)
     return found.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in there.gpus)})
 
 

@@ -8,17 +8,14 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_array
 
 Numbers: TypeAlias = Sequence[float] | NDArray[np.float64]
 
@@ -46,15 +43,13 @@ class Optimum:
     duals: NDArray[np.float64]
 
 
-def linear_program(
-    cost: Numbers, matrix: csr_array, upper: Numbers, most: Numbers, least: Numbers | None = None
-) -> Optimum:
-    """Return the x of the least cost with matrix x <= upper and least <= x <= most; `least` is 0 where not given.
+def linear_program(cost: Numbers, rows: Rows, most: Numbers, least: Numbers | None = None) -> Optimum:
+    """Return the x of the least cost that keeps the rows, with least <= x <= most; `least` is 0 where not given.
 
     Plans are judged by some hundreds of programs of a few rows. `scipy.optimize.linprog` takes 4 ms for one of them, of
     which the solver takes 0.3 ms and the checking of arguments the rest.
     """
-    return _Solver(cost, matrix, np.full(len(upper), -np.inf), upper, least, most).solved()
+    return _Solver(cost, rows, least, most).solved()
 
 
 def integer_program(
@@ -81,49 +76,42 @@ def integer_program(
         time_limit_s: a limit in seconds besides; where it ends the search, two runs may differ.
         gap: relative to the bound; an x as near is good enough.
     """
-    solver = _Solver(cost, rows.matrix(len(cost)), rows.least, rows.most, least, most)
-    return solver.whole(np.asarray(whole, dtype=bool), start, time_limit_s, gap)
+    return _Solver(cost, rows, least, most).whole(np.asarray(whole, dtype=bool), start, time_limit_s, gap)
 
 
 class Rows:
     """Rows of a linear program, collected one by one: least <= sum of value * x[column] <= most."""
 
     def __init__(self) -> None:
-        self._entries: tuple[list[float], list[int], list[int]] = [], [], []  # values, rows, columns
+        self.values: list[float] = []  # of one row after the other, with their columns
+        self.columns: list[int] = []
+        self.starts: list[int] = []  # of the rows in these
         self.least: list[float] = []
         self.most: list[float] = []
 
-    def add(self, columns: Collection[int], values: Iterable[float], most: float, least: float = -np.inf) -> None:
+    def add(self, columns: Iterable[int], values: Iterable[float], most: float, least: float = -np.inf) -> None:
         """Add a row."""
-        held, rows, places = self._entries
-        rows.extend([len(self.most)] * len(columns))
-        places.extend(columns)
-        held.extend(values)
+        self.starts.append(len(self.values))
+        for column, value in sorted(zip(columns, values, strict=True)):
+            self.columns.append(column)
+            self.values.append(value)
         self.least.append(least)
         self.most.append(most)
 
-    def matrix(self, columns: int) -> csr_array:
-        """Return the rows over so many columns."""
-        from scipy.sparse import csr_array  # see `_highspy`
-
-        values, rows, places = self._entries
-        return csr_array((values, (rows, places)), shape=(len(self.most), columns))
-
 
 class _Solver:
-    def __init__(
-        self, cost: Any, matrix: csr_array, row_least: Any, row_most: Any, least: Numbers | None, most: Any
-    ) -> None:
+    def __init__(self, cost: Numbers, rows: Rows, least: Numbers | None, most: Numbers) -> None:
         highspy = _highspy()
         self._program = program = highspy.HighsLp()
-        program.num_col_, program.num_row_ = len(cost), len(row_most)
+        program.num_col_, program.num_row_ = len(cost), len(rows.most)
         program.col_cost_, program.col_upper_ = np.array(cost, dtype=float), np.array(most, dtype=float)
         program.col_lower_ = np.zeros(len(cost)) if least is None else np.array(least, dtype=float)
-        program.row_lower_, program.row_upper_ = np.array(row_least, dtype=float), np.array(row_most, dtype=float)
+        program.row_lower_, program.row_upper_ = np.array(rows.least, dtype=float), np.array(rows.most, dtype=float)
         program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        program.a_matrix_.start_, program.a_matrix_.index_ = matrix.indptr, matrix.indices
-        program.a_matrix_.value_ = matrix.data
-        self._nonzeros, self._asked = max(1, matrix.nnz), 0
+        program.a_matrix_.start_ = np.array([*rows.starts, len(rows.values)], dtype=np.int32)
+        program.a_matrix_.index_ = np.array(rows.columns, dtype=np.int32)
+        program.a_matrix_.value_ = np.array(rows.values, dtype=float)
+        self._nonzeros, self._asked = max(1, len(rows.values)), 0
         self._highs = highspy.Highs()
         for name, value in (("output_flag", False), ("threads", 1)):
             self._highs.setOptionValue(name, value)

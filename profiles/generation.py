@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tenuto.documents import Fault, StrictModel
 from tenuto.errors import MissingProfileError
+from tenuto.profiles.latency import between_shares
 
 Knots = tuple[tuple[float, float], ...]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -151,13 +152,8 @@ class Generation(StrictModel):
             )
         if share_pct in known:
             return known[share_pct].cost
-        low = max((share for share in known if share < share_pct), default=None)
-        high = min((share for share in known if share > share_pct), default=None)
-        if low is None or high is None:
-            raise MissingProfileError(
-                f"share {share_pct:g} % is outside the shares with step times, {sorted(known)}. Profile that share."
-            )
-        weight = (1 / low - 1 / share_pct) / (1 / low - 1 / high)
+        outside = f"the shares with step times, {sorted(known)}. Profile that share."
+        low, high, weight = between_shares(known, share_pct, outside)
         return known[low].cost.mixed(known[high].cost, weight)
 
     def alone_on_one_gpu(self, factor: float) -> Generation | None:

@@ -6,6 +6,8 @@ Two forms: the line l(b) = alpha*b + beta of the Symphony and Nexus papers, and 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag, field_validator
@@ -101,3 +103,20 @@ def _form(value: object) -> str:
 LatencyField = Annotated[
     Annotated[LinearLatency, Tag("(line)")] | Annotated[LatencyTable, Tag("(table)")], Discriminator(_form)
 ]
+
+
+def between_shares(known: Iterable[float], share_pct: float, outside: str) -> tuple[float, float, float]:
+    """Return the known shares next to another one, and where it lies between them: linear in 1/share, the form of
+    compute-bound work (iGniter eq. 11 with k4 = 0).
+
+    Args:
+        known: other shares.
+        share_pct: the share.
+        outside: ends the error of a share beyond all of them.
+    """
+    shares = sorted(known)
+    place = bisect_left(shares, share_pct)
+    if not 0 < place < len(shares):
+        raise MissingProfileError(f"share {share_pct:g} % is outside {outside}")
+    low, high = shares[place - 1], shares[place]
+    return low, high, (1 / low - 1 / share_pct) / (1 / low - 1 / high)

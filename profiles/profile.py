@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
@@ -16,7 +16,7 @@ from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml
 from tenuto.errors import MissingProfileError, one_of, refused
 from tenuto.profiles.generation import Generation
 from tenuto.profiles.gpu_types import measured_as
-from tenuto.profiles.latency import LatencyTable, LinearLatency
+from tenuto.profiles.latency import LatencyTable, LinearLatency, between_shares
 from tenuto.profiles.mig_instances import ALL_GPCS, InstanceType, instance_type_of
 
 Positive = Annotated[float, Field(gt=0)]
@@ -77,6 +77,13 @@ class ModelProfile(StrictModel):
     network: str | None = None  # source of the measured network, if the row's own name does not say it
     options: dict[str, Any] = Field(default_factory=dict)  # the model's options when measured, such as sequence_length
     run: dict[str, Any] | None = None  # all options of how it was run when measured; None: not known
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other values. It knows nothing that was computed from the values of this profile."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in vars(copied).keys() - type(self).model_fields.keys():
+            del vars(copied)[name]
+        return copied
 
     def estimates_occupancy(self, metric: str) -> bool:
         """Return whether an occupancy of the points comes from launch configurations and not from counters."""
@@ -169,21 +176,20 @@ class ModelProfile(StrictModel):
                     f"share {share_pct:g} %: an inline latency is known for the whole GPU only. Give a profile instead."
                 )
             return self.line
-        exact = {p.batch_size: p.latency_ms for p in self.points if p.share_pct == share_pct}
-        if exact:
-            return LatencyTable(points=exact)
-        return LatencyTable(points=self._between_shares(share_pct))
+        if share_pct not in self._tables:
+            exact = {p.batch_size: p.latency_ms for p in self.points if p.share_pct == share_pct}
+            self._tables[share_pct] = LatencyTable(points=exact or self._between_shares(share_pct))
+        return self._tables[share_pct]
+
+    @cached_property
+    def _tables(self) -> dict[float, LatencyTable]:
+        """The latencies by share, as far as they were asked for."""
+        return {}
 
     def _between_shares(self, share_pct: float) -> dict[int, float]:
-        """Interpolate linearly in 1/share, the form of compute-bound work (iGniter eq. 11 with k4 = 0)."""
-        shares = self.shares()
-        below = max((s for s in shares if s < share_pct), default=None)
-        above = min((s for s in shares if s > share_pct), default=None)
-        if below is None or above is None:
-            raise MissingProfileError(
-                f"share {share_pct:g} % is outside the measured shares {shares}. Profile it with --shares."
-            )
-        weight = (1 / below - 1 / share_pct) / (1 / below - 1 / above)
+        """Interpolate the latencies of the batches that were measured on both of the nearest shares."""
+        outside = f"the measured shares {self.shares()}. Profile it with --shares."
+        below, above, weight = between_shares(self.shares(), share_pct, outside)
         low, high = self.latency(below), self.latency(above)
         common = set(self.batch_sizes(below)) & set(self.batch_sizes(above))
         if not common:
@@ -204,6 +210,25 @@ class ModelProfile(StrictModel):
         """The throughput figures of points that have one, by batch size and share."""
         rates = ((p.batch_size, p.share_pct, p.throughput_rps) for p in reversed(self.points))
         return {(size, share): rate for size, share, rate in rates if rate is not None}
+
+    @cached_property
+    def gpu_ms(self) -> float:
+        """The whole-GPU time in ms of a request where the network uses its share best.
+
+        This is the least latency * share / batch size of all measured points; for a line, its slope.
+        """
+        if not self.points and self.line is not None:
+            return self.line.alpha_ms
+        return min(point.latency_ms * point.share_pct / 100.0 / point.batch_size for point in self.points)
+
+    @cached_property
+    def metrics_by_share(self) -> dict[str, dict[float, dict[int, float]]]:
+        """The metrics of the points by name, share and batch size."""
+        found: dict[str, dict[float, dict[int, float]]] = {}
+        for point in self.points:
+            for name, value in point.metrics.items():
+                found.setdefault(name, {}).setdefault(point.share_pct, {})[point.batch_size] = value
+        return found
 
     @cached_property
     def measured_memory(self) -> list[ProfilePoint]:

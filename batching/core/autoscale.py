@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tenuto.errors import InvalidInputError, Problem
-
 
 @dataclass(frozen=True)
 class AutoscaleOptions:
@@ -31,18 +29,6 @@ class AutoscaleOptions:
     headroom: float = 0.1
     settle_windows: int = 1
 
-    def problems(self) -> list[Problem]:
-        """Return what is out of range."""
-        found = []
-        if not (math.isfinite(self.window_s) and self.window_s > 0):
-            found.append(Problem("window_s", self.window_s, "must be a positive number of seconds", "Try 10."))
-        for name in ("bad_threshold", "headroom"):
-            if not 0 <= getattr(self, name) < 1:
-                found.append(Problem(name, getattr(self, name), "must be at least 0 and below 1", "Try 0.01."))
-        if self.settle_windows < 1:
-            found.append(Problem("settle_windows", self.settle_windows, "must be at least 1", "Give 1."))
-        return found
-
 
 @dataclass(frozen=True)
 class Advice:
@@ -57,25 +43,13 @@ class Advice:
     delta_gpus: int
 
 
-def advise(gpus: int, bad_rate: float, idle_fraction: float, options: AutoscaleOptions | None = None) -> int:
+def advise(gpus: int, bad_rate: float, idle_fraction: float, options: AutoscaleOptions = AutoscaleOptions()) -> int:
     """Return how many GPUs to add (positive) or release (negative).
 
     To add, N*r/(1-r) is rounded up. It is at most what ten doublings add, as an r near 1 says only "far too few". To
     release, N*(f - headroom) is rounded down, and at least one GPU is kept. A cluster that loses requests releases
     nothing, however much of it is idle.
-
-    Raises:
-        InvalidInputError: fewer than one GPU, or fractions outside 0 to 1.
     """
-    options = options or AutoscaleOptions()
-    problems = options.problems()
-    if gpus < 1:
-        problems.append(Problem("gpus", gpus, "must be at least 1", "Give the GPUs in use."))
-    for name, value in (("bad_rate", bad_rate), ("idle_fraction", idle_fraction)):
-        if not 0 <= value <= 1:
-            problems.append(Problem(name, value, "must be a fraction from 0 to 1", "Divide by the total."))
-    if problems:
-        raise InvalidInputError(problems)
     if bad_rate > options.bad_threshold:
         ratio = bad_rate / (1 - bad_rate) if bad_rate < 1 else math.inf
         return math.ceil(gpus * min(ratio, 1023.0) - 1e-9)
@@ -89,10 +63,9 @@ class AutoscaleAdvisor:
     advice.
     """
 
-    def __init__(self, gpus: int, options: AutoscaleOptions | None = None, *, start_s: float = 0.0) -> None:
-        """Begin a window at `start_s`; raises `InvalidInputError` for options out of range."""
-        self.options = options or AutoscaleOptions()
-        advise(gpus, 0.0, 0.0, self.options)
+    def __init__(self, gpus: int, options: AutoscaleOptions = AutoscaleOptions(), *, start_s: float = 0.0) -> None:
+        """Begin a window at `start_s`."""
+        self.options = options
         self._gpus = gpus
         self._start_s = self._now_s = start_s
         self._good = self._bad = 0
@@ -103,7 +76,6 @@ class AutoscaleAdvisor:
     def set_gpus(self, now_s: float, gpus: int) -> list[Advice]:
         """Set how many GPUs are in use from now on. Windows count GPU-seconds, so the number may change inside one."""
         advice = self._advance(now_s)
-        advise(gpus, 0.0, 0.0, self.options)
         if gpus != self._gpus:
             self._gpus = gpus
             self._spare.clear()

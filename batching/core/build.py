@@ -18,7 +18,7 @@ from tenuto.batching.core.system import (
     ScheduledProgram,
     System,
 )
-from tenuto.errors import InvalidInputError, Problem, refused
+from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, profile_of
 from tenuto.placement.copy_times import hidden_copies_ms, longest_copies_ms
 from tenuto.placement.expectation.outlook import provided_rps
@@ -45,7 +45,7 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
     index = {program.name: position for position, program in enumerate(programs)}
     known = {spec.name for spec in plan.models}
     writing = {spec.name: (spec.generates, spec.slo) for spec in plan.models if spec.generates is not None}
-    problems: list[Problem] = []
+    problems = network.problems()
     gpulets, generating = [], list[GeneratingGpulet]()
     shared: dict[tuple[tuple[int, Host], ...], dict[int, Host]] = {}
     for position, gpulet in enumerate(plan.gpulets):
@@ -67,7 +67,7 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
                 problems.append(Problem(where, None, "the replica carries no latency", _AGAIN))
             else:
                 steps = latency_steps(program.latency, 0.0, program.batch_size)
-                hidden_ms = 0.0 if program.is_merged else hidden_copies_ms(plan, program.members[0])
+                hidden_ms = hidden_copies_ms(plan, program)
                 executed = tuple(latency_ms - hidden_ms * size for size, latency_ms in enumerate(steps))
                 if hidden_ms < 0.0 or (hidden_ms and min(executed[1:], default=1.0) <= 0.0):
                     rule = "copies of a request (ms) must be at least 0 and leave some of a batch's time to execute"
@@ -75,13 +75,13 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
                 hosts[index[program.name]] = Host(executed, program.slowdown)
         held = shared.setdefault(tuple(hosts.items()), hosts)
         gpulets.append(ScheduledGpulet(gpulet.id, gpulet.gpu, held, gpulet.also_on))
-    if problems:
-        raise InvalidInputError(problems)
+    raise_if_any(problems)
     if plan.streaming:
         network = NetworkDelay(ctrl_ms=network.ctrl_ms + longest_copies_ms(plan), response_ms=network.response_ms)
     models = _models(plan.models, provided_rps(plan))
     system = System(models, tuple(gpulets), network, programs, plan.objective, tuple(generating))
-    return _checked(system) if check_slos or system.problems() else system
+    raise_if_any(system.unserveable() if check_slos else ())
+    return system
 
 
 def _limits(generates: Generates, kv_tokens: int | None, block_tokens: int, longest_context: int | None) -> StepLimits:
@@ -145,6 +145,7 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
     Raises:
         InvalidInputError: a model without profile, an SLO that no batch can meet, or models beside one that generates.
     """
+    raise_if_any(network.problems())
     names = [spec.name for spec in workload.models if spec.generates is not None]
     if names:
         return _generating_everywhere(workload, cluster, profiles, network, names[0])
@@ -155,7 +156,9 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
             for position, spec in enumerate(workload.models)
         }
     gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
-    return _checked(System(_models(workload.models, {}), gpulets, network, objective=workload.objective))
+    system = System(_models(workload.models, {}), gpulets, network, objective=workload.objective)
+    raise_if_any(system.unserveable())
+    return system
 
 
 def _generating_everywhere(
@@ -173,10 +176,3 @@ def _generating_everywhere(
     models = _models(workload.models, {})
     gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, {}) for gpu in cluster.gpus)
     return System(models, gpulets, network, objective=workload.objective, generating=tuple(found))
-
-
-def _checked(system: System) -> System:
-    problems = system.problems() or system.unserveable()
-    if problems:
-        raise InvalidInputError(problems)
-    return system

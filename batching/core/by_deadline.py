@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from mypy_extensions import mypyc_attr
 
-from tenuto.batching.core.gathering import GatherRule
+from tenuto.batching.core.gathering import window
 from tenuto.batching.core.gpulets import Gpulets, P, Pool
 from tenuto.batching.core.scheduler import Dispatch, Drop, Scheduler, SchedulerOptions
 from tenuto.batching.core.system import EXPIRY_MARGIN_MS, INF, TIME_TOLERANCE_MS, NetworkDelay, System
@@ -115,7 +115,7 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
 
     # Batches ---------------------------------------------------------------------------------------------------------
 
-    def _cut(self, queue: Q, pool: P, defended: int, rule: GatherRule, now: float) -> tuple[int, int]:
+    def _cut(self, queue: Q, pool: P, defended: int, now: float) -> tuple[int, int]:
         """Cut a batch for the next gpu-let of a pool, and give up the requests that no gpu-let can meet.
 
         Returns:
@@ -124,7 +124,7 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
         gpulets, deadlines = self._gpulets, queue.deadlines
         free_at, gpulet = gpulets.open_at(pool, now)
         factor, arrives_at = gpulets.factor(queue.program, gpulet), now + gpulets.ctrl_ms
-        skip, size = rule(deadlines, defended, pool.run[queue.program], factor, arrives_at, gpulets.data_ms, free_at)
+        skip, size = window(deadlines, defended, pool.run[queue.program], factor, arrives_at, gpulets.data_ms, free_at)
         lost = skip
         if skip and pool is not queue.pools[0]:  # a faster gpu-let may still meet what this one is too slow for
             lost = bisect_left(deadlines, now + self._quickest_ms(queue) - TIME_TOLERANCE_MS, 0, skip)
@@ -156,6 +156,9 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
 
     def _cancelled(self, queue: Q, now: float) -> None:
         """React to a request that was taken back; the queue may be empty now."""
+
+    def gpulet_lost(self, now_ms: float, gpulet: int) -> None:  # noqa: ARG002
+        self._gpulets.lose(gpulet)
 
     def queued(self, program: int) -> int:
         return len(self._queues[program].ids)

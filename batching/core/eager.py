@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from tenuto.batching.core.by_deadline import DeadlineScheduler, Queue
-from tenuto.batching.core.gathering import head_first, longest_within
+from tenuto.batching.core.gathering import longest_within
 from tenuto.batching.core.gpulets import Gpulets, Pool
 from tenuto.batching.core.scheduler import Drop, SchedulerOptions
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, System
@@ -83,13 +83,10 @@ class EagerScheduler(DeadlineScheduler[Pool, Queue[Pool]]):
 
     def _run(self, queue: Queue[Pool], pool: Pool, now: float) -> bool:
         """Send a batch to the first idle gpu-let of a pool; False if that gpu-let can meet no request."""
-        skip, size = self._cut(queue, pool, 1, head_first, now)
+        skip, size = self._cut(queue, pool, 1, now)
         if size:
             self._send(queue, pool, skip, size, now)
         return size > 0
-
-    def gpulet_lost(self, now_ms: float, gpulet: int) -> None:  # noqa: ARG002
-        self._gpulets.lose(gpulet)
 
     def gpulet_back(self, now_ms: float, gpulet: int) -> None:
         self._gpulets.back(gpulet)

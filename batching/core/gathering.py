@@ -1,20 +1,14 @@
 """How a batch is cut from a queue: which requests at its front are given up, and how many of the next run together.
 
-A rule is a pure function of the queue and the time, and has a name. Deadlines are ascending, times in ms. What was
-learned of a gpu-let and of the delay to it comes in as plain numbers, since both change with every batch.
+The rule is a pure function of the queue and the time. Deadlines are ascending, times in ms. What was learned of a
+gpu-let and of the delay to it comes in as plain numbers, since both change with every batch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
 
 from tenuto.batching.core.system import TIME_TOLERANCE_MS
-
-# rule(deadlines, defended, run_ms, factor, arrives_at, data_ms, free_at) -> (skip, size). A batch of b ends at
-# max(arrives_at + b * data_ms, free_at) + factor * run_ms[b]: it starts when its data has arrived and the gpu-let is
-# free, and runs `factor` times as long as planned.
-GatherRule = Callable[[list[float], int, list[float], float, float, float, float], tuple[int, int]]
 
 
 def longest_within(run_ms: list[float], room_ms: float, factor: float = 1.0, data_ms: float = 0.0) -> int:
@@ -23,23 +17,6 @@ def longest_within(run_ms: list[float], room_ms: float, factor: float = 1.0, dat
         return max(0, bisect_right(run_ms, room_ms / factor) - 1)
     sizes = range(len(run_ms))
     return max(0, bisect_right(sizes, room_ms, key=lambda size: factor * run_ms[size] + data_ms * size) - 1)
-
-
-def head_first(
-    deadlines: list[float],
-    _defended: int,
-    run_ms: list[float],
-    factor: float,
-    arrives_at: float,
-    data_ms: float,
-    free_at: float,
-) -> tuple[int, int]:
-    """Give up only requests that cannot be met even alone; the first of the rest bounds the batch (Symphony, Alg. 1).
-
-    Returns:
-        How many requests at the front cannot be met, and the size of the batch behind them (0: nothing can be met).
-    """
-    return window(deadlines, 1, run_ms, factor, arrives_at, data_ms, free_at)
 
 
 def window(
@@ -54,7 +31,11 @@ def window(
     """Give up the front requests that keep the batch below the size worth defending.
 
     That size is the largest q <= defended such that the newest q requests could run as one batch. Then the batch grows
-    beyond q as long as its own first deadline holds.
+    beyond q as long as its own first deadline holds. With 1 only requests are given up that cannot be met even alone,
+    and the first of the rest bounds the batch (Symphony, Alg. 1).
+
+    A batch of b ends at max(arrives_at + b * data_ms, free_at) + factor * run_ms[b]: it starts when its data has
+    arrived and the gpu-let is free, and runs `factor` times as long as planned.
 
     Returns:
         How many requests to skip at the front, and the size of the batch behind them (0: nothing can be met).
@@ -74,6 +55,3 @@ def window(
     if free_at > arrives_at:
         size = min(size, longest_within(run_ms, head - free_at, factor))
     return skip, size
-
-
-GATHERING: dict[str, GatherRule] = {"head-first": head_first, "window": window}

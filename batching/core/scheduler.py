@@ -28,7 +28,6 @@ from mypy_extensions import mypyc_attr
 from tenuto.batching.core.step_scheduler import StepOrder
 from tenuto.batching.core.system import INF, ByFields, GeneratingGpulet, NetworkDelay, System
 from tenuto.batching.core.told import SchedulerStatus
-from tenuto.errors import InvalidInputError
 from tenuto.options import options_of_dataclass, read_options
 
 
@@ -103,14 +102,7 @@ class Scheduler(ABC):
     decisions: list[Decision]
 
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:  # noqa: ARG002
-        """Build for a fixed set of models, programs and gpu-lets.
-
-        Raises:
-            InvalidInputError: numbers that are not finite and positive.
-        """
-        problems = system.problems()
-        if problems:
-            raise InvalidInputError(problems)
+        """Build for a fixed set of models, programs and gpu-lets."""
         self.system = system
         self.next_wake_ms = INF
         self.decisions = []

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from tenuto.batching.core.by_deadline import DeadlineScheduler, Queue
-from tenuto.batching.core.gathering import GATHERING, longest_within
+from tenuto.batching.core.gathering import longest_within, window
 from tenuto.batching.core.gpulets import Gpulets, Pool
 from tenuto.batching.core.scheduler import SchedulerOptions
 from tenuto.batching.core.staggered import ArrivalRate, staggered_batch
@@ -39,7 +39,7 @@ class SymphonyOptions(SchedulerOptions):
     staggered size.
     """
 
-    gather: str = field(default="window", metadata={"choices": tuple(GATHERING)})
+    gather: str = field(default="window", metadata={"choices": ("head-first", "window")})
     release: str = field(default="frontrun", metadata={"choices": ("frontrun", "target")})
 
 
@@ -68,7 +68,7 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
 
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         chosen = options if isinstance(options, SymphonyOptions) else SymphonyOptions()
-        self._gather = GATHERING[chosen.gather]
+        self._is_head_first = chosen.gather == "head-first"
         self._releases_at_target = chosen.release == "target"
         gpulets = Gpulets(system, Pool)
         candidates = [
@@ -93,6 +93,10 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
             queue.staggered = staggered_batch(
                 run, budget_ms, queue.rate.rps, longest=queue.longest, factor=factor, data_ms=gpulets.data_ms
             )
+
+    def _defended(self, queue: _Candidate) -> int:
+        """Return the batch for which requests at the head may be given up."""
+        return 1 if self._is_head_first else queue.staggered
 
     def _sent_ms(self, program: int, pool: Pool, size: int) -> float:
         """Return how long a batch takes from its dispatch to its end, on the next gpu-let of a pool."""
@@ -163,8 +167,8 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
         pool = queue.pools[0]
         factor = gpulets.factor(program, pool.idle[0] if pool.idle else pool.gpulets[0])
         arrives_at = now + gpulets.ctrl_ms
-        skip, size = self._gather(
-            queue.deadlines, queue.staggered, pool.run[program], factor, arrives_at, gpulets.data_ms, arrives_at
+        skip, size = window(
+            queue.deadlines, self._defended(queue), pool.run[program], factor, arrives_at, gpulets.data_ms, arrives_at
         )
         if skip:
             self._drop(queue, skip, now)
@@ -237,7 +241,7 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
 
     def _dispatch(self, queue: _Candidate, pool: Pool, now: float) -> bool:
         """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
-        skip, size = self._cut(queue, pool, queue.staggered, self._gather, now)
+        skip, size = self._cut(queue, pool, self._defended(queue), now)
         if size:
             self._send(queue, pool, skip, size, now)
         return size > 0
@@ -247,9 +251,6 @@ class SymphonyScheduler(DeadlineScheduler[Pool, _Candidate]):
     def _cancelled(self, queue: _Candidate, now: float) -> None:
         self._set_timer(queue, INF)
         self._update(queue, now)
-
-    def gpulet_lost(self, now_ms: float, gpulet: int) -> None:  # noqa: ARG002
-        self._gpulets.lose(gpulet)
 
     def gpulet_back(self, now_ms: float, gpulet: int) -> None:
         self._gpulets.back(gpulet)

@@ -5,7 +5,7 @@ the programs. Times are ms; latencies l(b) are indexed by batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -55,17 +55,6 @@ class Model(ByFields):
     longest_hold_ms: float | None = None
     provided_rps: float | None = None
 
-    def problems(self, where: str) -> Iterator[Problem]:
-        """Yield what is wrong with the numbers."""
-        if not (math.isfinite(self.slo_ms) and self.slo_ms > 0):
-            yield Problem(f"{where}.slo_ms", self.slo_ms, "must be a positive number of ms", "Give a larger SLO.")
-        if self.rate_rps is not None and not (math.isfinite(self.rate_rps) and self.rate_rps > 0):
-            yield Problem(f"{where}.rate_rps", self.rate_rps, "must be a positive rate", "Give a larger rate.")
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            yield Problem(f"{where}.weight", self.weight, "must be a positive number", "Give 1 for an ordinary model.")
-        if self.longest_hold_ms is not None and not self.longest_hold_ms >= 0:
-            yield Problem(f"{where}.longest_hold_ms", self.longest_hold_ms, "must be at least 0 ms", "Leave it out.")
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduledProgram(ByFields):
@@ -87,11 +76,6 @@ class Host(ByFields):
     latency_ms: tuple[float, ...]
     slowdown: float = 1.0
 
-    @property
-    def max_batch(self) -> int:
-        """The largest batch that may be dispatched here."""
-        return len(self.latency_ms) - 1
-
     def planned_ms(self) -> list[float]:
         """Return l(b) with the neighbours' slowdown, by batch size: what a scheduler should plan with."""
         return [latency * self.slowdown for latency in self.latency_ms]
@@ -99,14 +83,6 @@ class Host(ByFields):
     def planned_batch_ms(self, size: int) -> float:
         """Return l(size) with the neighbours' slowdown."""
         return self.latency_ms[size] * self.slowdown
-
-    def problems(self, where: str) -> Iterator[Problem]:
-        """Yield what is wrong with the numbers."""
-        if self.max_batch < 1 or not all(math.isfinite(x) and x > 0 for x in self.latency_ms[1:]):
-            rule = "latencies must be positive numbers for batch 1 and up"
-            yield Problem(where, self.latency_ms[:4], rule, "Correct the profile.")
-        if not self.slowdown >= 1.0 or not math.isfinite(self.slowdown):
-            yield Problem(where, self.slowdown, "slowdown must be a number of at least 1", "Use 1.0 for none.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +134,15 @@ class NetworkDelay(ByFields):
     data_ms_per_request: float = 0.0
     response_ms: float = 0.0
 
+    def problems(self) -> list[Problem]:
+        """Return what is wrong with the numbers."""
+        delays = ((key, getattr(self, key)) for key in ("ctrl_ms", "data_ms_per_request", "response_ms"))
+        return [
+            Problem(f"network.{key}", ms, "must be a delay of at least 0 ms", "Give 0 for none.")
+            for key, ms in delays
+            if not (math.isfinite(ms) and ms >= 0)
+        ]
+
 
 @dataclass(frozen=True)
 class System(ByFields):
@@ -205,25 +190,6 @@ class System(ByFields):
     def distinct_hosts(self) -> list[Mapping[int, Host]]:
         """Return the distinct `hosts` objects of all gpu-lets."""
         return list({id(gpulet.hosts): gpulet.hosts for gpulet in self.gpulets}.values())
-
-    def problems(self) -> list[Problem]:
-        """Return what is wrong with the numbers, and models that are not in exactly one program."""
-        found = [p for index, model in enumerate(self.models) for p in model.problems(f"models.{index}")]
-        members = sorted(member for program in self.programs for member in program.members)
-        if members != list(range(len(self.models))):
-            rule = "every model must be a member of exactly one program"
-            found.append(Problem("programs", members, rule, "Name every model's index once."))
-        checked: set[int] = set()
-        for gpulet in self.gpulets:
-            if id(gpulet.hosts) not in checked:
-                checked.add(id(gpulet.hosts))
-                for index, host in gpulet.hosts.items():
-                    found += host.problems(f"gpulets.{gpulet.id}.{self.programs[index].name}")
-        for key in ("ctrl_ms", "data_ms_per_request", "response_ms"):
-            value = getattr(self.network, key)
-            if not (math.isfinite(value) and value >= 0):
-                found.append(Problem(f"network.{key}", value, "must be a delay of at least 0 ms", "Give 0 for none."))
-        return found
 
     def unserveable(self) -> list[Problem]:
         """Return one problem per hosted program whose SLO not even a batch of one meets on any of its gpu-lets."""

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from tenuto.placement.costs import ModelOnGpu
 from tenuto.placement.expectation.outlook import EVENED_OUT
 from tenuto.placement.program import held_mib
+from tenuto.placement.solver import Rows, integer_program
 from tenuto.profiles.mig_instances import MEMORY_SLICES, InstanceProfile
 
 # Derived: of its SLO, what a batch of a model and its wait for a process may take together.
@@ -237,31 +236,22 @@ class Cutting:
         ]
         # Columns: the part of a model on a size, times `times`; how often each layout is cut; `times`.
         first, last = len(pairs), len(pairs) + len(self._layouts)
-        of_gpus = len(models) + len(sizes)
-        entries = [(m, column, 1.0) for column, (m, _, _) in enumerate(pairs)]
-        entries += [(len(models) + s, column, work) for column, (_, s, work) in enumerate(pairs)]
-        entries += [(m, last, -1.0) for m in range(len(models))]
-        for place, layout in enumerate(self._layouts):
-            for size, count in Counter(name for name, _ in layout).items():
-                entries.append((len(models) + sizes.index(size), first + place, -float(count)))
-            entries.append((of_gpus, first + place, 1.0))
-        rows, columns, values = zip(*entries, strict=True)
-        matrix = csr_array((values, (rows, columns)), shape=(of_gpus + 1, last + 1))
-        low = np.concatenate([np.zeros(len(models)), np.full(len(sizes) + 1, -np.inf)])
-        high = np.concatenate([np.zeros(of_gpus), [gpus]])
-        cost, whole = np.zeros(last + 1), np.zeros(last + 1)
-        cost[last], whole[first:last] = -1.0, float(is_whole)
+        counts = [Counter(name for name, _ in layout) for layout in self._layouts]
+        rows = Rows()
+        for m in range(len(models)):
+            own = [column for column, (model, _, _) in enumerate(pairs) if model == m]
+            rows.add([*own, last], [*[1.0] * len(own), -1.0], 0.0, least=0.0)
+        for s, size in enumerate(sizes):
+            work = {column: takes for column, (_, place, takes) in enumerate(pairs) if place == s}
+            there = {first + place: -float(each[size]) for place, each in enumerate(counts) if each[size]}
+            rows.add([*work, *there], [*work.values(), *there.values()], 0.0)
+        rows.add(range(first, last), [1.0] * (last - first), gpus)
         least, most = np.zeros(last + 1), np.full(last + 1, np.inf)
         if now is not None:
             bounded = most if gpus <= sum(now.values()) else least
             bounded[first:last] = [now.get(layout, 0) for layout in self._layouts]
-        found = milp(
-            cost,
-            constraints=LinearConstraint(matrix, low, high),
-            bounds=Bounds(least, most),
-            integrality=whole,
-            options={"time_limit": 5.0, "mip_rel_gap": 0.002},
-        )
+        cost, whole = [*[0.0] * last, -1.0], [is_whole and first <= column < last for column in range(last + 1)]
+        found = integer_program(cost, rows, least, most, whole, gap=0.002)
         if found.x is None or found.x[last] <= 0.0:
             return 0.0, {}, {}
         times = float(found.x[last])

@@ -156,14 +156,9 @@ class Slicing:
 
 def _hosted(place: Gpu, instance: FilledInstance) -> Iterator[Hosted]:
     """Yield the processes of an instance, each with an equal part of every model's rate there."""
-    count = instance.processes
+    count, ways = instance.processes, instance.ways
     replicas = [
-        Replica(
-            name=name,
-            batch_size=instance.ways[name].batch_size,
-            rate_rps=round(rate / count, 6),
-            latency_ms=round(instance.ways[name].latency_ms, 6),
-        )
+        Replica.believed(name, ways[name].batch_size, rate / count, ways[name].latency_ms)
         for name, rate in instance.rates_rps.items()
     ]
     for _ in range(count):

@@ -57,7 +57,6 @@ class Trials:
         self._slos = {place: spec.slo for place, spec in enumerate(models) if spec.slo is not None}
         begin_ms = 50.0 * self._duration_s  # the warm-up is the first 5 %
         self._offered = np.bincount(self.index[self.times_ms >= begin_ms], minlength=len(models))
-        self.offered_value = self._value(self._offered, self._offered) / (0.95 * self._duration_s)
 
     def run(self, plan: Plan, *, floor: float = 0.0, attainment: float = 0.0) -> Judged:
         """Run a plan; one that cannot reach the value `floor` any more, or `attainment` of every model, is ended early,

@@ -11,10 +11,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import System
 from tenuto.batching.virtual.result import SimulationResult
-from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 
 Criterion = Literal["each", "all"]
@@ -136,21 +134,3 @@ def try_load(run: Callable[[Stop], SimulationResult], judged: JudgedRequests, go
     together = sum(good for good, _ in ended.values()) / total if total else 0.0
     is_in_time = not stopped and (worst if goal.criterion == "each" else together) >= goal.attainment
     return Trial(result, is_in_time, worst_name, worst, together, stopped)
-
-
-def try_arrivals(
-    scheduler: Scheduler,
-    times_ms: NDArray[np.float64],
-    model_index: NDArray[np.int32],
-    goal: Goal,
-    *,
-    duration_s: float,
-    warmup_s: float | None = None,
-) -> Trial:
-    """Run arrivals under a fresh scheduler and judge all hosted models; see `try_load` and `simulate`."""
-    begin_ms = 1000.0 * (0.05 * duration_s if warmup_s is None else warmup_s)
-
-    def run(stop: Stop) -> SimulationResult:
-        return simulate(scheduler, times_ms, model_index, duration_s=duration_s, warmup_s=warmup_s, stop=stop)
-
-    return try_load(run, HostedModels(scheduler.system, times_ms, model_index, begin_ms), goal)

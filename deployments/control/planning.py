@@ -23,8 +23,8 @@ from tenuto.deployments.control.worth import ChangeWorth, Rent, Scale
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
 from tenuto.placement.carrying import in_proportion
-from tenuto.placement.cluster import Gpu, GpuGroup, Node, cost_of
-from tenuto.placement.completing import complete
+from tenuto.placement.cluster import Gpu, GpuGroup, Node
+from tenuto.placement.completing import complete, usage_of
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.plan import Expected, PlannedGpu
@@ -115,9 +115,8 @@ def _made_for(plan: Plan, rates_rps: Mapping[str, float]) -> Plan:
 
 def _promised(plan: Plan, gpus: Sequence[Gpu]) -> Plan:
     """Return the plan with what it promises at its rates, after losses too, and the cost of its GPUs."""
-    used = plan.devices(plan.used_gpus)
-    totals = {"gpus_used": len(used), "cost_per_hour": cost_of(gpu for gpu in gpus if gpu.device in used)}
-    return with_losses(plan.model_copy(update={"expected": expected_of(plan).model_copy(update=totals)}))
+    expected = expected_of(plan).model_copy(update=usage_of(plan, Cluster.of(gpus)))
+    return with_losses(plan.model_copy(update={"expected": expected}))
 
 
 def _kept(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | None:

@@ -16,7 +16,8 @@ from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.steps import made_anew, next_stage, not_ready
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.expectation.outlook import NOTHING, Outlooks, Traffic
+from tenuto.placement.expectation.component import NOTHING
+from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.expectation.sharing import listed
 
 # Limit: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters

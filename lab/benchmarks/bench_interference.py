@@ -28,7 +28,7 @@ from placement_scenes import machine
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement.interference import InterferenceModel, NoInterference, Resident
-from tenuto.placement.interference.contention import Contention, gpu_ms
+from tenuto.placement.interference.contention import Contention
 from tenuto.placement.interference.gpulet_linear import CONSTANTS
 from tenuto.placement.interference.igniter_model import (
     Hardware,
@@ -73,7 +73,7 @@ class Boosted:
         row: list[float] = []
         for one in (own, other):
             point = one.profile.point(one.batch_size, one.share_pct)
-            row += [math.log(point.latency_ms), one.batch_size, one.share_pct, math.log(gpu_ms(one.profile))]
+            row += [math.log(point.latency_ms), one.batch_size, one.share_pct, math.log(one.profile.gpu_ms)]
             row += [point.metrics["l2_util_pct"], point.metrics["dram_util_pct"]]
         return row
 

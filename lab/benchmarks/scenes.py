@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from tenuto import version
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.virtual.goodput import Criterion, Goal, Trial, try_arrivals
+from tenuto.batching.virtual.goodput import Criterion, Goal, Trial
 from tenuto.batching.virtual.highest_rate import SearchLimits, find_highest_rate
 from tenuto.profiles.shipped import load_shipped
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for `tests`, where this is not the folder it is started in
 
-from tests.instruments.systems import everywhere_linear
+from tests.instruments.systems import everywhere_linear, try_arrivals
 
 Model = tuple[str, float, float, float, float | None]  # name, alpha_ms, beta_ms, slo_ms, rate_rps
 

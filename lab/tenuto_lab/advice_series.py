@@ -12,16 +12,12 @@ from tenuto.batching.virtual.result import SimulationResult
 from tenuto.outcome import Outcome
 
 
-def advice_over_time(result: SimulationResult, options: AutoscaleOptions | None = None) -> list[Advice]:
+def advice_over_time(result: SimulationResult, options: AutoscaleOptions) -> list[Advice]:
     """Return the advice of every full window of a run, warm-up included, without following it.
 
     A request counts in the window of its answer; without an answer, in that of its deadline. A GPU with several
     gpu-lets is busy for the sum of their times, at most the whole window.
-
-    Raises:
-        InvalidInputError: options out of range.
     """
-    options = options or AutoscaleOptions()
     names = {gpu: place for place, gpu in enumerate(dict.fromkeys(gpulet.gpu for gpulet in result.system.gpulets))}
     advisor = AutoscaleAdvisor(max(1, len(names)), options)
     windows = math.floor(result.duration_s / options.window_s + 1e-9)

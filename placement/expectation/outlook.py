@@ -4,27 +4,24 @@ model, and the planner and the controller judge plans by it.
 A model's requests wait in one queue for all gpu-lets that host it. A batch is gathered for as long as its deadline
 allows, so its size follows from rate and SLO: the largest b with l(b) + (b - 1/2) / rate <= SLO, at most the planned
 one. (Symphony, section 3.3, has b in place of b - 1/2, for a gpu-let that is always busy; for one that is always free
-it is b - 1.) Gpu-lets that share programs, directly or through others, form one *component*. It serves what fits into
-the time of its gpu-lets, less what waiting costs (`queueing`).
+it is b - 1.) What gpu-lets serve that share programs is found in `component`.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property
 
 from tenuto.placement.carrying import Carries, carried
 from tenuto.placement.components import connected_components
-from tenuto.placement.expectation.queueing import MeanBatch, Stream, blocked_part, lost_parts, used_part
+from tenuto.placement.expectation.component import NOTHING, AlikeGpulets, Component, Demand, ServedInTime
 from tenuto.placement.expectation.sharing import listed
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
 from tenuto.placement.program import Gpulet, Program, slowest_ms
-from tenuto.placement.solver import linear_program
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Latency
 
@@ -38,27 +35,6 @@ MORE = 0.1
 # away, so none wait to fill gaps. At 0.99 the worst served model of ParvaGPU's S6 on two thirds of the GPUs gets 3
 # points less than the mean.
 EVENED_OUT = 0.97
-NOTHING = 1e-4  # limit: formulas and measurements cannot tell a smaller lost part from none
-
-
-@dataclass
-class _Kind:
-    """Gpu-lets that are alike: same programs, same latencies, same neighbours."""
-
-    programs: tuple[Program, ...]
-    gpulets: list[int] = field(default_factory=list)
-    beside: list[_Kind] = field(default_factory=list)
-    busy: float = 1.0
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The demand for a model, or for a program: the rate of all its models and their strictest SLO."""
-
-    rate_rps: float
-    slo_ms: float
-    weight: float
-    dispersion: float
 
 
 @dataclass(frozen=True)
@@ -112,10 +88,9 @@ class Outlooks:
         gpu-let that generates."""
         self._carries = carries
         self._slowdowns = {name: factor for name, factor in (slowdowns or {}).items() if factor != 1.0}
-        self._known: dict[object, tuple[_ServedInTime, object]] = {}  # with the programs whose ids the key uses
         self._slowed: dict[tuple[int, float], tuple[Latency, Latency]] = {}  # by identity and factor: original, slowed
         self._told: dict[int, _Told] = {}  # by identity
-        self._members: dict[object, tuple[object, dict[str, _Asked]]] = {}  # by identity of what stands with them
+        self._members: dict[object, tuple[object, dict[str, Demand]]] = {}  # by identity of what stands with them
         self._islands: dict[object, _Island] = {}
 
     def of(self, plan: Plan, traffic: Traffic | None = None, *, is_cautious: bool = False) -> Outlook:
@@ -173,14 +148,14 @@ class Outlooks:
             if rate > 0.0
         }
 
-    def _asked_of(self, models: tuple[ModelSpec, ...], traffic: Traffic | None, more: float) -> dict[str, _Asked]:
+    def _asked_of(self, models: tuple[ModelSpec, ...], traffic: Traffic | None, more: float) -> dict[str, Demand]:
         """Return the demand for each model that has any."""
         key = id(models), id(traffic), more
         if key not in self._members:
             rates = {spec.name: spec.rate_rps for spec in models} if traffic is None else traffic.mean_rps
             dispersion: Mapping[str, float] = {} if traffic is None else traffic.dispersion
             found = {
-                spec.name: _Asked(more * rate_rps, spec.slo_ms, spec.weight, dispersion.get(spec.name, 1.0))
+                spec.name: Demand(more * rate_rps, spec.slo_ms, spec.weight, dispersion.get(spec.name, 1.0))
                 for spec in models
                 if (rate_rps := rates.get(spec.name, 0.0)) > 0.0
             }
@@ -188,7 +163,7 @@ class Outlooks:
         return self._members[key][1]
 
     def _islands_of(
-        self, plan: Plan, members: Mapping[str, _Asked], is_cautious: bool
+        self, plan: Plan, members: Mapping[str, Demand], is_cautious: bool
     ) -> list[tuple[_Island, list[int]]]:
         """Return the gpu-lets that share programs or GPUs, directly or through others, with their places in the
         plan."""
@@ -214,8 +189,7 @@ class Outlooks:
             held = tuple((names, asked[names]) for names in dict.fromkeys(told.models for told in own_told))
             key = tuple(told.exactly for told in own_told), gpus, held, plan.objective, is_cautious
             if key not in self._islands:
-                served = partial(self._served, objective=plan.objective, is_cautious=is_cautious)
-                self._islands[key] = _Island(own_told, gpus, members, served)
+                self._islands[key] = _Island(own_told, gpus, members, plan.objective, is_cautious=is_cautious)
             found.append((self._islands[key], indices))
         return found
 
@@ -235,31 +209,6 @@ class Outlooks:
         if key not in self._slowed:
             self._slowed[key] = program.latency, program.latency.scaled(factor)
         return replace(program, latency=self._slowed[key][1])
-
-    def _served(
-        self, component: Sequence[_Kind], asked: Mapping[str, _Asked], *, objective: str, is_cautious: bool
-    ) -> _ServedInTime:
-        names = list(dict.fromkeys(p.name for kind in component for p in kind.programs if p.name in asked))
-        slowdowns = [[_mean_slowdown(p, kind.beside) for p in kind.programs] for kind in component]
-        key = (
-            tuple(
-                (
-                    len(kind.gpulets),
-                    *(
-                        (p.models, p.batch_size, id(p.latency), p.slowdown, s)
-                        for p, s in zip(kind.programs, own, strict=True)
-                    ),
-                )
-                for kind, own in zip(component, slowdowns, strict=True)
-            ),
-            tuple((name, asked[name]) for name in names),
-            objective,
-            is_cautious,
-        )
-        if key not in self._known:
-            served = _served_in_time(names, component, asked, slowdowns, objective, is_cautious=is_cautious)
-            self._known[key] = served, [kind.programs for kind in component]
-        return self._known[key][0]
 
 
 def _room_to_generate(plan: Plan, carries: Carries) -> dict[str, float]:
@@ -375,16 +324,18 @@ class _Island:
         self,
         gpulets: Sequence[_Told],
         by_gpu: Iterable[Sequence[int]],
-        members: Mapping[str, _Asked],
-        served: Callable[[Sequence[_Kind], Mapping[str, _Asked]], _ServedInTime],
+        members: Mapping[str, Demand],
+        objective: str,
+        *,
+        is_cautious: bool,
     ) -> None:
-        self.gpulets, self._served, self._turns = gpulets, served, list[_Turn]()
+        self._objective, self._is_cautious, self._turns = objective, is_cautious, list[_Turn]()
         on_gpu = {own: tuple(there) for there in by_gpu for own in there}
-        kinds: dict[object, _Kind] = {}
+        kinds: dict[object, AlikeGpulets] = {}
         kind_of = []
         for own, each in enumerate(gpulets):
             beside = tuple(gpulets[other].told for other in on_gpu[own]) if len(on_gpu[own]) > 1 else None
-            kind = kinds.setdefault((each.told, beside), _Kind(each.programs))
+            kind = kinds.setdefault((each.told, beside), AlikeGpulets(each.programs))
             kind.gpulets.append(own)
             kind_of.append(kind)
         for kind in kinds.values():
@@ -392,17 +343,25 @@ class _Island:
             kind.beside = [kind_of[other] for other in on_gpu[first] if other != first]
         self._asked = _asked(kinds.values(), members)
         self._components = list(_connected_kinds(kinds.values()))
+        self._has_neighbours = any(kind.beside for kind in kinds.values())
 
     def turn(self, count: int) -> _Turn:
         """Return what the gpu-lets serve after so many turns; at first all count as always busy."""
         while len(self._turns) < count:
-            found = [(component, self._served(component, self._asked)) for component in self._components]
-            change = 0.0
-            for component, served in found:
-                for kind, busy in zip(component, served.busy, strict=True):
-                    change, kind.busy = max(change, abs(busy - kind.busy)), busy
-            self._turns.append(_Turn(self._asked, found, change))
+            is_settled = self._turns and not self._has_neighbours
+            self._turns.append(replace(self._turns[-1], change=0.0) if is_settled else self._another_turn())
         return self._turns[count - 1]
+
+    def _another_turn(self) -> _Turn:
+        found = [
+            (kinds, Component(kinds, self._asked, self._objective, is_cautious=self._is_cautious).served_in_time())
+            for kinds in self._components
+        ]
+        change = 0.0
+        for kinds, served in found:
+            for kind, busy in zip(kinds, served.busy, strict=True):
+                change, kind.busy = max(change, abs(busy - kind.busy)), busy
+        return _Turn(self._asked, found, change)
 
 
 @dataclass(frozen=True)
@@ -420,8 +379,8 @@ class _Shown:
 class _Turn:
     """What the components of an island serve, and the largest change of any gpu-let's busy part in this turn."""
 
-    asked: Mapping[str, _Asked]
-    served: Sequence[tuple[Sequence[_Kind], _ServedInTime]]
+    asked: Mapping[str, Demand]
+    served: Sequence[tuple[Sequence[AlikeGpulets], ServedInTime]]
     change: float
 
     @property
@@ -447,7 +406,7 @@ class _Turn:
         return found
 
 
-def _asked(kinds: Iterable[_Kind], models: Mapping[str, _Asked]) -> dict[str, _Asked]:
+def _asked(kinds: Iterable[AlikeGpulets], models: Mapping[str, Demand]) -> dict[str, Demand]:
     found = {}
     for kind in kinds:
         for program in kind.programs:
@@ -456,281 +415,16 @@ def _asked(kinds: Iterable[_Kind], models: Mapping[str, _Asked]) -> dict[str, _A
                 rate = sum(each.rate_rps for each in members)
                 weight = sum(each.weight * each.rate_rps for each in members) / rate
                 spread = sum(each.dispersion * each.rate_rps for each in members) / rate
-                found[program.name] = _Asked(rate, min(each.slo_ms for each in members), weight, spread)
+                found[program.name] = Demand(rate, min(each.slo_ms for each in members), weight, spread)
     return found
 
 
-def _connected_kinds(kinds: Collection[_Kind]) -> Iterable[list[_Kind]]:
+def _connected_kinds(kinds: Collection[AlikeGpulets]) -> Iterable[list[AlikeGpulets]]:
     """Return the kinds that share programs, directly or through others."""
     components = connected_components([program.name for program in kind.programs] for kind in kinds)
     component_of = {name: index for index, names in enumerate(components) for name in names}
-    by_component: dict[int, list[_Kind]] = defaultdict(list)
+    by_component: dict[int, list[AlikeGpulets]] = defaultdict(list)
     for kind in kinds:
         if kind.programs:
             by_component[component_of[kind.programs[0].name]].append(kind)
     return by_component.values()
-
-
-@dataclass(frozen=True)
-class _ServedInTime:
-    """What a component serves of every program in time, the time it would need for everything, and by kind: how busy
-    its gpu-lets are, what they take of each program and in which batches."""
-
-    load: float
-    done: Mapping[str, float]
-    busy: Sequence[float]
-    flows: Mapping[tuple[str, int], float]
-    batches: Sequence[Mapping[str, MeanBatch]]
-
-
-def _served_in_time(
-    names: Sequence[str],
-    component: Sequence[_Kind],
-    asked: Mapping[str, _Asked],
-    slowdowns: Sequence[Sequence[float]],
-    objective: str,
-    *,
-    is_cautious: bool,
-) -> _ServedInTime:
-    by_weight = objective == "weighted"
-    batches: list[dict[str, MeanBatch]] = []
-    for kind, own in zip(component, slowdowns, strict=True):
-        gathered = {
-            p.name: _gathered(p, asked[p.name], slowdown, is_alone=len(kind.programs) == 1, is_cautious=is_cautious)
-            for p, slowdown in zip(kind.programs, own, strict=True)
-            if p.name in asked
-        }
-        batches.append({name: batch for name, batch in gathered.items() if batch is not None})
-    flows = _flows(names, component, batches, asked, objective, 1.0)
-    gpulets = sum(len(kind.gpulets) for kind in component)
-    best = {name: min((own[name] for own in batches if name in own), key=_time, default=None) for name in names}
-    load = sum(flow * batches[k][name].time_s for (name, k), flow in flows.items()) / gpulets
-    for name, batch in best.items():
-        if batch is not None:
-            left = asked[name].rate_rps - sum(flows.get((name, k), 0.0) for k in range(len(component)))
-            load += max(0.0, left) * batch.time_s / gpulets
-    streams = {
-        name: Stream(
-            asked[name].rate_rps,
-            batch,
-            asked[name].slo_ms,
-            asked[name].weight if by_weight else 1.0,
-            asked[name].dispersion,
-        )
-        for name, batch in best.items()
-        if batch is not None
-    }
-    used = used_part(load, list(streams.values()), gpulets)
-    lost = dict(zip(streams, lost_parts(list(streams.values()), (load - used) * gpulets), strict=True))
-    if objective == "each" and load > 0.0:  # the model that lost most is served first
-        lost = dict.fromkeys(streams, 1.0 - used / load)
-    if load > 1.0:
-        flows = _overloaded(names, component, batches, asked, objective, used, lost)
-        lost = {}
-    busy = []
-    for k, kind in enumerate(component):
-        time = sum(flows.get((name, k), 0.0) * batch.time_s for name, batch in batches[k].items())
-        busy.append(min(1.0, time / len(kind.gpulets)))
-    done = {}
-    for name in names:
-        flow = sum(flows.get((name, k), 0.0) for k in range(len(component)))
-        blocked = _blocked(name, component, batches, asked[name], flows)
-        kept = 1.0
-        for part in (lost.get(name, 0.0), blocked):
-            kept *= 1.0 - part if part > NOTHING else 1.0
-        done[name] = kept * min(asked[name].rate_rps, flow)
-    return _ServedInTime(load, done, busy, flows, batches)
-
-
-def _overloaded(
-    names: Sequence[str],
-    component: Sequence[_Kind],
-    batches: Sequence[Mapping[str, MeanBatch]],
-    asked: Mapping[str, _Asked],
-    objective: str,
-    used: float,
-    lost: Mapping[str, float],
-) -> dict[tuple[str, int], float]:
-    """Return the flows under overload: midway between the best flow by the objective and equal losses of all programs.
-    A scheduler sees deadlines before costs, so the truth lies between; the middle has the least worst-case error."""
-    best = _flows(names, component, batches, asked, objective, used)
-    if objective == "each":
-        return best
-    fewer = {name: replace(asked[name], rate_rps=asked[name].rate_rps * (1.0 - lost.get(name, 0.0))) for name in names}
-    all_lose = _flows(names, component, batches, fewer, objective, used)
-    return {pair: (best.get(pair, 0.0) + all_lose.get(pair, 0.0)) / 2.0 for pair in best | all_lose}
-
-
-def _time(batch: MeanBatch) -> float:
-    return batch.time_s
-
-
-def _blocked(
-    name: str,
-    component: Sequence[_Kind],
-    batches: Sequence[Mapping[str, MeanBatch]],
-    asked: _Asked,
-    flows: Mapping[tuple[str, int], float],
-) -> float:
-    """Return the part of a program's requests that come behind another program's batch that runs too long."""
-    found, hosts = 1.0, False
-    for k, kind in enumerate(component):
-        own = next((p for p in kind.programs if p.name == name), None)
-        if own is None or name not in batches[k] or own.latency is None:
-            continue
-        running = [
-            (flows.get((other, k), 0.0) * batch.time_s / len(kind.gpulets), batch.latency_ms)
-            for other, batch in batches[k].items()
-            if other != name
-        ]
-        hosts = True
-        found *= blocked_part(asked.slo_ms - own.latency.at(1) * own.slowdown, running, len(kind.gpulets))
-    return found if hosts else 0.0
-
-
-def _mean_slowdown(program: Program, neighbours: Sequence[_Kind]) -> float:
-    """Return the slowdown beside neighbours that run part of the time."""
-    if not neighbours:
-        return 1.0
-    return 1.0 + (program.slowdown - 1.0) * sum(kind.busy for kind in neighbours) / len(neighbours)
-
-
-def _gathered(
-    program: Program, asked: _Asked, slowdown: float, *, is_alone: bool, is_cautious: bool
-) -> MeanBatch | None:
-    """Return the mean batch that is gathered in time; None when not even one request is.
-
-    A scheduler gathers as long as the deadline allows, even when a smaller batch takes less time per request. A batch
-    that shares its gpu-let with no other has a fractional mean, as the deadline allows one more request in some batches
-    only. A batch limited by its planned size has the mean of what comes until it must begin.
-    """
-    latency, largest = program.latency, program.batch_size
-    assert latency is not None
-    gap_ms = 1000.0 / asked.rate_rps
-    if latency.at(1) * program.slowdown > asked.slo_ms:  # nothing is in time beside busy neighbours
-        return None
-    stated = program.slowdown if is_cautious else slowdown
-
-    def over_ms(size: int) -> float:
-        """Return by how much a batch of so many is late; it grows with the size."""
-        return latency.at(size) * stated + (size - 0.5) * gap_ms - asked.slo_ms
-
-    size = 1 + bisect_right(range(2, largest + 1), 0.0, key=over_ms)
-    mean = float(size)
-    if size == largest:
-        mean = mean_of_capped(largest, max(0.0, asked.slo_ms - latency.at(largest) * stated) / gap_ms)
-    elif is_alone and latency.at(size + 1) * stated <= asked.slo_ms:
-        grows_ms = (latency.at(size + 1) - latency.at(size)) * stated
-        mean += max(0.0, 1.0 - over_ms(size + 1) / (grows_ms + gap_ms))
-    below = int(mean)
-    ms = latency.at(below)
-    if mean > below:
-        ms += (mean - below) * (latency.at(below + 1) - ms)
-    return MeanBatch(mean, ms * slowdown, ms * stated)
-
-
-@cache
-def mean_of_capped(largest: int, come: float) -> float:
-    """Return the mean of min(largest, 1 + N) with N from a Poisson distribution of mean `come`: the requests gathered
-    until a batch must begin."""
-    if come > 2.0 * largest + 50.0:
-        return float(largest)
-    mean, exactly, at_most = 1.0, math.exp(-come), 0.0
-    for size in range(1, largest):
-        at_most += exactly
-        mean += max(0.0, 1.0 - at_most)
-        exactly *= come / size
-    return mean
-
-
-def _flows(
-    names: Sequence[str],
-    component: Sequence[_Kind],
-    batches: Sequence[Mapping[str, MeanBatch]],
-    asked: Mapping[str, _Asked],
-    objective: str,
-    used: float,
-) -> dict[tuple[str, int], float]:
-    """Return how much of each program every kind of gpu-let serves: the best flow by the objective.
-
-    Args:
-        names: the programs.
-        component: the kinds of gpu-lets.
-        batches: by kind, of the programs that can be in time there.
-        asked: the demand by program.
-        objective: the workload's.
-        used: the usable part of the gpu-lets' time.
-    """
-    times = [{name: batch.time_s for name, batch in own.items()} for own in batches]
-    if len(component) == 1:
-        done = _in_one(names, times[0], asked, used * len(component[0].gpulets), objective)
-        return {(name, 0): rate for name, rate in done.items()}
-    gpulets = [used * len(kind.gpulets) for kind in component]
-    if len(names) == 1:
-        return _evenly(names[0], gpulets, times, asked[names[0]].rate_rps)
-    return _best_flows(names, gpulets, times, asked, objective)
-
-
-def _in_one(
-    names: Sequence[str], times: Mapping[str, float], asked: Mapping[str, _Asked], gpulets: float, objective: str
-) -> dict[str, float]:
-    """Return what gpu-lets of one kind serve: everything, or the cheapest first, or all in proportion."""
-    able = [name for name in names if name in times]
-    load = sum(asked[name].rate_rps * times[name] for name in able)
-    if load <= gpulets:
-        return {name: asked[name].rate_rps for name in able}
-    if objective == "each":
-        return {name: asked[name].rate_rps * gpulets / load for name in able}
-    left, done = gpulets, {}
-    for name in sorted(able, key=lambda name: times[name] / (asked[name].weight if objective == "weighted" else 1.0)):
-        done[name] = min(asked[name].rate_rps, left / times[name])
-        left -= done[name] * times[name]
-    return done
-
-
-def _evenly(
-    name: str, gpulets: Sequence[float], times: Sequence[Mapping[str, float]], rate_rps: float
-) -> dict[tuple[str, int], float]:
-    """Return what gpu-lets of one program serve: its queue keeps all of them equally busy."""
-    able_rps = {k: gpulets[k] / own[name] for k, own in enumerate(times) if name in own}
-    part = min(1.0, rate_rps / sum(able_rps.values())) if any(able_rps.values()) else 0.0
-    return {(name, k): part * able for k, able in able_rps.items()}
-
-
-def _best_flows(
-    names: Sequence[str],
-    gpulets: Sequence[float],
-    times: Sequence[Mapping[str, float]],
-    asked: Mapping[str, _Asked],
-    objective: str,
-) -> dict[tuple[str, int], float]:
-    """Return the same for gpu-lets that differ, by a linear program."""
-    # Imported here: scipy takes a third of this package's import time, and gpu-lets never need it.
-    from scipy.sparse import coo_array
-
-    pairs = [(name, k) for k, own in enumerate(times) for name in own]
-    if not pairs:
-        return {}
-    place = {name: row for row, name in enumerate(names)}
-    rows = [place[name] for name, _ in pairs] + [len(names) + k for _, k in pairs]
-    columns = [*range(len(pairs))] * 2
-    values = [1.0] * len(pairs) + [times[k][name] for name, k in pairs]
-    upper = [asked[name].rate_rps for name in names] + list(gpulets)
-    total = sum(asked[name].rate_rps for name in names)
-    worth = [-(asked[name].weight if objective == "weighted" else 1.0) / total for name, _ in pairs]
-    if objective == "each":  # first the least part of any rate, then the sum
-        able = {name for name, _ in pairs}
-        for name in able:
-            rows.append(len(upper))
-            values.append(asked[name].rate_rps)
-            columns.append(len(pairs))
-            for column in (column for column, (other, _) in enumerate(pairs) if other == name):
-                rows.append(len(upper))
-                columns.append(column)
-                values.append(-1.0)
-            upper.append(0.0)
-        worth = [*(1e-4 * value for value in worth), -1.0]
-    matrix = coo_array((values, (rows, columns)), shape=(len(upper), len(worth))).tocsr()
-    most = [math.inf] * len(pairs) + [1.0] * (len(worth) - len(pairs))
-    solved = linear_program(worth, matrix, upper, most).x
-    return {} if solved is None else dict(zip(pairs, solved.tolist(), strict=False))

@@ -33,7 +33,6 @@ class Sharing:
     with_copies: bool = False
     _interference: dict[str, InterferenceModel] = field(default_factory=dict)
     _residents: dict[tuple[str, str, int, float], Resident] = field(default_factory=dict)
-    _slowed: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
     def completed(self, plan: Plan) -> Plan:
         """Return the plan with every replica's latency alone on its share, its slowdown while all neighbours run, and

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml, parse_document, parse_yaml
 from tenuto.placement.interference.interference_model import Resident
-from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile
+from tenuto.profiles import ModelProfile
 
 ALIKE = 0.1
 """Two networks are alike as exp(-d^2/2), d = (difference of ln GPU time per request) / ALIKE: within about 10 %.
@@ -25,8 +25,6 @@ ALIKE = 0.1
 Fitted on the 600 V100 pairs: the error on pairs left out is 0.60 %, 0.60 % with ALIKE halved, 0.70 % doubled."""
 
 TERMS = 10  # derived: of a polynomial of degree 2 in three variables
-
-_KEPT = 1_000  # limit: profiles, and their latencies on a share, remembered
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 Positive = Annotated[float, Field(gt=0)]
@@ -86,10 +84,7 @@ class Contention:
 
     def __init__(self, constants: Constants | None = None) -> None:
         """Take fitted constants; default: those fitted on V100 pairs."""
-        # Caches by a profile's id also hold the profile, so that no other object gets its id.
         self._constants = constants if constants is not None else shipped_constants()
-        self._latencies: dict[tuple[int, float], tuple[ModelProfile, LatencyTable | LinearLatency]] = {}
-        self._alike: dict[tuple[int, int], tuple[ModelProfile, ModelProfile, Vector | None]] = {}
         pairs = self._constants.pairs
         self._measured = np.array([[math.log(p.own_gpu_ms), math.log(p.other_gpu_ms)] for p in pairs]).reshape(-1, 2)
         self._bounds = np.array([p.bounds for p in pairs]).reshape(-1, 3, 2)
@@ -110,36 +105,15 @@ class Contention:
 
     def shape(self, own: Resident, other: Resident) -> tuple[float, float]:
         """Return ln(l_own / l_other) and the product of the shares."""
-        ratio = math.log(self._latency_ms(own) / self._latency_ms(other))
-        return ratio, own.share_pct * other.share_pct / 1e4
+        own_ms, other_ms = (one.profile.latency_ms(one.batch_size, one.share_pct) for one in (own, other))
+        return math.log(own_ms / other_ms), own.share_pct * other.share_pct / 1e4
 
     def _weights(self, own: ModelProfile, other: ModelProfile) -> Vector | None:
         """Return the weight of each measured pair, 1 at most in total; None when no measured pair is alike."""
-        key = (id(own), id(other))
-        if key not in self._alike:
-            _make_room(self._alike)
-            here = np.log([gpu_ms(own), gpu_ms(other)])
-            alike = np.exp(-0.5 * (((self._measured - here) / ALIKE) ** 2).sum(axis=1))
-            total = float(alike.sum())
-            self._alike[key] = (own, other, alike / max(1.0, total) if total > 1e-6 else None)
-        return self._alike[key][2]
-
-    def _latency_ms(self, resident: Resident) -> float:
-        key = (id(resident.profile), resident.share_pct)
-        if key not in self._latencies:
-            _make_room(self._latencies)
-            self._latencies[key] = (resident.profile, resident.profile.latency(resident.share_pct))
-        return self._latencies[key][1].at(resident.batch_size)
-
-
-def gpu_ms(profile: ModelProfile) -> float:
-    """Return the whole-GPU time in ms of a request where the network uses its share best.
-
-    This is the least latency * share / batch size of all measured points; for a line, its slope.
-    """
-    if not profile.points and profile.line is not None:
-        return profile.line.alpha_ms
-    return min(point.latency_ms * point.share_pct / 100.0 / point.batch_size for point in profile.points)
+        here = np.log([own.gpu_ms, other.gpu_ms])
+        alike = np.exp(-0.5 * (((self._measured - here) / ALIKE) ** 2).sum(axis=1))
+        total = float(alike.sum())
+        return alike / max(1.0, total) if total > 1e-6 else None
 
 
 @cache
@@ -147,11 +121,6 @@ def shipped_constants() -> Constants:
     """Return the constants fitted on the 600 V100 pairs, from `profiles/data/contention-v100.yaml`."""
     text = resources.files("tenuto.profiles").joinpath("data", "contention-v100.yaml").read_text(encoding="utf-8")
     return parse_document(Constants, parse_yaml(text), origin="contention-v100")
-
-
-def _make_room(known: dict[Any, Any]) -> None:
-    while len(known) >= _KEPT:
-        del known[next(iter(known))]
 
 
 def trend_at(trend: Trend, ratio: float, share_product: float) -> float:

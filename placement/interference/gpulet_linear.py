@@ -7,10 +7,10 @@ Partitioning"), section 4.3; the constants of the paper's GPUs and the rule for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tenuto.placement.interference.interference_model import Resident
-from tenuto.placement.interference.utilisation import Utilisations
+from tenuto.placement.interference.utilisation import utilisation
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,22 @@ class GpuletLinear:
     dram_other: float
     constant: float
     whole_gpu: bool = False
-    _utilisations: Utilisations = field(default_factory=Utilisations, repr=False, compare=False)
 
     def slowdown(self, gpulet: Resident, neighbours: Sequence[Resident]) -> float:
         """Return the factor; see `InterferenceModel.slowdown`."""
         if not neighbours:
             return 1.0
-        l2, dram = l2_and_dram(gpulet, self.whole_gpu, self._utilisations)
-        others = [l2_and_dram(other, self.whole_gpu, self._utilisations) for other in neighbours]
+        l2, dram = l2_and_dram(gpulet, self.whole_gpu)
+        others = [l2_and_dram(other, self.whole_gpu) for other in neighbours]
         worst = max(self.l2_other * other_l2 + self.dram_other * other_dram for other_l2, other_dram in others)
         return max(1.0, self.l2_own * l2 + self.dram_own * dram + worst + self.constant)
 
 
-def l2_and_dram(resident: Resident, whole_gpu: bool, utilisations: Utilisations) -> tuple[float, float]:
+def l2_and_dram(resident: Resident, whole_gpu: bool) -> tuple[float, float]:
     """Return L2 and DRAM utilisation as fractions; raise `MissingProfileError` when they were not measured."""
     alone = replace(resident, share_pct=100.0) if whole_gpu else resident
     scale = resident.share_pct / 100.0 if whole_gpu else 1.0
-    return scale * utilisations.of(alone, "l2_util_pct"), scale * utilisations.of(alone, "dram_util_pct")
+    return scale * utilisation(alone, "l2_util_pct"), scale * utilisation(alone, "dram_util_pct")
 
 
 # All 1,200 slowdowns of the 600 V100 pairs of the iGniter repository (commit b1ff2ab), alone latencies and

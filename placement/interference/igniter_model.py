@@ -6,34 +6,39 @@ Source: Xu et al., "iGniter", arXiv 2211.01713, section 3, equations 1 to 11.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Self, get_type_hints
 
 from tenuto.errors import refused
 from tenuto.placement.interference.interference_model import Resident
 
-T = TypeVar("T")
 
+class _Constants:
+    """Constants of iGniter's model, by the names that profiles use: a field's annotation, else its own name."""
 
-@functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
-    """Return the names that profiles use for the fields of a class: the annotation's, else the field's."""
-    hints = get_type_hints(kind, include_extras=True)
-    return tuple(getattr(hint, "__metadata__", (name,))[0] for name, hint in hints.items())
+    __slots__ = ()
 
+    @classmethod
+    @functools.cache
+    def _names(cls) -> tuple[str, ...]:
+        hints = get_type_hints(cls, include_extras=True)
+        return tuple(getattr(hint, "__metadata__", (name,))[0] for name, hint in hints.items())
 
-def _read(kind: Callable[..., T], values: Mapping[str, float], path: str) -> T:
-    """Return constants from a profile's coefficients; raise `InvalidInputError` with the missing ones."""
-    missing = [name for name in _names(kind) if name not in values]
-    if missing:
-        cure = "Use a profile with iGniter's coefficients, such as --profiles igniter-v100, or fit them."
-        raise refused(path, ", ".join(missing), "iGniter's model needs these coefficients", cure)
-    return kind(*(values[name] for name in _names(kind)))
+    @classmethod
+    def of(cls, values: Mapping[str, float], row: str = "model") -> Self:
+        """Read the constants from a profile's coefficients; raises `InvalidInputError` if one is missing."""
+        names = cls._names()
+        missing = [name for name in names if name not in values]
+        if missing:
+            cure = "Use a profile with iGniter's coefficients, such as --profiles igniter-v100, or fit them."
+            rule = "iGniter's model needs these coefficients"
+            raise refused(f"profiles.{row}.coefficients", ", ".join(missing), rule, cure)
+        return cls(*(values[name] for name in names))
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(_Constants):
     """Constants of a GPU type: power in W, frequency in MHz, PCIe in bytes per ms, shares in percent."""
 
     power_cap_w: Annotated[float, "P_w"]
@@ -45,11 +50,6 @@ class Hardware:
     pcie_bytes_per_ms: Annotated[float, "B_pcie_bytes_per_ms"]
     share_unit_pct: Annotated[float, "r_unit_pct"]
     share_max_pct: Annotated[float, "r_max_pct"]
-
-    @classmethod
-    def of(cls, values: Mapping[str, float], gpu_type: str = "GPU") -> Hardware:
-        """Read the constants from a profile's hardware coefficients; raises `InvalidInputError` if one is missing."""
-        return _read(cls, values, f"profiles.{gpu_type}.coefficients")
 
     def extra_delay_ms(self, residents: int) -> float:
         """Return the additional scheduling delay per kernel with that many residents (eq. 6), never negative."""
@@ -64,7 +64,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConstants:
+class ModelConstants(_Constants):
     """Constants of a model; k1..k5 for ms and shares in percent, the alphas per (batch / active ms) * scale."""
 
     k1: float
@@ -81,11 +81,6 @@ class ModelConstants:
     alpha_l2_use: Annotated[float, "alpha_cacheutil"]
     beta_l2_use_pct: Annotated[float, "beta_cacheutil_pct"]
     alpha_l2: Annotated[float, "alpha_cache"]
-
-    @classmethod
-    def of(cls, values: Mapping[str, float], model: str = "model") -> ModelConstants:
-        """Read the constants from a model's coefficients; raises `InvalidInputError` if one is missing."""
-        return _read(cls, values, f"profiles.{model}.coefficients")
 
     def work(self, batch_size: int) -> float:
         """Return k1 b^2 + k2 b + k3, in ms times percent."""

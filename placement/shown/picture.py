@@ -133,7 +133,7 @@ def _tooltip(gpulet: Gpulet, program: Program, plan: Plan) -> str:
     if program.latency_ms is not None:
         slo_ms = min((spec.slo_ms for spec in plan.models if spec.name in program.models), default=None)
         facts.append(f"{program.latency_ms:.4g} ms" + ("" if slo_ms is None else f" of {slo_ms:g} ms SLO"))
-    if hidden_ms := 0.0 if program.is_merged else hidden_copies_ms(plan, program.members[0]) * program.batch_size:
+    if hidden_ms := hidden_copies_ms(plan, program) * program.batch_size:
         facts.append(f"{hidden_ms:.4g} ms of it copies that overlap")
     if program.rate_rps is not None:
         facts.append(f"{program.rate_rps:.4g} rps")

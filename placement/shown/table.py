@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from tenuto.placement.copy_times import hidden_copies_ms
 from tenuto.placement.plan import Plan
-from tenuto.placement.program import Gpulet, Program
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,10 @@ def rows_of(plan: Plan) -> list[PlanRow]:
                         slo_ms,
                         program.rate_rps if gpu.id == gpulet.gpu else None,
                         program.memory_mib,
-                        _hidden_ms(plan, program),
+                        hidden_copies_ms(plan, program) * program.batch_size or None,
                     )
                 )
     return rows
-
-
-def _hidden_ms(plan: Plan, program: Program) -> float | None:
-    """Return what streaming hides of a full batch's latency; joint batches of merged models do not stream."""
-    if program.is_merged:
-        return None
-    return hidden_copies_ms(plan, program.members[0]) * program.batch_size or None
 
 
 def totals_of(plan: Plan) -> PlanTotals:
@@ -140,7 +132,7 @@ def compare_rows(plans: Mapping[str, Plan]) -> list[tuple[str, dict[str, str]]]:
 def _summary(plan: Plan, model: str) -> str:
     kinds: dict[tuple[int, float | None, str], int] = {}
     for gpulet in plan.hosts_of(model):
-        program = _program(gpulet, model)
+        program = next(program for program in gpulet.programs if model in program.models)
         key = (program.batch_size, gpulet.share_pct, program.name if program.is_merged else "")
         kinds[key] = kinds.get(key, 0) + 1
     if not kinds:
@@ -151,8 +143,3 @@ def _summary(plan: Plan, model: str) -> str:
     )
     expected = plan.expected.models.get(model)
     return f"{shown}: {expected.goodput_rps:,.6g} rps" if expected else shown
-
-
-def _program(gpulet: Gpulet, model: str) -> Program:
-    """Return the program of a gpu-let that runs one of its models."""
-    return next(p for p in gpulet.programs if any(replica.name == model for replica in p.members))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, refused
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
 from tenuto.profiles.gpu_types import sms_of_share
 from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, StoppedEarly
 from tenuto.profiles.measuring.timing import fit_points
@@ -89,8 +89,7 @@ class MeasureRequest:
                 problems += error.problems
         if self.time_limit_s is not None and not self.time_limit_s > 0:
             problems.append(Problem("--time-limit-s", self.time_limit_s, "must be above 0", "Give seconds."))
-        if problems:
-            raise InvalidInputError(problems)
+        raise_if_any(problems)
 
 
 REQUESTS: TypeAdapter[MeasureRequest] = TypeAdapter(MeasureRequest)
@@ -283,27 +282,11 @@ def assemble(
     measurements: Sequence[Measurement],
     *,
     name: str,
-    command: str | None = None,
+    command: str,
     source: str = "measured by `tenuto profile`; latency is from numpy to numpy, copies included",
 ) -> Profile:
-    """Return the profile file of models measured on one device; `source` says how.
-
-    Raises:
-        InvalidInputError: two models of the same row, or of different devices.
-    """
-    if not measurements:
-        raise InvalidInputError("nothing was measured. Give at least one model.")
+    """Return the profile file of one or more models, each measured once on one device; `source` says how."""
     machine = measurements[0].machine
-    models: dict[str, ModelProfile] = {}
-    for one in measurements:
-        if one.machine.gpu_type != machine.gpu_type or one.name in models:
-            raise refused(
-                "models",
-                one.name,
-                "measured twice, or on another device than the others",
-                "Write one profile file per device, each model once.",
-            )
-        models[one.name] = one.profile
     versions = {key: value for one in measurements for key, value in one.machine.versions.items()}
     return Profile(
         name=name,
@@ -313,7 +296,7 @@ def assemble(
             hardware=machine.hardware, date=datetime.now(UTC).date().isoformat(), versions=versions, command=command
         ),
         memory_mib=round(machine.memory_mib, 1),
-        models=models,
+        models={one.name: one.profile for one in measurements},
         coefficients=largest_context([one.context_mib for one in measurements]),
     )
 

@@ -170,11 +170,6 @@ _DATA = resources.files("tenuto.profiles").joinpath("data", "catalogue.yaml")
 CATALOGUE = {name: _read(name, given) for name, given in parse_yaml(_DATA.read_text(encoding="utf-8")).items()}
 
 
-def known_names() -> tuple[str, ...]:
-    """Return the names of the catalogue, sorted."""
-    return tuple(sorted(CATALOGUE))
-
-
 def is_factory(source: str) -> bool:
     """Return whether a source names a user's own model, `package.module:factory`."""
     module, separator, function = source.partition(":")
@@ -203,7 +198,7 @@ def lookup(name_or_source: str) -> CatalogueEntry:
     entry = CATALOGUE.get(name)
     if entry is not None and (not separator or entry.source == name_or_source):
         return entry
-    known = [entry.source for entry in CATALOGUE.values()] if separator else known_names()
+    known = [entry.source for entry in CATALOGUE.values()] if separator else sorted(CATALOGUE)
     raise refused(
         "model",
         name_or_source,

@@ -193,15 +193,10 @@ class ModelOptions:
         Raises:
             InvalidInputError: a value of the run, hook or cost options is wrong.
         """
-        named = {key for kind in (RunOptions, CostOptions, HookOptions) for key in kind.model_fields}
+        kinds: Any = (RunOptions, CostOptions, HookOptions)
+        named = {key for kind in kinds for key in kind.model_fields}
         build = {key: value for key, value in options.items() if key not in named}
-        run, cost, hooks = _of(RunOptions, options), _of(CostOptions, options), _of(HookOptions, options)
-        return cls(
-            build,
-            parse_document(RunOptions, run, origin=origin),
-            parse_document(CostOptions, cost, origin=origin),
-            parse_document(HookOptions, hooks, origin=origin),
-        )
+        return cls(build, *(parse_document(kind, _of(kind, options), origin=origin) for kind in kinds))
 
 
 def _of(kind: type[StrictModel], options: Mapping[str, Any]) -> dict[str, Any]:

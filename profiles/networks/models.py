@@ -25,6 +25,7 @@ from tenuto.profiles.networks.catalogue import (
     with_sizes,
 )
 from tenuto.profiles.networks.exported import load_exported
+from tenuto.profiles.networks.generating import longest_sequence
 from tenuto.profiles.networks.model_options import BuildOptions
 from tenuto.profiles.networks.places import check_path, imported
 
@@ -130,8 +131,7 @@ def _from_directory(
         )
     network = load_directory(directory, expected)
     config = network.config
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    length = options.sequence_length or min(128, int(limit or 128))
+    length = options.sequence_length or min(128, longest_sequence(config) or 128)
     _check_length(config, length, str(directory))
     pad_id = config.pad_token_id
     if pad_id is None:

@@ -10,7 +10,7 @@ import io
 import re
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,7 @@ Array = NDArray[Any]
 Prediction = dict[str, Any]
 
 MAX_PIXELS = 50_000_000  # limit: larger pictures would take gigabytes, so they are refused before they are decoded
+_ANSWERED = 5  # limit: classes of an answer; fewer if the model has fewer
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -177,22 +178,18 @@ def _open_tokenizer(path: str, length: int) -> Any:
     return tokenizer
 
 
-def postprocess(
-    signature: ModelSignature, outputs: Mapping[str, Array], *, top_k: int = 5, labels: Sequence[str] | None = None
-) -> list[Prediction]:
-    """Return the `top_k` most likely classes of one request: `label`, `index`, `score` (softmax), `logit`.
+def postprocess(signature: ModelSignature, outputs: Mapping[str, Array]) -> list[Prediction]:
+    """Return the most likely classes of one request: `label`, `index`, `score` (softmax), `logit`.
 
     Args:
-        signature: the signature of the model.
+        signature: the signature of the model; a class without a name there is `class N`.
         outputs: outputs without a batch dimension; the first output of the signature is read as logits.
-        top_k: how many classes; fewer if the model has fewer.
-        labels: names instead of the signature's; a class without a name is `class N`.
     """
     logits = np.asarray(outputs[signature.outputs[0].name], dtype=np.float64).reshape(-1)
-    names = signature.labels if labels is None else labels
+    names = signature.labels
     shifted = np.exp(logits - logits.max())
     scores = shifted / shifted.sum()
-    order = np.argsort(-logits, kind="stable")[:top_k]
+    order = np.argsort(-logits, kind="stable")[:_ANSWERED]
     return [
         {
             "label": names[index] if index < len(names) else f"class {index}",

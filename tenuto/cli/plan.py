@@ -164,7 +164,7 @@ def command(
         raise refused("--fewest-gpus", None, rule, "Leave the other option away.")
     old = Plan.load(from_file) if from_file else None
     if old is not None and any(gpu.instance is not None for gpu in old.gpus):  # near it is inside its instances
-        cluster = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in old.gpus).as_cut
+        cluster = cluster.cut_as(old.gpus).as_cut
     without = tuple(dict.fromkeys((*(old.drained if old is not None else ()), *without)))
     whole, cluster, asked = cluster, cluster_without(cluster, without), workload
     if without:

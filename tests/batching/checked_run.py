@@ -153,7 +153,7 @@ class CheckedRun:
         network = self.system.network
         assert not self.lost[gpulet], "dispatched to a lost gpu-let"
         host = self.system.gpulets[gpulet].hosts[program]
-        assert 1 <= len(ids) <= host.max_batch, "empty batch, or larger than the gpu-let may run"
+        assert 1 <= len(ids) < len(host.latency_ms), "empty batch, or larger than the gpu-let may run"
         ahead = network.ctrl_ms > 0 or network.data_ms_per_request > 0
         assert len(self.busy[gpulet]) <= (1 if ahead else 0), "a gpu-let runs two batches at once"
         free = self.busy[gpulet][-1][2] if self.busy[gpulet] else self.now

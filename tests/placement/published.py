@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
-from tenuto.placement.completing import check_plan
+from tenuto.placement.completing import check_plan, usage_of
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 
@@ -40,9 +40,12 @@ def v100s(count: int, *, elastic: bool = False) -> Cluster:
 
 
 def decided(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
-    """Return the policy's decision with what it believes; the completed plan has to be valid, but is not returned."""
+    """Return the policy's decision with what it believes, and what its GPUs cost; the completed plan has to be valid,
+    but is not returned."""
     check_plan(solve(policy, workload, cluster, profiles), cluster)
-    return policy.place(workload, cluster, profiles).model_copy(update={"models": workload.models})
+    plan = policy.place(workload, cluster, profiles)
+    expected = plan.expected.model_copy(update=usage_of(plan, cluster.cut_as(plan.gpus)))
+    return plan.model_copy(update={"models": workload.models, "expected": expected})
 
 
 def planned(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles | None = None) -> Plan:

@@ -13,7 +13,7 @@ from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload
 from tenuto.placement.carrying import GeneratingHost, carried, known_once
 from tenuto.placement.explaining import explain
-from tenuto.placement.laying import place_generating
+from tenuto.placement.laying import Means, place_generating
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.solve import solve
 from tenuto.placement.workload import ModelSpec
@@ -186,7 +186,7 @@ def test_other_policies_refuse_models_that_generate() -> None:
 
 
 def test_the_type_that_carries_most_is_taken() -> None:
-    plan = place_generating((writes(),), Cluster.parse("v100:2,a100-80gb:1"), PROFILES, most_gpus=3, fewest=True)
+    plan = place_generating((writes(),), Cluster.parse("v100:2,a100-80gb:1"), Means(PROFILES), most_gpus=3, fewest=True)
     assert plan.gpus == ("n0/2",)
     assert (plan.goodput_rps or {})["llm"] == 2.0
 

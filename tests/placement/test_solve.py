@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Cluster, Plan, Policy, Workload, solve
+from tenuto.placement import Cluster, Gpulet, Plan, Policy, Replica, Workload, solve
+from tenuto.placement.completing import usage_of
+from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.policies.usher.usher import WaoUsher
 from tenuto.placement.policy import load_policy
@@ -155,3 +157,22 @@ def test_an_estimated_occupancy_is_not_taken_for_a_measured_one(policy: str, est
     plan = solve(load_policy(policy), workload, v100s(1), Profiles([Profile.model_validate(data)]))
     told = [note for note in plan.notes if note.startswith("estimated, not measured (v100):") and "occ" in note]
     assert bool(told) is is_told
+
+
+def test_gpus_of_one_type_cost_what_each_of_them_costs() -> None:
+    prices = [{"type": "v100", "price_per_hour": price} for price in (1.0, 5.0)]
+    cluster = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": prices}]})
+    workload = Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": 10, "slo_ms": 300}]})
+    plan = solve(load_policy("gpulet"), workload, cluster, thesis())
+    assert (plan.used_gpus, plan.expected.cost_per_hour) == (("n0/0",), 1.0)
+
+
+def test_a_bought_gpu_with_the_id_of_another_type_costs_what_its_own_type_does() -> None:
+    prices = [{"type": kind, "price_per_hour": price} for kind, price in (("t4", 0.5), ("v100", 3.0))]
+    cluster = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": prices}], "elastic": True})
+    bought = PlannedGpu(id="n0/0", type="v100")
+    replica = Replica(name="resnet50", batch_size=1)
+    plan = Plan(
+        policy=PolicyUsed(name="by hand"), gpus=(bought,), gpulets=(Gpulet(id="a", gpu="n0/0", models=(replica,)),)
+    )
+    assert usage_of(plan, cluster) == {"gpus_used": 1, "cost_per_hour": 3.0}

@@ -23,7 +23,7 @@ def test_the_lines_that_highs_prints_for_itself_are_not_seen(capfd: pytest.Captu
 
 
 def test_the_banner_of_the_first_solver_of_a_process_is_not_seen() -> None:
-    asks = "from tenuto.placement.solver import *; linear_program([-1.0], Rows().matrix(1), [], [5.0])"
+    asks = "from tenuto.placement.solver import *; linear_program([-1.0], Rows(), [5.0])"
     done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, timeout=300, check=True)
     assert (done.stdout, done.stderr) == ("", "")
 

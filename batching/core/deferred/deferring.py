@@ -34,7 +34,7 @@ from tenuto.batching.core.deferred.lineup import is_short, line_up, rank
 from tenuto.batching.core.deferred.looking import look_at
 from tenuto.batching.core.deferred.waiting import Place, Waiting, WaitingQueue
 from tenuto.batching.core.deferred_steps import DeferredSteps
-from tenuto.batching.core.gathering import longest_within, window
+from tenuto.batching.core.gathering import longest_within
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.scheduler import Reject, SchedulerOptions
 from tenuto.batching.core.staggered import ArrivalRate
@@ -398,7 +398,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
     def _dispatch(self, queue: WaitingQueue, pool: Place, now: float) -> bool:
         """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
         defended = queue.costs.defend_on.get(pool.index, queue.costs.defend)
-        skip, size = self._cut(queue, pool, defended, window, now)
+        skip, size = self._cut(queue, pool, defended, now)
         allowance = queue.allowance
         # A program that exceeds its plan may run whole batches when another gpu-let stays ready for the others.
         if (

@@ -15,7 +15,6 @@ from tenuto.placement.interference.contention import (
     Contention,
     Pair,
     Trend,
-    gpu_ms,
     place_of,
     terms_of,
     trend_at,
@@ -73,8 +72,8 @@ def fit_contention(samples: Sequence[Sample], *, name: str = "fitted", source: s
             Pair(
                 own=own,
                 other=other,
-                own_gpu_ms=gpu_ms(first.gpulet.profile),
-                other_gpu_ms=gpu_ms(first.neighbours[0].profile),
+                own_gpu_ms=first.gpulet.profile.gpu_ms,
+                other_gpu_ms=first.neighbours[0].profile.gpu_ms,
                 bounds=(bounds[0], bounds[1], bounds[2]),
                 coefficients=tuple(np.linalg.solve(damped, terms.T @ missed[chosen]).tolist()),
             )

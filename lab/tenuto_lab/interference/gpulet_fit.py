@@ -8,7 +8,6 @@ import numpy as np
 
 from tenuto.errors import refused
 from tenuto.placement.interference.gpulet_linear import GpuletLinear, l2_and_dram
-from tenuto.placement.interference.utilisation import Utilisations
 from tenuto_lab.interference.measurements import Sample
 
 
@@ -23,11 +22,7 @@ def fit_gpulet_linear(samples: Sequence[Sample]) -> GpuletLinear:
     """
     if any(len(sample.neighbours) != 1 for sample in samples):
         raise refused("measurements", "several neighbours", "the fit takes pairs", "Give pairs only.")
-    known = Utilisations()
-    rows = [
-        (*l2_and_dram(sample.gpulet, False, known), *l2_and_dram(sample.neighbours[0], False, known), 1.0)
-        for sample in samples
-    ]
+    rows = [(*l2_and_dram(sample.gpulet, False), *l2_and_dram(sample.neighbours[0], False), 1.0) for sample in samples]
     matrix = np.asarray(rows, dtype=float).reshape(len(rows), 5)
     if np.linalg.matrix_rank(matrix) < 5:
         rule = "five constants need samples that differ in L2 and DRAM utilisation of both models"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import InvalidInputError, refused
@@ -48,7 +48,7 @@ def import_kernels(profile: Profile, request: ImportRequest) -> Profile:
             "Give the number of batches that ran while the profiler recorded, warm-up included.",
         )
     device = _device(profile, capability, request.share_pct)
-    metrics = kernel_metrics(kernels, device)
+    metrics = {**kernel_metrics(kernels, device), **_memory_use(kernels)}
     if request.batches > 1 or not (request.nsys or request.trace):
         del metrics["kernel_gap_ms"]  # holds the pauses between batches, or nothing of the real gaps
     metrics["kernels"] /= request.batches
@@ -66,6 +66,28 @@ def import_kernels(profile: Profile, request: ImportRequest) -> Profile:
     others = tuple(doubt for doubt in row.doubts if not doubt.startswith(note.partition(": ")[0] + ": kernel metrics"))
     changed: ModelProfile = row.model_copy(update={"points": points, "doubts": (*others, note)})
     return profile.model_copy(update={"models": {**profile.models, request.row: changed}})
+
+
+def _memory_use(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """Return the means of the use of L2 and DRAM, if every kernel has them."""
+    means = {
+        "l2_util_pct": time_weighted_mean(kernels, lambda k: k.l2_util_pct),
+        "dram_util_pct": time_weighted_mean(kernels, lambda k: k.dram_util_pct),
+    }
+    return {name: round(mean, 4) for name, mean in means.items() if mean is not None}
+
+
+def time_weighted_mean(kernels: Sequence[Kernel], value: Callable[[Kernel], float | None]) -> float | None:
+    """Return the mean of a value, weighted by each kernel's duration; None if a kernel lacks it or there is no
+    kernel."""
+    total = weighted = 0.0
+    for kernel in kernels:
+        one = value(kernel)
+        if one is None:
+            return None
+        total += kernel.duration_us
+        weighted += kernel.duration_us * one
+    return weighted / total if total > 0 else None
 
 
 def _check(profile: Profile, request: ImportRequest) -> None:

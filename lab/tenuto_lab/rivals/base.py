@@ -109,7 +109,7 @@ class RivalScheduler(Scheduler):
     def _table(self, gpulet: int, program: int) -> list[float]:
         host = self.system.gpulets[gpulet].hosts[program]
         factor = self._factors[gpulet].get(program, 1.0)
-        delays = [0.0] + [self._ctrl_ms + self._data_ms * size for size in range(1, host.max_batch + 1)]
+        delays = [0.0] + [self._ctrl_ms + self._data_ms * size for size in range(1, len(host.latency_ms))]
         return [latency * factor + delay for latency, delay in zip(host.planned_ms(), delays, strict=True)]
 
     def _give_up_ms(self, queue: RivalQueue) -> float:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from tenuto.batching.core.by_deadline import Queue
 from tenuto.batching.core.eager import EagerScheduler
-from tenuto.batching.core.gathering import head_first
 from tenuto.batching.core.gpulets import Pool
 from tenuto.batching.core.scheduler import SchedulerOptions
 from tenuto.batching.core.system import System
@@ -50,7 +49,7 @@ class ClockworkScheduler(EagerScheduler):
         return 1 << (size.bit_length() - 1) if size > 0 and self._chosen.sizes == "powers" else size
 
     def _run(self, queue: Queue[Pool], pool: Pool, now: float) -> bool:
-        skip, size = self._cut(queue, pool, 1, head_first, now)
+        skip, size = self._cut(queue, pool, 1, now)
         if size:
             size = self._size(queue, pool, size, queue.deadlines[skip] - now)
             self._send(queue, pool, skip, size, now)

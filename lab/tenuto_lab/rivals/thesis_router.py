@@ -67,7 +67,8 @@ class ThesisRouterScheduler(Scheduler):
         self._gone: set[int] = set()  # gpu-lets that are lost
         for gpulet, spec in enumerate(system.gpulets):
             for program, host in spec.hosts.items():
-                size = min(self._chosen.batch_size or host.max_batch, host.max_batch)
+                largest = len(host.latency_ms) - 1
+                size = min(self._chosen.batch_size or largest, largest)
                 self._lanes[program].append(_Lane(gpulet, program, size, host.planned_ms()))
         self._turn = [0] * len(system.programs)
         self._timers: list[tuple[float, int, int, _Lane]] = []

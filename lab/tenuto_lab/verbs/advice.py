@@ -10,20 +10,20 @@ from tenuto.batching.core.autoscale import AutoscaleOptions
 from tenuto.cli.common import printed_as_json
 from tenuto.cli.tables import percent, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
-from tenuto.errors import raise_if_any
 from tenuto_lab.advice_series import advice_over_time
 
 
 @click.command("advice", short_help="Scaling advice over the time of a simulated run.")
 @virtual_arguments
-@click.option("--window-s", type=float, default=10.0, help="Length of a window in seconds.")
+@click.option(
+    "--window-s", type=click.FloatRange(min=0, min_open=True), default=10.0, help="Length of a window in seconds."
+)
 def command(asked: VirtualArguments, window_s: float) -> None:
     """Run PLAN or WORKLOAD as `tenuto simulate` does, and print the advice of every window without following it.
 
     Example: tenuto advice workload.yaml --gpus v100:4 --window-s 5
     """
     options = AutoscaleOptions(window_s=window_s)
-    raise_if_any(options.problems())
     series = advice_over_time(asked.simulation().run().result, options)
     if printed_as_json({"advice": [asdict(advice) for advice in series]}):
         return

@@ -9,9 +9,9 @@ from tenuto.profiles import ModelProfile, Profile, ProfilePoint
 from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace
 from tenuto_lab.kernels.kernel_matching import base_name, match_kernels
 from tenuto_lab.kernels.nsight_compute import load_ncu, parse_ncu
-from tenuto_lab.kernels.nsight_import import ImportRequest, import_kernels
+from tenuto_lab.kernels.nsight_import import ImportRequest, import_kernels, time_weighted_mean
 from tenuto_lab.kernels.nsight_systems import load_nsys, parse_nsys
-from tests.profiles.measuring.kernels.test_kernels import DATA
+from tests.profiles.measuring.kernels.test_kernels import DATA, kernel
 
 NCU, NSYS = (str(Path(__file__).parent / "data" / name) for name in ("ncu_raw.csv", "nsys_gpu_trace.csv"))
 TRACE = str(DATA / "kineto_trace.json")
@@ -107,6 +107,13 @@ def profile(gpu_type: str = "v100") -> Profile:
     first = ProfilePoint(batch_size=4, latency_ms=1.0, metrics={"runs": 10.0})
     points = (first, ProfilePoint(batch_size=8, latency_ms=2.0))
     return Profile(name="p", gpu_type=gpu_type, source="test", models={"net": ModelProfile(points=points)})
+
+
+def test_time_weighted_means_need_every_kernel() -> None:
+    known = [kernel(duration=30, occupancy=50), kernel(duration=10, occupancy=90)]
+    assert time_weighted_mean(known, lambda k: k.achieved_occupancy_pct) == pytest.approx(60)
+    assert time_weighted_mean([*known, kernel()], lambda k: k.achieved_occupancy_pct) is None
+    assert time_weighted_mean([], lambda k: 1.0) is None
 
 
 def test_an_import_sets_the_points_metrics_and_says_where_from() -> None:

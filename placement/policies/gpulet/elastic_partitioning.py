@@ -11,7 +11,7 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.interference import Resident
 from tenuto.placement.policies.gpulet.disturbance import Disturbance, Reserve, slowed_rps
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts
-from tenuto.placement.policies.gpulet.shared_gpu import Solved, Tenants, solve_gpu
+from tenuto.placement.policies.gpulet.shared_gpu import Solved, Tenants, running, solve_gpu
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted
 from tenuto.placement.workload import ModelSpec
@@ -56,14 +56,8 @@ class _OpenGpu:
 
     def running_beside(self, index: int) -> list[list[Resident]]:
         """Return the batches of every used gpu-let but one."""
-        return [
-            [
-                Resident(costs.model, size, share)
-                for (costs, _), size in zip(tenants, one.cycle.batch_sizes, strict=True)
-            ]
-            for position, ((share, tenants), one) in enumerate(zip(self.gpulets, self.solved, strict=True))
-            if position != index and one is not None
-        ]
+        each = enumerate(zip(self.gpulets, self.solved, strict=True))
+        return [running(gpulet, one) for position, (gpulet, one) in each if position != index and one is not None]
 
 
 class ElasticPartitioning:

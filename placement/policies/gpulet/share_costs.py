@@ -76,12 +76,7 @@ class Turn:
     def replica(self, share_pct: float) -> Replica:
         """Return the replica for the plan."""
         latency_ms = self.costs.latency_ms[share_pct][self.batch_size] * self.slowdown
-        return Replica(
-            name=self.costs.spec.name,
-            batch_size=self.batch_size,
-            rate_rps=round(self.rate_rps, 6),
-            latency_ms=round(latency_ms, 6),
-        )
+        return Replica.believed(self.costs.spec.name, self.batch_size, self.rate_rps, latency_ms)
 
 
 CostsByType = Mapping[str, Mapping[str, ShareCosts]]

@@ -48,11 +48,11 @@ def solve_gpu(
     occupied = [index for index, (_, tenants) in enumerate(gpulets) if tenants]
     if disturbance is not None and not disturbance.none and len(occupied) > 1:
         for _ in range(ROUNDS):
-            running = [_running(gpulet, one) for gpulet, one in zip(gpulets, solved, strict=True)]
+            batches = [running(gpulet, one) for gpulet, one in zip(gpulets, solved, strict=True)]
             again: list[Solved | None] = [None] * len(gpulets)
             for index in occupied:
                 share, tenants = gpulets[index]
-                others = [running[i] for i in occupied if i != index]
+                others = [batches[i] for i in occupied if i != index]
                 again[index] = _solve(share, tenants, others, disturbance)
                 if again[index] is None:
                     return None
@@ -94,7 +94,8 @@ def _solve(
     return Solved(cycle, tuple(factors))
 
 
-def _running(gpulet: tuple[float, Tenants], solved: Solved | None) -> list[Resident]:
+def running(gpulet: tuple[float, Tenants], solved: Solved | None) -> list[Resident]:
+    """Return the batches of a gpu-let."""
     share, tenants = gpulet
     if solved is None:
         return []

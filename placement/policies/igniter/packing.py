@@ -230,11 +230,6 @@ def igniter_plan(
     for opened in packed.gpus:
         times = beside_ms(opened.demands, opened.shares)
         for demand, units, time_ms in zip(opened.demands, opened.shares, times, strict=True):
-            replica = Replica(
-                name=demand.spec.name,
-                batch_size=demand.batch_size,
-                rate_rps=round(demand.rate_rps, 6),
-                latency_ms=round(time_ms, 6),
-            )
+            replica = Replica.believed(demand.spec.name, demand.batch_size, demand.rate_rps, time_ms)
             hosted.append(Hosted(opened.gpu, units * demand.hardware.share_unit_pct, [replica]))
     return hosting_plan(name, workload, cluster, hosted, packed.refused, notes, overcommits=overcommits)

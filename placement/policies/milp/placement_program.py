@@ -80,8 +80,7 @@ class PlacementProgram:
         models, columns = len(self.models), len(patterns)
         rates = [spec.rate_rps for spec in self.models]
         least = [0.0] * columns + (rates if self.buys else [0.0] * models)
-        matrix = rows.matrix(columns + models)
-        solved = linear_program(self._cost(patterns), matrix, rows.most, [math.inf] * columns + rates, least)
+        solved = linear_program(self._cost(patterns), rows, [math.inf] * columns + rates, least)
         if solved.x is None:
             return None
         duals = -solved.duals

@@ -104,10 +104,5 @@ def _hosted(cut: CutGpu, gpu: Gpu | None, names: dict[int, str], every: Sequence
         )
         part = triplet.throughput_rps / triplet.processes / total_rps
         rate = min(service.rate_rps, total_rps) * part
-        replica = Replica(
-            name=service.name,
-            batch_size=triplet.batch_size,
-            rate_rps=round(rate, 6),
-            latency_ms=round(triplet.latency_ms, 6),
-        )
+        replica = Replica.believed(service.name, triplet.batch_size, rate, triplet.latency_ms)
         yield from [Hosted(gpu.cut(names[triplet.gpcs], start), None, [replica])] * triplet.processes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.placement.cluster import Cluster, Gpu, cost_of
+from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.plan import Expected, ExpectedModel, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.program import Gpulet, Replica, slowest_ms
 from tenuto.placement.workload import Workload
@@ -78,12 +78,7 @@ def hosting_plan(
         policy=PolicyUsed(name=policy),
         gpus=planned_gpus(cluster, used),
         gpulets=tuple(gpulets),
-        expected=Expected(
-            goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6),
-            models=models,
-            gpus_used=len({gpu.device for gpu in used}),
-            cost_per_hour=cost_of(used),
-        ),
+        expected=Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models),
         unserved=tuple(spec.name for spec in workload.models if spec.name not in slowest),
         unserved_reasons={
             spec.name: reasons.get(spec.name, "no GPU time left") for spec in workload.models if spec.name in missing
@@ -98,7 +93,7 @@ def planned_gpus(cluster: Cluster, used: Iterable[Gpu]) -> tuple[PlannedGpu, ...
     one."""
     gpus: Iterable[Gpu] = used
     if not cluster.elastic:
-        gpus = cluster.cut_as((gpu.id, gpu.type, gpu.instance) for gpu in used).gpus
+        gpus = cluster.cut_as(used).gpus
     unique = {gpu.id: PlannedGpu.of(gpu) for gpu in gpus}
     return tuple(unique.values())
 

@@ -41,12 +41,6 @@ class Requirement:
         """Return the memory a replica takes: its requirement, or its bytes plus its process's context."""
         return max(self.memory_pct, self.resident_pct + context_pct)
 
-    def replica(self, model: str, rate_rps: float) -> Replica:
-        """Return the replica for the plan, with the latency the policy believes: the whole GPU's."""
-        return Replica(
-            name=model, batch_size=self.batch_size, rate_rps=round(rate_rps, 6), latency_ms=round(self.latency_ms, 6)
-        )
-
 
 @dataclass(frozen=True)
 class Requirements:
@@ -159,8 +153,10 @@ def hosted_requirements(workload: Workload, placed: Placed, *, shares: bool) -> 
             capacity[model] = capacity.get(model, 0.0) + need.throughput_rps
     rates = {spec.name: spec.rate_rps for spec in workload.models}
     part = {model: min(1.0, rates[model] / carries) for model, carries in capacity.items()}
-    return [
-        Hosted(gpu, need.compute_pct if shares else None, [need.replica(model, need.throughput_rps * part[model])])
-        for gpu, replicas in placed
-        for model, need in replicas
-    ]
+    hosted = []
+    for gpu, replicas in placed:
+        for model, need in replicas:
+            rate_rps = need.throughput_rps * part[model]
+            believed = Replica.believed(model, need.batch_size, rate_rps, need.latency_ms)  # the whole GPU's latency
+            hosted.append(Hosted(gpu, need.compute_pct if shares else None, [believed]))
+    return hosted

@@ -290,12 +290,6 @@ class Search:
                 used[state] = used.get(state, 0) + count
             self.states = GpuStates(used, states.idle, states.prices)
 
-    def configs(self) -> dict[str, Config]:
-        """Return the configuration chosen for each model."""
-        if self._best is None:
-            return {}
-        return {c.name: c.configs[n] for c, n in zip(self._choices, self._best[2], strict=True)}
-
     # --- one configuration ----------------------------------------------------------------------------------------
 
     def _at_most(self, choice: Choice, config: Config) -> float:

@@ -7,7 +7,7 @@ requirement is the largest occupancy of kernels that run at once).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import refused
@@ -49,27 +49,14 @@ def weighted_sm_utilisation_pct(sequence: Sequence[Launch], sm_count: int) -> fl
     return 100.0 * weighted / busy
 
 
-def time_weighted_mean(kernels: Sequence[Kernel], value: Callable[[Kernel], float | None]) -> float | None:
-    """Return the mean of a value, weighted by each kernel's duration; None if a kernel lacks it or there is no
-    kernel."""
-    total = weighted = 0.0
-    for kernel in kernels:
-        one = value(kernel)
-        if one is None:
-            return None
-        total += kernel.duration_us
-        weighted += kernel.duration_us * one
-    return weighted / total if total > 0 else None
-
-
 def kernel_metrics(kernels: Sequence[Kernel], device: Device) -> dict[str, float]:
     """Return a batch's metrics by the names profiles use.
 
     `achieved_occupancy_pct` (the largest sum over kernels that run at once, at most 100), `wavg_ach_occ_pct` (this sum,
     averaged over the time in which any kernel runs), `wavg_sm_util_pct`, `kernels`, `kernel_ms` (time in which at least
-    one kernel ran), `kernel_gap_ms` (time between kernels in which none ran), `overlap_pct` (part of `kernel_ms` in
-    which two or more ran), and, if every kernel has them, `l2_util_pct` and `dram_util_pct`. `occupancy_estimated` is 1
-    if the occupancy of any kernel is estimated from its launch configuration, and 0 if all were measured.
+    one kernel ran), `kernel_gap_ms` (time between kernels in which none ran) and `overlap_pct` (part of `kernel_ms` in
+    which two or more ran). `occupancy_estimated` is 1 if the occupancy of any kernel is estimated from its launch
+    configuration, and 0 if all were measured.
     """
     limits, sms = device.limits, device.sm_count
     estimated = any(kernel.achieved_occupancy_pct is None for kernel in kernels)
@@ -91,14 +78,6 @@ def kernel_metrics(kernels: Sequence[Kernel], device: Device) -> dict[str, float
         "overlap_pct": 100.0 * math.fsum(length for length, running in periods if len(running) > 1) / busy,
         "occupancy_estimated": float(estimated),
     }
-    means: dict[str, Callable[[Kernel], float | None]] = {
-        "l2_util_pct": lambda k: k.l2_util_pct,
-        "dram_util_pct": lambda k: k.dram_util_pct,
-    }
-    for name, value in means.items():
-        mean = time_weighted_mean(kernels, value)
-        if mean is not None:
-            result[name] = mean
     return {name: round(value, 4) for name, value in result.items()}
 
 

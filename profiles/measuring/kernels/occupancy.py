@@ -7,35 +7,15 @@ allocation units are those of NVIDIA's occupancy calculator.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from operator import itemgetter
 
 from tenuto.errors import refused
 from tenuto.profiles.measuring.kernels.record import Kernel, SmLimits
 
 
-@dataclass(frozen=True)
-class BlockBounds:
-    """Blocks of one kernel that fit on one SM, by each bound. A bound that does not apply equals the block limit."""
-
-    threads: int
-    registers: int
-    shared_memory: int
-    blocks: int
-
-    @property
-    def fit(self) -> int:
-        """The smallest of the four."""
-        return min(self.threads, self.registers, self.shared_memory, self.blocks)
-
-    @property
-    def binding(self) -> str:
-        """The name of the smallest bound; of equal ones the first of blocks, threads, registers, shared_memory."""
-        names = ("blocks", "threads", "registers", "shared_memory")
-        return min(names, key=lambda name: (getattr(self, name), names.index(name)))
-
-
-def block_bounds(kernel: Kernel, limits: SmLimits) -> BlockBounds:
-    """Return how many blocks fit by each bound.
+def blocks_that_fit(kernel: Kernel, limits: SmLimits) -> tuple[int, str]:
+    """Return how many blocks of a kernel fit on one SM, and by which bound: of equal ones the first of blocks, threads,
+    registers and shared_memory.
 
     If registers or shared memory were not recorded, they set no bound, so the result is an upper bound.
 
@@ -43,25 +23,24 @@ def block_bounds(kernel: Kernel, limits: SmLimits) -> BlockBounds:
         InvalidInputError: not even one block fits; the kernel did not run on this compute capability.
     """
     warps = max(1, math.ceil(kernel.threads_per_block / limits.warp_size))
-    by_threads = limits.warps // warps
-    by_registers = limits.blocks
+    bounds = [(limits.blocks, "blocks"), (limits.warps // warps, "threads")]
     if kernel.registers_per_thread:
         per_warp = _up(kernel.registers_per_thread * limits.warp_size, limits.register_unit)
         granules = limits.registers // per_warp // limits.warp_granularity
-        by_registers = granules * limits.warp_granularity // warps
-    by_shared = limits.blocks
+        bounds.append((granules * limits.warp_granularity // warps, "registers"))
     if kernel.shared_memory_bytes is not None:
         per_block = _up(kernel.shared_memory_bytes + limits.reserved_shared_bytes, limits.shared_unit)
-        by_shared = limits.shared_bytes // per_block if per_block else limits.blocks
-    bounds = BlockBounds(by_threads, by_registers, by_shared, limits.blocks)
-    if bounds.fit < 1:
+        if per_block:
+            bounds.append((limits.shared_bytes // per_block, "shared_memory"))
+    fit, binding = min(bounds, key=itemgetter(0))
+    if fit < 1:
         raise refused(
             f"kernel {kernel.name}",
             kernel.block,
-            f"a block does not fit on an SM by its {bounds.binding}",
+            f"a block does not fit on an SM by its {binding}",
             "Check that the trace's compute capability is that of the GPU it was recorded on.",
         )
-    return bounds
+    return fit, binding
 
 
 def _up(value: int, unit: int) -> int:
@@ -70,7 +49,7 @@ def _up(value: int, unit: int) -> int:
 
 def sms_needed(kernel: Kernel, limits: SmLimits) -> int:
     """Return the SMs a launch fills when each takes as many blocks as fit; may exceed what the GPU has."""
-    return math.ceil(kernel.blocks / block_bounds(kernel, limits).fit)
+    return math.ceil(kernel.blocks / blocks_that_fit(kernel, limits)[0])
 
 
 def estimated_occupancy_pct(kernel: Kernel, limits: SmLimits, sm_count: int) -> float:
@@ -80,5 +59,5 @@ def estimated_occupancy_pct(kernel: Kernel, limits: SmLimits, sm_count: int) -> 
     wave does not count. Profilers that use CUPTI print the same estimate; Nsight Compute measures the real value.
     """
     warps = max(1, math.ceil(kernel.threads_per_block / limits.warp_size))
-    resident = min(kernel.blocks / sm_count, block_bounds(kernel, limits).fit)
+    resident = min(kernel.blocks / sm_count, blocks_that_fit(kernel, limits)[0])
     return 100.0 * resident * warps / limits.warps

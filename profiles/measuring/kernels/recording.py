@@ -9,8 +9,6 @@ from pathlib import Path
 from tenuto.errors import EnvironmentFaultError, first_line
 from tenuto.profiles.measuring.kernels.chrome_trace import KernelTrace, load_chrome_trace
 
-TraceWriter = Callable[[Callable[[], object], Path], None]
-
 
 def write_trace(run: Callable[[], object], path: Path) -> None:
     """Run once under torch.profiler and export the trace."""

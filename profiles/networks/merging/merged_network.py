@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tenuto.errors import InvalidInputError, Problem, refused
+from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature
 from tenuto.profiles.networks.merging.merge import MergedModels, merge_models
 from tenuto.profiles.networks.merging.report import MergeReport
@@ -147,5 +147,4 @@ def check_run_options(name: str, options: RunOptions) -> None:
         Problem(f"options of {name}", f"{key}: {value}", "is not possible for a model that is merged", CURE)
         for key, value in unmergeable_options(options.model_dump(exclude_unset=True)).items()
     ]
-    if problems:
-        raise InvalidInputError(problems)
+    raise_if_any(problems)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tenuto.batching.core.autoscale import AutoscaleAdvisor, AutoscaleOptions, advise
-from tenuto.errors import InvalidInputError
 
 PAPER = AutoscaleOptions(headroom=0.0)
 
@@ -67,23 +66,3 @@ def test_releasing_can_wait_for_agreement_and_takes_the_smaller() -> None:
     assert [a.delta_gpus for a in advisor.add(1.0)] == [0]
     advisor.add(1.5, good=1, busy_gpu_s=7.0)
     assert [a.delta_gpus for a in advisor.add(2.0)] == [-3]
-
-
-@pytest.mark.parametrize("arguments", [(0, 0.0, 0.0), (1, -0.1, 0.0), (1, 0.0, 1.1), (1, float("nan"), 0.0)])
-def test_numbers_out_of_range_are_refused(arguments: tuple[int, float, float]) -> None:
-    with pytest.raises(InvalidInputError):
-        advise(*arguments)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        AutoscaleOptions(window_s=0.0),
-        AutoscaleOptions(bad_threshold=1.0),
-        AutoscaleOptions(headroom=-1.0),
-        AutoscaleOptions(settle_windows=0),
-    ],
-)
-def test_options_out_of_range_are_refused(options: AutoscaleOptions) -> None:
-    with pytest.raises(InvalidInputError):
-        AutoscaleAdvisor(1, options)

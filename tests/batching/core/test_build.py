@@ -52,7 +52,7 @@ def test_a_plan_gives_its_gpulets_in_order() -> None:
     system = from_plan(Plan.from_data(PLAN))
     assert [gpulet.id for gpulet in system.gpulets] == ["n0/0/a", "n0/0/b"]
     first, second = system.gpulets
-    assert first.hosts[0].max_batch == 4
+    assert len(first.hosts[0].latency_ms) == 5
     assert first.hosts[0].planned_ms()[2] == pytest.approx(1.2 * 7.0)
     assert second.hosts[1].latency_ms == (0.0, 4.0, 6.0)
     assert all(2 not in gpulet.hosts for gpulet in system.gpulets)

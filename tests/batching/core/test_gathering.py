@@ -6,19 +6,19 @@ import random
 
 import pytest
 
-from tenuto.batching.core.gathering import GATHERING, head_first, window
+from tenuto.batching.core.gathering import window
 
 L = [0.0, *(1.0 * b + 5.0 for b in range(1, 9))]  # l(b) = b + 5, at most 8
 
 
 def test_everything_fits() -> None:
-    for rule in GATHERING.values():
-        assert rule([20.0, 21.0, 22.0], 3, L, 1.0, 0.0, 0.0, 0.0) == (0, 3)
+    for defended in (1, 3):
+        assert window([20.0, 21.0, 22.0], defended, L, 1.0, 0.0, 0.0, 0.0) == (0, 3)
 
 
-def test_head_first_gives_up_only_what_is_lost_anyway() -> None:
+def test_without_a_target_only_what_is_lost_anyway_is_given_up() -> None:
     # At 10, the first cannot make 15 even alone (16); the second allows l(b) <= 7, two requests.
-    assert head_first([15.0, 17.0, 30.0, 30.0, 30.0], 5, L, 1.0, 10.0, 0.0, 10.0) == (1, 2)
+    assert window([15.0, 17.0, 30.0, 30.0, 30.0], 1, L, 1.0, 10.0, 0.0, 10.0) == (1, 2)
 
 
 def test_window_gives_up_the_head_to_keep_the_batch_at_its_target() -> None:
@@ -35,14 +35,14 @@ def test_a_batch_grows_past_the_target_for_free() -> None:
 
 
 def test_a_deadline_met_exactly_is_met() -> None:
-    assert head_first([16.0], 1, L, 1.0, 10.0, 0.0, 10.0) == (0, 1)
-    assert head_first([15.999], 1, L, 1.0, 10.0, 0.0, 10.0) == (1, 0)
+    assert window([16.0], 1, L, 1.0, 10.0, 0.0, 10.0) == (0, 1)
+    assert window([15.999], 1, L, 1.0, 10.0, 0.0, 10.0) == (1, 0)
 
 
-@pytest.mark.parametrize("rule", GATHERING.values())
-def test_nothing_to_gather(rule) -> None:  # type: ignore[no-untyped-def]
-    assert rule([], 4, L, 1.0, 10.0, 0.0, 10.0) == (0, 0)
-    assert rule([1.0, 2.0], 4, L, 1.0, 10.0, 0.0, 10.0) == (2, 0)
+@pytest.mark.parametrize("defended", [1, 4])
+def test_nothing_to_gather(defended: int) -> None:
+    assert window([], defended, L, 1.0, 10.0, 0.0, 10.0) == (0, 0)
+    assert window([1.0, 2.0], defended, L, 1.0, 10.0, 0.0, 10.0) == (2, 0)
 
 
 def test_the_largest_batch_bounds_the_size() -> None:
@@ -63,6 +63,6 @@ def test_what_was_learned_is_as_if_the_table_had_been_written_anew() -> None:
             rng.choice([0.0, rng.uniform(0.0, 1.0)]),
         )
         sent = [ctrl_ms + data_ms * size + factor * run for size, run in enumerate(L)]
-        for rule, defended in ((head_first, 1), (window, rng.randint(1, 6))):
-            skip, size = rule(deadlines, defended, L, factor, ctrl_ms, data_ms, 0.0)
-            assert (skip, size) == rule(deadlines, defended, sent, 1.0, 0.0, 0.0, 0.0)
+        for defended in (1, rng.randint(1, 6)):
+            skip, size = window(deadlines, defended, L, factor, ctrl_ms, data_ms, 0.0)
+            assert (skip, size) == window(deadlines, defended, sent, 1.0, 0.0, 0.0, 0.0)

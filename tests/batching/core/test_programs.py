@@ -9,12 +9,13 @@ import pytest
 
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import SCHEDULERS, make_scheduler
-from tenuto.batching.virtual.goodput import Goal, Trial, try_arrivals
+from tenuto.batching.virtual.goodput import Goal, Trial
 from tenuto.batching.virtual.highest_rate import SearchLimits, find_highest_rate
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tests.instruments.systems import try_arrivals
 
 
 def plan(merge: list[Any] | None = None, slos: dict[str, float] | None = None, **more: Any) -> Plan:

@@ -200,7 +200,7 @@ def test_a_trial_that_cannot_reach_its_floor_ends_early() -> None:
     whole = run.run(plan)
     assert whole.value > 0
     assert run.run(plan, floor=0.9 * whole.value).value == pytest.approx(whole.value)
-    assert run.run(plan, floor=0.99 * run.offered_value).value == -1.0
+    assert run.run(plan, floor=0.99 * sum(spec.rate_rps for spec in load.models)).value == -1.0
 
 
 def test_plans_that_are_compared_by_the_worst_served_model_are_tried_as_they_are_served(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import Plan, Workload, load_policy, solve
-from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of, mean_of_capped
+from tenuto.placement.expectation.component import mean_of_capped
+from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.instruments.plans import make_plan

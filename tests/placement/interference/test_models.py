@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tenuto.errors import InvalidInputError, MissingProfileError
 from tenuto.placement import Cluster
 from tenuto.placement.interference import InterferenceModel, Resident
-from tenuto.placement.interference.contention import Constants, Contention, gpu_ms, shipped_constants
+from tenuto.placement.interference.contention import Constants, Contention, shipped_constants
 from tenuto.placement.interference.gpulet_linear import CONSTANTS, V100, GpuletLinear
 from tenuto.placement.interference.named import NAMES, canonical_name, interference_models
-from tenuto.placement.interference.utilisation import Utilisations
+from tenuto.placement.interference.utilisation import utilisation
 from tenuto.placement.policies.gpulet.disturbance import Disturbance
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.profiles import ModelProfile, Profile, Profiles
@@ -75,11 +75,11 @@ def test_utilisations_are_interpolated_and_never_invented() -> None:
         for size in (2, 4)
         for share in (20, 40)
     ]
-    model, known = ModelProfile.model_validate({"points": points}), Utilisations()
-    assert known.of(Resident(model, 3, 30.0), "l2_util_pct") == pytest.approx(0.09)
+    model = ModelProfile.model_validate({"points": points})
+    assert utilisation(Resident(model, 3, 30.0), "l2_util_pct") == pytest.approx(0.09)
     for size, share, metric in ((1, 20.0, "l2_util_pct"), (2, 50.0, "l2_util_pct"), (2, 20.0, "dram_util_pct")):
         with pytest.raises(MissingProfileError, match=metric):
-            known.of(Resident(model, size, share), metric)
+            utilisation(Resident(model, size, share), metric)
 
 
 def test_a_network_unlike_the_measured_ones_gets_the_trend_alone() -> None:
@@ -90,7 +90,7 @@ def test_a_network_unlike_the_measured_ones_gets_the_trend_alone() -> None:
         for share in (20, 50, 80)
     ]
     other = ModelProfile.model_validate({"points": points})
-    assert gpu_ms(other) == pytest.approx(9.0)
+    assert other.gpu_ms == pytest.approx(9.0)
     own, unlike, like = (Resident(model, 8, 50.0) for model in (MODELS["vgg19"], other, MODELS["ssd"]))
     assert Contention().slowdown(own, [unlike]) == pytest.approx(trend_only.slowdown(own, [unlike]), abs=1e-6)
     assert abs(Contention().slowdown(own, [like]) - trend_only.slowdown(own, [like])) > 0.01

@@ -172,8 +172,8 @@ def test_a_local_tokenizer_is_used(tmp_path: Path) -> None:
 
 def test_logits_become_the_most_likely_labels() -> None:
     signature = text_signature(SPEC, 3)
-    best = postprocess(signature, {"logits": np.array([0.0, 2.0, 1.0], np.float32)}, top_k=2)
-    assert [entry["label"] for entry in best] == ["LABEL_1", "LABEL_2"]
+    best = postprocess(signature, {"logits": np.array([0.0, 2.0, 1.0], np.float32)})
+    assert [entry["label"] for entry in best] == ["LABEL_1", "LABEL_2", "LABEL_0"]
     assert best[0]["index"] == 1
     assert best[0]["score"] == pytest.approx(np.exp(2) / (1 + np.e + np.exp(2)), abs=1e-6)
     nameless = postprocess(image_signature(ImageInput(8, 8), 3), {"logits": np.array([9e4, 0, -9e4])})

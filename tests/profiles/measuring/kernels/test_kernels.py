@@ -8,13 +8,8 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace, parse_chrome_trace
-from tenuto.profiles.measuring.kernels.metrics import (
-    Launch,
-    kernel_metrics,
-    time_weighted_mean,
-    weighted_sm_utilisation_pct,
-)
-from tenuto.profiles.measuring.kernels.occupancy import block_bounds, estimated_occupancy_pct, sms_needed
+from tenuto.profiles.measuring.kernels.metrics import Launch, kernel_metrics, weighted_sm_utilisation_pct
+from tenuto.profiles.measuring.kernels.occupancy import blocks_that_fit, estimated_occupancy_pct, sms_needed
 from tenuto.profiles.measuring.kernels.record import Device, Kernel, sm_limits
 
 V100 = sm_limits((7, 0))
@@ -48,19 +43,18 @@ def kernel(
     ],
 )
 def test_each_of_the_four_bounds_can_bind(threads: int, registers: int, shared: int, fit: int, binding: str) -> None:
-    bounds = block_bounds(kernel(threads=threads, registers=registers, shared=shared), V100)
-    assert (bounds.fit, bounds.binding) == (fit, binding)
+    assert blocks_that_fit(kernel(threads=threads, registers=registers, shared=shared), V100) == (fit, binding)
 
 
 def test_newer_gpus_keep_a_kibibyte_of_each_block() -> None:
-    assert block_bounds(kernel(threads=32, shared=32 * 1024), sm_limits((8, 0))).shared_memory == 4
-    assert block_bounds(kernel(threads=32, shared=32 * 1024), V100).shared_memory == 3
+    assert blocks_that_fit(kernel(threads=32, shared=32 * 1024), sm_limits((8, 0))) == (4, "shared_memory")
+    assert blocks_that_fit(kernel(threads=32, shared=32 * 1024), V100) == (3, "shared_memory")
 
 
 def test_what_was_not_recorded_does_not_bind_and_impossible_kernels_are_refused() -> None:
-    assert block_bounds(kernel(registers=None, shared=None), V100).binding == "threads"
+    assert blocks_that_fit(kernel(registers=None, shared=None), V100)[1] == "threads"
     with pytest.raises(InvalidInputError, match="does not fit on an SM by its shared_memory"):
-        block_bounds(kernel(shared=200_000), V100)
+        blocks_that_fit(kernel(shared=200_000), V100)
     with pytest.raises(InvalidInputError, match="occupancy limits are not known"):
         sm_limits((3, 5))
 
@@ -104,13 +98,6 @@ def test_weighted_sm_utilisation_of_orions_sequences(model: str, expected: float
     assert weighted_sm_utilisation_pct(sequence, 80) == pytest.approx(expected, abs=0.001)
 
 
-def test_time_weighted_means_need_every_kernel() -> None:
-    known = [kernel(duration=30, occupancy=50), kernel(duration=10, occupancy=90)]
-    assert time_weighted_mean(known, lambda k: k.achieved_occupancy_pct) == pytest.approx(60)
-    assert time_weighted_mean([*known, kernel()], lambda k: k.achieved_occupancy_pct) is None
-    assert time_weighted_mean([], lambda k: 1.0) is None
-
-
 def test_a_trace_in_kinetos_format() -> None:
     trace = load_chrome_trace(DATA / "kineto_trace.json")
     assert trace.device == Device("Tesla V100-SXM2-16GB", (7, 0), 80)
@@ -134,7 +121,6 @@ def test_metrics_of_a_trace() -> None:
     assert metrics["kernel_ms"] == 0.22
     assert metrics["overlap_pct"] == pytest.approx(100 * 20 / 220, abs=1e-3)
     assert metrics["occupancy_estimated"] == 1
-    assert "l2_util_pct" not in metrics
     occupancies = [estimated_occupancy_pct(k, V100, 80) for k in trace.kernels]
     largest = max(occupancies[0], occupancies[3], sum(occupancies[1:3]))
     assert metrics["achieved_occupancy_pct"] == pytest.approx(largest, abs=1e-3)
