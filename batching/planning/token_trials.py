@@ -104,15 +104,18 @@ def in_time(
         tpot_ms = (last_ms - first_ms) / np.maximum(1, outputs - 1)
         return float(np.mean((first_ms - arrivals <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)))
 
-    every = max(1, requests // _LOOKS)
+    pairs, every = list(zip(replicas, hosts, strict=True)), max(1, requests // _LOOKS)
     for request, (at, prompt, output) in enumerate(
         zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
     ):
         for replica in replicas:
             replica.advance(at)
-        left = list(zip(replicas, hosts, strict=True))
+        left = pairs.copy()
         for _ in range(min(TRIES, len(left))):
-            replica, _ = left.pop(emptiest((one.scheduler.sequences, host.rate_rps) for one, host in left))
+            place = 0
+            if len(left) > 1:
+                place = emptiest((one.scheduler.sequences, host.rate_rps) for one, host in left)
+            replica, _ = left.pop(place)
             if replica.add(at, request, prompt, output, at + bounds[0], bounds[1]) is None:
                 break
         if floor and request % every == every - 1 and (part := part_kept(at)) < floor:
