@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from tenuto.deployments.gpulet import resident_programs
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
-from tenuto.deployments.process.own_loop import spare_the_collector
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.networks.inputs import as_blocks
@@ -171,19 +169,21 @@ def test_a_program_that_goes_takes_its_merging_along(monkeypatch: pytest.MonkeyP
     asyncio.run(run())
 
 
-def unload() -> None:
-    executor = TorchExecutor("cpu")
-    executor.load(entry("base"), [1])
-    held = weakref.ref(executor.program("base").network.module)
-    spare_the_collector()
-    executor.unload("base")
-    assert held() is None
+UNLOADS = """
+import weakref
+from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
+from tenuto.deployments.process.own_loop import spare_the_collector
+from tests.deployments.gpulet.test_resident_programs import entry
+executor = TorchExecutor("cpu")
+executor.load(entry("base"), [1])
+held = weakref.ref(executor.program("base").network.module)
+spare_the_collector()
+executor.unload("base")
+assert held() is None
+"""
 
 
-def test_what_is_unloaded_is_freed_though_the_collector_was_told_to_spare_it(
-    worker_server: Callable[[str], list[str]],
-) -> None:
+def test_what_is_unloaded_is_freed_though_the_collector_was_told_to_spare_it() -> None:
     # In a process of its own: what the collector is told holds for all of a process.
-    program = [sys.executable, *worker_server(f"{__name__}:unload")]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run([sys.executable, "-c", UNLOADS], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
