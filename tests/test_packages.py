@@ -123,6 +123,7 @@ def _distributions() -> dict[str, list[str]]:
     return dict(packages_distributions())
 
 
+@cache
 def _imported(file: Path) -> set[str]:
     """The libraries of others that a file imports."""
     found: set[str] = set()

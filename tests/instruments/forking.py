@@ -298,6 +298,8 @@ def forked_ray_workers() -> Iterator[None]:
         def with_relay(self: RayParams, **given: Any) -> None:
             if "setup_worker_path" in given:
                 given |= {"worker_path": str(program), "setup_worker_path": str(program)}
+                # Nobody asks it for lines, as `log_to_driver` is off; it takes as much of a core as the raylet.
+                given["include_log_monitor"] = False
             update(self, **given)
 
         patch.setattr(RayParams, "update_if_absent", with_relay)
