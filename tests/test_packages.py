@@ -102,13 +102,16 @@ def test_a_command_names_what_brings_a_module_that_it_misses() -> None:
     imported = {module for file in files for module in _imported(file) if not _distributions_of(module) & always}
     named = {module: wanted for wanted, modules in BRINGS.items() for module in modules.split()}
     assert imported - named.keys() == set()
+    brought_by = {wanted: _brought_by(wanted) | {wanted} for wanted in BRINGS}
     for module, wanted in named.items():
-        extra = wanted.partition("[")[2].rstrip("]")
-        direct = _requirements(PROJECT, extra) if extra else _requirements(LABORATORY)
-        brought = {
-            canonicalize_name(name) for name in (*asked_for([wanted], [], known={}), *(each.name for each in direct))
-        }
-        assert _distributions_of(module) & (brought | {wanted}), f"{wanted} does not bring {module}"
+        assert _distributions_of(module) & brought_by[wanted], f"{wanted} does not bring {module}"
+
+
+def _brought_by(wanted: str) -> set[str]:
+    """The libraries that a command's cure for a missing one installs."""
+    extra = wanted.partition("[")[2].rstrip("]")
+    direct = _requirements(PROJECT, extra) if extra else _requirements(LABORATORY)
+    return {canonicalize_name(name) for name in (*asked_for([wanted], [], known={}), *(each.name for each in direct))}
 
 
 def _distributions_of(module: str) -> set[str]:
@@ -120,6 +123,7 @@ def _distributions() -> dict[str, list[str]]:
     return dict(packages_distributions())
 
 
+@cache
 def _imported(file: Path) -> set[str]:
     """The libraries of others that a file imports."""
     found: set[str] = set()

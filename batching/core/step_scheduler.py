@@ -286,15 +286,9 @@ class StepScheduler:
             tpot_ms: the mean time allowed for each further token.
             has_begun: it wrote tokens elsewhere, and the order does not turn it away.
         """
-        most, limits = prompt_tokens + output_tokens, self.limits
-        asked = f"{prompt_tokens} prompt and {output_tokens} output tokens"
-        if prompt_tokens < 1 or output_tokens < 1:
-            return Unkept(Rule.LENGTH, f"{asked}: it takes at least one of each")
-        if limits.longest_context is not None and most > limits.longest_context:
-            why = f"{asked} are more than the model's longest context ({limits.longest_context})"
-            return Unkept(Rule.LENGTH, why)
-        if self._blocks_of(most - 1) > self.blocks:
-            return Unkept(Rule.LENGTH, f"{asked} are more than the memory holds ({self.blocks * self._size})")
+        why_not = self._too_long(prompt_tokens, output_tokens)
+        if why_not is not None:
+            return Unkept(Rule.LENGTH, f"{prompt_tokens} prompt and {output_tokens} output tokens{why_not}")
         order = self._order
         if order is not None and not has_begun:
             unkept = order.refusal(prompt_tokens, now_ms, first_by_ms, tpot_ms, self.load)
@@ -316,6 +310,17 @@ class StepScheduler:
             self._is_blocked = False
         self._queue.append(found)
         self._queued += 1
+        return None
+
+    def _too_long(self, prompt_tokens: int, output_tokens: int) -> str | None:
+        """Return why so many tokens never run here; None if they do."""
+        most, limits = prompt_tokens + output_tokens, self.limits
+        if prompt_tokens < 1 or output_tokens < 1:
+            return ": it takes at least one of each"
+        if limits.longest_context is not None and most > limits.longest_context:
+            return f" are more than the model's longest context ({limits.longest_context})"
+        if self._blocks_of(most - 1) > self.blocks:
+            return f" are more than the memory holds ({self.blocks * self._size})"
         return None
 
     def cancel(self, sequence: int) -> bool:
@@ -343,7 +348,7 @@ class StepScheduler:
         it was given."""
         step, order = Step(), self._order
         decodes, most = True, self.limits.max_batch_tokens
-        while self.gives_up_ms <= now_ms:
+        while self._give_ups and self.gives_up_ms <= now_ms:
             self._give_up(self._give_ups[0][1])
         if order is not None and self._decoding:
             if self._reading is None and not self._is_blocked:
@@ -353,11 +358,12 @@ class StepScheduler:
                     self._give_up(head.name)
             if self._reading is not None or (self._queued and not self._is_blocked):
                 decodes, most = order.choose(now_ms, self)
-        if decodes:
+        if decodes and self._decoding:
             self._decode(step)
         left = min(most, self.limits.max_batch_tokens - step.sequences)
-        self._read_on(step, left)
-        if not step.preempted:
+        if self._reading is not None:
+            self._read_on(step, self._reading, left)
+        if self._queued and not step.preempted:
             self._admit(step, left - step.prompt_tokens, is_cut=most >= self.limits.max_batch_tokens)
         if not step.sequences and not step.chunks:
             # What the order held back alone could run: memory was short for prompts.
@@ -451,10 +457,7 @@ class StepScheduler:
                 self._leave(one, gives_back=False)
                 self._end(step, name, one)
 
-    def _read_on(self, step: Step, left: int) -> None:
-        one = self._reading
-        if one is None:
-            return
+    def _read_on(self, step: Step, one: _Sequence, left: int) -> None:
         tokens = min(left, one.todo - one.read)
         need = self._blocks_of(one.read + tokens) - one.blocks
         if need > self.free_blocks:

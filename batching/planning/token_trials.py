@@ -22,6 +22,8 @@ _FURTHEST = 20
 """limit: rates that are tried above the closed form's and below it, up to seven times it and down to a seventh."""
 _STREAMS = 3
 """limit: streams that have to be in time."""
+_LOOKS = 12
+"""limit: looks during a trial at how many requests can keep the SLO; each takes as long as a few requests."""
 
 
 def carried_in_trial(
@@ -36,14 +38,18 @@ def carried_in_trial(
     aim = (1.0 + attainment) / 2.0  # half of the misses to spare: other arrivals are less kind
 
     def is_carried(steps: int, stream: int, requests: int = _REQUESTS) -> bool:
-        return (
-            in_time(spec, [GeneratingHost(cost, kv_tokens, 1.0)], rate * _STEP**steps, (seed, stream), requests) >= aim
-        )
+        hosts = [GeneratingHost(cost, kv_tokens, 1.0)]
+        return in_time(spec, hosts, rate * _STEP**steps, (seed, stream), requests, floor=aim) >= aim
 
-    steps = 0
+    steps, streams = 0, list(range(1, 1 + _STREAMS))
     while steps < _FURTHEST and is_carried(steps, 0, _REQUESTS // 3):
         steps += 1
-    while steps > -_FURTHEST and not all(is_carried(steps, stream) for stream in range(1, 1 + _STREAMS)):
+    while steps > -_FURTHEST:
+        missed = next((stream for stream in streams if not is_carried(steps, stream)), None)
+        if missed is None:
+            break
+        streams.remove(missed)
+        streams.insert(0, missed)  # it is the likeliest to miss the next rate too
         steps -= 1
     return (0.0, 0) if steps == -_FURTHEST else (rate * _STEP**steps, max(1, round(sequences * _STEP**steps)))
 
@@ -67,9 +73,11 @@ def in_time(
     requests: int = _REQUESTS,
     *,
     refuses: bool = False,
+    floor: float = 0.0,
 ) -> float:
     """Return the part of a Poisson stream's requests that keeps both bounds of the SLO: when all are taken, or under
-    the order of steps that serves, which `refuses` what it cannot keep."""
+    the order of steps that serves, which `refuses` what it cannot keep. A stream of which less than the part `floor`
+    can keep them any more ends early, with the most that could."""
     generates, slo = spec.generates, spec.slo
     if generates is None or slo is None or generates.prompt_tokens is None or generates.output_tokens is None:
         raise ValueError(f"{spec.name} does not generate, or its lengths are not known.")
@@ -86,21 +94,33 @@ def in_time(
         for host in hosts
     ]
     bounds = (slo.ttft_ms, slo.tpot_ms) if refuses else (INF, INF)
+
+    def part_kept(now_ms: float) -> float:
+        """Return the part in time if every token that is missing came now."""
+        first_ms, last_ms = np.full(requests, now_ms), np.full(requests, now_ms)
+        for replica in replicas:
+            first_ms[list(replica.first_ms)] = list(replica.first_ms.values())
+            last_ms[list(replica.last_ms)] = list(replica.last_ms.values())
+        tpot_ms = (last_ms - first_ms) / np.maximum(1, outputs - 1)
+        return float(np.mean((first_ms - arrivals <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)))
+
+    pairs, every = list(zip(replicas, hosts, strict=True)), max(1, requests // _LOOKS)
     for request, (at, prompt, output) in enumerate(
         zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
     ):
         for replica in replicas:
             replica.advance(at)
-        left = list(zip(replicas, hosts, strict=True))
+        left = pairs.copy()
         for _ in range(min(TRIES, len(left))):
-            replica, _ = left.pop(emptiest((one.scheduler.sequences, host.rate_rps) for one, host in left))
+            place = 0
+            if len(left) > 1:
+                place = emptiest((one.scheduler.sequences, host.rate_rps) for one, host in left)
+            replica, _ = left.pop(place)
             if replica.add(at, request, prompt, output, at + bounds[0], bounds[1]) is None:
                 break
-    first_ms, last_ms = np.full(requests, np.nan), np.full(requests, np.nan)  # NaN: it never ran
+        if floor and request % every == every - 1 and (part := part_kept(at)) < floor:
+            return part
     for replica in replicas:
         while replica.due_ms < INF:
             replica.advance(replica.due_ms)
-        first_ms[list(replica.first_ms)] = list(replica.first_ms.values())
-        last_ms[list(replica.last_ms)] = list(replica.last_ms.values())
-    tpot_ms = (last_ms - first_ms) / np.maximum(1, outputs - 1)
-    return float(np.mean((first_ms - arrivals <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)))
+    return part_kept(np.nan)  # it never ran

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple
 
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
@@ -39,7 +40,8 @@ class Replay(NamedTuple):
     """The arrivals to replay, and the settings to try. It is deterministic, has no side effects and can be pickled.
 
     Every scheduler begins idle, with what was known when the recording began. Requests of the first and of the last SLO
-    only keep gpu-lets busy; the places in between, `counted`, are counted.
+    only keep gpu-lets busy; the places in between, `counted`, are counted. Where no request was given up for the size
+    of a batch, smaller values of `defend` would have decided the same and are not run.
     """
 
     scheduler: type[DeferredScheduler]
@@ -56,14 +58,20 @@ class Replay(NamedTuple):
         offered = [0] * programs
         for _, model, _ in self.arrivals[slice(*self.counted)]:
             offered[program_of[model]] += 1
-        found = []
-        for setting in self.settings:
+        found: dict[Setting, Replayed] = {}
+        for setting in sorted(self.settings, key=lambda setting: -setting.defend):
+            if setting in found:
+                continue
             chosen = replace(self.options, hold=setting.hold, defend=setting.defend)
             core = self.scheduler(self.system, chosen, self.known)
             met = [0] * programs
             busy_ms = self._run(core, met)
-            found.append(Replayed(setting, tuple(offered), tuple(met), busy_ms, core.looked))
-        return found
+            made = found[setting] = Replayed(setting, tuple(offered), tuple(met), busy_ms, core.looked)
+            if not core.has_defended and _is_ascending(self.system):
+                for other in self.settings:
+                    if other.hold == setting.hold and other.defend < setting.defend:
+                        found[other] = made._replace(setting=other)
+        return [found[setting] for setting in self.settings]
 
     def _run(self, core: Scheduler, met: list[int]) -> float:
         """Count in `met` the requests met, by program; returns how long gpu-lets are busy, in ms."""
@@ -81,6 +89,12 @@ class Replay(NamedTuple):
             if core.decisions:
                 busy_ms += _carry_out(core, done, met, self.counted)
         return busy_ms
+
+
+def _is_ascending(system: System) -> bool:
+    """Whether no larger batch is planned to take less time than a smaller one."""
+    tables = {host.latency_ms for gpulet in system.gpulets for host in gpulet.hosts.values()}
+    return all(short <= long for table in tables for short, long in pairwise(table))
 
 
 def _advance(core: Scheduler, done: list[tuple[float, int]]) -> None:

@@ -114,10 +114,11 @@ class VirtualSteps:
         self._start_ms, self._takes_ms, self._repeats = now_ms, takes, 0
         if not tokens and not step.last:
             self._repeats = max(0, self.scheduler.quiet_steps() - self._ahead)
-            self._more_ms = self._token_ms * count
-            gives_up_ms = self.scheduler.gives_up_ms
-            if gives_up_ms <= self._end_of(self._repeats):
-                self._repeats = self._begun_by(gives_up_ms)
+            if self._repeats:
+                self._more_ms = self._token_ms * count
+                gives_up_ms = self.scheduler.gives_up_ms
+                if gives_up_ms <= self._end_of(self._repeats):
+                    self._repeats = self._begun_by(gives_up_ms)
         if not self._repeats:
             self.due_ms = now_ms + takes
             if self._ahead:
@@ -165,10 +166,11 @@ class VirtualSteps:
             return
         for sequence in step.first:
             self.first_ms[sequence] = now_ms
-        for sequence in step.last:
-            self.last_ms[sequence] = now_ms
-        self.ended += step.last
-        self.scheduler.done(step)
+        if step.last:
+            for sequence in step.last:
+                self.last_ms[sequence] = now_ms
+            self.ended += step.last
+            self.scheduler.done(step)
         self._current, self._next = self._next, None
         self._begin(now_ms)
 

@@ -17,6 +17,8 @@ import msgspec
 from tenuto.profiles.measuring.worker_process import WorkerProcess, serve_parent
 from tenuto.profiles.networks.programs import Member, merge_members
 
+WORKER = ["-m", "tenuto.deployments.gpulet.merging_process"]
+
 
 async def merge_elsewhere(members: Sequence[Member], file: str) -> None:
     """Run `merge_members` in a process that sees no GPU and has low priority. When this call is cancelled, it ends.
@@ -25,7 +27,7 @@ async def merge_elsewhere(members: Sequence[Member], file: str) -> None:
         TenutoError: the error of `merge_members`, or the process was killed.
     """
     environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = WorkerProcess(["-m", __name__, file], environment, "+".join(member.name for member in members))
+    process = WorkerProcess([*WORKER, file], environment, "+".join(member.name for member in members))
     process.tell(msgspec.json.encode(members).decode())
     loop = asyncio.get_running_loop()
     try:
@@ -50,5 +52,10 @@ def _end_with_parent() -> None:
     os._exit(130)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Merge what the parent names, for as long as it is there."""
     serve_parent(_merge)
+
+
+if __name__ == "__main__":
+    main()

@@ -116,14 +116,17 @@ def test_sigterm_drains_exits_0_and_leaves_nothing_running(capsys: pytest.Captur
         asked = {"model": "w", "prompt": "x", "max_tokens": 100, "stream": True}
         written = httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=PATIENCE_S)
 
-        def history() -> str:
+        told: list[str] = []
+
+        def is_recorded() -> bool:
             asked = tenuto("history", **alone)
             shown, err = asked.communicate(timeout=PATIENCE_S)
             assert asked.returncode == 0, err
-            return str(shown)
+            told.append(str(shown))
+            return "reload" in told[-1]
 
-        until(lambda: "reload" in history())  # what is done is recorded after it
-        assert "serve" in history()
+        until(is_recorded)  # what is done is recorded after it
+        assert "serve" in told[-1]
         with written as answer:
             lines = answer.iter_lines()
             assert "choices" in next(lines)

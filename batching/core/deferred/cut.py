@@ -48,6 +48,8 @@ class Cutter:
             skip, size = window(deadlines, defended, run, factor, arrives_at, data_ms, arrives_at)
             if size:
                 head = deadlines[skip]
+                if skip:
+                    self._holding.has_defended = True
             elif pool is not queue.pools[0]:
                 batch.size = 0
                 return

@@ -397,8 +397,10 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
 
     def _dispatch(self, queue: WaitingQueue, pool: Place, now: float) -> bool:
         """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
-        defended = queue.costs.defend_on.get(pool.index, queue.costs.defend)
+        defended, waiting = queue.costs.defend_on.get(pool.index, queue.costs.defend), len(queue.ids)
         skip, size = self._cut(queue, pool, defended, now)
+        if size and (skip or len(queue.ids) < waiting):
+            self._holding.has_defended = True
         allowance = queue.allowance
         # A program that exceeds its plan may run whole batches when another gpu-let stays ready for the others.
         if (
@@ -434,6 +436,11 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
     def defend(self) -> float:
         """Part of the staggered batch for which heads are given up."""
         return self._holding.defend
+
+    @property
+    def has_defended(self) -> bool:
+        """Whether a smaller `defend` may have decided otherwise, where larger batches take no less time."""
+        return self._holding.has_defended
 
     def tune(self, now: float, hold: float, defend: float) -> None:
         """Set `hold` and `defend` from now on."""

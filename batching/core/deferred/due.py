@@ -21,10 +21,12 @@ RIPE = 0.5  # fitted: on 43 random scenarios; one of them loses 2.9 points when 
 
 
 class Holding:
-    """How long batches are held: `hold` and `defend`, and the bounds on holding for each program."""
+    """How long batches are held: `hold` and `defend`, and the bounds on holding for each program. `has_defended`: the
+    front of a queue was given up for the size of a batch, so that another `defend` may decide otherwise."""
 
     def __init__(self, gpulets: Gpulets[Place], hold: float, defend: float, save_above: float) -> None:
         self.hold, self.defend = hold, defend
+        self.has_defended = False
         self.save_above = save_above
         self.also_light_until = -INF  # until then hold under light load too, as requests were lost lately
         self._gpulets = gpulets

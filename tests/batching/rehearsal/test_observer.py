@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.core.deferred.deferring import Known
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler
@@ -69,6 +70,26 @@ def test_a_replay_changes_nothing_and_gives_the_same_in_another_process() -> Non
     scheduler = DeferredScheduler(two_on_one())
     shown(scheduler, crowd(3, 30.0, 260), lambda _observer, _now, replay: found.append(replay))
     assert pickle.loads(pickle.dumps(found[-1])).run() == found[-1].run() == found[-1].run()
+
+
+@pytest.mark.parametrize(("rate_rps", "runs"), [(100.0, 1), (500.0, 4)])
+def test_values_of_defend_that_decide_nothing_are_not_run_and_give_what_they_would(rate_rps: float, runs: int) -> None:
+    made: list[float] = []
+
+    class Counted(DeferredScheduler):
+        def __init__(self, system: System, options: DeferredOptions, known: Known) -> None:
+            made.append(options.defend)
+            super().__init__(system, options, known)
+
+    system = two_on_one()
+    arrivals = [(event.at, event.index, event.at + event.slo_ms) for event in crowd(3, rate_rps, 600)]
+    settings = tuple(Setting(0.4, defend) for defend in (0.5, 0.75, 1.0, 1.5))
+    known = DeferredScheduler(system).known()
+    replay = Replay(Counted, DeferredOptions(rehearse=False), system, known, arrivals, (0, 600), settings)
+    found = replay.run()
+    assert len(made) == runs
+    assert found == [replay._replace(settings=(setting,)).run()[0] for setting in settings]
+    assert len({replayed.met for replayed in found}) == (1 if runs == 1 else 3)
 
 
 def test_without_an_answer_to_a_replay_serving_goes_on() -> None:

@@ -24,7 +24,8 @@ def found_after(canaries: Canaries, draw: Random, looks: int, part: float, rest_
         trouble = draw.random() < 0.1  # from which both suffer alike
 
         def of(batches: int, lost: float, trouble: bool = trouble) -> ModelSeen:
-            gone = sum(draw.random() < max(lost, 0.6 * trouble) for _ in range(batches))
+            part = max(lost, 0.6 * trouble)
+            gone = [draw.random() < part for _ in range(batches)].count(True)
             return seen(batch * batches, batch * gone)
 
         if canaries.observe(MODELS, {"m": of(20, rest_part), "m:2": of(draw.randint(0, 3), part), "x": seen(9, 9)}):

@@ -72,6 +72,7 @@ async def brought(executor: TorchExecutor, program: ProgramEntry) -> tuple[Resid
     return programs, worker, changed
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_batches_are_answered_while_merging_and_after_without_a_gap() -> None:
     async def run() -> None:
         executor, program = Slowly(), entry("base", "tuned")
@@ -93,6 +94,7 @@ def test_batches_are_answered_while_merging_and_after_without_a_gap() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_models_that_do_not_merge_go_on_as_single_graphs_and_the_log_names_the_cure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -66,9 +67,16 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+@cache
+def usual_config() -> Any:
+    """Serve's configuration of a deployment, which pickles the class of its router each time that it is made."""
+    from ray.serve._private.config import DeploymentConfig
+
+    return DeploymentConfig()
+
+
 def serve_restarts(before: ServeApplication[GpuletConfig], after: ServeApplication[GpuletConfig]) -> bool:
     """Whether Serve starts a process anew, by its own rule."""
-    from ray.serve._private.config import DeploymentConfig
     from ray.serve._private.deploy_utils import get_app_code_version
     from ray.serve._private.version import DeploymentVersion
     from ray.serve.schema import ServeApplicationSchema
@@ -77,7 +85,7 @@ def serve_restarts(before: ServeApplication[GpuletConfig], after: ServeApplicati
         schema = ServeApplicationSchema.model_validate(application.to_data())
         (deployment,) = schema.deployments
         options = deployment.ray_actor_options.model_dump(exclude_unset=True)
-        config = DeploymentConfig(user_config=deployment.user_config)
+        config = usual_config().model_copy(update={"user_config": deployment.user_config})
         return DeploymentVersion(get_app_code_version(schema), config, options)
 
     return bool(version(before).requires_actor_restart(version(after)))
