@@ -13,7 +13,6 @@ from tenuto.placement.carrying import (
     GeneratingPlan,
     carried,
     generating_problems,
-    known_once,
     shares_of,
     too_long,
     with_lengths,
@@ -71,7 +70,7 @@ def plan_both_kinds(
         rule = "this policy plans only models that generate, on a fixed cluster"
         problems.append(Problem("--policy", policy.name, rule, "Use --policy tenuto."))
     raise_if_any(problems)
-    carries = known_once(policy_carries or carried)
+    carries = policy_carries or carried
     if own_way is not None:
         found = _as_believed(own_way(generating, cluster, profiles), policy, workload, generating, cluster)
     else:

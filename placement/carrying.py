@@ -106,21 +106,6 @@ Serves = Callable[[ModelSpec, Sequence[GeneratingHost]], float]
 """Which part of a model's rate such gpu-lets serve in time together."""
 
 
-def known_once(carries: Carries) -> Carries:
-    """Return the same, which judges each share with the same memory once, for all models with the same lengths and
-    SLO."""
-    known: dict[object, tuple[float, int]] = {}
-
-    def carried_once(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
-        lengths = None if spec.generates is None else spec.generates.model_dump_json()
-        key = lengths, spec.slo, cost, kv_tokens
-        if key not in known:
-            known[key] = carries(spec, cost, kv_tokens)
-        return known[key]
-
-    return carried_once
-
-
 @dataclass(frozen=True)
 class GeneratingPlan:
     """The gpu-lets of models that generate, the requests per second in time that are expected, why a model has less

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from tenuto.batching.core.step_scheduler import TRIES, StepLimits, emptiest
 from tenuto.batching.core.system import INF
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
 from tenuto.placement.carrying import GeneratingHost, carried
+from tenuto.placement.generates import TokenSlo
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import StepCost
 
@@ -32,6 +35,22 @@ def carried_in_trial(
     """Return a rate at which this part of the requests is in time in several Poisson streams, and the sequences that
     the closed form expects there; (0, 0) where there is none. From the closed form's the rate goes up while a short
     stream is in time, and then down until all others are."""
+    lengths = "" if spec.generates is None else spec.generates.model_dump_json()
+    return _carried_once(_Asked(lengths, spec.slo, spec), cost, kv_tokens, attainment, seed)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a model asks of a share. Models with the same lengths and SLO ask the same."""
+
+    lengths: str
+    slo: TokenSlo | None
+    spec: ModelSpec = field(compare=False)
+
+
+@lru_cache(maxsize=10_000)  # limit: shares, of a kilobyte each; a controller's plans ask for the same again and again
+def _carried_once(asked: _Asked, cost: StepCost, kv_tokens: int, attainment: float, seed: int) -> tuple[float, int]:
+    spec = asked.spec
     rate, sequences = carried(spec, cost, kv_tokens)
     if rate <= 0:
         return 0.0, 0

@@ -25,7 +25,7 @@ from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
-from tenuto.placement.carrying import carried, known_once, options_of, room_mib
+from tenuto.placement.carrying import carried, options_of, room_mib
 from tenuto.placement.costs import costs_of
 from tenuto.placement.solve import solve
 from tenuto.profiles import Profiles
@@ -103,7 +103,7 @@ class Planner:
     """Policy `tenuto`, which tries each share of a model that generates once however often the same is planned."""
 
     def __init__(self) -> None:
-        self.carries = known_once(TenutoPolicy().carries)
+        self.carries = TenutoPolicy().carries
 
     def plan(self, workload: Workload, gpus: int) -> Plan | None:
         """Return its plan; None where it has none."""

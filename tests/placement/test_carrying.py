@@ -11,7 +11,7 @@ from tenuto.batching.planning.token_trials import carried_in_trial, in_time, ser
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload
-from tenuto.placement.carrying import GeneratingHost, carried, known_once
+from tenuto.placement.carrying import GeneratingHost, carried
 from tenuto.placement.explaining import explain
 from tenuto.placement.laying import Means, place_generating
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
@@ -20,7 +20,7 @@ from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Generation, ModelProfile, Profile, Profiles, StepsAt
 from tests.instruments.generating import FAST, PROFILES, WRITES, fixed, writes
 
-CARRIES = known_once(TenutoPolicy().carries)
+CARRIES = TenutoPolicy().carries
 
 
 @pytest.fixture(autouse=True)
