@@ -74,7 +74,10 @@ def join_ray(address: str = "auto") -> None:
     if _is_of_this_machine(address):
         _use_token()
     with on_loopback() if _is_on_loopback_alone(address) else contextlib.nullcontext():
-        begin_ray(address=address)
+        try:
+            begin_ray(address=address)
+        except (RuntimeError, ValueError, SystemExit) as error:  # another version; it exits if the cluster is not Ray's
+            raise ConnectionError(str(error)) from error
 
 
 def begin_ray(**how: Any) -> None:

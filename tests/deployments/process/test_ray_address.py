@@ -90,6 +90,21 @@ def test_a_ray_on_loopback_alone_is_joined_there_and_after_it_no_other_unasked(
     answering.join()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("Version mismatch: 2.40.0"), SystemExit("no Ray")])
+def test_a_ray_that_cannot_be_joined_is_told_as_such(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def init(**_options: Any) -> None:
+        raise error
+
+    answering = answer_once(listener, bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+    monkeypatch.setattr("tenuto.deployments.process.ray_address.guard_of", lambda *_, **__: "open")
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(ConnectionError, match=str(error)):
+        join_ray(address_of(listener))
+    answering.join()
+
+
 @pytest.mark.parametrize("address", ["nonsense", "host:port", ":6379", "127.0.0.1:99999"])
 def test_what_is_no_address(address: str) -> None:
     assert why_unreachable(address) is not None
