@@ -21,8 +21,8 @@ from google.protobuf.message import DecodeError
 
 from tenuto.deployments.entry.exchange import Head, HttpError
 from tenuto.deployments.entry.kept import Kept
-from tenuto.deployments.entry.oip import DATATYPES, Given, OutputGiven, RequestGiven, TensorGiven, bytes_tensor
-from tenuto.deployments.wire.tensors import Buffer
+from tenuto.deployments.entry.oip import Given, OutputGiven, RequestGiven, TensorGiven, bytes_tensor
+from tenuto.deployments.wire.tensors import DATATYPES, Buffer
 
 Message = Any  # a class made at run time; protobuf has no type for its fields
 

@@ -19,24 +19,9 @@ import orjson
 from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import Slot
-from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
+from tenuto.deployments.wire.tensors import DATATYPES, Buffer, InputPart, OutputTensor
 from tenuto.profiles.networks.catalogue import TensorSignature
 
-# Protocol datatype names and numpy's. BYTES and BF16 have no fixed-width numpy type and are not accepted.
-DATATYPES = {
-    "BOOL": "bool",
-    "UINT8": "uint8",
-    "UINT16": "uint16",
-    "UINT32": "uint32",
-    "UINT64": "uint64",
-    "INT8": "int8",
-    "INT16": "int16",
-    "INT32": "int32",
-    "INT64": "int64",
-    "FP16": "float16",
-    "FP32": "float32",
-    "FP64": "float64",
-}
 _PROTOCOL_NAMES = {numpy_name: name for name, numpy_name in DATATYPES.items()}
 _DTYPES = {numpy_name: np.dtype(numpy_name) for numpy_name in DATATYPES.values()}
 MAX_SAMPLES = 1024  # limit: of one request

@@ -17,6 +17,23 @@ Arrays = dict[str, Array]
 Blocks = dict[str, list[Array]]
 Buffer = bytes | bytearray | memoryview
 
+# The Open Inference Protocol's names of datatypes, and numpy's. BYTES and BF16 have no numpy type of fixed width and are
+# not accepted.
+DATATYPES = {
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "UINT16": "uint16",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "FP32": "float32",
+    "FP64": "float64",
+}
+
 
 class InputPart(msgspec.Struct):
     """One input tensor of one request.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.entry.oip import DATATYPES
+from tenuto.deployments.wire.tensors import DATATYPES
 from tenuto.errors import InvalidInputError, refused
 from tenuto.loadgen.sender import Body
 
