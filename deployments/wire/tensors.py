@@ -17,8 +17,8 @@ Arrays = dict[str, Array]
 Blocks = dict[str, list[Array]]
 Buffer = bytes | bytearray | memoryview
 
-# The Open Inference Protocol's names of datatypes, and numpy's. BYTES and BF16 have no numpy type of fixed width and are
-# not accepted.
+# The Open Inference Protocol's names of datatypes, and numpy's. BYTES and BF16 are not accepted: numpy has no type of
+# fixed width for them.
 DATATYPES = {
     "BOOL": "bool",
     "UINT8": "uint8",
