@@ -182,8 +182,8 @@ def test_the_death_of_rays_agent_is_said_and_ends_it_with_3(tmp_path: Path) -> N
     finally:
         process.kill()
     assert process.returncode == 3, err
-    # The agent's end is said, unless the command still asked what serves, which has ended by then.
-    assert "dashboard agent died: Ray's raylet ends with it\n" in err or "does not answer" in err
+    # The end of Ray's agents is said, unless the command still asked what serves, which has ended by then.
+    assert "agent died: Ray's raylet ends with it\n" in err or "does not answer" in err
     # The raylet's end is said too, unless what serves noticed it first and has ended by that.
     assert "raylet died: nothing can serve without it: ending all\n" in err or "answer" in err, err
     assert with_mark(mark) == []
