@@ -132,7 +132,8 @@ class Controller:
             return
         else:
             advised = journal.weighed(Kind.ADVICE, *weighed)
-            self._mention(advised, plan.gpulets)
+            held = ((g.id, *((replica.name, replica.batch_size) for replica in g.models)) for g in plan.gpulets)
+            self._mention(advised, *held)
         self.advice = AdvisedPlan(plan, advised.text)
 
     def set_workload(self, workload: Workload) -> None:

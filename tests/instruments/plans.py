@@ -8,11 +8,12 @@ from tenuto.placement import Gpulet, Plan, Replica
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.placement.workload import ModelSpec
-from tenuto.profiles import LinearLatency
+from tenuto.profiles import LatencyTable, LinearLatency
 
 __all__ = ["gpu", "make_plan", "replica"]
 
 LATENCY = LinearLatency(alpha_ms=1.0, beta_ms=4.0)
+MEASURED = LatencyTable(points={1: 5.0, 4096: 4100.0})  # the same as a table, as plans have it of measured models
 
 
 def gpu(name: str, memory_mib: float = 16_000.0, kind: str = "v100") -> Gpu:
@@ -22,7 +23,7 @@ def gpu(name: str, memory_mib: float = 16_000.0, kind: str = "v100") -> Gpu:
 
 def replica(name: str, share_pct: float = 100.0, batch_size: int = 8, memory_mib: float = 1000.0) -> Replica:
     """Return a replica whose batches take 4 ms + 1 ms per request on the whole GPU, longer in proportion on less."""
-    latency = LATENCY.scaled(100.0 / share_pct)
+    latency = MEASURED.scaled(100.0 / share_pct)
     return Replica(
         name=name, batch_size=batch_size, latency=latency, latency_ms=latency.at(batch_size), memory_mib=memory_mib
     )
