@@ -26,13 +26,13 @@ from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
 from tenuto.deployments.control.settings import ControlSettings, Mode
 from tenuto.deployments.control.standby import taken_over
-from tenuto.deployments.control.version_edits import without
+from tenuto.deployments.control.version_edits import as_split, without
 from tenuto.deployments.wire.status import ChangeStatus, ControllerState, LogLine
 from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.versions import by_model, shared_out, split_name, splits
+from tenuto.placement.versions import shared_out, splits
 from tenuto.placement.workload import ModelSpec
 
 
@@ -169,15 +169,13 @@ class Controller:
         is. Call after the first look.
 
         `gpus`: those present, with those that the plan brings. `declared`: the workload, when it differs from the
-        plan's; edits since the last plan file stay, but for versions of models that are there before and after.
+        plan's; edits since the last plan file stay, but models get the versions and shares that they have in the plan.
         """
         self._now_s, self._changing.gpus = now_s, gpus
         if declared is None:
             self._edits.clear()
         else:
-            before, after = ({spec.model for spec in each.models} for each in (self._workload, declared))
-            split = by_model((*self._workload.models, *declared.models)).keys() & before & after
-            self._edits = {name: edit for name, edit in self._edits.items() if split_name(name)[0] not in split}
+            self._edits |= as_split(self._workload, declared, target.models)
         self.set_workload(self._edited(declared or target.workload))
         if declared is not None:
             target = without_others(target, self._workload)

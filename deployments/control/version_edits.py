@@ -8,7 +8,7 @@ from typing import Any
 from tenuto.documents import parse_document
 from tenuto.errors import one_of, refused
 from tenuto.placement import Workload
-from tenuto.placement.versions import inherited, shared_out, taking_the_rest, versioned
+from tenuto.placement.versions import by_model, inherited, shared_out, taking_the_rest, versioned
 from tenuto.placement.workload import ModelSpec
 
 Edits = dict[str, ModelSpec | None]
@@ -66,6 +66,23 @@ def promoted(workload: Workload, model: str, version: str) -> Edits:
 def without(workload: Workload, names: Collection[str]) -> Edits:
     """Return the edits that remove versions; the others of their model get their rates."""
     return _edits(workload, [spec for spec in workload.models if spec.name not in names])
+
+
+def as_split(workload: Workload, declared: Workload, models: Sequence[ModelSpec]) -> Edits:
+    """Return the edits that give models the versions and shares that they have among the models of another plan.
+
+    Args:
+        workload: the declared models. Those that the plan does not have stay as they are.
+        declared: the workload when that plan was made; it has the entries of versions that are gone since.
+        models: the plan's.
+    """
+    split = (
+        by_model((*workload.models, *models)).keys() & {s.model for s in workload.models} & {s.model for s in models}
+    )
+    known = {spec.name: spec for spec in (*models, *declared.models, *workload.models)}
+    kept = [spec for spec in workload.models if spec.model not in split]
+    shares = ((s.name, {"share_pct": s.share_pct, "shadow": s.shadow}) for s in models if s.model in split)
+    return _edits(workload, [*kept, *(known[name].model_copy(update=terms) for name, terms in shares)])
 
 
 def to_take_back(workload: Workload, model: str, version: str) -> str:

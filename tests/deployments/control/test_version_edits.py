@@ -180,6 +180,19 @@ def test_a_rollback_brings_back_the_versions_and_shares_of_its_time_and_no_model
     assert desk.split() == {"m": None}
 
 
+def test_advice_that_is_carried_out_brings_the_version_that_it_was_made_for() -> None:
+    desk = served("advise")
+    controller = desk.controller
+    before = controller.workload
+    bring(desk, 10.0)
+    desk.look(20)
+    assert controller.advice is not None
+    controller.deploy(desk.now_s, controller.advice.plan, "apply", GPUS, before)
+    desk.look(20)
+    assert desk.split() == {"m": None, "m:2": 10.0}
+    assert {spec.name: spec.rate_rps for spec in controller.workload.models} == {"m": 90.0, "m:2": 10.0, "x": 100.0}
+
+
 def test_a_version_that_is_promoted_already_is_not_taken_back_on_the_way() -> None:
     desk = served()
     bring(desk, 5.0)
