@@ -107,10 +107,12 @@ class Changing:
         if broken:
             why = f"gpu-let {', '.join(sorted(broken))} cannot start: {next(iter(broken.values()))}"
             return self.take_back(now_s, change, why, rates_rps)
-        if not waiting:
-            self._remember_duration(change, lasts_s)
+        drains_s = _drains_s(change)
+        if not waiting and lasts_s >= drains_s:
+            if not drains_s:
+                self._remember_duration(change, lasts_s)
             self._step(replace(change, stage_since_s=now_s), change.stage, rates_rps)
-        elif lasts_s > self._settings.ready_timeout_s:
+        elif waiting and lasts_s > self._settings.ready_timeout_s:
             why = f"gpu-let {', '.join(sorted(waiting))} is not ready after {lasts_s:.0f} s"
             return self.take_back(now_s, change, why, rates_rps)
         return None
@@ -176,6 +178,13 @@ class Changing:
         now, origin = self.here(change.stage, held), self.here(change.origin)
         self._step(ChangeUnderWay(change.stage, origin, now, now_s, now_s, why, is_rollback=True), now, rates_rps)
         return None
+
+
+def _drains_s(change: ChangeUnderWay) -> float:
+    """Return how long requests may wait, in s, for versions that get no more and leave after this stage."""
+    wanted = {spec.name for spec in change.target.models}
+    leaving = (s.slo_ms for s in change.stage.models if s.name not in wanted and s.share_pct == 0.0)
+    return max(leaving, default=0.0) / 1000.0
 
 
 def _withdrawn(plan: Plan, name: str) -> Plan:

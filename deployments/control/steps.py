@@ -24,7 +24,8 @@ def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[
     2. When nothing more fits, gpu-lets that the target lacks make room: all at once those without which all rates are
        still carried. When there are none, those in the way of one new gpu-let that cost fewest requests and, if
        possible, leave every model a replica.
-    3. When nothing is left to start or to load, the target itself is applied.
+    3. When nothing is left to start or to load, versions that leave get no more requests.
+    4. Then the target itself is applied.
 
     A gpu-let in a MIG instance that does not exist yet has room once the instances in its place are empty.
 
@@ -38,7 +39,7 @@ def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[
     starts = [gpulet for gpulet in target.gpulets if gpulet.id not in running]
     loads = [g for g in target.gpulets if g.id in running and _loads(running[g.id], g)]
     if not starts and not loads:
-        return None if now.to_data() == target.to_data() else target
+        return None if now.to_data() == target.to_data() else _without_requests(now, target) or target
     gpus = (*gpus, *places_to_be(target, gpus))
     beside = _beside(starts, now, target, now.gpulets, gpus)
     stage = staged(now, target, [*now.gpulets, *beside]) if beside else None
@@ -122,6 +123,34 @@ def staged(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> Plan | None:
     except InvalidInputError:
         return None
     return stage
+
+
+def _without_requests(now: Plan, target: Plan) -> Plan | None:
+    """Return the target with versions beside it that it lacks and that get requests now. They get none any more, and
+    those that wait for them are still served. None when there are no such versions."""
+    wanted, there = {spec.name for spec in target.models}, {spec.model for spec in target.models}
+    leaving = {
+        spec.name: spec.model_copy(update={"share_pct": 0.0})
+        for spec in now.models
+        if spec.name not in wanted and spec.model in there and not spec.shadow and spec.share_pct != 0.0
+    }
+    held = {gpulet.id: gpulet for gpulet in now.gpulets if any(r.name in leaving for r in gpulet.models)}
+    kept = {name: gpulet.only(wanted | leaving.keys()) for name, gpulet in held.items()}
+    gpulets = [kept.pop(gpulet.id, None) or gpulet for gpulet in target.gpulets]
+    gpulets += [gpulet for gpulet in kept.values() if gpulet is not None]
+    stage = target.model_copy(
+        update={
+            "gpus": _gpus_of_stage(now, target, gpulets),
+            "gpulets": tuple(gpulets),
+            "models": (*target.models, *leaving.values()),
+            "overcommits": now.overcommits or target.overcommits,
+        }
+    )
+    try:
+        stage.check_references()
+    except InvalidInputError:
+        return None
+    return stage if leaving else None
 
 
 def _loads(before: Gpulet, after: Gpulet) -> bool:

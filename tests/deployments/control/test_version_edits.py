@@ -149,6 +149,8 @@ def test_a_promoted_version_is_planned_for_all_requests_before_it_has_them() -> 
     assert desk.split() == {"m:2": None}
     assert desk.hosted() == {"m:2", "x"}
     first = next(a.plan for a in desk.applied if a.plan.model("m:2").share_pct is None)
+    assert first.model("m").share_pct == 0.0  # what waits for it is still served
+    assert first.hosts_of("m")
     assert first.expected.models["m:2"].goodput_rps > 290.0
     for apply in desk.applied:
         rests = [s.name for s in apply.plan.models if s.model == "m" and s.share_pct is None]
