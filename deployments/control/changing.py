@@ -67,9 +67,11 @@ class Changing:
         origin, running = self.plan, self.here(self.plan)
         self.pace.begun(now_s)
         self.proving = None
-        self._step(
-            ChangeUnderWay(origin, target, running, now_s, now_s, why, suffered=tuple(suffered)), running, rates_rps
-        )
+        change = ChangeUnderWay(origin, target, running, now_s, now_s, why, suffered=tuple(suffered))
+        if _drains_s(change):  # requests may still wait for a version that was withdrawn lately
+            self.change = change
+        else:
+            self._step(change, running, rates_rps)
 
     def take_over(self, now_s: float, target: Plan, why: str, suffered: Sequence[str]) -> None:
         """Begin a change to a plan whose processes all run already, such as standby processes."""

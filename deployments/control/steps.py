@@ -118,6 +118,10 @@ def staged(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> Plan | None:
             "overcommits": now.overcommits or target.overcommits,
         }
     )
+    return _if_possible(stage)
+
+
+def _if_possible(stage: Plan) -> Plan | None:
     try:
         stage.check_references()
     except InvalidInputError:
@@ -134,6 +138,8 @@ def _without_requests(now: Plan, target: Plan) -> Plan | None:
         for spec in now.models
         if spec.name not in wanted and spec.model in there and not spec.shadow and spec.share_pct != 0.0
     }
+    if not leaving:
+        return None
     held = {gpulet.id: gpulet for gpulet in now.gpulets if any(r.name in leaving for r in gpulet.models)}
     kept = {name: gpulet.only(wanted | leaving.keys()) for name, gpulet in held.items()}
     gpulets = [kept.pop(gpulet.id, None) or gpulet for gpulet in target.gpulets]
@@ -146,11 +152,7 @@ def _without_requests(now: Plan, target: Plan) -> Plan | None:
             "overcommits": now.overcommits or target.overcommits,
         }
     )
-    try:
-        stage.check_references()
-    except InvalidInputError:
-        return None
-    return stage if leaving else None
+    return _if_possible(stage)
 
 
 def _loads(before: Gpulet, after: Gpulet) -> bool:
