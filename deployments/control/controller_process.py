@@ -365,7 +365,6 @@ def _check_profiled(spec: ModelSpec, profiles: Profiles, gpus: tuple[Gpu, ...]) 
     spec, faults = with_lengths(spec), []
     for gpu in {gpu.type: gpu for gpu in gpus}.values():
         try:
-            profile_of(spec, gpu.type, profiles)
             rule = _why_late(spec, gpu, profiles, sum(node_of(other.id) == node_of(gpu.id) for other in gpus))
         except InvalidInputError as error:
             faults.append(error)
@@ -382,10 +381,11 @@ def _why_late(spec: ModelSpec, gpu: Gpu, profiles: Profiles, together: int) -> s
     """Return why a lone request is late on a GPU, or on up to so many; None when it is not.
 
     Raises:
-        InvalidInputError: its profile does not say what it takes.
+        InvalidInputError: there is no profile, or it does not say what the model takes.
     """
+    profile = profile_of(spec, gpu.type, profiles)
     if spec.generates is None:
-        alone_ms = profile_of(spec, gpu.type, profiles).latency_ms(1)
+        alone_ms = profile.latency_ms(1)
         return None if alone_ms <= spec.slo_ms else f"a request alone takes {alone_ms:.1f} ms on a whole {gpu.type}"
     problems = generating_problems([spec], Cluster.of([gpu]), profiles)
     if problems:
