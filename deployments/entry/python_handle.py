@@ -163,7 +163,9 @@ class TenutoHandle:
     def _split(self, model: str) -> Split | None:
         """Return the split of requests that name no version; None for a model without versions."""
         versions = self._versions.get(model)
-        return None if versions is None else splits_of(versions, self._dispatchers).get(model)
+        if versions is None:
+            return None
+        return splits_of(versions, self._dispatchers.is_ready, self._dispatchers.signature).get(model)
 
     async def infer(
         self,

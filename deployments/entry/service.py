@@ -43,6 +43,7 @@ from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.versions import versioned
+from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.model_options import ModelOptions
 
 T = TypeVar("T")
@@ -161,9 +162,15 @@ class InferenceService:
                 hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks
                 model.follow(spec.slo_ms, _alone_ms(plan, spec.name), signature, hooks, is_ready=is_ready)
                 model.follow_texts(spec)
-        self._splits = {} if plan is None else splits_of(plan.models, dispatching)
+        models = self._models
+        self._splits = {} if plan is None else splits_of(plan.models, lambda n: models[n].is_ready, self._signature)
         for name in known.keys() - self._models.keys():
             known[name].close()
+
+    def _signature(self, name: str) -> ModelSignature | None:
+        """Return the tensors of a model of the plan, as a gpu-let reported them last; None before any did."""
+        interface = self._models[name].interface
+        return None if interface is None else interface.signature
 
     @property
     def dispatching(self) -> Dispatching:
@@ -173,7 +180,8 @@ class InferenceService:
         return self._dispatching
 
     def interface(self, name: str, version: str = "") -> ModelInterface:
-        """Return a model that can be asked now: the named version, or without a name the one that takes the rest.
+        """Return a model that can be asked now: the named version, or without a name the one that takes the rest, of
+        those that are ready.
 
         Raises:
             HttpError: 404 for a model or a version the plan does not know, 503 for one that is unserved or whose

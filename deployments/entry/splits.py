@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.placement.versions import by_model, taking_the_rest, tensors_of, why_not_interchangeable
 from tenuto.placement.workload import ModelSpec
+from tenuto.profiles.networks.catalogue import ModelSignature
 
 logger = logging.getLogger("ray.serve")
 
@@ -23,7 +25,7 @@ _MOST_COPIES = 64  # limit: that wait at once for the versions of one process; n
 
 class Split(NamedTuple):
     """The versions of a model by their names in the plan, each with its upper bound for a random number in [0, 1).
-    `rest` gets the requests whose number is below no bound."""
+    `rest` gets the requests whose number is below no bound, and answers whatever else is asked of the model."""
 
     rest: str
     canaries: tuple[tuple[float, str], ...]
@@ -34,35 +36,51 @@ class Split(NamedTuple):
         return next((name for below, name in self.canaries if drawn < below), self.rest)
 
 
-def splits_of(specs: Sequence[ModelSpec], dispatching: Dispatching) -> dict[str, Split]:
-    """Return the splits of a plan's models that have versions. A version has no part in them while it cannot be asked,
-    or if it takes other tensors than the version that takes the rest."""
+def splits_of(
+    specs: Sequence[ModelSpec], is_ready: Callable[[str], bool], signature: Callable[[str], ModelSignature | None]
+) -> dict[str, Split]:
+    """Return the splits of a plan's models that have versions.
+
+    A version has no part in them while it cannot be asked, or if it takes other tensors than the main version. What is
+    not ready gives its share to what is: that of a canary goes to the main version, and that of the main version to the
+    canaries, in proportion to theirs.
+
+    Args:
+        specs: the plan's models.
+        is_ready: whether a version can be asked.
+        signature: the tensors of a version; None while they are not known.
+    """
     found = {}
     for model, versions in by_model(specs).items():
-        rest = taking_the_rest(versions)
-        if rest is None:
+        main = taking_the_rest(versions)
+        if main is None:
             continue
-        canaries, shadows, upto = [], [], 0.0
+        shares: dict[str, float] = {}
+        shadows = []
         for spec in versions:
-            if spec is rest or spec.share_pct == 0.0 or not dispatching.is_ready(spec.name):
+            if spec is main or spec.share_pct == 0.0 or not is_ready(spec.name):
                 continue
-            why = _why_other(rest.name, spec.name, dispatching)
+            why = _why_other(main.name, spec.name, signature)
             if why is not None:
                 logger.warning("%s is sent none of the requests of '%s': it %s", spec.name, model, why)
             elif spec.shadow:
                 shadows.append((1.0 if spec.share_pct is None else spec.share_pct / 100.0, spec.name))
             else:
-                upto += (spec.share_pct or 0.0) / 100.0
-                canaries.append((upto, spec.name))
-        found[model] = Split(rest.name, tuple(canaries), tuple(shadows))
+                shares[spec.name] = (spec.share_pct or 0.0) / 100.0
+        rest, whole = main.name, 1.0
+        if shares and not is_ready(main.name):
+            rest, whole = max(shares, key=lambda name: shares[name]), sum(shares.values())
+            del shares[rest]
+        bounds = itertools.accumulate(share / whole for share in shares.values())
+        found[model] = Split(rest, tuple(zip(bounds, shares, strict=True)), tuple(shadows))
     return found
 
 
-def _why_other(rest: str, name: str, dispatching: Dispatching) -> str | None:
-    there, here = dispatching.signature(rest), dispatching.signature(name)
+def _why_other(main: str, name: str, signature: Callable[[str], ModelSignature | None]) -> str | None:
+    there, here = signature(main), signature(name)
     if there is None or here is None:
         return None
-    return why_not_interchangeable(tensors_of(there), tensors_of(here), rest)
+    return why_not_interchangeable(tensors_of(there), tensors_of(here), main)
 
 
 class Copies:

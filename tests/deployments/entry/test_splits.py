@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,11 @@ from tenuto.deployments.entry.python_handle import TenutoHandle
 from tenuto.deployments.entry.splits import splits_of
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
+from tenuto.placement.versions import versioned
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tests.deployments.entry.test_dispatcher_client import Start, start
 from tests.deployments.entry.test_gateway import TENSOR, Bench
+from tests.instruments.asking import until
 from tests.instruments.fake_gpulet import FakeGpulet, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -157,24 +160,40 @@ async def test_large_inputs_are_copied_from_where_they_lie(versions: Versions) -
     await versions.seen("m:3", 1)
 
 
-class Dispatching:
-    """What a split asks of the scheduling side."""
+async def test_requests_are_answered_as_long_as_any_version_can_be_asked(versions: Versions) -> None:
+    """In any order of deaths and returns, a request that names no version fails only when none is ready that has a
+    part in the split, and what is asked of the model is answered by one that is."""
+    terms = {"m": {}, "m:2": {"share_pct": 20}, "m:3": {"share_pct": 30}, "m:4": {"share_pct": 0}}
+    await versions.serve(*terms.items())
+    draw, alive = random.Random(5), set(terms)
+    for _ in range(12):
+        name = draw.choice(sorted(terms))
+        if name in alive:
+            versions.gpulets[name].die()
+        else:
+            await versions.gpulets[name].start()
+        alive ^= {name}
+        url = "/v2/models/m/versions/{}/ready".format(name.partition(":")[2] or "1")
+        async with asyncio.timeout(PATIENCE_S):
+            while ((await versions.client.get(url)).status_code == 200) != (name in alive):
+                await asyncio.sleep(0.001)
+        is_asked = bool(alive - {"m:4"})
+        for path in ("", "/ready", "/config"):
+            answer = await versions.client.get(f"/v2/models/m{path}")
+            assert answer.status_code == (200 if is_asked else 503), (alive, path)
+        for _ in range(10):
+            answer = await versions.infer()
+            assert answer.status_code == (200 if is_asked else 503), (alive, answer.text)
+            version = answer.json().get("model_version", "4")
+            assert not is_asked or versioned("m", version) in alive - {"m:4"}
 
-    def __init__(self, signatures: dict[str, ModelSignature | None], ready: Sequence[str]) -> None:
-        self.signatures, self.ready = signatures, ready
 
-    def signature(self, name: str) -> ModelSignature | None:
-        return self.signatures[name]
-
-    def is_ready(self, name: str) -> bool:
-        return name in self.ready
+SIGNATURES: dict[str, ModelSignature | None] = dict.fromkeys(["m", "m:2", "m:3", "m:4", "m:5"])
+TERMS = (("m", {}), ("m:2", {"share_pct": 5}), ("m:3", {"share_pct": 20}), ("m:4", {"share_pct": 0}))
 
 
 def test_a_split_is_without_bias_and_adds_up() -> None:
-    specs = plan_of(("m", {}), ("m:2", {"share_pct": 5}), ("m:3", {"share_pct": 20}), ("m:4", {"share_pct": 0})).models
-    names = [spec.name for spec in specs]
-    dispatching: Any = Dispatching(dict.fromkeys(names), names)
-    split = splits_of(specs, dispatching)["m"]
+    split = splits_of(plan_of(*TERMS).models, SIGNATURES.__contains__, SIGNATURES.__getitem__)["m"]
     draw = random.Random(7)
     count = 100_000
     found = Counter(split.choose(draw.random()) for _ in range(count))
@@ -183,13 +202,37 @@ def test_a_split_is_without_bias_and_adds_up() -> None:
     assert found["m:4"] == 0
 
 
+def test_what_is_not_ready_gives_its_share_to_what_is() -> None:
+    """Whatever is ready: what is not gets nothing, a version without a part in the split gets nothing, canaries keep
+    their proportions, and all of it is the whole."""
+    shares = {"m:2": 5.0, "m:3": 20.0, "m:5": 60.0}
+    specs = plan_of(*TERMS, ("m:5", {"share_pct": 60})).models
+    names = sorted(SIGNATURES)
+    for ready in itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1)):
+        split = splits_of(specs, ready.__contains__, SIGNATURES.__getitem__)["m"]
+        part, last = {}, 0.0
+        for below, name in (*split.canaries, (1.0, split.rest)):
+            part[name], last = below - last, below
+        asked = {name: share for name, share in shares.items() if name in ready}
+        if "m" in ready:
+            expected = {name: share / 100.0 for name, share in asked.items()}
+            expected["m"] = 1.0 - sum(expected.values())
+        elif asked:
+            expected = {name: share / sum(asked.values()) for name, share in asked.items()}
+        else:
+            expected = {"m": 1.0}  # which says why nothing is answered
+        assert part == pytest.approx(expected), ready
+
+
 def test_a_version_of_other_tensors_has_no_part_in_the_split(caplog: pytest.LogCaptureFixture) -> None:
     specs = plan_of(("m", {}), ("m:2", {"share_pct": 5})).models
     signature = FakeGpulet("m", ("m",)).signatures()["m"]
     other = replace(signature, inputs=(replace(signature.inputs[0], shape=(3,)),))
-    dispatching: Any = Dispatching({"m": signature, "m:2": other}, ["m", "m:2"])
-    assert splits_of(specs, dispatching)["m"].canaries == ()
-    assert "m:2 is sent none of the requests of 'm': it has inputs x float32[3]" in caplog.text
+    signatures = {"m": signature, "m:2": other}
+    for ready in (["m", "m:2"], ["m:2"]):
+        assert splits_of(specs, ready.__contains__, signatures.__getitem__)["m"].canaries == ()
+        assert "m:2 is sent none of the requests of 'm': it has inputs x float32[3]" in caplog.text
+        caplog.clear()
 
 
 async def test_a_handle_names_a_version_or_leaves_it_to_the_split(start: Start) -> None:
@@ -207,3 +250,9 @@ async def test_a_handle_names_a_version_or_leaves_it_to_the_split(start: Start) 
     assert sum(gpulets[2].sizes) > 0
     with pytest.raises(InvalidInputError, match=r"version: '7': is no version of 'm'.*1, 2, 3"):
         await handle.infer("m", {"x": [1, 2]}, version="7")
+    gpulets[0].die()
+    await until(lambda: "m" not in handle.models)
+    before = sum(gpulets[1].sizes)
+    for _ in range(20):
+        assert (await handle.infer("m", {"x": [1, 2]}))["y"].tolist() == [2, 4]
+    assert sum(gpulets[1].sizes) == before + 20
