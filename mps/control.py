@@ -46,7 +46,10 @@ class Subprocesses:
     def __call__(self, arguments: list[str], text: str, environment: Mapping[str, str], timeout_s: float) -> str:
         what = text.strip() or " ".join(arguments) or "start"
         # Files, not pipes: a daemon that is started here keeps inherited files open, so a pipe would never end.
-        with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complaint:
+        with (
+            tempfile.TemporaryFile("w+", encoding="utf-8") as said,
+            tempfile.TemporaryFile("w+", encoding="utf-8") as complaint,
+        ):
             try:
                 ended = subprocess.run(
                     [self._binary, *arguments],
@@ -54,7 +57,7 @@ class Subprocesses:
                     env=dict(environment),
                     stdout=said,
                     stderr=complaint,
-                    text=True,
+                    encoding="utf-8",
                     timeout=timeout_s,
                     check=False,
                     start_new_session=True,

@@ -112,7 +112,8 @@ def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:
             [sys.executable, "-m", "tenuto.mps.sm_count"],
             env=environment,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=timeout_s,
             check=False,
         )

@@ -78,7 +78,9 @@ class FileTokenizer:
             self._fast = Fast.from_file(str(file))
             self._settings = _read(folder / "tokenizer_config.json")
             template = folder / "chat_template.jinja"
-            source = template.read_text() if template.exists() else self._settings.get("chat_template")
+            source = (
+                template.read_text(encoding="utf-8-sig") if template.exists() else self._settings.get("chat_template")
+            )
             self._template = None if not isinstance(source, str) else _environment().from_string(source)
         except TemplateError as error:
             raise refused(
@@ -125,7 +127,7 @@ class FileTokenizer:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_text()) if file.exists() else {}
+    found = json.loads(file.read_text(encoding="utf-8-sig")) if file.exists() else {}
     return found if isinstance(found, dict) else {}
 
 

@@ -39,7 +39,7 @@ async def merge_elsewhere(members: Sequence[Member], file: str) -> None:
 def _merge(report: Callable[[Any], None]) -> None:
     del report  # only errors are reported, which `serve_parent` does
     os.nice(10)
-    members = msgspec.json.decode(sys.stdin.readline(), type=list[Member])
+    members = msgspec.json.decode(sys.stdin.buffer.readline(), type=list[Member])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 

@@ -315,7 +315,9 @@ def _below(others: frozenset[int]) -> dict[int, _Below]:
     children: dict[int, list[tuple[int, str]]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+            state, parent = (
+                (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
+            )
             children.setdefault(int(parent), []).append((int(entry.name), state))
     found: dict[int, _Below] = {}
     waiting = [os.getpid()]

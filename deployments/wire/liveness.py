@@ -119,14 +119,14 @@ def processor_of(pid: int) -> Processor:
     is_ready = False
     with contextlib.suppress(OSError, ValueError, IndexError):  # a thread or the process ended, or this is not Linux
         for thread in os.scandir(f"/proc/{pid}/task"):
-            ran, waited, _ = Path(thread.path, "schedstat").read_text().split()
+            ran, waited, _ = Path(thread.path, "schedstat").read_text(encoding="utf-8").split()
             ran_ns, waited_ns = ran_ns + int(ran), waited_ns + int(waited)
             is_ready = is_ready or _state_of(Path(thread.path)) == "R"
     return Processor(ran_ns / 1e9, waited_ns / 1e9, is_ready)
 
 
 def _state_of(folder: Path) -> str:
-    return (folder / "stat").read_text().rpartition(")")[2].split()[0]
+    return (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
 def process_behind(connection: socket.socket) -> int:

@@ -70,7 +70,7 @@ class ResidentMemory:
             if trim is not None:
                 trim(0)
         if self._base_mib is not None:
-            _CLEAR.write_text("5")
+            _CLEAR.write_text("5", encoding="utf-8")
 
     def peak_mib(self) -> float | None:
         """Return the peak growth in MiB."""
@@ -80,7 +80,7 @@ class ResidentMemory:
     @staticmethod
     def _read(key: str) -> float | None:
         try:
-            lines = _STATUS.read_text().splitlines()
+            lines = _STATUS.read_text(encoding="utf-8").splitlines()
         except OSError:
             return None
         return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(key + ":")), None)

@@ -271,7 +271,7 @@ def _import_libraries(source: str) -> None:
 
 def main(clock_s: Callable[[], float] = time.perf_counter) -> None:
     """Measure one request; faults are reported as events, so that the parent can raise them again."""
-    serve_parent(lambda report: _measure(REQUESTS.validate_json(sys.stdin.readline()), report, clock_s))
+    serve_parent(lambda report: _measure(REQUESTS.validate_json(sys.stdin.buffer.readline()), report, clock_s))
 
 
 def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], float]) -> None:

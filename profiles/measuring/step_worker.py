@@ -162,7 +162,7 @@ def limits_of(request: StepRequest, positions: int | None) -> dict[str, int]:
 
 def main(load: Callable[[StepRequest, str], tuple[MeasuredModel, int | None]] = _load) -> None:
     """Time the steps of one request; faults are reported as events, so that the parent can raise them again."""
-    serve_parent(lambda report: _measure(REQUESTS.validate_json(sys.stdin.readline()), report, load), EVENTS)
+    serve_parent(lambda report: _measure(REQUESTS.validate_json(sys.stdin.buffer.readline()), report, load), EVENTS)
 
 
 def _measure(

@@ -53,7 +53,7 @@ class LineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            text=True,
+            encoding="utf-8",
             env=environment,
         )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -111,7 +111,7 @@ class WorkerProcess(LineProcess):
         variables = {**os.environ, **environment}
         calm_openmp(variables)
         self._about = about
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open until `end`
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - open until `end`
         super().__init__(arguments, variables, f"profiling {about}", self._errors)
 
     def next_event(self, timeout_s: float | None = None) -> Any:
@@ -181,7 +181,7 @@ def serve_parent(work: Callable[[Callable[[Any], None]], None], events: TypeAdap
 
     Output that a model prints goes to stderr. After an interrupt, the device finishes the work that it has begun.
     """
-    with os.fdopen(os.dup(1), "w", buffering=1) as reports:
+    with os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8") as reports:
         os.dup2(2, 1)
 
         def report(event: Any) -> None:

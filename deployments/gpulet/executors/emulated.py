@@ -138,7 +138,11 @@ class EmulatedExecutor:
 
     def _factor(self, program: str) -> float:
         """Return the unexpected slowness that is emulated."""
-        return 1.0 if self._slower is None else float(json.loads(Path(self._slower).read_text()).get(program, 1.0))
+        return (
+            1.0
+            if self._slower is None
+            else float(json.loads(Path(self._slower).read_text(encoding="utf-8")).get(program, 1.0))
+        )
 
     def copies_ms(self, program: str, batch_size: int) -> tuple[float, float]:
         """Return how many ms of that latency the copies in and out take."""

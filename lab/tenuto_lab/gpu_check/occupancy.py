@@ -69,13 +69,15 @@ def _record(results: Results, model: str, rows: int, options: Sequence[str], lim
         *target,
     ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         raise EnvironmentFaultError(f"ncu did not end within {limit_s:g} s. Give --limit-s.") from None
     if done.returncode != 0 or not results.path("ncu.csv").exists():
         words = (done.stderr or done.stdout).strip().splitlines()
         if results.path("ncu.csv").exists():  # ncu's own errors go where its results would
-            words += [line for line in results.path("ncu.csv").read_text().splitlines() if "==ERROR==" in line]
+            words += [
+                line for line in results.path("ncu.csv").read_text(encoding="utf-8").splitlines() if "==ERROR==" in line
+            ]
         raise EnvironmentFaultError(f"ncu ended with code {done.returncode}: {words[-1] if words else 'no message'}.")
 
 

@@ -27,7 +27,8 @@ _WARM_UP_RUNS = 3
 def main(clock_s: Callable[[], float] = time.monotonic) -> None:
     """Serve one co-run; faults are reported as events. `clock_s` is one for all processes of a machine."""
     serve_parent(
-        lambda report: _serve(CO_RUN_REQUESTS.validate_json(sys.stdin.readline()), report, clock_s), CO_RUN_EVENTS
+        lambda report: _serve(CO_RUN_REQUESTS.validate_json(sys.stdin.buffer.readline()), report, clock_s),
+        CO_RUN_EVENTS,
     )
 
 

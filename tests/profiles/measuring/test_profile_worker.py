@@ -104,7 +104,7 @@ def test_the_worker_reports_faults_as_events(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     request = MeasureRequest(OWN, device="cpu", options={"depth": 1})
-    monkeypatch.setattr("sys.stdin", io.StringIO(REQUESTS.dump_json(request).decode() + "\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(REQUESTS.dump_json(request) + b"\n")))
     stdout = os.dup(1)
     try:
         main()
