@@ -19,7 +19,8 @@ from tenuto.profiles.networks.places import check_path
 
 BYTES = "bytes"  # the tokenizer that needs no file
 _BROKEN = "\ufffd"  # what a text ends with when its last character is not complete
-_MOST_BROKEN = 4  # format: bytes of the longest character in UTF-8
+_LONGEST_CHARACTER = 4  # format: bytes of the longest character in UTF-8
+_MOST_READ_AGAIN = 64  # limit: tokens that are decoded again for each new one; a character has at most four with text
 
 
 class Tokenizer(Protocol):
@@ -30,6 +31,9 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
+
+    def has_text(self, token: int) -> bool:
+        """Whether a token is part of texts: not when it is special, or not known."""
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return a chat as one text, which ends where the model's answer begins.
@@ -51,6 +55,11 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of bytes."""
         return bytes(token % 256 for token in tokens).decode(errors="replace")
+
+    def has_text(self, token: int) -> bool:
+        """Every token is a byte."""
+        del token
+        return True
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return one line for each message."""
@@ -76,6 +85,8 @@ class FileTokenizer:
         folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
         try:
             self._fast = Fast.from_file(str(file))
+            added = self._fast.get_added_tokens_decoder()
+            self._special = frozenset(number for number, token in added.items() if token.special)
             self._settings = _read(folder / "tokenizer_config.json")
             template = folder / "chat_template.jinja"
             source = (
@@ -107,6 +118,10 @@ class FileTokenizer:
         """Return the text of tokens."""
         found: str = self._fast.decode(list(tokens), skip_special_tokens=True)
         return found
+
+    def has_text(self, token: int) -> bool:
+        """Whether a token is part of texts."""
+        return token not in self._special and self._fast.id_to_token(token) is not None
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return a chat as the model's own template writes it."""
@@ -190,14 +205,16 @@ class GrowingText:
         self._tokenizer = tokenizer
         self._stops = stops
         self._tokens: list[int] = []
-        self._shown = 0  # the tokens before this one are written; the next text is read from `_from` on
-        self._from = 0
+        self._from = 0  # the next text is read from this token on: tokens before the new ones may change their text
+        self._whole = 0  # so many tokens ended with a whole character
+        self._written = 0  # characters of the text from `_from` on that are written
+        self._broken = 0  # tokens since one ended with a whole character
         self._held = ""
         self.is_stopped = False
 
     def add(self, token: int) -> str:
         """Take a token, and return the text that it completes."""
-        if self._tokenizer is None or self.is_stopped:
+        if self._tokenizer is None or self.is_stopped or not self._tokenizer.has_text(token):
             return ""
         self._tokens.append(token)
         return self._cut(self._read(), is_last=False)
@@ -207,16 +224,38 @@ class GrowingText:
         return "" if self._tokenizer is None or self.is_stopped else self._cut(self._read(is_last=True), is_last=True)
 
     def _read(self, *, is_last: bool = False) -> str:
-        """Return the text of the tokens that are not written yet. Tokens before them are read too, as the text of a
-        token may depend on its place."""
+        """Return the text that is whole and not written yet.
+
+        Tokenizers show the bytes of a character that is not complete in one of two ways: byte-level ones as one
+        replacement character, those that fall back to bytes as one for each byte of all that stand in a row. A
+        character has four bytes at most: what more tokens left broken is complete, or never will be, up to its last.
+        """
         assert self._tokenizer is not None
-        before = self._tokenizer.decode(self._tokens[self._from : self._shown])
         text = self._tokenizer.decode(self._tokens[self._from :])
-        is_broken = text.endswith(_BROKEN) and len(self._tokens) - self._shown < _MOST_BROKEN
-        if len(text) <= len(before) or (is_broken and not is_last):
-            return ""
-        self._from, self._shown = self._shown, len(self._tokens)
-        return text[len(before) :]
+        broken = len(text) - len(text.rstrip(_BROKEN))
+        self._broken = self._broken + 1 if broken else 0
+        if self._broken >= _LONGEST_CHARACTER:
+            broken = 1
+        end = len(text) if is_last else len(text) - broken
+        new = text[self._written : end]
+        self._written = max(self._written, end)
+        if new and not broken:
+            self._from, self._whole = self._whole, len(self._tokens)
+            self._written = len(self._tokenizer.decode(self._tokens[self._from :]))
+        elif len(self._tokens) - self._from > _MOST_READ_AGAIN:
+            self._read_less(text)
+        return new
+
+    def _read_less(self, text: str) -> None:
+        """Let the next text be read from a later token on, if that leaves the end of this one as it is: however long
+        no token ends with a whole character, each costs the same."""
+        assert self._tokenizer is not None
+        later = len(self._tokens) - _MOST_READ_AGAIN // 2
+        shorter = self._tokenizer.decode(self._tokens[later:])
+        written = self._written - len(text) + len(shorter)
+        if written > _LONGEST_CHARACTER and text.endswith(shorter[_LONGEST_CHARACTER:]):
+            self._from = self._whole = later
+            self._written = written
 
     def _cut(self, text: str, *, is_last: bool) -> str:
         """Return the text that can be given out: with a stop string, everything up to the first one."""
