@@ -1,4 +1,5 @@
-"""One HTTP request for generation, from its parsed body to the end of its answer, streamed or whole."""
+"""One HTTP request for generation, from its parsed body to the end of its answer, streamed or whole. Each choice of the
+answer is a generation of its own."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from tenuto.deployments.dispatch.in_flight import OpenGeneration
 from tenuto.deployments.entry.call import SharedService
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, fail
-from tenuto.deployments.entry.openai import Usage, Wanted
-from tenuto.deployments.entry.texts import GrowingText
+from tenuto.deployments.entry.openai import AskedChoice, Piece, Usage, Wanted
+from tenuto.deployments.entry.texts import GrowingText, Tokenizer
 from tenuto.deployments.entry.traces import Traced
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.answers import Refused
@@ -24,157 +25,207 @@ _EVENTS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-
 _LINES = b"x-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
 
 
-class GenerationCall(msgspec.Struct, eq=False):
-    """Invariant: the generation ends as soon as its client has left, or a stop string is in its text."""
+class _Choice(msgspec.Struct, eq=False):
+    """One of the generations of a request, which it asks for as the one who waits for its tokens. Invariant: it ends
+    as soon as a stop string is in its text."""
 
-    _service: SharedService
-    _dispatching: Dispatching
-    _exchange: Exchange
-    _wanted: Wanted
+    _call: GenerationCall
+    index: int
+    asked: AskedChoice
     _text: GrowingText
-    _id: str
-    _traced: Traced | None
-    _caller: Caller | None
-    _unpaid: int = 0  # tokens for which its client has not been charged
+    unpaid: int  # tokens for which its client has not been charged
     _parts: list[str] = []  # parts of the text that are sent with the end; msgspec copies defaults
     _tokens: list[int] = []  # of an answer that is not streamed
-    _count: int = 0
-    _generation: OpenGeneration | None = None
-    _has_begun: bool = False
-    _is_over: bool = False
+    count: int = 0
+    generation: OpenGeneration | None = None
+    is_over: bool = False
 
-    def begin(self, model: str, *, ttft_ms: float, tpot_ms: float) -> None:
-        """Ask for the generation."""
-        self._exchange.on_left = self._leave
-        if self._caller is not None:
-            self._unpaid = self._wanted.sampling.max_tokens
-            self._caller.begin_text(len(self._wanted.prompt), self._unpaid)
-        generation = self._dispatching.generate(
-            model,
-            self,
-            self._wanted.prompt,
-            self._wanted.sampling,
-            arrived_ms=self._exchange.arrived_ms,
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            client_id=self._id,
-        )
-        if not self._is_over:
-            self._generation = generation
-
-    def _leave(self) -> None:
-        """The client is gone."""
-        self._end()
-        if self._generation is not None:
-            self._dispatching.leave(self._generation)
-            self._generation = None
-
-    def _end(self) -> None:
-        self._is_over = True
-        if self._caller is not None:
-            self._caller.end_text(self._unpaid)
-            self._unpaid = 0
+    def end(self) -> OpenGeneration | None:
+        """Take nothing more; return the generation, to which this refers no more."""
+        self.is_over = True
+        if self._call.caller is not None:
+            self._call.caller.end_text(self.unpaid)
+        generation, self.generation = self.generation, None
+        return generation
 
     # --- what comes (TokenAsker) ------------------------------------------------------------------------------------
 
     def wrote(self, token: int) -> None:
         """Send the text that a token completes."""
-        if self._is_over:
+        if self.is_over:
             return
-        self._count += 1
-        if self._caller is not None:
-            self._caller.spend_text()
-            self._unpaid -= 1
+        self.count += 1
+        if self._call.caller is not None:
+            self._call.caller.spend_text()
+            self.unpaid -= 1
         text = self._text.add(token)
-        if self._wanted.is_streamed:
+        if self._call.wanted.is_streamed:
             self._stream(text, token)
         else:
             self._parts.append(text)
             self._tokens.append(token)
         if self._text.is_stopped:
-            generation = self._generation
-            self._end()
-            self._generation = None
+            generation = self.end()
             if generation is not None:
-                self._dispatching.leave(generation, is_answered=True)
+                self._call.leave(generation, is_answered=True)
             self._finish(Ending.STOP, generation)
 
     def _stream(self, text: str, token: int) -> None:
-        self._open()
-        if self._wanted.writer.tokenless:
-            self._exchange.send(self._wanted.writer.piece(text, [token]))
+        if self._call.wanted.writer.tokenless:
+            self._call.send(self, Piece(text, [token]))
         elif self._text.is_stopped:
             self._parts.append(text)  # sent with the end
         elif text:  # otherwise it is held back: it may be a part of a character or of a stop string
-            self._exchange.send(self._wanted.writer.piece(text, ()))
-
-    def _open(self) -> None:
-        """Begin with a stream, once."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._exchange.begin(200, self._lines(self._generation) + _EVENTS)
-            first = self._wanted.writer.first()
-            if first:
-                self._exchange.send(first)
+            self._call.send(self, Piece(text))
 
     def ended(self, finish: Ending) -> None:
-        """Send the end of the answer."""
-        if not self._is_over:
-            self._end()
-            generation, self._generation = self._generation, None
-            self._finish(finish, generation)
+        """Send the end."""
+        if not self.is_over:
+            self._finish(finish, self.end())
 
     def _finish(self, finish: Ending, generation: OpenGeneration | None) -> None:
-        wanted, exchange = self._wanted, self._exchange
-        usage = Usage(len(wanted.prompt), self._count)
         text = "".join(self._parts) + self._text.end()
         if self._text.is_stopped:  # a stop string may be in the text that was held back, too
             finish = Ending.STOP
-        if wanted.is_streamed:
-            self._open()
-            exchange.send(wanted.writer.last(text, finish.value, usage))
-            exchange.end()
-        else:
-            whole = wanted.writer.whole(text, self._tokens, finish.value, usage)
-            exchange.respond(200, self._lines(generation) + JSON, [whole])
-        if generation is not None:
-            rule = generation.missed
-            self._trace(generation, "late" if rule else "ok", rule, {"finish_reason": finish.value, **usage._asdict()})
+        self._call.ended(self, Piece(text, self._tokens, finish.value), generation)
 
     def refused(self, generation: OpenGeneration, refused: Refused) -> None:
-        """Send the refusal; amid a stream it is the last event."""
-        if self._is_over:
+        """Send the refusal, which is that of the whole request."""
+        if not self.is_over:
+            self.end()
+            self._call.refused(generation, refused)
+
+
+class GenerationCall(msgspec.Struct, eq=False):
+    """Invariant: all generations of a request end as soon as its client has left, or one of them has failed."""
+
+    _service: SharedService
+    _dispatching: Dispatching
+    _exchange: Exchange
+    wanted: Wanted
+    _tokenizer: Tokenizer | None
+    _id: str
+    _traced: Traced | None
+    caller: Caller | None
+    _model: str = ""
+    _choices: list[_Choice] = []  # msgspec copies defaults; they refer to this, until they are over
+    _pieces: dict[int, Piece] = {}  # of the choices that have ended
+    _tokens: int = 0  # of those
+    _first_ms: float = math.inf
+    _missed: Rule = Rule.NONE
+    _has_begun: bool = False
+
+    def begin(self, model: str, *, ttft_ms: float, tpot_ms: float) -> None:
+        """Ask for the generations."""
+        self._exchange.on_left = self._leave
+        self._model = model
+        for index, asked in enumerate(self.wanted.choices):
+            text, most = GrowingText(self._tokenizer, self.wanted.stops), asked.sampling.max_tokens
+            self._choices.append(_Choice(self, index, asked, text, most))
+            if self.caller is not None:
+                self.caller.begin_text(len(asked.prompt), most)
+        for choice in list(self._choices):
+            generation = self._dispatching.generate(
+                model,
+                choice,
+                *choice.asked,
+                arrived_ms=self._exchange.arrived_ms,
+                ttft_ms=ttft_ms,
+                tpot_ms=tpot_ms,
+                client_id=self._id,
+            )
+            if choice.is_over:  # it was refused at once, and the others with it
+                return
+            choice.generation = generation
+
+    def _leave(self) -> None:
+        """Leave what is still made: the client is gone, or the request has failed."""
+        choices, self._choices = self._choices, []
+        for choice in choices:
+            if not choice.is_over:
+                generation = choice.end()
+                if generation is not None:
+                    self.leave(generation)
+
+    def leave(self, generation: OpenGeneration, *, is_answered: bool = False) -> None:
+        """Have no more tokens made."""
+        self._dispatching.leave(generation, is_answered=is_answered)
+
+    def send(self, choice: _Choice, piece: Piece) -> None:
+        """Send a part of a choice."""
+        self._open(choice.generation)
+        self._exchange.send(self.wanted.writer.piece(choice.index, piece))
+
+    def _open(self, generation: OpenGeneration | None) -> None:
+        """Begin with a stream, once."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._exchange.begin(200, self._lines(generation) + _EVENTS)
+            first = self.wanted.writer.first(len(self._choices))
+            if first:
+                self._exchange.send(first)
+
+    def ended(self, choice: _Choice, piece: Piece, generation: OpenGeneration | None) -> None:
+        """Send the end of a choice, and behind the last one that of the answer."""
+        exchange, writer = self._exchange, self.wanted.writer
+        self._pieces[choice.index] = piece
+        self._tokens += choice.count
+        if generation is not None:
+            self._first_ms = min(self._first_ms, generation.first_ms)
+            self._missed = self._missed or generation.missed
+        if self.wanted.is_streamed:
+            self._open(generation)
+            exchange.send(writer.piece(choice.index, piece))
+        if len(self._pieces) < len(self._choices):
             return
-        self._end()
-        self._generation = None
-        details = {"outcome": refused.outcome.word}
+        usage = self._usage(self._tokens)
+        if self.wanted.is_streamed:
+            last = writer.last(usage)
+            if last:
+                exchange.send(last)
+            exchange.end()
+        else:
+            pieces = [self._pieces[index] for index in range(len(self._choices))]
+            exchange.respond(200, self._lines(generation) + JSON, [writer.whole(pieces, usage)])
+        self._choices = []
+        about = {"finish_reason": piece.finish, **usage._asdict()}
+        self._trace("late" if self._missed else "ok", self._missed, about)
+
+    def _usage(self, tokens: int) -> Usage:
+        """Return the tokens of the request. A prompt counts once, however many choices it has."""
+        return Usage(sum(len(each.prompt) for each in self.wanted.choices[:: self.wanted.n]), tokens)
+
+    def refused(self, generation: OpenGeneration, refused: Refused) -> None:
+        """Send the refusal of a choice, which is that of the request; amid a stream it is the last event."""
+        told = {"loop": refused.loop.value, **self._usage(sum(each.count for each in self._choices))._asdict()}
+        self._leave()
         error = HttpError(
             refused.outcome.http_status,
             refused.reason,
             retry_after_s=refused.retry_after_s,
             headers=self._lines(generation),
-            details=details,
+            details={"outcome": refused.outcome.word},
         )
         if self._has_begun:
-            self._exchange.send(self._wanted.writer.failed(error))
+            self._exchange.send(self.wanted.writer.failed(error))
             self._exchange.end()
         else:
             fail(self._exchange, error)
-        told = {"loop": refused.loop.value, **Usage(len(self._wanted.prompt), self._count)._asdict()}
-        self._trace(generation, refused.outcome.word, refused.rule, told)
+        self._first_ms = min(self._first_ms, generation.first_ms)
+        self._trace(refused.outcome.word, refused.rule, told)
 
     def _lines(self, generation: OpenGeneration | None) -> bytes:
         gpulet = b"" if generation is None else generation.gpulet.encode()
         lines = _LINES % (gpulet, self._id.encode())
         return lines if self._traced is None else lines + self._traced.header
 
-    def _trace(self, generation: OpenGeneration, outcome: str, rule: Rule, told: dict[str, Any]) -> None:
+    def _trace(self, outcome: str, rule: Rule, told: dict[str, Any]) -> None:
         if self._traced is None:
             return
-        now_ms = self._service.now_ms
-        first_ms = now_ms if math.isnan(generation.first_ms) else generation.first_ms
-        about = {"model": generation.name, "outcome": outcome, "rule": rule.value, "request_id": self._id}
-        stages = {"first_token": (generation.arrived_ms, first_ms), "further_tokens": (first_ms, now_ms)}
+        now_ms, arrived_ms = self._service.now_ms, self._exchange.arrived_ms
+        first_ms = min(self._first_ms, now_ms)
+        about = {"model": self._model, "outcome": outcome, "rule": rule.value, "request_id": self._id}
+        stages = {"first_token": (arrived_ms, first_ms), "further_tokens": (first_ms, now_ms)}
         self._traced.end(now_ms, stages, {**about, **told})
 
 

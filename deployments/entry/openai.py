@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import orjson
@@ -22,10 +22,12 @@ DONE = b"data: [DONE]\n\n"
 _MOST_STOPS = 16  # limit: each is looked for in every piece of text
 _LONGEST_STOP = 1000  # limit: characters; so much of a text is held back, and looked at again for each token
 _MOST_CONTAINERS = 1 << 15  # limit: lists and objects of a body, those in texts too; 350,000 take 140 ms
+_MOST_CHOICES = 128  # limit: generations that one request asks for; each is admitted, and has its memory, by itself
 _SEED_BITS = 63  # format: seeds are signed 64-bit integers to the clients' JSON readers and to torch
 _DEFAULT_TOKENS = 16  # format: of /v1/completions without `max_tokens`, by OpenAI's reference
 
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Choices = Annotated[int, Meta(ge=1, le=_MOST_CHOICES)]
 _Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
 _TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -51,12 +53,12 @@ class GenerateParameters(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Asked(GenerateParameters, kw_only=True, forbid_unknown_fields=True):
     """The fields that both of OpenAI's bodies have. Some may have only their neutral value, which clients send: no
-    penalty, one answer, no log probabilities."""
+    penalty, no log probabilities."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: _Choices | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # 100,000 entries, which nobody reads, take 40 ms. A default that is no factory has no place in a schema.
@@ -115,8 +117,6 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 # The only value that can be kept, besides null. A completion's `logprobs` is a number; its 0 asks for them, too.
 _NEUTRAL: dict[str, object] = {
-    "n": 1,
-    "best_of": 1,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "echo": False,
@@ -126,14 +126,31 @@ _NEUTRAL: dict[str, object] = {
 }
 
 
-class Wanted(NamedTuple):
-    """A request for a generation, from any of the protocols; `writer` writes its answer."""
+class AskedChoice(NamedTuple):
+    """One of the generations that a request asks for: one choice of its answer."""
 
     prompt: list[int]
     sampling: Sampling
+
+
+class Wanted(NamedTuple):
+    """A request for generations, from any of the protocols; `writer` writes its answer. With several prompts, the
+    `choices` of the first come first; each prompt has `n` of them."""
+
+    choices: list[AskedChoice]
+    n: int
     stops: tuple[str, ...]
     is_streamed: bool
     writer: Writer
+
+
+class Piece(NamedTuple):
+    """A part of a choice, or a whole one: its text, the tokens that are shown where there is no text, and why it
+    ends here."""
+
+    text: str
+    tokens: Sequence[int] = ()
+    finish: str | None = None
 
 
 class Usage(NamedTuple):
@@ -159,27 +176,27 @@ class Writer(msgspec.Struct):
     kind = "text_completion"
     chunk = "text_completion"
 
-    def first(self) -> bytes:
-        """Return the first part of a stream."""
+    def first(self, choices: int) -> bytes:
+        """Return the first part of a stream of so many choices."""
+        del choices
         return b""
 
-    def piece(self, text: str, tokens: Sequence[int]) -> bytes:
-        """Return a part of a stream."""
-        return self._event([self._choice(text, tokens, None)])
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """Return a part of a stream; the last one of a choice says why it ends."""
+        return self._event([self._choice(index, self._part(piece.text), piece)])
 
-    def last(self, text: str, finish: str, usage: Usage) -> bytes:
-        """Return the last part of a stream."""
-        end = self._event([self._choice(text, (), finish)])
-        return end + (self._event([], usage=usage.shown()) if self.include_usage else b"") + DONE
+    def last(self, usage: Usage) -> bytes:
+        """Return the last part of a stream, behind the ends of its choices."""
+        return (self._event([], usage=usage.shown()) if self.include_usage else b"") + DONE
 
     def failed(self, error: HttpError) -> bytes:
         """Return the last part of a stream that fails after it has begun."""
         return b"data: %b\n\n" % error.payload(b"/v1/") + DONE
 
-    def whole(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """Return an answer that is not streamed."""
-        choice = {**self._answer(text), "index": 0, "logprobs": None, "finish_reason": finish}
-        return self._object(self.kind, [self._with_tokens(choice, tokens)], usage=usage.shown())
+        told = [self._choice(index, self._answer(choice.text), choice) for index, choice in enumerate(choices)]
+        return self._object(self.kind, told, usage=usage.shown())
 
     def _answer(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -187,9 +204,9 @@ class Writer(msgspec.Struct):
     def _part(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _choice(self, text: str, tokens: Sequence[int], finish: str | None) -> dict[str, Any]:
-        choice = {**self._part(text), "index": 0, "logprobs": None, "finish_reason": finish}
-        return self._with_tokens(choice, tokens)
+    def _choice(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        choice = {**said, "index": index, "logprobs": None, "finish_reason": piece.finish}
+        return self._with_tokens(choice, piece.tokens)
 
     def _with_tokens(self, choice: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
         return {**choice, "token_ids": list(tokens)} if self.tokenless else choice
@@ -210,10 +227,10 @@ class ChatWriter(Writer):
     kind = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def first(self) -> bytes:
-        """Return the chunk that says who speaks."""
-        delta = {"role": "assistant", "content": ""}
-        return self._event([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+    def first(self, choices: int) -> bytes:
+        """Return the chunks that say who speaks."""
+        said = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(self._event([self._choice(index, said, Piece(""))]) for index in range(choices))
 
     def _answer(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -223,30 +240,34 @@ class ChatWriter(Writer):
 
 
 class GenerateWriter(Writer):
-    """Writes the answers of the generate extension, in which every part has the same form."""
+    """Writes the answers of the generate extension, which have one choice; every part has the same form."""
 
     def failed(self, error: HttpError) -> bytes:
         """Return the error as the last part."""
         return b"data: %b\n\n" % error.payload()
 
-    def last(self, text: str, finish: str, usage: Usage) -> bytes:
-        """Return the last part, which says why it is the last."""
+    def last(self, usage: Usage) -> bytes:
+        """Return nothing: the last piece says that it is the last."""
         del usage
-        return b"data: %b\n\n" % self._form(text, (), finish_reason=finish)
+        return b""
 
-    def piece(self, text: str, tokens: Sequence[int]) -> bytes:
-        """Return a part of a stream."""
-        return b"data: %b\n\n" % self._form(text, tokens)
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """Return a part of a stream; the last one says why it is the last."""
+        del index
+        ends = {} if piece.finish is None else {"finish_reason": piece.finish}
+        return b"data: %b\n\n" % self._form(piece, **ends)
 
-    def whole(self, text: str, tokens: Sequence[int], finish: str, usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """Return an answer that is not streamed."""
-        return self._form(text, tokens, finish_reason=finish, usage=usage.shown())
+        (choice,) = choices
+        return self._form(choice, finish_reason=choice.finish, usage=usage.shown())
 
-    def _form(self, text: str, tokens: Sequence[int], **parameters: Any) -> bytes:
-        told: dict[str, Any] = {"id": self.named, "model_name": self.model, "model_version": "1", "text_output": text}
+    def _form(self, piece: Piece, **parameters: Any) -> bytes:
+        told: dict[str, Any] = {"id": self.named, "model_name": self.model, "model_version": "1"}
+        told["text_output"] = piece.text
         if parameters:
             told["parameters"] = parameters
-        return orjson.dumps(self._with_tokens(told, tokens))
+        return orjson.dumps(self._with_tokens(told, piece.tokens))
 
 
 BodyT = TypeVar("BodyT", bound=CompletionBody | ChatBody | GenerateBody)
@@ -319,7 +340,7 @@ def wanted(
     is_streamed: bool = False,
     draw_seed: Callable[[], int] = lambda: secrets.randbits(_SEED_BITS),
 ) -> Wanted:
-    """Return the generation that a body asks for.
+    """Return the generations that a body asks for.
 
     Args:
         body: what `read_body` returned.
@@ -335,46 +356,59 @@ def wanted(
     if isinstance(body, GenerateBody):
         options, name = body.parameters, "text_input"
         writer: Writer = GenerateWriter(model, body.id)
-        text: str | list[int] = body.text_input
+        prompts: Sequence[str | list[int]] = [body.text_input]
         most, temperature = body.parameters.max_tokens or _DEFAULT_TOKENS, 0.0
         asked_as = "parameters.max_tokens"
     elif isinstance(body, ChatBody):
         options, name = body, "messages"
         writer = ChatWriter(model, f"chatcmpl-{secrets.token_hex(12)}")
-        text, temperature = _chat(body, tokenizer), 1.0
+        prompts, temperature = [_chat(body, tokenizer)], 1.0
         most = body.max_completion_tokens or body.max_tokens or 0
         asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     else:
         options, name = body, "prompt"
         writer = Writer(model, f"cmpl-{secrets.token_hex(12)}")
-        text, temperature = _one(body.prompt, limits), 1.0
+        prompts, temperature = _prompts(body, limits), 1.0
         most, asked_as = body.max_tokens or _DEFAULT_TOKENS, "max_tokens"
+    n = 1
     if not isinstance(body, GenerateBody):
-        is_streamed = bool(body.stream)
+        is_streamed, n = bool(body.stream), body.n or 1
         writer.include_usage = is_streamed and body.stream_options is not None and body.stream_options.include_usage
         if body.stream_options is not None and not is_streamed:
             raise bad_field("stream_options", "is for streams only. Leave it out, or set stream: true")
     writer.tokenless = tokenizer is None
-    prompt = _tokens(text, name, tokenizer, is_chat=isinstance(body, ChatBody))
     stops = _stops(options.stop, "parameters.stop" if isinstance(body, GenerateBody) else "stop", tokenizer)
-    most = _checked(prompt, most, name, asked_as, limits)
-    sampling = Sampling(
-        most,
-        temperature if options.temperature is None else options.temperature,
-        1.0 if options.top_p is None else options.top_p,
-        draw_seed() if options.seed is None else options.seed,
-    )
-    return Wanted(prompt, sampling, stops, is_streamed, writer)
+    choices = []
+    for number, text in enumerate(prompts):
+        named = name if len(prompts) == 1 else f"{name}[{number}]"
+        prompt = _tokens(text, named, tokenizer, is_chat=isinstance(body, ChatBody))
+        seed = draw_seed() if options.seed is None else options.seed
+        sampling = Sampling(
+            _checked(prompt, most, named, asked_as, limits),
+            temperature if options.temperature is None else options.temperature,
+            1.0 if options.top_p is None else options.top_p,
+        )
+        choices += [AskedChoice(prompt, sampling._replace(seed=seed + index)) for index in range(n)]
+    return Wanted(choices, n, stops, is_streamed, writer)
 
 
-def _one(prompt: str | list[Any], limits: GenerationLimits) -> str | list[int]:
-    """Return the only prompt of a completion. The elements of a prompt that is too long are not looked at."""
-    if isinstance(prompt, str) or len(prompt) > limits.longest or all(isinstance(token, int) for token in prompt):
-        return prompt
-    if len(prompt) > 1:
-        raise bad_field("prompt", f"has {len(prompt)} prompts. Send one request for each")
-    found: str | list[int] = prompt[0]
-    return found
+def _prompts(body: CompletionBody, limits: GenerationLimits) -> list[str | list[int]]:
+    """Return the prompts of a completion. The elements of a prompt that is too long are not looked at."""
+    given, n = body.prompt, body.n or 1
+    if body.best_of not in (None, n):
+        raise bad_field("best_of", f"must be `n`, which is {n}: all that is made is answered. Leave it out")
+    if isinstance(given, str):
+        return [given]
+    if not given or isinstance(given[0], int):
+        if len(given) <= limits.longest and not all(isinstance(token, int) for token in given):
+            raise bad_field("prompt", "mixes tokens and prompts. Send a list of tokens for each prompt")
+        return [cast(list[int], given)]
+    if len(given) * n > _MOST_CHOICES:
+        rule = f"has {len(given)} prompts with {n} choices each, and a request may have {_MOST_CHOICES} choices"
+        raise bad_field("prompt", f"{rule}. Send several requests")
+    if any(isinstance(prompt, int) for prompt in given):
+        raise bad_field("prompt", "mixes tokens and prompts. Send a list of tokens for each prompt")
+    return cast(list[str | list[int]], given)
 
 
 def _chat(body: ChatBody, tokenizer: Tokenizer | None) -> str:

@@ -34,7 +34,6 @@ from tenuto.deployments.entry.oip import (
 from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody, Wanted, read_body, wanted
 from tenuto.deployments.entry.planned_model import ModelInterface, PlannedModel
 from tenuto.deployments.entry.splits import CopiedCall, Copies, Split, splits_of
-from tenuto.deployments.entry.texts import GrowingText
 from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
@@ -430,8 +429,8 @@ class InferenceService:
         if self.lag.is_behind(now_ms - exchange.arrived_ms, ttft_ms, now_ms):
             raise _behind()
         if route.caller is not None:
-            most = asked.sampling.max_tokens
-            wait_s = route.caller.text_wait_s(now_ms / 1000.0, len(asked.prompt) + most)
+            most = sum(len(prompt) + sampling.max_tokens for prompt, sampling in asked.choices)
+            wait_s = route.caller.text_wait_s(now_ms / 1000.0, most)
             if wait_s > 0.0:
                 reason = (
                     f"'{route.caller.name}' uses more tokens than its key allows. See Retry-After, or ask for less."
@@ -439,8 +438,7 @@ class InferenceService:
                 raise HttpError(429, reason, retry_after_s=wait_s)
         traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
         name = self.request_id(own_id or route.client_id)
-        text = GrowingText(model.tokenizer, asked.stops)
-        call = GenerationCall(self, self.dispatching, exchange, asked, text, name, traced, route.caller)
+        call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced, route.caller)
         call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=model.tpot_ms)
 
     def _predict(self, exchange: Exchange, route: Route) -> None:

@@ -670,3 +670,53 @@ async def test_a_key_has_its_models_and_its_rate_of_tokens() -> None:
     refused = await made.post("/v1/completions", model="slow", prompt="x")
     assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
     await made.close()
+
+
+async def test_choices_of_a_request_are_generations_of_their_own(openai: Any, bench: Bench) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "real", "max_tokens": 12, "temperature": 1.0, "seed": 7}
+    prompts = [PROMPT, "Two"]
+    alone = [
+        (await client.completions.create(**asked | {"prompt": prompt, "seed": 7 + index})).choices[0].text
+        for prompt in prompts
+        for index in range(3)
+    ]
+    whole = await client.completions.create(**asked, prompt=prompts, n=3)
+    assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(alone))
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(PROMPT) + 3, 72)
+    stream = await client.completions.create(
+        **asked, prompt=prompts, n=3, stream=True, stream_options={"include_usage": True}
+    )
+    texts, ends, order = [""] * 6, [""] * 6, []
+    async for chunk in stream:
+        for choice in chunk.choices:
+            order.append(choice.index)
+            texts[choice.index] += choice.text
+            ends[choice.index] += choice.finish_reason or ""
+    assert (texts, ends) == (alone, ["length"] * 6)
+    assert order != sorted(order)  # they are made side by side
+    assert chunk.usage == whole.usage
+    chat = {"model": "slow", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "n": 2}
+    said = await client.chat.completions.create(**chat)
+    parts = [chunk async for chunk in await client.chat.completions.create(**chat, stream=True)]
+    for index, choice in enumerate(said.choices):
+        mine = [part.choices[0].delta for part in parts if part.choices[0].index == index]
+        assert mine[0].role == "assistant"
+        assert "".join(delta.content or "" for delta in mine) == choice.message.content
+    await client.close()
+    model = (await bench.status())["models"]["real"]
+    assert (model["ok"], model["prompt_tokens"]) == (18, 9 * (len(PROMPT) + 3))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_leaves_ends_all_choices(bench: Bench, is_streamed: bool) -> None:
+    generator = bench.generator("b", "slow")
+    body = json.dumps({"model": "slow", "prompt": "x", "n": 4, "max_tokens": 250, "stream": is_streamed}).encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", bench.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    await until(lambda: generator.free_blocks <= BLOCKS - 4)
+    writer.transport.abort()
+    await until(lambda: generator.free_blocks == BLOCKS)
+    assert (await bench.status())["models"]["slow"]["cancelled"] == 4

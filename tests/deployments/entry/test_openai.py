@@ -19,6 +19,7 @@ from tenuto.deployments.entry.openai import (
     ChatBody,
     CompletionBody,
     GenerateBody,
+    Piece,
     TextPart,
     Usage,
     Wanted,
@@ -50,33 +51,50 @@ def refused(kind: Any, document: Any, tokenizer: Tokenizer | None = BYTES) -> Ht
 
 def test_a_completion_has_openais_defaults() -> None:
     found = asked(CompletionBody, PLAIN)
-    assert found.prompt == [104, 105]
-    assert found.sampling == Sampling(16, 1.0, 1.0, 77)
+    assert found.choices == [([104, 105], Sampling(16, 1.0, 1.0, 77))]
     assert (found.stops, found.is_streamed) == ((), False)
 
 
 def test_all_that_can_be_asked_is_read() -> None:
     more = {"max_tokens": 5, "temperature": 0, "top_p": 0.5, "seed": 3, "stop": ["a", "b"], "stream": True, "n": 1}
     found = asked(CompletionBody, {**PLAIN, **more, "stream_options": {"include_usage": True}, "user": "u"})
-    assert found.sampling == Sampling(5, 0.0, 0.5, 3)
+    assert found.choices[0].sampling == Sampling(5, 0.0, 0.5, 3)
     assert (found.stops, found.is_streamed, found.writer.include_usage) == (("a", "b"), True, True)
-    assert asked(CompletionBody, {"model": "m", "prompt": [[1, 2]]}, None).prompt == [1, 2]
-    assert asked(CompletionBody, {"model": "m", "prompt": [1, 2]}, None).prompt == [1, 2]
-    assert asked(CompletionBody, {"model": "m", "prompt": ["hi"]}).prompt == [104, 105]
+    assert prompts(asked(CompletionBody, {"model": "m", "prompt": [[1, 2]]}, None)) == [[1, 2]]
+    assert prompts(asked(CompletionBody, {"model": "m", "prompt": [1, 2]}, None)) == [[1, 2]]
+    assert prompts(asked(CompletionBody, {"model": "m", "prompt": ["hi"]})) == [[104, 105]]
+
+
+def prompts(wanted: Wanted) -> list[list[int]]:
+    return [choice.prompt for choice in wanted.choices]
+
+
+def test_each_choice_of_each_prompt_is_a_generation_with_a_seed_of_its_own() -> None:
+    found = asked(CompletionBody, {"model": "m", "prompt": ["a", [98], "c"], "n": 2, "best_of": 2, "seed": 5})
+    assert (prompts(found), found.n) == ([[97], [97], [98], [98], [99], [99]], 2)
+    assert [choice.sampling.seed for choice in found.choices] == [5, 6] * 3
+    drawn = iter(range(10, 13))
+    body = read_body(CompletionBody, json.dumps({"model": "m", "prompt": ["a", "a", "a"], "n": 2}).encode())
+    found = wanted(body, "m", BYTES, LIMITS, draw_seed=lambda: next(drawn) * 10)
+    assert [choice.sampling.seed for choice in found.choices] == [100, 101, 110, 111, 120, 121]
+    assert len(asked(CompletionBody, {"model": "m", "prompt": ["a"] * 128}).choices) == 128
+    assert len(asked(ChatBody, {**CHAT, "n": 3}).choices) == 3
 
 
 def test_a_chat_takes_what_room_there_is() -> None:
     found = asked(ChatBody, CHAT)
-    assert bytes(found.prompt) == b"user: hi\nassistant: "
-    assert found.sampling.max_tokens == 40 - len(found.prompt)
+    ((prompt, sampling),) = found.choices
+    assert bytes(prompt) == b"user: hi\nassistant: "
+    assert sampling.max_tokens == 40 - len(prompt)
     parts = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
-    assert asked(ChatBody, parts).prompt == found.prompt
-    assert asked(ChatBody, {**CHAT, "max_completion_tokens": 4, "max_tokens": 9}).sampling.max_tokens == 4
+    assert prompts(asked(ChatBody, parts)) == [prompt]
+    found = asked(ChatBody, {**CHAT, "max_completion_tokens": 4, "max_tokens": 9})
+    assert found.choices[0].sampling.max_tokens == 4
 
 
 def test_the_generate_extension_is_greedy_by_itself() -> None:
     found = asked(GenerateBody, {"text_input": "hi", "parameters": {"max_tokens": 3, "stop": "x"}})
-    assert (found.sampling, found.stops) == (Sampling(3, 0.0, 1.0, 77), ("x",))
+    assert (found.choices[0].sampling, found.stops) == (Sampling(3, 0.0, 1.0, 77), ("x",))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +108,12 @@ def test_the_generate_extension_is_greedy_by_itself() -> None:
         ({"top_p": 0}, "top_p", "> 0.0"),
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"max_tokens": 39}, "max_tokens", "room for 38"),
-        ({"n": 2}, "n", "Leave it out"),
-        ({"best_of": 4}, "best_of", "neutral value"),
+        ({"n": 129}, "n", "<= 128"),
+        ({"best_of": 4}, "best_of", "`n`, which is 1"),
+        ({"prompt": ["a"] * 65, "n": 2}, "prompt", "65 prompts with 2 choices each"),
+        ({"prompt": ["a", 1]}, "prompt", "mixes tokens and prompts"),
+        ({"prompt": [1, "a"]}, "prompt", "mixes tokens and prompts"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "at least one"),
         ({"logprobs": 0}, "logprobs", "neutral value"),
         ({"presence_penalty": 0.5}, "presence_penalty", "neutral value"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias", "only {}"),
@@ -102,7 +124,6 @@ def test_the_generate_extension_is_greedy_by_itself() -> None:
         ({"prompt": "x" * 40}, "prompt", "the model's positions"),
         ({"prompt": [1, 256]}, "prompt", "token 256"),
         ({"prompt": [-1]}, "prompt", "token -1"),
-        ({"prompt": ["a", "b"]}, "prompt", "one request for each"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_its_field(more: dict[str, Any], param: str, says: str) -> None:
@@ -148,20 +169,21 @@ ASKED: dict[str, Any] = SAMPLING | {
     "model": is_string,
     "stream": none_or(False, True),
     "stream_options": none_or(),  # for streams only
-    "n": lambda value: is_whole(value, 1, 1),
+    "n": lambda value: is_whole(value, 1, 128),
     "presence_penalty": lambda value: is_number(value, 0, 0),
     "frequency_penalty": lambda value: is_number(value, 0, 0),
     "logit_bias": none_or({}),
     "user": lambda value: value is None or is_string(value),
 }
 EMPTY = none_or([])
+PROMPTS = [json.dumps(value) for value in ([1], ["x"], ["x"] * 17, [[1]])]
 BODIES: list[tuple[Any, str, dict[str, Any]]] = [  # the body, where in it the fields are, and what they may hold
     (
         CompletionBody,
         "",
         ASKED
         | {
-            "prompt": lambda value: (is_string(value) and value) or json.dumps(value) in ("[1]", '["x"]', "[[1]]"),
+            "prompt": lambda value: (is_string(value) and value) or json.dumps(value) in PROMPTS,
             "best_of": lambda value: is_whole(value, 1, 1),
             "echo": none_or(False),
             "logprobs": none_or(),
@@ -352,7 +374,8 @@ def events(data: bytes) -> list[Any]:
 def test_answers_look_as_openais() -> None:
     usage = Usage(2, 3)
     chat = asked(ChatBody, {**CHAT, "stream": True, "stream_options": {"include_usage": True}}).writer
-    *parts, total, done = events(chat.first() + chat.piece("ab", [1, 2]) + chat.last("c", "length", usage))
+    pieces = chat.piece(0, Piece("ab")) + chat.piece(0, Piece("c", (), "length"))
+    *parts, total, done = events(chat.first(1) + pieces + chat.last(usage))
     assert [part["choices"][0]["delta"] for part in parts] == [
         {"role": "assistant", "content": ""},
         {"content": "ab"},
@@ -361,12 +384,14 @@ def test_answers_look_as_openais() -> None:
     assert [part["choices"][0]["finish_reason"] for part in parts] == [None, None, "length"]
     assert all(part["usage"] is None for part in parts)
     assert (total["choices"], total["usage"]["total_tokens"], done) == ([], 5, "data: [DONE]")
-    plain = json.loads(asked(CompletionBody, PLAIN).writer.whole("abc", [1], "stop", usage))
+    plain = json.loads(asked(CompletionBody, PLAIN).writer.whole([Piece("abc", [1], "stop")], usage))
     assert plain["choices"] == [{"text": "abc", "index": 0, "logprobs": None, "finish_reason": "stop"}]
-    tokens = json.loads(asked(CompletionBody, {"model": "m", "prompt": [1]}, None).writer.whole("", [4], "stop", usage))
+    mute = asked(CompletionBody, {"model": "m", "prompt": [1]}, None).writer
+    tokens = json.loads(mute.whole([Piece("", [4], "stop")], usage))
     assert tokens["choices"][0]["token_ids"] == [4]
     generate = asked(GenerateBody, {"text_input": "hi", "id": "one"}).writer
-    assert events(generate.first() + generate.piece("a", [1]) + generate.last("", "stop", usage)) == [
+    pieces = generate.piece(0, Piece("a")) + generate.piece(0, Piece("", (), "stop"))
+    assert events(generate.first(1) + pieces + generate.last(usage)) == [
         {"id": "one", "model_name": "m", "model_version": "1", "text_output": "a"},
         {
             "id": "one",
@@ -399,8 +424,9 @@ def test_what_costs_each_token_is_small() -> None:
     assert refused(GenerateBody, {"text_input": "x", "id": "y" * 129}).param == "id"
     assert refused(CompletionBody, {**PLAIN, "logit_bias": {str(n): 1 for n in range(100_000)}}).param == "logit_bias"
     assert "brackets" in refused(CompletionBody, {**PLAIN, "prompt": [[]] * 100_000}).message
-    error = refused(CompletionBody, {**PLAIN, "prompt": ["x"] * 1000})  # not a token of it is looked at
-    assert "1000 tokens" in error.message
+    assert "1000 prompts" in refused(CompletionBody, {**PLAIN, "prompt": ["x"] * 1000}).message
+    error = refused(CompletionBody, {**PLAIN, "prompt": [1] + ["x"] * 1000})  # not a token of it is looked at
+    assert "1001 tokens" in error.message
 
 
 def test_bodies_have_a_schema() -> None:
