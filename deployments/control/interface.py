@@ -14,8 +14,8 @@ from tenuto.placement.plan import PolicyUsed
 
 @dataclass(frozen=True)
 class ModelSeen:
-    """Requests of one model since the last look: those that arrived, and those that ended, in time or not. Of a model
-    that generates, how many were answered, and the tokens of their prompts and answers."""
+    """Requests of one model since the last look: how many samples they asked for, and how many ended, in time or not.
+    Of a model that generates, how many were answered, and the tokens of their prompts and answers."""
 
     arrived: int = 0
     good: int = 0

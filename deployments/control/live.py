@@ -397,7 +397,7 @@ class LiveSystem:
         found, lengths_s = {}, []
         for name, counts in models.items():
             answered = counts.ok + counts.late
-            now = (counts.submitted, counts.ok, counts.bad, answered, counts.prompt_tokens, counts.generated_tokens)
+            now = (counts.samples, counts.ok, counts.bad, answered, counts.prompt_tokens, counts.generated_tokens)
             at_s, before = self._counted.get(name, (counts.counted_at_s, now))
             if any(new < old for new, old in zip(now, before, strict=True)):
                 before = (0,) * len(now)

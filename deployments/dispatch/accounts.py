@@ -64,8 +64,9 @@ class ModelCounters(ModelCounts, kw_only=True):
 
 
 class Accounts:
-    """Invariant: every submitted request that is no longer open is counted under exactly one outcome or as
-    cancelled."""
+    """Invariant: every submitted request that is no longer open is counted under exactly one outcome or as cancelled.
+    A client's request of several samples is one request, which ends with its last sample, or with the first that is
+    refused."""
 
     def __init__(self) -> None:
         self.counters: defaultdict[str, ModelCounters] = defaultdict(ModelCounters)
@@ -86,29 +87,46 @@ class Accounts:
         }
 
     def executed(self, requests: list[Request], executed: Executed, now_ms: float) -> None:
-        """Count and remember requests of one model that are answered now. After its deadline an answer is `late`."""
+        """Count and remember samples of one model that ran, and the requests that are answered with them. After its
+        deadline an answer is `late`."""
         counters = self.counters[requests[0].name]
-        good = sum([now_ms <= request.deadline_ms for request in requests])
+        ended = [request for request in requests if request.samples is None or request.samples.end_one()]
+        good, count = sum([now_ms <= request.deadline_ms for request in ended]), len(ended)
+        counters.inferences += len(requests)
         counters.ok += good
-        counters.late += len(requests) - good
+        counters.late += count - good
         counters.last_ms = round(1000.0 * time.time())
         counters.execution_ms.append(executed.execution_ms)
-        count = len(requests)
         counters.execution_s.add(executed.execution_ms / 1000.0, count)
         counters.gpulet_queue_s.add(executed.gpulet_queue_ms / 1000.0, count)
         sent_ms = executed.sent_ms
-        counters.latency_s.add_all([(now_ms - request.arrived_ms) / 1000.0 for request in requests])
-        counters.batching_s.add_all([(sent_ms - request.arrived_ms) / 1000.0 for request in requests])
+        counters.latency_s.add_all([(now_ms - request.arrived_ms) / 1000.0 for request in ended])
+        counters.batching_s.add_all([(sent_ms - request.arrived_ms) / 1000.0 for request in ended])
         if not counters.shadow:
-            self.advice.ended(good=good, bad=len(requests) - good)
+            self.advice.ended(good=good, bad=count - good)
         self.ended.add_executed(requests, executed, now_ms)
 
     def refused(self, request: Request, refused: Refused, now_ms: float) -> None:
         """Count and remember a request that is refused now."""
-        self._refused(request.name, request.arrived_ms, refused, now_ms)
+        if request.samples is None or request.samples.end_all():
+            self._refused(request.name, request.arrived_ms, refused, now_ms)
         self.ended.add_refused(
             request.client_id, request.name, request.arrived_ms, request.deadline_ms, refused, now_ms
         )
+
+    def submitted(self, request: Request) -> None:
+        """Count a sample that is asked for, and the request that it belongs to once."""
+        counters, samples = self.counters[request.name], request.samples
+        counters.samples += 1
+        if samples is None or not samples.is_counted:
+            counters.submitted += 1
+        if samples is not None:
+            samples.is_counted = True
+
+    def cancelled(self, request: Request) -> None:
+        """Count a request whose client went away."""
+        if request.samples is None or request.samples.end_all():
+            self.counters[request.name].cancelled += 1
 
     def _refused(self, model: str, arrived_ms: float, refused: Refused, now_ms: float) -> None:
         counters = self.counters[model]
@@ -117,6 +135,12 @@ class Accounts:
         setattr(counters, word, getattr(counters, word) + 1)
         if not counters.shadow:
             self.advice.ended(bad=1)
+
+    def generation_submitted(self, generation: OpenGeneration) -> None:
+        """Count a generation that is asked for."""
+        counters = self.counters[generation.name]
+        counters.submitted += 1
+        counters.samples += 1
 
     def token_came(self, generation: OpenGeneration, now_ms: float) -> None:
         """Count a token that comes now, whatever becomes of its generation."""
@@ -131,6 +155,7 @@ class Accounts:
         is_good = generation.missed is Rule.NONE
         counters.ok += is_good
         counters.late += not is_good
+        counters.inferences += 1
         counters.last_ms = round(1000.0 * time.time())
         counters.prompt_tokens += len(generation.prompt)
         counters.generated_tokens += generation.tokens

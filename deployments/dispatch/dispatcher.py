@@ -19,7 +19,7 @@ from tenuto.deployments.dispatch.accounts import Accounts
 from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.driven_scheduler import DrivenScheduler, SchedulerFactory
 from tenuto.deployments.dispatch.fleet import ConnectionFactory, gpulet_connection
-from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, TokenAsker
+from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, Samples, TokenAsker
 from tenuto.deployments.dispatch.measured_times import WayMeter
 from tenuto.deployments.dispatch.open_requests import OpenRequests
 from tenuto.deployments.dispatch.rehearsals import Compute
@@ -141,6 +141,7 @@ class Dispatcher:
         client_id: str = "",
         reserve_ms: float = 0.0,
         yields: bool = False,
+        samples: Samples | None = None,
     ) -> Request:
         """Give the core a request whose tensors are not read yet. When `asker.refused` is called before this returns,
         the tensors need not be read. Otherwise `start` or `cancel` must follow at once.
@@ -153,6 +154,7 @@ class Dispatcher:
             client_id: the client's id of the request.
             reserve_ms: time kept of the deadline for the way back to the client.
             yields: the request may only fill up batches: when a full batch of its model waits, it is turned away.
+            samples: the client's request that this is one sample of, if that has several.
 
         Raises:
             KeyError: the plan has no such model.
@@ -163,9 +165,18 @@ class Dispatcher:
         arrived = now if arrived_ms is None else arrived_ms
         deadline = arrived + (asked.slo_ms if slo_ms is None else slo_ms)
         request = Request(
-            next(self._ids), model, asked.index, arrived, deadline, reserve_ms, client_id, asker, yields=yields
+            next(self._ids),
+            model,
+            asked.index,
+            arrived,
+            deadline,
+            reserve_ms,
+            client_id,
+            asker,
+            yields=yields,
+            samples=samples,
         )
-        asked.counters.submitted += 1
+        self.accounts.submitted(request)
         requests.add(request)
         waiting = core.scheduler.queued(asked.program)
         if waiting >= self._max_queued:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
-from tenuto.deployments.dispatch.in_flight import OpenGeneration, Request
+from tenuto.deployments.dispatch.in_flight import OpenGeneration, Request, Samples
 from tenuto.deployments.process.limits import GENERATIONS_END_S, REQUESTS_END_S
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
@@ -149,6 +149,7 @@ class _Gateway:
         self.name = hello.gateway
         self.shares_memory = hello.machine == machine_id()
         self.asked: dict[int, _Asked] = {}
+        self._samples = Samples(0)  # of the latest request that has several
         self.told: GatewayReport | None = None
         self.outbox: Bundler[AnsweredRequest] = Bundler(self._send)
         self.generating: dict[int, _AskedTokens] = {}
@@ -156,6 +157,14 @@ class _Gateway:
 
     def _send(self, answered: list[AnsweredRequest]) -> None:
         self.protocol.send(*pack_answers(answered, time.monotonic() * 1000.0))
+
+    def samples(self, row: RequestRow) -> Samples | None:
+        """Return the request that a row is a sample of, if that has several. Their rows follow each other."""
+        if row.first < 0:
+            return None
+        if row.first != self._samples.first:
+            self._samples = Samples(row.left, row.first)
+        return self._samples
 
     def _send_written(self, written: list[tuple[int, int] | EndedSequence]) -> None:
         ended = [each for each in written if isinstance(each, EndedSequence)]
@@ -277,7 +286,7 @@ class BundleServer:
                 continue
             try:
                 parts, body = read_parts(row.places, bundle.arenas, body, self._arenas)
-                request = self._admit(asked, row, ahead_ms)
+                request = self._admit(asked, row, ahead_ms, gateway.samples(row))
             except (OSError, ValueError, KeyError) as error:
                 why = f"'{row.model}' was removed from the plan" if isinstance(error, KeyError) else str(error)
                 asked.fail(Refused(Outcome.FAILED, why))
@@ -311,7 +320,7 @@ class BundleServer:
         except KeyError:
             tokens.fail(Refused(Outcome.FAILED, f"'{asked.model}' was removed from the plan"))
 
-    def _admit(self, asked: _Asked, row: RequestRow, ahead_ms: float) -> Request:
+    def _admit(self, asked: _Asked, row: RequestRow, ahead_ms: float, samples: Samples | None) -> Request:
         return self.dispatcher.admit(
             row.model,
             asked,
@@ -320,6 +329,7 @@ class BundleServer:
             client_id=row.client_id,
             reserve_ms=row.reserve_ms,
             yields=row.yields,
+            samples=samples,
         )
 
     async def _report(self, protocol: FrameProtocol, asked: AskStatus | AskWaiting | AskEnded) -> None:

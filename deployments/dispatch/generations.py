@@ -47,7 +47,7 @@ class Generations:
 
     def begin(self, generation: OpenGeneration) -> None:
         """Send a generation to a gpu-let. When there is none, its asker is told so before this returns."""
-        self._accounts.counters[generation.name].submitted += 1
+        self._accounts.generation_submitted(generation)
         self._send(generation)
 
     def _send(self, generation: OpenGeneration, last: AttachedGpulet | None = None, why: str = "") -> None:

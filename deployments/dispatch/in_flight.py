@@ -29,13 +29,36 @@ class Asker(Protocol):
         """Take the refusal: the request did not run, or failed."""
 
 
+class Samples(msgspec.Struct, eq=False):
+    """The samples that one request of a client asks for together; figures count them as one request.
+
+    `left` of them have not ended; 0 or less: the request is counted. `is_counted`: it is counted as submitted. `first`
+    is the number of its first sample at the gateway; negative before that has one.
+    """
+
+    left: int
+    first: int = -1
+    is_counted: bool = False
+
+    def end_one(self) -> bool:
+        """Note that a sample ran. Return whether the request ends with it."""
+        self.left -= 1
+        return self.left == 0
+
+    def end_all(self) -> bool:
+        """Note that the request ends without the samples that are left. Return False when it had ended before."""
+        left, self.left = self.left, 0
+        return left > 0
+
+
 class Request(msgspec.Struct, eq=False):
-    """A request between its admission and its end. Times are ms on the dispatcher's clock.
+    """A request of one sample between its admission and its end. Times are ms on the dispatcher's clock.
 
     `model` is its model's index in the present plan. `parts` holds one tensor per input of the model, in signature
     order, from `Dispatcher.start` on. `memory` is the shared memory in which the tensors lie, if any. `client_id` is
     the client's id of the request. `reserve_ms` is kept of the deadline for the way back. `is_waiting`: the request is
-    in no batch. `yields`: other requests of its model go first.
+    in no batch. `yields`: other requests of its model go first. `samples`: those of the same request of a client, when
+    that has several.
 
     A request does not refer to its batch, and its asker forgets it at its end. Otherwise there would be cycles of
     references, which only Python's collector frees; with 50,000 objects that stops the process for 85 ms.
@@ -54,6 +77,7 @@ class Request(msgspec.Struct, eq=False):
     is_waiting: bool = True
     was_retried: bool = False
     yields: bool = False
+    samples: Samples | None = None
 
 
 @dataclass(slots=True, eq=False)

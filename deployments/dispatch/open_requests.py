@@ -85,7 +85,7 @@ class OpenRequests:
         """Forget a request whose client went away. False: it was answered before."""
         if self._open.pop(request.id, None) is None:
             return False
-        self._accounts.counters[request.name].cancelled += 1
+        self._accounts.cancelled(request)
         return True
 
     def executed(self, requests: list[Request], executed: Executed) -> None:

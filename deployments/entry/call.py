@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import orjson
 
-from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.dispatch.in_flight import Request, Samples
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import JSON, Exchange, refuse, retry_after
 from tenuto.deployments.entry.heads import Route
@@ -126,7 +126,7 @@ class InferCall(msgspec.Struct, eq=False):
             check_outputs(parsed.header.outputs, interface.outputs)
         return parsed
 
-    def _admit(self, client_id: str) -> Request:
+    def _admit(self, client_id: str, samples: Samples | None = None) -> Request:
         service, model, slo_ms = self._service, self._model, self._slo_ms
         request = self._dispatching.admit(
             model.name,
@@ -136,6 +136,7 @@ class InferCall(msgspec.Struct, eq=False):
             client_id=client_id,
             reserve_ms=service.margin.reserve_ms(slo_ms, model.alone_ms) + self._after_ms,
             yields=self._yields,
+            samples=samples,
         )
         if not self._is_over:
             self._open.append(request)
@@ -151,8 +152,11 @@ class InferCall(msgspec.Struct, eq=False):
         exchange.on_left = self._cancel
         exchange.spend(len(samples))
         name = self._service.request_id(self._id or self._route.client_id)
+        together = Samples(len(samples)) if len(samples) > 1 else None
+        if together is not None and early is not None:  # it was counted before anybody knew of the others
+            early.samples, together.first, together.is_counted = together, early.id, True
         for parts in samples:
-            request = early or self._admit(name)
+            request = early or self._admit(name, together)
             early = None
             if self._is_over:
                 return

@@ -22,7 +22,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, TokenAsker
+from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, Samples, TokenAsker
 from tenuto.deployments.operator.merged_status import merge_dispatchers
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
@@ -239,12 +239,18 @@ class DispatcherClient:
         client_id: str = "",
         reserve_ms: float = 0.0,
         yields: bool = False,
+        samples: Samples | None = None,
     ) -> Request:
         """Take one request; it is refused here only when its dispatcher is absent. See `Dispatcher.admit`."""
         group = self._group_of[model]
         arrived = time.monotonic() * 1000.0 if arrived_ms is None else arrived_ms
         deadline = arrived + (self._slo_ms[model] if slo_ms is None else slo_ms)
-        request = Request(next(self._numbers), model, 0, arrived, deadline, reserve_ms, client_id, asker, yields=yields)
+        number = next(self._numbers)
+        if samples is not None and samples.first < 0:
+            samples.first = number
+        request = Request(
+            number, model, 0, arrived, deadline, reserve_ms, client_id, asker, yields=yields, samples=samples
+        )
         if group.scheduling() is None:
             reason = f"the dispatcher of '{model}' is not there. Retry in a few seconds."
             asker.refused(request, Refused(Outcome.FAILED, reason, 1.0))
@@ -352,6 +358,7 @@ class DispatcherClient:
                 request.client_id,
                 [places.put(part) for part in request.parts],
                 request.yields,
+                *_together(request),
             )
             for request in requests
             if request.id in peer.waiting
@@ -459,6 +466,8 @@ class DispatcherClient:
                 moved.discard(number)
             if request.memory is not None:
                 request.memory.release()
+            if request.samples is not None:
+                request.samples.end_one()
             if isinstance(end, Executed):
                 request.asker.executed(request, end, row)
             else:
@@ -555,3 +564,8 @@ class DispatcherClient:
 def _release(held: Sequence[Held]) -> None:
     for slot in held:
         slot.release()
+
+
+def _together(request: Request) -> tuple[int, int]:
+    """Return the number of the first sample of a client's request, and how many of its samples are not answered."""
+    return (-1, 1) if request.samples is None else (request.samples.first, request.samples.left)

@@ -209,7 +209,7 @@ def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:
         "name": name,
         "version": version,
         "last_inference": counts.last_ms,
-        "inference_count": answered,
+        "inference_count": counts.inferences,
         "execution_count": counts.batches,
         "inference_stats": {
             "success": summed(counts.latency_s.sum),

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.dispatch.in_flight import Request, Samples
 from tenuto.deployments.entry.call import InferCall
 from tenuto.deployments.entry.dispatching import Dispatching, ask
 from tenuto.deployments.wire.answers import Executed
@@ -107,8 +107,10 @@ class Copies:
         for below, name in shadows:
             if self.draw() >= below or self._open + len(samples) > _MOST_COPIES:
                 continue
+            together = Samples(len(samples)) if len(samples) > 1 else None
             for parts in samples:
-                answer = ask(dispatching, name, parts, memory=slot, client_id=client_id, yields=True)
+                how = {"client_id": client_id, "yields": True, "samples": together}
+                answer = ask(dispatching, name, parts, memory=slot, **how)
                 self._open += 1
                 answer.add_done_callback(self._ended)
 

@@ -93,6 +93,7 @@ def _requests(status: SystemStatus) -> Iterator[Metric]:
     yield each.counter("requests_received", "Requests asked of the scheduler.", lambda m: m.submitted)
     yield _Rows(("model", "outcome"), outcomes).counter("requests", "Requests that ended, by outcome.", float)
     yield each.counter("requests_cancelled", "Requests whose client went away.", lambda m: m.cancelled)
+    yield each.counter("inferences", "Samples that ran; a request asks for one or more.", lambda m: m.inferences)
     yield each.histogram(
         "request_duration_seconds",
         "Arrival to answer of executed requests, with buckets around the SLO.",
@@ -103,10 +104,10 @@ def _requests(status: SystemStatus) -> Iterator[Metric]:
         "Stages of a request's time: before a proxy in front, wait for a batch, wait at the gpu-let, execution.",
         lambda found: found,
     )
-    yield each.histogram("batch_size", "Requests of one batch.", lambda m: m.batch_sizes)
+    yield each.histogram("batch_size", "Samples of one batch.", lambda m: m.batch_sizes)
     yield each.counter("batches", "Batches sent to gpu-lets.", lambda m: m.batches)
-    yield each.counter("batched_requests", "Requests in these batches.", lambda m: m.batched)
-    yield each.gauge("queue_length", "Requests that wait for a batch.", lambda m: m.queued)
+    yield each.counter("batched_requests", "Samples in these batches.", lambda m: m.batched)
+    yield each.gauge("queue_length", "Samples that wait for a batch.", lambda m: m.queued)
     writing = _Rows(("model",), (((name,), model) for name, model in models.items() if model.written_tokens))
     yield writing.histogram("time_to_first_token_seconds", "Arrival to first token.", lambda m: m.ttft_s)
     yield writing.histogram(

@@ -239,7 +239,8 @@ class TakeCharge(_Message, tag=9):
 class RequestRow(NamedTuple):
     """One request. `deadline_at_ms` is the client's deadline, on the sender's clock; `reserve_ms` of it is kept for the
     way back. When it `yields`, other requests of its model go first. `places` has the lengths and types of its inputs,
-    as in `RunBatch`."""
+    as in `RunBatch`. When a client asked for several samples at once, each has a row; these follow each other with the
+    number of the `first`, and `left` of them are not answered."""
 
     number: int
     model: str
@@ -249,6 +250,8 @@ class RequestRow(NamedTuple):
     client_id: str
     places: list[PartPlace]
     yields: bool = False
+    first: int = -1
+    left: int = 1
 
 
 class Requests(_Message, tag=10):

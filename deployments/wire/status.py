@@ -39,11 +39,12 @@ class ModelCounts(msgspec.Struct, kw_only=True):
     """The requests of one model by outcome since its dispatcher started, and what the plan expects of the model.
 
     `submitted` requests were asked for; they ended `ok`, `late`, `expired`, `rejected` or `failed`, or their client
-    went away (`cancelled`). `batches` and `batched` requests were sent to gpu-lets. `failed_ms` is the time from
-    arrival to refusal, summed over refused requests, `last_ms` when the last answer left (Unix time in ms). `queued`
-    requests wait for a batch now. Planned figures are None where the plan expects nothing. Its dispatcher counts in it.
-    `share_pct` and `shadow`: what a version is sent of its model's requests. `prompt_tokens` and `generated_tokens`:
-    those of generations that ended; `written_tokens`: all that came, whatever becomes of their generation.
+    went away (`cancelled`). A request may ask for several samples: `samples` were asked for, `inferences` ran,
+    `batches` and `batched` samples were sent to gpu-lets, and `queued` wait for a batch now. `failed_ms` is the time
+    from arrival to refusal, summed over refused requests, `last_ms` when the last answer left (Unix time in ms).
+    Planned figures are None where the plan expects nothing. Its dispatcher counts in it. `share_pct` and `shadow`: what
+    a version is sent of its model's requests. `prompt_tokens` and `generated_tokens`: those of generations that ended;
+    `written_tokens`: all that came, whatever becomes of their generation.
     """
 
     counted_at_s: float = 0.0
@@ -54,6 +55,8 @@ class ModelCounts(msgspec.Struct, kw_only=True):
     rejected: int = 0
     failed: int = 0
     cancelled: int = 0
+    samples: int = 0
+    inferences: int = 0
     batches: int = 0
     batched: int = 0
     mean_batch: float | None = None

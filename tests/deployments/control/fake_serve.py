@@ -48,7 +48,7 @@ class FakeServe:
         for spec in self._plan.get("models", ()):
             name = spec["name"]
             counts = self.counts.setdefault(
-                name, dict.fromkeys(("submitted", "ok", "late", "expired", "rejected", "failed"), 0)
+                name, dict.fromkeys(("submitted", "samples", "ok", "late", "expired", "rejected", "failed"), 0)
             )
             served = any(
                 self._is_up(gpulet["id"])
@@ -57,6 +57,7 @@ class FakeServe:
                 for gpulet in self._plan["gpulets"]
             )
             counts["submitted"] += 1
+            counts["samples"] += 1
             counts["ok" if served else "expired"] += 1
             if not served:
                 self.unserved.append((self.now_s, name))

@@ -19,7 +19,7 @@ from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.dispatch.driven_scheduler import SchedulerFactory
-from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.dispatch.in_flight import Request, Samples
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.serve.deployment import Deployment
@@ -202,6 +202,24 @@ async def test_deadlines_rejections_and_errors_come_back(start: Start) -> None:
     for future in (running, waiting):
         found = await answer(future)
         assert (found.outcome, found.reason) == (Outcome.FAILED, "running 'm' failed: no")
+
+
+async def test_samples_that_are_asked_of_another_dispatcher_are_still_one_request(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    cluster = await start(make_plan(("a", ("m",)), slo_ms=60_000.0), gpulet, scheduler=_eager)
+    spare = await cluster.start()
+    gateway = await cluster.gateway(dispatchers=2)
+    samples = Samples(3)
+    asked = [ask(gateway, "m", [InputPart(X[0])], samples=samples) for _ in range(3)]
+    await until(lambda: len(gpulet.sizes) == 1)
+    gpulet.release()  # one has its answer when the dispatcher dies
+    await answer(asked[0])
+    await cluster.kill()
+    gpulet.hold = False
+    for future in asked:
+        assert (await answer(future)).outcome is Outcome.OK
+    counters = spare.dispatcher.accounts.counters["m"]
+    assert (counters.submitted, counters.ok, counters.samples, counters.inferences) == (1, 1, 2, 2)
 
 
 async def test_a_cancelled_request_frees_its_place(start: Start) -> None:
