@@ -79,8 +79,12 @@ class HttpError(Exception):
         if not url.startswith(OPENAI):
             return orjson.dumps({"error": self.message, **self.details})
         kind, code = _KINDS.get(self.status, ("invalid_request_error" if self.status < 500 else "server_error", None))
-        told = {"message": self.message, "type": kind, "param": self.param, "code": code}
-        return orjson.dumps({"error": told, **self.details})
+        return orjson.dumps({**openai_error(self.message, kind, code, self.param), **self.details})
+
+
+def openai_error(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def retry_after(seconds: float | None) -> bytes:

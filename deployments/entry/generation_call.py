@@ -154,7 +154,13 @@ class GenerationCall(msgspec.Struct, eq=False):
     def send(self, choice: _Choice, piece: Piece) -> None:
         """Send a part of a choice."""
         self._open(choice.generation)
-        self._exchange.send(self.wanted.writer.piece(choice.index, piece))
+        self._send(choice, piece)
+
+    def _send(self, choice: _Choice, piece: Piece) -> None:
+        writer = self.wanted.writer
+        if writer.has_usage_so_far:
+            writer.so_far = self._usage(sum(each.count for each in self._choices))
+        self._exchange.send(writer.piece(choice.index, piece))
 
     def _open(self, generation: OpenGeneration | None) -> None:
         """Begin with a stream, once."""
@@ -175,7 +181,7 @@ class GenerationCall(msgspec.Struct, eq=False):
             self._missed = self._missed or generation.missed
         if self.wanted.is_streamed:
             self._open(generation)
-            exchange.send(writer.piece(choice.index, piece))
+            self._send(choice, piece)
         if len(self._pieces) < len(self._choices):
             return
         usage = self._usage(self._tokens)

@@ -36,9 +36,11 @@ _Empty = Annotated[list[Any], Meta(max_length=0)] | None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of a stream."""
+    """Options of a stream. `continuous_usage_stats` is vLLM's: every part has the usage so far."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class GenerateParameters(msgspec.Struct, forbid_unknown_fields=True):
@@ -82,12 +84,28 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fiel
     text: str
 
 
+class _Other(msgspec.Struct, tag_field="type"):
+    """A part of a message that is no text. It is read so that it is refused by its name."""
+
+
+class Picture(_Other, tag="image_url"):
+    """A picture."""
+
+
+class Sound(_Other, tag="input_audio"):
+    """A sound."""
+
+
+class File(_Other, tag="file"):
+    """A file."""
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """A message of a chat; the template decides which roles there are. The fields that can only be empty are those of
     answers, which clients send back."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart | Picture | Sound | File] | None = None
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -105,6 +123,28 @@ class ChatBody(_Asked, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     response_format: dict[str, str] | None = None
+    # These change no answer.
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    # These would, so that they may only have their neutral values.
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    prompt_cache_options: Any = None
+    reasoning_effort: Any = None
+    service_tier: Any = None
+    store: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    top_logprobs: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -115,14 +155,31 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     parameters: GenerateParameters = msgspec.field(default_factory=GenerateParameters)
 
 
-# The only value that can be kept, besides null. A completion's `logprobs` is a number; its 0 asks for them, too.
-_NEUTRAL: dict[str, object] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "echo": False,
-    "logprobs": False,
-    "suffix": "",
-    "response_format": {"type": "text"},
+# The only values that can be kept, besides null. A completion's `logprobs` is a number; its 0 asks for them, too.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "include_obfuscation": (False,),
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
 
 
@@ -170,6 +227,8 @@ class Writer(msgspec.Struct):
     model: str
     named: str
     include_usage: bool = False
+    has_usage_so_far: bool = False  # in every part of a stream
+    so_far: Usage = Usage(0, 0)
     tokenless: bool = False  # there is no tokenizer: the tokens themselves are shown
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
@@ -213,7 +272,7 @@ class Writer(msgspec.Struct):
 
     def _event(self, choices: list[Any], **more: Any) -> bytes:
         if self.include_usage and not more:
-            more = {"usage": None}
+            more = {"usage": self.so_far.shown() if self.has_usage_so_far else None}
         return b"data: %b\n\n" % self._object(self.chunk, choices, **more)
 
     def _object(self, kind: str, choices: list[Any], **more: Any) -> bytes:
@@ -290,11 +349,18 @@ def read_body(kind: type[BodyT], body: bytes | memoryview) -> BodyT:
         raise HttpError(400, f"the body is no JSON: {error}. Send an object, without NaN and Infinity.") from None
     if isinstance(found, _Asked) and bytes(found.logit_bias) not in (b"{}", b"null"):
         raise bad_field("logit_bias", "is not empty, and only {} can be kept here. Leave it out")
-    for name, kept in _NEUTRAL.items():
-        value = getattr(found, name, None)
-        if value is not None and (value != kept or type(value) is not type(kept)):
-            raise bad_field(name, "can only have its neutral value here. Leave it out")
+    if isinstance(found, _Asked):
+        _check_neutral(found)
+        if found.stream_options is not None:
+            _check_neutral(found.stream_options, "stream_options.")
     return found
+
+
+def _check_neutral(fields: msgspec.Struct, at: str = "") -> None:
+    for name, kept in _NEUTRAL.items():
+        value = getattr(fields, name, None)
+        if value is not None and not any(value == each and type(value) is type(each) for each in kept):
+            raise bad_field(at + name, "can only have its neutral value here. Leave it out")
 
 
 def made_body(kind: type[BodyT], **fields: Any) -> BodyT:
@@ -321,7 +387,7 @@ def _field(message: str) -> tuple[str, str]:
         name = what.split("`")[1]
         rule = "is missing. Give it" if "missing" in what else "is not a field of this request. Leave it out"
         return f"{at}.{name}" if at else name, rule
-    if what.startswith("Invalid value"):  # of the only field that has one value
+    if what.startswith("Invalid value"):  # of the only field that has a few values
         return at, "must be 'text'. Send texts only"
     return at, f"is wrong: {what[:1].lower()}{what[1:]}"
 
@@ -373,9 +439,11 @@ def wanted(
     n = 1
     if not isinstance(body, GenerateBody):
         is_streamed, n = bool(body.stream), body.n or 1
-        writer.include_usage = is_streamed and body.stream_options is not None and body.stream_options.include_usage
-        if body.stream_options is not None and not is_streamed:
-            raise bad_field("stream_options", "is for streams only. Leave it out, or set stream: true")
+        if body.stream_options is not None:
+            if not is_streamed:
+                raise bad_field("stream_options", "is for streams only. Leave it out, or set stream: true")
+            writer.include_usage = bool(body.stream_options.include_usage)
+            writer.has_usage_so_far = bool(body.stream_options.continuous_usage_stats)
     writer.tokenless = tokenizer is None
     stops = _stops(options.stop, "parameters.stop" if isinstance(body, GenerateBody) else "stop", tokenizer)
     choices = []
@@ -415,17 +483,26 @@ def _chat(body: ChatBody, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         raise _no_tokenizer("messages")
     messages: list[Mapping[str, Any]] = []
-    for message in body.messages:
+    for number, message in enumerate(body.messages):
         content = message.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
+        if content is None and message.role != "assistant":
+            raise bad_field(f"messages[{number}].content", "is missing. Give it")
+        if isinstance(content, list):
+            content = "".join(_text(part, f"messages[{number}].content[{n}]") for n, part in enumerate(content))
         named = {} if message.name is None else {"name": message.name}
-        messages.append({"role": message.role, "content": content, **named})
+        said = {} if content is None else {"content": content}
+        messages.append({"role": message.role, **said, **named})
     try:
         return tokenizer.chat(messages)
     except InvalidInputError as error:
         (problem,) = error.problems
         raise HttpError(400, f"'messages' {problem.rule}. {problem.cure}", param="messages") from None
+
+
+def _text(part: TextPart | _Other, name: str) -> str:
+    if isinstance(part, TextPart):
+        return part.text
+    raise bad_field(name, f"is '{type(part).__struct_config__.tag}', and models here read texts only. Leave it out")
 
 
 def _tokens(text: str | list[int], name: str, tokenizer: Tokenizer | None, *, is_chat: bool) -> list[int]:

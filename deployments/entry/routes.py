@@ -13,11 +13,11 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 
 from tenuto import __version__
-from tenuto.deployments.entry.exchange import HttpError
+from tenuto.deployments.entry.exchange import OPENAI, HttpError, openai_error
 from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, RequestGiven, TensorSpec
 from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody
 from tenuto.deployments.entry.service import InferenceService
-from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes
+from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes, plain_error
 from tenuto.deployments.operator.web_pages import add_docs
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.status import ModelStatus
@@ -45,7 +45,7 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
         payload = error.payload(request.url.path.encode())
         return Response(payload, error.status, headers, media_type="application/json")
 
-    add_error_answers(app, "this server")
+    add_error_answers(app, "this server", _error)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
@@ -70,6 +70,7 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
     async def live() -> dict[str, bool]:
         return {"live": True}
 
+    @app.get("/health", tags=["generation"], summary="The same as /v2/health/ready, where vLLM's clients ask")
     @app.get("/v2/health/ready", tags=["server"], summary="Whether every gpu-let of the plan is connected")
     async def ready() -> JSONResponse:
         dispatching = service.dispatching
@@ -125,6 +126,12 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
+
+
+def _error(path: str, text: str) -> dict[str, Any]:
+    """Return an error that is about no model, in OpenAI's form where its interface was asked."""
+    is_openai = path.startswith(OPENAI.decode())
+    return openai_error(text, "invalid_request_error") if is_openai else plain_error(path, text)
 
 
 def _openai(service: InferenceService, model: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ _COLD_TOO_LARGE = f"the body exceeds {_MOST_COLD_BYTES >> 10} KiB. Only inferenc
 _TEXT_AT_ONCE_BYTES = 1 << 12  # limit: from here on it is read aside: a tokenizer takes up to 5 ms for this
 _MOST_TEXT_BYTES = 1 << 20  # limit: of a text: a tokenizer takes 0.6 s for it
 _LONGEST_BEFORE_S = 60.0  # limit: a proxy that says more has another clock
-_WITHOUT_KEY = b"/v2/health/"  # load balancers have none
+_WITHOUT_KEY = (b"/v2/health/", b"/health")  # load balancers have none
 _BEARER = b"www-authenticate: Bearer\r\n"
 _GENERATIONS: dict[str, type[CompletionBody] | type[ChatBody] | type[GenerateBody]] = {
     "completions": CompletionBody,

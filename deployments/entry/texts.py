@@ -63,7 +63,7 @@ class ByteTokenizer:
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return one line for each message."""
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+        return "".join(f"{message['role']}: {message.get('content', '')}\n" for message in messages) + "assistant: "
 
 
 class FileTokenizer:

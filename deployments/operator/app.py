@@ -76,19 +76,29 @@ def make_operator_app(watched: Watched, is_local: Callable[[], bool] = lambda: T
     return app
 
 
-def add_error_answers(app: FastAPI, here: str) -> None:
-    """Answer `{"error": …}` when a dispatcher does not answer, and for unknown paths. `here` names what /docs
-    describes."""
+def plain_error(_path: str, text: str) -> dict[str, Any]:
+    """Return an error as Triton writes it."""
+    return {"error": text}
+
+
+def add_error_answers(app: FastAPI, here: str, written: Callable[[str, str], dict[str, Any]] = plain_error) -> None:
+    """Answer when a dispatcher does not answer, and for unknown paths.
+
+    Args:
+        app: the application.
+        here: names what /docs describes.
+        written: returns an error as the interface of a path writes it.
+    """
 
     @app.exception_handler(TimeoutError)
-    async def _timeout(_request: Request, error: TimeoutError) -> JSONResponse:
+    async def _timeout(request: Request, error: TimeoutError) -> JSONResponse:
         text = f"a dispatcher does not answer ({error or 'in time'}). Retry in a few seconds."
-        return JSONResponse({"error": text}, 503, {"retry-after": "2"})
+        return JSONResponse(written(request.url.path, text), 503, {"retry-after": "2"})
 
     @app.exception_handler(HTTPException)
     async def _not_found(request: Request, error: HTTPException) -> JSONResponse:
         text = f"{request.method} {request.url.path}: {error.detail}. See /docs for what {here} answers."
-        return JSONResponse({"error": text}, error.status_code, getattr(error, "headers", None))
+        return JSONResponse(written(request.url.path, text), error.status_code, getattr(error, "headers", None))
 
 
 def add_operator_routes(app: FastAPI, watched: Watched, is_local: Callable[[], bool] = lambda: True) -> None:

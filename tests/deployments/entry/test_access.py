@@ -95,7 +95,8 @@ async def test_without_a_key_there_is_nothing_but_health(bench: Bench, headers: 
     for answer in await asyncio.gather(*asked):
         assert answer.status_code == 401, answer.url
         assert answer.headers["www-authenticate"] == "Bearer"
-    assert (await bench.client.get("/v2/health/live", headers=headers)).status_code == 200
+    for path in ("/v2/health/live", "/health"):
+        assert (await bench.client.get(path, headers=headers)).status_code == 200
 
 
 async def test_a_key_is_checked_before_the_body_is_read(bench: Bench) -> None:

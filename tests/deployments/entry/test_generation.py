@@ -403,6 +403,27 @@ async def test_models_are_listed(bench: Bench) -> None:
     assert [model["id"] for model in listed["data"]] == ["real", "slow", "mute"]
     assert (await bench.client.get("/v1/models/slow")).json()["id"] == "slow"
     assert (await bench.client.get("/v1/models/plain")).status_code == 404
+    assert (await bench.client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE"])
+async def test_what_openais_interface_has_not_is_refused_in_its_form(bench: Bench, method: str) -> None:
+    for path in ("/v1/models/slow", "/v1/models", "/v1/embeddings", "/v1/files/x", "/v1/", "/v1/chat/completions/y"):
+        answer = await bench.client.request(method, path)
+        if answer.status_code != 200:
+            error = answer.json()["error"]
+            assert answer.status_code in (404, 405)
+            assert ("allow" in answer.headers) == (answer.status_code == 405)
+            assert error.keys() == {"message", "type", "param", "code"}
+            assert method in error["message"] or error["code"] == "model_not_found"
+
+
+async def test_every_part_of_a_stream_has_the_usage_so_far_for_those_who_ask_for_it(bench: Bench) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": "slow", "prompt": "hi", "max_tokens": 4, "stream": True, "stream_options": options}
+    events = await bench.stream("/v1/completions", **asked)
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4, 4]
+    assert {event["usage"]["prompt_tokens"] for event in events} == {2}
 
 
 async def test_a_step_that_fails_ends_its_sequences_and_not_the_gpulet(

@@ -81,6 +81,19 @@ def test_each_choice_of_each_prompt_is_a_generation_with_a_seed_of_its_own() -> 
     assert len(asked(ChatBody, {**CHAT, "n": 3}).choices) == 3
 
 
+def test_every_field_of_openais_own_may_be_null_or_as_if_it_were_missing() -> None:
+    chats = pytest.importorskip("openai.types.chat.completion_create_params").CompletionCreateParamsBase
+    completions = pytest.importorskip("openai.types.completion_create_params").CompletionCreateParamsBase
+    for kind, params, whole in ((ChatBody, chats, CHAT), (CompletionBody, completions, PLAIN)):
+        for name in params.__annotations__.keys() - whole.keys():
+            assert asked(kind, {**whole, name: None})[:4] == asked(kind, whole)[:4], name
+    neutral: dict[str, Any] = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "functions": []}
+    neutral |= {"store": False, "service_tier": "auto", "modalities": ["text"], "metadata": {"a": "b"}, "n": 1}
+    assert asked(ChatBody, {**CHAT, **neutral}).choices == asked(ChatBody, CHAT).choices
+    silent = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None}
+    assert asked(ChatBody, {**CHAT, "messages": [silent]}).choices[0].prompt == list(b"assistant: \nassistant: ")
+
+
 def test_a_chat_takes_what_room_there_is() -> None:
     found = asked(ChatBody, CHAT)
     ((prompt, sampling),) = found.choices
@@ -199,6 +212,20 @@ BODIES: list[tuple[Any, str, dict[str, Any]]] = [  # the body, where in it the f
             "max_completion_tokens": lambda value: is_whole(value, 1, 16),
             "logprobs": none_or(False),
             "response_format": none_or({"type": "text"}),
+            **dict.fromkeys(
+                ("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+                lambda value: value is None or is_string(value),
+            ),
+            "metadata": lambda value: value in (None, {}) or json.dumps(value).startswith('{"type"'),
+            **dict.fromkeys(("audio", "moderation", "prediction", "prompt_cache_options"), none_or()),
+            **dict.fromkeys(("reasoning_effort", "top_logprobs", "web_search_options"), none_or()),
+            **dict.fromkeys(("function_call", "tool_choice"), none_or("none", "auto")),
+            **dict.fromkeys(("functions", "tools"), none_or([])),
+            "modalities": none_or(["text"]),
+            "parallel_tool_calls": none_or(True),
+            "service_tier": none_or("auto", "default"),
+            "store": none_or(False),
+            "verbosity": none_or("medium"),
         },
     ),
     (
@@ -206,14 +233,21 @@ BODIES: list[tuple[Any, str, dict[str, Any]]] = [  # the body, where in it the f
         "messages[0]",
         {
             "role": is_string,
-            "content": lambda value: is_string(value) or value == [],
+            "content": lambda value: is_string(value) or value == [],  # null in answers alone
             "name": lambda value: value is None or is_string(value),
             **dict.fromkeys(("tool_calls", "annotations"), EMPTY),
             **dict.fromkeys(("refusal", "audio", "function_call", "reasoning", "reasoning_content"), none_or()),
         },
     ),
     (ChatBody, "messages[0].content[0]", {"text": is_string, "type": lambda value: value == "text"}),
-    (CompletionBody, "stream_options", {"include_usage": lambda value: isinstance(value, bool)}),
+    (
+        CompletionBody,
+        "stream_options",
+        {
+            **dict.fromkeys(("include_usage", "continuous_usage_stats"), none_or(False, True)),
+            "include_obfuscation": none_or(False),
+        },
+    ),
     (
         GenerateBody,
         "",
@@ -278,7 +312,7 @@ def test_a_field_with_any_other_value_is_refused_with_its_name(kind: Any, place:
 @pytest.mark.parametrize(("kind", "place", "rules"), BODIES)
 def test_a_field_that_is_not_known_is_refused_with_its_name(kind: Any, place: str, rules: dict[str, Any]) -> None:
     del rules
-    for name in ("tools", "tool_choice", "top_k", "min_p", "guided_json", "image_url", "tool_call_id", "top_logprobs"):
+    for name in ("top_k", "min_p", "guided_json", "image_url", "tool_call_id"):
         for value in (None, [], 1, {"type": "function"}):
             error = refused(kind, body_with(kind, place, name, value))
             assert error.param == (f"{place}.{name}" if place else name)
@@ -352,8 +386,10 @@ def test_what_needs_a_tokenizer_says_so() -> None:
 def test_what_is_no_body_is_refused() -> None:
     assert refused(CompletionBody, {"prompt": "x"}).param == "model"
     assert refused(ChatBody, {"model": "m", "messages": []}).param == "messages"
-    image = [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]
-    assert "texts only" in refused(ChatBody, {"model": "m", "messages": image}).message
+    for kind in ("image_url", "input_audio", "file"):
+        parts = [{"type": "text", "text": "What is it?"}, {"type": kind, kind: {"url": "data:"}}]
+        error = refused(ChatBody, {"model": "m", "messages": [{"role": "user", "content": parts}]})
+        assert (error.param, f"is '{kind}'" in error.message) == ("messages[0].content[1]", True)
     with pytest.raises(HttpError, match="no JSON"):
         read_body(CompletionBody, b"{")
 
