@@ -25,10 +25,9 @@ class Outcome(IntEnum):
         """The outcome as a word, for files and messages."""
         return OUTCOMES[self]
 
-    @property
-    def http_status(self) -> int:
-        """The status of the HTTP answer."""
-        return _HTTP_STATUS[self]
+    def http_status(self, rule: Rule | None = None) -> int:
+        """Return the status of the HTTP answer. A failure by the rule `RAISED` gets 500, which no proxy sends again."""
+        return 500 if rule is Rule.RAISED else _HTTP_STATUS[self]
 
     @classmethod
     def of_http_status(cls, status: int) -> Outcome:
@@ -54,4 +53,5 @@ class Rule(StrEnum):
     FURTHER_TOKENS = "time per further token"
     LENGTH = "its number of tokens"
     LOST = "its process ended or hung"
+    RAISED = "its model raised an error"
     NONE = ""  # the request failed, or was late without two bounds

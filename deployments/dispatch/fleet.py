@@ -46,7 +46,8 @@ class AttachedGpulet:
     running: dict[int, Batch] = field(default_factory=dict)
     is_used: bool = False  # the core may use it
     is_closing: bool = False  # it said that it runs no more batches
-    is_resting: bool = False  # a batch failed there a moment ago
+    is_hanging: bool = False  # a batch should have ended long ago
+    rest: asyncio.TimerHandle | None = None  # ends its rest: it said a moment ago that it could not run a batch
     failures: int = 0  # in a row
     busy_ms: float = 0.0  # measured time of its batches
     predicted_ms: float = 0.0  # planned time of its batches
@@ -59,7 +60,7 @@ class AttachedGpulet:
     def is_ready(self) -> bool:
         """Whether it is connected, takes batches and holds the plan's programs. It may still run an earlier batch."""
         state = self.connection.state
-        if state is None or not self.connection.is_up or self.is_closing or self.is_resting:
+        if state is None or not self.connection.is_up or self.is_closing or self.is_hanging or self.rest is not None:
             return False
         return all(state.programs.get(program.name, 0) >= program.batch_size for program in self.programs)
 
@@ -77,13 +78,23 @@ class AttachedGpulet:
         self.running.clear()
         self.is_used = False
         self.is_closing = False
+        self.is_hanging = False
+        self.end_rest()
         return lost
 
-    def rest_s(self) -> float:
-        """Count a failure; return how long the gpu-let must rest. Each rest is longer, so that a gpu-let that fails all
-        batches at once does not draw the traffic."""
+    def begin_rest(self, then: Callable[[], None]) -> None:
+        """Count a failure, and let the gpu-let rest; `then` is called when the rest is over, unless it ends before.
+        Each rest is longer, so that a gpu-let that fails all batches at once does not draw the traffic."""
+        self.end_rest()
         self.failures += 1
-        return min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** (self.failures - 1))
+        rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** (self.failures - 1))
+        self.rest = asyncio.get_running_loop().call_later(rest_s, then)
+
+    def end_rest(self) -> None:
+        """End its rest now, if it rests."""
+        if self.rest is not None:
+            self.rest.cancel()
+            self.rest = None
 
 
 class Fleet:
@@ -163,7 +174,8 @@ class Fleet:
             while gpulet.generating or (gpulet.running and asyncio.get_running_loop().time() < limit):
                 await asyncio.sleep(0.02)
             await gpulet.connection.stop()
-            gpulet.lose()
+            if gpulet.running:
+                self._events.peer_lost(gpulet.connection, "it is no longer in the plan")
             self._by_connection.pop(id(gpulet.connection), None)
 
         gpulet.index = None

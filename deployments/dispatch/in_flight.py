@@ -3,7 +3,9 @@ requests, and the gpu-let's answer is split by model."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -81,28 +83,57 @@ class Request(msgspec.Struct, eq=False):
 
 
 @dataclass(slots=True, eq=False)
+class Rerun:
+    """A batch that raised an error, while it is run again in halves. `parts` are the halves that did not run yet, the
+    next one last; at most `runs_left` of them run. `reason` says to clients what happened."""
+
+    runs_left: int
+    reason: str
+    parts: list[list[Request]] = field(default_factory=list)
+
+    @classmethod
+    def of_batch(cls, size: int, reason: str) -> Rerun:
+        """Return the rerun of a batch with so many requests. Halving isolates any two of them that fail in less than
+        four runs for each doubling of the size. A batch with more of them costs no more than that."""
+        return cls(4 * (size - 1).bit_length(), reason)
+
+
+@dataclass(slots=True, eq=False)
 class Batch:
     """A batch from its dispatch until its answer. Times are ms: `sent_ms` on the clock, the others in the core's time.
 
-    `members` are its models with their number of rows, in the order of the requests. `start_ms` and `finish_ms` are the
-    core's estimates. `generation` counts the plans: it tells under which plan the batch was made.
+    `members` are its models with their number of rows, in the order of the requests, which is by model. `start_ms` and
+    `finish_ms` are the core's estimates. `generation` counts the plans: it tells under which plan the batch was made.
+    `rerun` is what this batch is a part of, if it is run again.
     """
 
     number: int
     program: int
     name: str
-    members: list[tuple[str, int]]
     requests: list[Request]
     generation: int
     sent_ms: float
     start_ms: float
     finish_ms: float
+    rerun: Rerun | None = None
+    members: list[tuple[str, int]] = field(init=False)
     _held: list[Held] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.requests and self.requests[0].name != self.name:
+            self.members = list(Counter(request.name for request in self.requests).items())
+        else:
+            self.members = [(self.name, len(self.requests))]
 
     @property
     def size(self) -> int:
         """The number of rows of all members."""
         return len(self.requests)
+
+    @property
+    def unanswered(self) -> list[Request]:
+        """Its requests, and those of the parts that are run again after it."""
+        return self.requests if self.rerun is None else list(itertools.chain(self.requests, *self.rerun.parts))
 
     def take(self) -> None:
         """Mark the requests as dispatched in this batch, and keep their memory for as long as a gpu-let may read it."""

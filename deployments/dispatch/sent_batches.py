@@ -1,11 +1,15 @@
-"""The batches that run on gpu-lets: sent, answered, retried where a gpu-let is lost, and given up where one hangs."""
+"""The batches that run on gpu-lets: sent, answered, run again in halves where a model raised an error, retried where a
+gpu-let is lost, and given up where one hangs.
+
+An error that a model raises is the fault of a request or of the model. It says nothing of the gpu-let, which stays
+ready. A gpu-let becomes unready when it says so itself, when it is lost, or when it hangs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,7 +20,7 @@ from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.driven_scheduler import DrivenScheduler
 from tenuto.deployments.dispatch.fleet import AttachedGpulet, ConnectionFactory, Fleet, GpuletConnection
 from tenuto.deployments.dispatch.generations import Generations
-from tenuto.deployments.dispatch.in_flight import Batch, Request, pack_batch, split_reply
+from tenuto.deployments.dispatch.in_flight import Batch, Request, Rerun, pack_batch, split_reply
 from tenuto.deployments.dispatch.open_requests import OpenRequests
 from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.liveness import GIVEN_UP_S
@@ -30,6 +34,7 @@ logger = logging.getLogger("ray.serve")
 _NOT_BACK = "its batch did not come back by its deadline; the gpu-let that executes it may hang"
 _LEAST_OVERDUE_MS = 20.0  # limit: a loop may stand still this long; no answer is given up sooner after its deadline
 _NO_ANSWER = "the gpu-let that executed this batch died; send the request again"
+_NO_TIME_AGAIN = "another request of its batch failed, and its deadline leaves no time to run it again"
 
 
 class SentBatches:
@@ -75,6 +80,8 @@ class SentBatches:
         if self._overdue is not None:
             self._overdue.cancel()
         self.generations.close()
+        for gpulet in self.fleet.attached():
+            gpulet.end_rest()
         await self.fleet.close()
 
     # --- to gpu-lets ------------------------------------------------------------------------------------------------
@@ -83,33 +90,28 @@ class SentBatches:
         """Send a batch."""
         core = self._core
         program = core.scheduler.system.programs[decision.program]
-        if len(program.members) == 1:
-            members = [(program.name, len(requests))]
-        else:
+        if len(program.members) > 1:
             requests.sort(key=lambda request: request.name)
-            members = list(Counter(request.name for request in requests).items())
         gpulet = self.fleet[decision.gpulet]
-        batch = Batch(
-            next(self._numbers),
-            decision.program,
-            program.name,
-            members,
-            requests,
-            core.number,
-            core.time.clock_ms,
-            decision.start_ms,
-            decision.finish_ms,
-        )
-        gpulet.running[batch.number] = batch
-        if not requests:
+        times = core.time.clock_ms, decision.start_ms, decision.finish_ms
+        batch = Batch(next(self._numbers), decision.program, program.name, requests, core.number, *times)
+        if requests:
+            self._begin(gpulet, batch)
+        else:
             # Every client left between the decision and now. The core still expects the end of this batch.
+            gpulet.running[batch.number] = batch
             asyncio.get_running_loop().call_soon(self._empty_batch_done, gpulet, batch)
-            return
+
+    def _begin(self, gpulet: AttachedGpulet, batch: Batch) -> None:
+        """Send a batch with requests, and look after it until it is answered."""
+        gpulet.running[batch.number] = batch
         batch.take()
-        core.way.reserve([request.reserve_ms for request in requests])
+        self._core.way.reserve([request.reserve_ms for request in batch.requests])
         self._accounts.batch_sent(batch)
         self._charge.once_obeyed(partial(self._send, gpulet, batch))
-        if self._overdue is None:
+        ends_in_s = (batch.finish_ms - self._core.time.clock_ms) / 1000.0
+        hangs_at_s = asyncio.get_running_loop().time() + ends_in_s + GIVEN_UP_S
+        if self._overdue is None or self._overdue.when() > hangs_at_s:
             self._look_for_overdue()
 
     def _send(self, gpulet: AttachedGpulet, batch: Batch) -> None:
@@ -128,7 +130,6 @@ class SentBatches:
         if self.fleet.offer(gpulet):
             assert gpulet.index is not None
             self._core.scheduler.gpulet_back(now, gpulet.index)
-            self._on_change()
 
     def _offer_now(self, gpulet: AttachedGpulet) -> None:
         now = self._core.time.now_ms
@@ -146,6 +147,8 @@ class SentBatches:
     def _look_for_overdue(self) -> None:
         """Refuse requests whose batch may never come back. A request counts as such when its deadline has passed by as
         long as its batch was to take. So a batch that is only a little late is still answered."""
+        if self._overdue is not None:
+            self._overdue.cancel()
         now, next_ms = self._core.time.clock_ms, INF
         hanging = []
         for gpulet in self.fleet.attached():
@@ -153,7 +156,7 @@ class SentBatches:
                 lost_ms = batch.finish_ms + 1000.0 * GIVEN_UP_S
                 if lost_ms > now:
                     next_ms = min(next_ms, lost_ms)
-                elif gpulet.is_used:
+                elif not gpulet.is_hanging:
                     hanging.append(gpulet)
                 next_ms = min(next_ms, self._answer_overdue(gpulet, batch, now))
         wait_ms = max(_LEAST_OVERDUE_MS, next_ms - now)
@@ -166,7 +169,7 @@ class SentBatches:
         """Refuse the overdue requests of a batch; return when the next of its requests will be overdue."""
         grace_ms = max(_LEAST_OVERDUE_MS, batch.finish_ms - batch.start_ms)
         next_ms = INF
-        for request in batch.requests:
+        for request in batch.unanswered:
             overdue_ms = request.deadline_ms + grace_ms
             if overdue_ms > now:
                 next_ms = min(next_ms, overdue_ms)
@@ -179,8 +182,10 @@ class SentBatches:
         now = self._core.time.now_ms
         for gpulet in dict.fromkeys(hanging):
             self._accounts.happened("gpu-let hangs", f"{gpulet.id}: a batch should have ended {GIVEN_UP_S:g} s ago")
+            gpulet.is_hanging = True
             self._withhold(gpulet, now)
         self._core.carry_out(now)
+        self._on_change()
 
     # --- events of gpu-lets (ConnectionEvents) ------------------------------------------------------------------------
 
@@ -188,6 +193,7 @@ class SentBatches:
         """Take note that a gpu-let is connected."""
         gpulet = self.fleet.behind(connection)
         gpulet.failures = 0
+        gpulet.end_rest()
         self._accounts.happened("gpu-let connected", gpulet.id)
         self.state_changed(connection)
 
@@ -207,7 +213,7 @@ class SentBatches:
         self._withhold(gpulet, now)
         self.generations.lost(gpulet, reason)
         for batch in lost:
-            self._retry_or_fail(batch, now, f"{_NO_ANSWER} ({reason})", Rule.LOST)
+            self._retry_or_fail(batch.unanswered, now, f"{_NO_ANSWER} ({reason})", Rule.LOST)
         self._charge.lost(connection)
         self._core.carry_out(now)
         self._on_change()
@@ -227,21 +233,20 @@ class SentBatches:
             logger.warning("gpu-let %s sent a %s, which nobody asked for", gpulet.id, type(message).__name__)
 
     def _batch_ran(self, gpulet: AttachedGpulet, ran: BatchRan, body: memoryview) -> None:
-        batch = self.fleet.take(gpulet, ran.number)
+        batch = self._answered(gpulet, ran.number)
         if batch is None:
-            return  # the batch of a gpu-let that was given up
+            return
         core = self._core
         now = core.time.now_ms
         gpulet.failures = 0
         gpulet.batches += 1
         gpulet.busy_ms += ran.execution_ms
         shares_clock = gpulet.connection.shares_memory
-        if gpulet.index is not None:
-            if batch.generation == core.number:
-                gpulet.predicted_ms += core.learn(batch, ran, gpulet.index, now, shares_clock=shares_clock)
-            self._done(gpulet, batch, now)
-            # The gpu-let is idle, so the next batch is sent before the answers of this one are taken apart.
-            core.wake(now)
+        if gpulet.index is not None and batch.generation == core.number:
+            gpulet.predicted_ms += core.learn(batch, ran, gpulet.index, now, shares_clock=shares_clock)
+        self._done(gpulet, batch, now)
+        # The gpu-let is idle, so the next batch is sent before the answers of this one are taken apart.
+        core.wake(now)
         self._accounts.advice.executed(gpulet.id, ran.execution_ms)
         state = gpulet.connection.state
         for requests, executed in split_reply(
@@ -255,42 +260,88 @@ class SentBatches:
         ):
             self._requests.executed(requests, executed)
 
+    def _answered(self, gpulet: AttachedGpulet, number: int) -> Batch | None:
+        """Return the batch that a gpu-let answers; None for one that was given up. A gpu-let that has answered all its
+        batches does not hang."""
+        batch = self.fleet.take(gpulet, number)
+        if gpulet.is_hanging and not gpulet.running:
+            gpulet.is_hanging = False
+            self._on_change()
+        return batch
+
     def _done(self, gpulet: AttachedGpulet, batch: Batch, now: float) -> None:
-        """Tell the core that a batch ended. A gpu-let that ran a batch of an older plan is offered to the core now."""
+        """Tell the core that a batch ended, or run the next part of one that is run again. A gpu-let that ran a batch
+        of an older plan is offered to the core now."""
+        if batch.rerun is not None and self._run_next_part(gpulet, batch, batch.rerun, now):
+            return
         if not gpulet.is_used:
             self._offer(gpulet, now)
         elif gpulet.index is not None and batch.generation == self._core.number:
             self._core.scheduler.batch_done(now, gpulet.index)
 
     def _batch_failed(self, gpulet: AttachedGpulet, failed: BatchFailed) -> None:
-        """Retry the requests if the gpu-let says that they may be retried, and let the gpu-let rest for a moment. A
-        gpu-let that fails batches at once would be idle at once and draw all the traffic."""
-        batch = self.fleet.take(gpulet, failed.number)
+        """Run a batch again in halves when its model raised an error: requests that fail alone are at fault. When the
+        gpu-let says that it cannot run batches, let it rest and queue the requests once more."""
+        batch = self._answered(gpulet, failed.number)
         if batch is None:
             return
         now = self._core.time.now_ms
-        if gpulet.index is not None:
-            if gpulet.is_used and batch.generation == self._core.number:
-                self._core.scheduler.batch_done(now, gpulet.index)
-            self._let_rest(gpulet, now)
         if failed.may_retry:
-            self._retry_or_fail(batch, now, failed.reason)
+            self._let_rest(gpulet, now)
+            self._retry_or_fail(batch.unanswered, now, failed.reason)
         else:
-            for request in batch.requests:
-                self._requests.refuse(request, Refused(Outcome.FAILED, failed.reason, gpulet=gpulet.id))
+            if batch.size > 1:
+                batch.rerun = batch.rerun or Rerun.of_batch(batch.size, failed.reason)
+                half = (batch.size + 1) // 2
+                batch.rerun.parts += [batch.requests[half:], batch.requests[:half]]
+            else:
+                self._fail(batch.requests, gpulet, failed.reason)
+            self._done(gpulet, batch, now)
         self._core.carry_out(now)
 
+    def _run_next_part(self, gpulet: AttachedGpulet, batch: Batch, rerun: Rerun, now: float) -> bool:
+        """Send the next part of a batch that is run again to its gpu-let, which the core still counts as busy. Return
+        False when nothing is left to run. A request that cannot be in time any more is refused."""
+        core = self._core
+        while rerun.parts:
+            part = [request for request in rerun.parts.pop() if self._requests.is_open(request)]
+            if gpulet.index is None or not gpulet.is_used or batch.generation != core.number:
+                self._retry_or_fail(part, now, rerun.reason)
+                continue
+            if not rerun.runs_left:
+                self._fail(part, gpulet, rerun.reason)
+                continue
+            took_ms = core.scheduler.system.gpulets[gpulet.index].hosts[batch.program].planned_batch_ms(len(part))
+            timely = []
+            for request in part:
+                if request.deadline_ms - request.reserve_ms >= now + took_ms:
+                    timely.append(request)
+                else:
+                    self._requests.refuse(request, Refused(Outcome.EXPIRED, _NO_TIME_AGAIN, 1.0, gpulet.id, Rule.CUT))
+            if timely:
+                rerun.runs_left -= 1
+                times = core.time.clock_ms, now, now + took_ms
+                again = next(self._numbers), batch.program, batch.name, timely, batch.generation, *times, rerun
+                self._begin(gpulet, Batch(*again))
+                return True
+        return False
+
+    def _fail(self, requests: Sequence[Request], gpulet: AttachedGpulet, reason: str) -> None:
+        for request in requests:
+            self._requests.refuse(request, Refused(Outcome.FAILED, reason, None, gpulet.id, Rule.RAISED))
+
     def _let_rest(self, gpulet: AttachedGpulet, now: float) -> None:
-        if gpulet.is_used and not gpulet.running:
-            self._withhold(gpulet, now)
-        gpulet.is_resting = True
-        self._accounts.happened("gpu-let rests", f"{gpulet.id}: a batch failed there")
+        """Use a gpu-let no more for a moment. One that cannot run batches would be idle at once and draw the
+        traffic."""
+        self._withhold(gpulet, now)
+        gpulet.begin_rest(partial(self._rested, gpulet))
+        self._accounts.happened("gpu-let rests", f"{gpulet.id}: it could not run a batch")
         self._on_change()
-        asyncio.get_running_loop().call_later(gpulet.rest_s(), self._rested, gpulet)
 
     def _rested(self, gpulet: AttachedGpulet) -> None:
-        gpulet.is_resting = False
+        gpulet.end_rest()
         self._offer_now(gpulet)
+        self._on_change()
 
     def _closes(self, gpulet: AttachedGpulet, message: GpuletCloses) -> None:
         """Send no more batches to a gpu-let that closes. It still answers the batches that it has begun; generations
@@ -305,9 +356,9 @@ class SentBatches:
         self.generations.leaves(gpulet)
         self._on_change()
 
-    def _retry_or_fail(self, batch: Batch, now: float, reason: str, rule: Rule = Rule.NONE) -> None:
-        """Queue the requests of a lost batch once more. The core drops those whose deadline cannot be met any more."""
-        for request in batch.requests:
+    def _retry_or_fail(self, requests: Sequence[Request], now: float, reason: str, rule: Rule = Rule.NONE) -> None:
+        """Queue requests of a lost batch once more. The core drops those whose deadline cannot be met any more."""
+        for request in requests:
             if not self._requests.is_open(request):
                 continue
             if request.was_retried or request.deadline_ms <= now:

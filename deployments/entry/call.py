@@ -184,7 +184,7 @@ class InferCall(msgspec.Struct, eq=False):
         name = request.client_id or self._service.request_id(self._id or self._route.client_id)
         lines = _LINES % (waited, waited, _BATCH_LINES % (0.0, 0, refused.gpulet.encode()), name.encode())
         payload = orjson.dumps({"error": refused.reason, "outcome": refused.outcome.word})
-        self._reply(refused.outcome.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload])
+        self._reply(refused.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload])
         if self._traced is not None:
             stages = {"waiting": (request.arrived_ms, self._service.now_ms)}
             self._trace(request, stages, refused.outcome.word, rule=refused.rule.value, loop=refused.loop.value)

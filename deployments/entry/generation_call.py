@@ -206,7 +206,7 @@ class GenerationCall(msgspec.Struct, eq=False):
         told = {"loop": refused.loop.value, **self._usage(sum(each.count for each in self._choices))._asdict()}
         self._leave()
         error = HttpError(
-            refused.outcome.http_status,
+            refused.http_status,
             refused.reason,
             retry_after_s=refused.retry_after_s,
             headers=self._lines(generation),

@@ -43,7 +43,7 @@ class OpenSequences:
         program: str,
         generator: Generator,
         scheduler: StepScheduler,
-        failed: Callable[[Exception, str], bool],
+        failed: Callable[[BaseException, str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin without sequences.
@@ -128,7 +128,7 @@ class OpenSequences:
         chunks += [(number, 1) for number in self._scheduler.decoding(step)]
         try:
             ran = self.generator.step(chunks)
-        except Exception as error:
+        except BaseException as error:  # see `WorkerThread._run`
             self._scheduler.done(step)
             self._give_up(chunks, error)
             return 0.0
@@ -158,14 +158,16 @@ class OpenSequences:
         for each in [self._forget(number) for number in list(self._open)]:
             self._refuse(each.peer, each.number, refused, may_retry=True)
 
-    def _give_up(self, chunks: Sequence[tuple[int, int]], error: Exception) -> None:
+    def _give_up(self, chunks: Sequence[tuple[int, int]], error: BaseException) -> None:
         """End the sequences of a step that failed; the others go on."""
         incident = new_incident()
         is_lost = self._failed(error, incident)
         what = "there was not enough memory for a step" if is_lack_of_memory(error) else "a step failed"
         why = f"{what} of '{self.program}'; the log of gpu-let {self._id} says more under {incident}"
+        # Which sequence of several is at fault, nobody knows.
+        rule = Rule.LOST if is_lost else Rule.RAISED if len(chunks) == 1 else Rule.NONE
+        failed = Refused(Outcome.FAILED, why, None, self._id, rule)
         for number in list(self._open) if is_lost else [number for number, _ in chunks]:
-            failed = Refused(Outcome.FAILED, why, None, self._id, Rule.LOST if is_lost else Rule.NONE)
             self._end(number, failed, may_retry=is_lost)
 
     def _forget(self, number: int) -> _Open:

@@ -48,7 +48,7 @@ class StreamedWork(Generic[Work]):
         as_batch: Callable[[Any], Work | None],
         take: Callable[[Work], Blocks | None],
         done: Callable[[Work, Arrays, BatchTimes, float], None],
-        failed: Callable[[Work, Exception], None],
+        failed: Callable[[Work, BaseException], None],
         otherwise: Callable[[Any], None],
         name: str = "gpu-let",
     ) -> None:
@@ -106,13 +106,13 @@ class StreamedWork(Generic[Work]):
             if inputs is None:
                 return False
             staged = self._streaming.stage(work.program, inputs, work.size)
-        except Exception as error:
+        except BaseException as error:
             self._failed(work, error)
             return False
         try:
             self._streaming.launch(staged)
-        except Exception as error:
-            with contextlib.suppress(Exception):  # the error of the launch already says that the device is gone
+        except BaseException as error:
+            with contextlib.suppress(BaseException):  # the error of the launch already says that the device is gone
                 self._streaming.discard(staged)
             self._failed(work, error)
             return False
@@ -124,12 +124,14 @@ class StreamedWork(Generic[Work]):
             work, staged, queued_ms = entry
             try:
                 outputs, times = self._streaming.finish(staged)
-            except Exception as error:
+            except BaseException as error:
                 self._room.release()
                 self._failed(work, error)
                 continue
             self._room.release()
             try:
                 self._done(work, outputs, times, queued_ms + times.wait_ms)
-            except Exception as error:  # an error here must not end the thread: it answers the batches behind this one
+            except (
+                BaseException
+            ) as error:  # an error here must not end the thread: it answers the batches behind this one
                 self._failed(work, error)

@@ -184,7 +184,7 @@ class WorkerThread:
             self._begun[id(batch)] = begun_s, batch.program
             outputs, execution_ms = self._executor.run(batch.program, inputs, rows)
             packed = [(count, *pack_outputs(outputs[member], count)) for member, count in rows.items()]
-        except Exception as error:
+        except BaseException as error:  # a model may also raise SystemExit, which must not end the thread
             self._failed(batch, error)
             return
         del self._begun[id(batch)]
@@ -214,7 +214,7 @@ class WorkerThread:
         steps = StepScheduler(StepLimits(entry.max_sequences, most, entry.kv_tokens, entry.block_tokens), order)
         return OpenSequences(self._id, name, self._executor.generator(name), steps, self._step_failed)
 
-    def _step_failed(self, error: Exception, incident: str) -> bool:
+    def _step_failed(self, error: BaseException, incident: str) -> bool:
         """Log a step that failed; return whether the device is lost."""
         logger.error("gpu-let %s: a step failed (%s)", self._id, incident, exc_info=error)
         lost = self._lose_device(error)
@@ -269,7 +269,7 @@ class WorkerThread:
         took = times.begun_at_s * 1000.0, times.execution_ms, queue_ms, *copies
         batch.answer(BatchRan(batch.message.number, *took, [(batch.size, described)]), buffers)
 
-    def _failed(self, batch: ArrivedBatch, error: Exception) -> None:
+    def _failed(self, batch: ArrivedBatch, error: BaseException) -> None:
         """Answer a batch that could not be run. The error itself only goes to the log, as it may contain things that
         clients must not know."""
         self._begun.pop(id(batch), None)
@@ -282,7 +282,7 @@ class WorkerThread:
         if lost and self.fault is not None:
             self._on_fault(self.fault)
 
-    def _lose_device(self, error: Exception) -> bool:
+    def _lose_device(self, error: BaseException) -> bool:
         """Return whether an error has just cost the device."""
         lost = self.fault is None and self._executor.device.startswith("cuda") and loses_device(error)
         if lost:

@@ -67,6 +67,11 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
     rule: Rule = Rule.NONE
     loop: Loop = Loop.NONE
 
+    @property
+    def http_status(self) -> int:
+        """The status of the HTTP answer."""
+        return self.outcome.http_status(self.rule)
+
 
 @dataclass(slots=True)
 class Answer:
@@ -88,6 +93,7 @@ class Answer:
     retry_after_s: float | None = None
     reason: str = ""
     start_ms: float = math.nan
+    rule: Rule = Rule.NONE
 
     @classmethod
     def of_row(cls, arrived_ms: float, executed: Executed, row: int) -> Answer:
@@ -113,7 +119,13 @@ class Answer:
             batching_ms=waited_ms,
             retry_after_s=refused.retry_after_s,
             reason=refused.reason,
+            rule=refused.rule,
         )
+
+    @property
+    def http_status(self) -> int:
+        """The status of the HTTP answer."""
+        return self.outcome.http_status(self.rule)
 
     @property
     def queue_ms(self) -> float:

@@ -91,7 +91,7 @@ class HandleSender:
                 reply.tokens += 1
                 reply.writing_ms = (now - first_at) * 1000.0
         except RequestFailedError as error:
-            reply = Reply(error.answer.outcome.http_status, error=str(error))
+            reply = Reply(error.answer.http_status, error=str(error))
         except TenutoError as error:
             reply = Reply(0, error=str(error))
         self._on_reply(token, reply)
@@ -104,7 +104,7 @@ class HandleSender:
         self._on_reply(
             token,
             Reply(
-                answer.outcome.http_status,
+                answer.http_status,
                 answer.batching_ms,
                 answer.gpulet_queue_ms,
                 answer.execution_ms,

@@ -93,7 +93,7 @@ def compare(
             items: SimpleQueue[Any] = SimpleQueue()
             batches = [_Batch(size, blocks[number % 3]) for number in range(count)]
             answers: list[tuple[Arrays, BatchTimes]] = []
-            errors: list[Exception] = []
+            errors: list[BaseException] = []
             for item in (*batches, None):
                 items.put(item)
             began = time.perf_counter()

@@ -208,16 +208,17 @@ async def test_a_gpulet_is_used_once_it_holds_the_merged_program(start: Start) -
     assert [ok(answer) for answer in answers] == [expected(model, 1.0) for model in "ab"]
 
 
-async def test_an_error_of_a_joint_batch_fails_all_its_requests(start: Start) -> None:
+async def test_a_joint_batch_that_raises_an_error_is_run_again_in_halves(start: Start) -> None:
     gpulet = MergedGpulet("g", ("a+b",), hold=True)
     dispatcher = await start(make_plan(merged=True, batch_size=1), gpulet)
     futures = [submit(dispatcher, model, request(model, 1.0)) for model in "ab"]
     await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
-    gpulet.error = "broken"
+    gpulet.error, gpulet.hold = "broken", False
     gpulet.release()
     answers = [await asyncio.wait_for(future, PATIENCE_S) for future in futures]
     assert [(a.outcome, a.reason) for a in answers] == [(Outcome.FAILED, "broken")] * 2
     assert [dispatcher.accounts.counters[n].failed for n in "ab"] == [1, 1]
+    assert [message.members for message in gpulet.messages] == [[("a", 1), ("b", 1)], [("a", 1)], [("b", 1)]]
 
 
 async def test_a_real_gpulet_emulates_a_group_as_the_serve_config_tells_it() -> None:
