@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.errors import refused
+from tenuto.profiles.networks.torchvision_import import tolerate_missing_operators
 
 FACTORIES = "TENUTO_FACTORIES"
 MODEL_PATHS = "TENUTO_MODEL_PATHS"
@@ -33,6 +34,7 @@ def imported(source: str, what: str) -> Any:
         InvalidInputError: it is outside of the allowed packages, or cannot be imported.
     """
     check_factory(source, what)
+    tolerate_missing_operators()
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # so that a model beside the workload file is found

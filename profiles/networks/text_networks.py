@@ -6,7 +6,6 @@ built.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,15 @@ import torch
 import transformers
 
 from tenuto.errors import first_line, refused
-from tenuto.profiles.networks.torchvision_import import import_torchvision
+from tenuto.profiles.networks.torchvision_import import tolerate_missing_operators
 
 
 def prepare_transformers(name: str | None = None) -> None:
     """Import transformers and the classes of one network of the catalogue.
 
-    If torchvision is installed, it is imported first in our way: transformers imports it too, and fails with a CPU
-    build of torch otherwise.
+    transformers imports torchvision, and would fail with a CPU build of torch.
     """
-    if importlib.util.find_spec("torchvision") is not None:
-        import_torchvision()
+    tolerate_missing_operators()
     for class_name in _CLASSES.get((name or "").rpartition("/")[2], ()):
         getattr(transformers, class_name)
 

@@ -1,10 +1,10 @@
 """Imports torchvision with a build of torch that its compiled operators do not fit; reads ImageNet names without torch.
 
 The wheels of the package index are CUDA builds. Beside a CPU build of torch their library of operators (nms, roi_align,
-…) cannot be loaded; torchvision tolerates that itself, except that two modules then register rules for operators which
-do not exist, and the import fails. The models and transforms are Python and need none of these operators, so exactly
-those two modules are replaced by empty ones, and only after the ordinary import has failed for that reason. The
-operators stay absent: calling one raises torchvision's own error. A matching build is used untouched.
+…) cannot be loaded. torchvision tolerates that itself, except that two modules then register rules for operators which
+do not exist, and the import fails. The models and transforms are Python and need none of these operators, so these two
+modules are allowed to fail for that reason, whoever imports torchvision: the catalogue, transformers or a user's
+factory. The operators stay absent: calling one raises torchvision's own error. A matching build is not touched.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -29,34 +32,54 @@ def import_torchvision() -> ModuleType:
     Raises:
         EnvironmentFaultError: torchvision is not installed, or its import fails for another reason.
     """
+    tolerate_missing_operators()
     try:
-        return _import()
-    except ModuleNotFoundError as error:
+        module = importlib.import_module("torchvision")
+        importlib.import_module("torchvision.models")
+        importlib.import_module("torchvision.transforms")
+    except (ImportError, RuntimeError) as error:
         raise EnvironmentFaultError(f"torchvision cannot be imported ({error}). {_CURE}") from error
-    except RuntimeError as error:
-        if "operator torchvision::" not in str(error):
-            raise EnvironmentFaultError(f"torchvision cannot be imported ({error}). {_CURE}") from error
-    _forget()
-    for name in _OPERATOR_RULES:
-        sys.modules[name] = ModuleType(name, "Empty: torchvision's compiled operators do not fit this torch.")
-    try:
-        return _import()
-    except Exception as error:
-        _forget()
-        raise EnvironmentFaultError(f"torchvision cannot be imported without operators ({error}). {_CURE}") from error
-
-
-def _import() -> ModuleType:
-    module = importlib.import_module("torchvision")
-    importlib.import_module("torchvision.models")
-    importlib.import_module("torchvision.transforms")
     return module
 
 
-def _forget() -> None:
-    """Remove what a failed import left behind."""
-    for name in [name for name in sys.modules if name == "torchvision" or name.startswith("torchvision.")]:
-        del sys.modules[name]
+def tolerate_missing_operators() -> None:
+    """Let every later import of torchvision in this process succeed without its compiled operators."""
+    if not any(isinstance(finder, _OperatorRules) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _OperatorRules())
+
+
+class _OperatorRules(MetaPathFinder):
+    """Finds the modules that may fail where the operators are absent."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where Python would find one of these modules, with a loader that tolerates its failure."""
+        if fullname not in _OPERATOR_RULES:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Tolerant(spec.loader)
+        return spec
+
+
+class _Tolerant(Loader):
+    """Loads a module with another loader. What the module lacks when its operators are absent, it goes without."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Let the other loader make it."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module until an operator is absent."""
+        try:
+            self._loader.exec_module(module)
+        except RuntimeError as error:
+            if "operator torchvision::" not in str(error):
+                raise
 
 
 @cache

@@ -1,10 +1,12 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tenuto.errors import EnvironmentFaultError
+from tenuto.profiles.networks.places import imported
 from tenuto.profiles.networks.torchvision_import import imagenet_categories, import_torchvision
 
 
@@ -54,3 +56,27 @@ def test_absent_torchvision_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(EnvironmentFaultError, match="Install the torchvision"):
         import_torchvision()
+
+
+@pytest.mark.parametrize("fault", ["operator torchvision::nms does not exist", "another fault"])
+def test_what_a_factory_imports_goes_without_operators_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
+) -> None:
+    """transformers and most users' modules import torchvision by themselves."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text("from torchvision import _meta_registrations\n")
+    (package / "_meta_registrations.py").write_text(f"raise RuntimeError({fault!r})\n")
+    (tmp_path / "their_module.py").write_text("import torchvision\n\ndef make():\n    return torchvision.__file__\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("torchvision", "their_module")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    try:
+        if fault.startswith("operator"):
+            assert imported("their_module:make", "model")() == str(package / "__init__.py")
+        else:
+            with pytest.raises(RuntimeError, match=fault):
+                imported("their_module:make", "model")
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("torchvision", "their_module")]:
+            del sys.modules[name]
