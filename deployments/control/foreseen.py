@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tenuto.deployments.control.fit import gpus_of, renamed
 from tenuto.deployments.control.interface import Durations
 from tenuto.deployments.control.worth import stages
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import GpuletChange, LayoutChange, diff, layout_changes
 from tenuto.placement import Plan
 
@@ -23,9 +24,20 @@ class ChangeStep:
 
 
 @dataclass(frozen=True)
+class SettingChange:
+    """A setting that is asked for otherwise than it runs, in words. `stays`: it is not changed."""
+
+    name: str
+    runs: str
+    wanted: str
+    stays: bool
+
+
+@dataclass(frozen=True)
 class ForeseenChange:
     """What happens to every gpu-let, in which steps, and which models the new plan no longer serves. `drained`: places
-    to empty; `undrained`: places free for use again; `layouts`: GPUs to cut into other MIG instances."""
+    to empty; `undrained`: places free for use again; `layouts`: GPUs to cut into other MIG instances; `settings`: those
+    that are asked for otherwise; `is_same`: the plan is the one that runs."""
 
     changes: tuple[GpuletChange, ...]
     steps: tuple[ChangeStep, ...]
@@ -33,6 +45,32 @@ class ForeseenChange:
     drained: tuple[str, ...] = ()
     undrained: tuple[str, ...] = ()
     layouts: tuple[LayoutChange, ...] = ()
+    settings: tuple[SettingChange, ...] = ()
+    is_same: bool = False
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether everything would go on as it runs."""
+        is_touched = any(change.kind != "unchanged" for change in self.changes)
+        return self.is_same and not is_touched and all(setting.stays for setting in self.settings)
+
+
+def foresee_deployment(
+    running: Deployment, wanted: Deployment, kept: Collection[str] = (), strays: Collection[str] = ()
+) -> ForeseenChange:
+    """Return what a change from one deployment to another does, where the settings in `kept` stay as they run."""
+    found, after = foresee(running.plan, wanted.plan, strays), wanted.left_open_as(running)
+    settings = [
+        SettingChange(name, _shown(running.setting(name)), _shown(after.setting(name)), name in kept)
+        for name in sorted(Deployment.model_fields.keys() - {"plan", "workload", "name", "nodes"})
+        if after.setting(name) != running.setting(name) and not (name in kept and wanted.leaves_open(name))
+    ]
+    return replace(found, settings=tuple(settings))
+
+
+def _shown(value: object) -> str:
+    """Return a setting in words; what may hold secrets has no words of its own."""
+    return str(value) if isinstance(value, str | int | float) else "other settings"
 
 
 def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> ForeseenChange:
@@ -54,4 +92,6 @@ def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> Forese
     changes = (*ended, *diff(running, target))
     lost = tuple(name for name in served if name not in kept)
     undrained = tuple(name for name in running.drained if name not in wanted.drained)
-    return ForeseenChange(changes, tuple(steps), lost, wanted.drained, undrained, layout_changes(running, target))
+    layouts = layout_changes(running, target)
+    is_same = target.to_data() == running.to_data()
+    return ForeseenChange(changes, tuple(steps), lost, wanted.drained, undrained, layouts, is_same=is_same)

@@ -42,7 +42,7 @@ from tenuto.deployments.serve.config import (
     ServeConfig,
     application_name,
 )
-from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment
 from tenuto.deployments.serve.history import History, Store
 from tenuto.deployments.serve.states import ApplicationState, gpulets_of
 from tenuto.deployments.serve.sub_clusters import evened, imbalance
@@ -420,14 +420,12 @@ class LiveSystem:
 def _unchangeable(running: Deployment, wanted: Deployment) -> list[Problem]:
     """Return which settings differ that cannot change while the deployment serves."""
     rules = {
+        **{name: f"is {running.setting(name)} now" for name in UNCHANGEABLE},
         "executor": f"would restart every gpu-let, which run with {running.executor}",
-        **{name: f"is {getattr(running, name)} now, which clients use" for name in ("host", "port")},
-        **{name: f"is {getattr(running, name) or 'the default'} now" for name in ("proxy_port", "operator_port")},
+        "gateways": f"{max(1, running.gateways)} run: one schedules by itself, several feed dispatchers",
     }
-    changed = [name for name in rules if getattr(wanted, name) != getattr(running, name)]
-    if wanted.feeds_dispatchers != running.feeds_dispatchers:
-        changed.append("gateways")
-        rules["gateways"] = f"{max(1, running.gateways)} run: one schedules by itself, several feed dispatchers"
+    changed = [name for name in UNCHANGEABLE if wanted.setting(name) != running.setting(name) and name != "gateways"]
+    changed += ["gateways"] if wanted.feeds_dispatchers != running.feeds_dispatchers else []
     cure = "Leave it as it is, or pass --replace, which interrupts serving."
     return [Problem(name, getattr(wanted, name), rules[name], cure) for name in changed]
 

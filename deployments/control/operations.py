@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tenuto.deployments.control.change import change_deployment, nothing_of
 from tenuto.deployments.control.controller_process import ControllerReplica, keep_ground, read_ground
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.foreseen import ForeseenChange, foresee
+from tenuto.deployments.control.foreseen import ForeseenChange, foresee_deployment
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.machines.node_layouts import NodeLayouts, check_layouts
@@ -32,7 +32,7 @@ from tenuto.deployments.serve.config import (
     application_name,
     is_ours,
 )
-from tenuto.deployments.serve.deployment import Deployment, fitting_gateways
+from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment, fitting_gateways
 from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.deployments.serve.history import ClusterStore, History, Store, Version
 from tenuto.deployments.serve.launcher import Launcher, is_serving
@@ -47,7 +47,6 @@ from tenuto.profiles import Profiles
 
 T = TypeVar("T")
 Ground = tuple[Profiles, tuple[Gpu, ...]]
-UNCHANGEABLE = ("executor", "host", "port", "proxy_port", "operator_port", "gateways")  # without --replace
 _GONE_S = 60.0  # limit: for applications to end
 _EMPTIED_S = 130.0  # limit: gateways may use a gpu-let for one more minute; ending takes `UserConfig.ends_s`
 _SILENT_S = 300.0  # limit: a stage may take two minutes by default (`change.ready_timeout_s`), going back as long
@@ -178,10 +177,10 @@ class Operations:
         """Return what the controller plans with; empty when no controller was deployed."""
         return read_ground(self._store)
 
-    def foresee(self, wanted: Plan) -> ForeseenChange:
-        """Return what going over to a plan would do."""
+    def foresee(self, wanted: Deployment, kept: Collection[str] = ()) -> ForeseenChange:
+        """Return what going over to another deployment would do; settings in `kept` stay as they run."""
         running = self.running()
-        return foresee(running.plan, wanted, self._strays(running))
+        return foresee_deployment(running, wanted, kept, self._strays(running))
 
     def _strays(self, running: Deployment) -> list[str]:
         """Return our applications that are not in the deployment: `serve deploy` leaves what other commands began.
@@ -227,7 +226,7 @@ class Operations:
         if not replace:
             refuse_foreign(states)
         if ENTRY_APPLICATION in states:
-            agrees(self.foresee(wanted.plan))
+            agrees(self.foresee(wanted, () if replace else kept))
         if ENTRY_APPLICATION in states and not replace:
             if ground is not None:
                 keep_ground(self._store, *ground)
@@ -250,12 +249,7 @@ class Operations:
         if strays:
             self._progress(f"ending {', '.join(strays)}: in no plan")
             self._applications.delete(strays)
-        as_now, named = running.with_plan(wanted.plan), wanted.name
-        wanted = wanted.model_copy(update={name: getattr(as_now, name) for name in kept})
-        # Another number of nodes would restart all processes.
-        wanted = wanted.model_copy(update={"nodes": running.nodes, "name": wanted.name or named})
-        if wanted.control is None:
-            wanted = wanted.model_copy(update={"control": running.control})
+        wanted = wanted.left_open_as(running, kept)
         check_policy(wanted.control, wanted.plan)
         check_nodes(wanted.config())
         if wanted.executor != "emulated":
@@ -303,7 +297,9 @@ class Operations:
         if version is None:
             raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")
         why = f"rollback to version {version.number}"
-        return version, self.deploy(version.deployment, why, by="rollback", kept=UNCHANGEABLE, agrees=agrees)
+        before = {name: getattr(version.deployment, name) for name in UNCHANGEABLE}  # said, defaults too
+        wanted = version.deployment.model_copy(update=before)
+        return version, self.deploy(wanted, why, by="rollback", kept=UNCHANGEABLE, agrees=agrees)
 
     def delete(self) -> list[str]:
         """Drain and remove the deployment; return the names of its applications. Foreign ones stay.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -47,6 +47,16 @@ MOST_CLIENTS = 48  # format: clients that CUDA MPS allows on one GPU (driver r55
 _LEDGER_SLOT = 0.02  # unit: a gpu-let's part of Ray's count of a GPU: 50 fit, and CUDA MPS never allows as many
 # Under full load two gateways, the dispatcher that schedules, and Ray with all that waits keep one core busy each.
 _CORES_OF_TWO = 4  # derived: cores that two gateways need
+
+
+# Settings that only a new start can change (--replace).
+UNCHANGEABLE = ("executor", "host", "port", "proxy_port", "operator_port", "gateways")
+# What stands for a setting that nobody has chosen, beside the fields that were not given.
+_OPEN = (
+    ("gateways", 0),
+    ("name", ""),
+    *((name, None) for name in ("proxy_port", "operator_port", "partition", "control")),
+)
 
 
 class _FoundProcesses(BaseModel):
@@ -183,9 +193,34 @@ class Deployment(StrictModel):
     @property
     def operator_url(self) -> str:
         """The URL for operators: it has a port of its own, or it is the clients' URL."""
-        return (
-            self.url if self.operator_port == 0 else f"http://127.0.0.1:{self.operator_port or _beside(self.port, 2)}"
-        )
+        return self.url if self.operators_at == 0 else f"http://127.0.0.1:{self.operators_at}"
+
+    @property
+    def proxies_at(self) -> int:
+        """The port of Serve's proxies."""
+        return self.proxy_port or _beside(self.port, 1)
+
+    @property
+    def operators_at(self) -> int:
+        """The port for operators; 0: none."""
+        return _beside(self.port, 2) if self.operator_port is None else self.operator_port
+
+    def setting(self, name: str) -> Any:
+        """Return a setting as it is in effect: ports that are left open follow the first one."""
+        ports = {"proxy_port": self.proxies_at, "operator_port": self.operators_at}
+        return ports[name] if name in ports else getattr(self, name)
+
+    def leaves_open(self, name: str) -> bool:
+        """Whether nobody has said what a setting is to be."""
+        return name not in self.model_fields_set or (name, getattr(self, name)) in _OPEN
+
+    def left_open_as(self, running: Deployment, kept: Collection[str] = ()) -> Deployment:
+        """Return this deployment in place of the one that runs: with `kept` as it runs, and what is left open too, if
+        only a new start can change it. Another number of nodes would restart all processes."""
+        open_to_it = (*UNCHANGEABLE, "partition", "control", "name")
+        names = {*kept, "nodes", *(name for name in open_to_it if self.leaves_open(name))}
+        as_now = running.with_plan(self.plan)
+        return self.model_copy(update={name: getattr(as_now, name) for name in names})
 
     def with_plan(self, plan: Plan) -> Deployment:
         """Return the same deployment of another plan. When the partition does not fit the plan, a new one is made."""
@@ -252,7 +287,7 @@ class Deployment(StrictModel):
             ),
             gpulets=tuple(self._gpulet(plan, gpulet, processes[gpulet.id]) for gpulet in plan.gpulets),
             control=self._control(),
-            proxy_port=self.proxy_port or _beside(self.port, 1),
+            proxy_port=self.proxies_at,
             log_json=self.log_json,
         )
 
@@ -263,8 +298,8 @@ class Deployment(StrictModel):
         found: dict[str, Any] = {**access, "listen": {"host": self.host, "port": self.port, **tls}}
         if self.grpc_port:
             found["grpc"] = {"host": self.host, "port": self.grpc_port, **tls}
-        if self.operator_port != 0:
-            found["operators"] = {"host": "127.0.0.1", "port": self.operator_port or _beside(self.port, 2)}
+        if self.operators_at != 0:
+            found["operators"] = {"host": "127.0.0.1", "port": self.operators_at}
         return found
 
     def _names_in(self, sub_cluster: str, part: Plan) -> list[str]:

@@ -13,12 +13,13 @@ from tenuto.placement.cluster import excludes
 from tenuto.placement.plan import GpuletProcess, Plan, PlannedGpu
 from tenuto.placement.program import Gpulet
 
-ChangeKind = Literal["route-only", "reconfigure", "restart", "start", "stop"]
+ChangeKind = Literal["unchanged", "route-only", "reconfigure", "restart", "start", "stop"]
 
 
 @dataclass(frozen=True)
 class GpuletChange:
-    """The change of one gpu-let, and why. `route-only`: its process and its models are not touched."""
+    """The change of one gpu-let, and why. `route-only`: the gateways send it other requests, or allow them another
+    time; its process and its models are not touched."""
 
     gpulet: str
     kind: ChangeKind
@@ -102,7 +103,21 @@ def _in_place(old: Plan, before: Gpulet, new: Plan, after: Gpulet) -> GpuletChan
         for name in sorted(models_before.keys() | models_after.keys())
         if models_before.get(name) != models_after.get(name)
     )
-    return GpuletChange(after.id, "reconfigure" if reasons else "route-only", reasons)
+    if reasons:
+        return GpuletChange(after.id, "reconfigure", reasons)
+    routes_before, routes_after = _routes(old, before), _routes(new, after)
+    changed = tuple(key for key in routes_after if routes_before.get(key) != routes_after[key])
+    return GpuletChange(after.id, "route-only" if changed else "unchanged", changed)
+
+
+def _routes(plan: Plan, gpulet: Gpulet) -> dict[str, list[Any]]:
+    """Return what only the gateways know of a gpu-let: what its models are asked and promised."""
+    found: dict[str, list[Any]] = {key: [value] for key, value in dict(gpulet).items() if key != "models"}
+    for replica in gpulet.models:
+        for part in (replica, plan.model(replica.name)):
+            for key, value in dict(part).items():
+                found.setdefault(f"{replica.name}: {key.replace('_', ' ')}", []).append(value)
+    return found
 
 
 def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:

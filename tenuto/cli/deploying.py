@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -72,19 +72,10 @@ class ServingArguments:
         from tenuto.deployments.security.keys import read_keys
         from tenuto.deployments.serve.deployment import Deployment
         from tenuto.deployments.serve.sub_clusters import parted, read_partition
-        from tenuto.documents import load_document
 
         if self.emulate and self.executor not in (None, "emulated"):
             raise refused("--executor", self.executor, "contradicts --emulate", "Give one of the two.")
-        document = load_document(self.plan_file)
-        plan = Plan.from_data(document, origin=self.plan_file)  # its faults with the name of the file
-        if isinstance(document, dict) and "applications" in document and "policy" not in document:
-            base = Deployment.from_data(document, origin=self.plan_file)
-            if base.gateways == 1:  # plan files say 1 when their author gave no number
-                base = base.model_copy(update={"gateways": 0})
-        else:
-            base = Deployment(plan=plan)
-        base = base.model_copy(update={"name": base.name or Path(self.plan_file).stem[:63]})
+        base = read_deployment(self.plan_file)
         chosen = split_pairs(self.options)
         control = None if self.control_file is None else ControlSettings.load(self.control_file)
         keys = [entry.model_dump(mode="json", exclude_defaults=True) for entry in read_keys(self.key_file)]
@@ -110,7 +101,7 @@ class ServingArguments:
         }
         left = {field for field in self.left_open() if field != "access" or not keys}
         given = {name: value for name, value in asked.items() if name not in left}
-        found = Deployment.model_validate({**{name: getattr(base, name) for name in Deployment.model_fields}, **given})
+        found = Deployment.model_validate({**{name: getattr(base, name) for name in base.model_fields_set}, **given})
         # A wrong name or option must fail here, and not later in a replica.
         make_scheduler(found.scheduler, from_plan(found.plan), found.scheduler_options)
         check_policy(found.control, found.plan)
@@ -123,12 +114,41 @@ class ServingArguments:
         """Return the fields of `deployment` that no option sets. When a plan runs already, these stay as they are."""
         context = click.get_current_context()
         given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-        asked_by = {name: {name} for name in _same()} | _ASKED_BY
-        return [field for field, names in asked_by.items() if not given & names]
+        return left_open(given)
 
     def ground(self, plan: Plan) -> Ground | None:
         """Return the profiles and the possible GPUs that a controller plans with; None without --control."""
         return None if self.control_file is None else self.where.ground(plan)
+
+
+def read_deployment(plan_file: str) -> Deployment:
+    """Return a plan file's plan and how the file says that it is served. It says nothing by a default: plan files have
+    those that nobody chose.
+
+    Raises:
+        InvalidInputError: lists the problems of the file.
+    """
+    from tenuto.deployments.serve.deployment import Deployment
+    from tenuto.documents import load_document
+
+    document = load_document(plan_file)
+    plan = Plan.from_data(document, origin=plan_file)  # its faults with the name of the file
+    found = Deployment(plan=plan)
+    if isinstance(document, dict) and "applications" in document and "policy" not in document:
+        found = Deployment.from_data(document, origin=plan_file)
+        if found.gateways == 1:  # plan files say 1 when their author gave no number
+            found = found.model_copy(update={"gateways": 0})
+    found = found.model_copy(update={"name": found.name or Path(plan_file).stem[:63]})
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in Deployment.model_fields.items()}
+    return Deployment.model_validate(
+        {name: value for name in defaults if (value := getattr(found, name)) != defaults[name]}
+    )
+
+
+def left_open(given: Collection[str] = ()) -> list[str]:
+    """Return the settings of a deployment for which none of these options was given."""
+    asked_by = {name: {name} for name in _same()} | _ASKED_BY
+    return [field for field, names in asked_by.items() if not names & {*given}]
 
 
 def _same() -> list[str]:
@@ -228,9 +248,12 @@ def agree(what: str, *, yes: bool) -> None:
 
 
 def agrees_to_losses(*, yes: bool) -> Callable[[ForeseenChange], None]:
-    """Return a function that asks before served models lose their service, and prints which are interrupted."""
+    """Return a function that asks before served models lose their service. It prints which are interrupted, and which
+    settings are not changed as asked."""
 
     def ask(foreseen: ForeseenChange) -> None:
+        for text in settings_shown(foreseen):
+            tell(text)
         if foreseen.lost:
             agree(f"{', '.join(foreseen.lost)}: served now, and by the new plan no more", yes=yes)
         if foreseen.undrained:
@@ -242,6 +265,16 @@ def agrees_to_losses(*, yes: bool) -> Callable[[ForeseenChange], None]:
             tell(f"no room for old and new gpu-lets: {', '.join(interrupted)} is not served until new ones are ready")
 
     return ask
+
+
+def settings_shown(foreseen: ForeseenChange) -> Iterator[str]:
+    """Yield what becomes of every setting that is asked for otherwise than it runs."""
+    from tenuto.deployments.serve.deployment import UNCHANGEABLE
+
+    for setting in foreseen.settings:
+        cure = "pass --replace, which interrupts serving" if setting.name in UNCHANGEABLE else "give it as an option"
+        stays = f"{setting.runs} stays, not {setting.wanted}; to change it, {cure}"
+        yield f"{setting.name}: {stays if setting.stays else f'{setting.runs} → {setting.wanted}'}"
 
 
 def keep_drained(foreseen: ForeseenChange) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import click
 
 from tenuto.cli.common import json_option, printed_as_json, say
-from tenuto.cli.deploying import address_option, operations
+from tenuto.cli.deploying import address_option, left_open, operations, read_deployment, settings_shown
 from tenuto.cli.tables import print_table
-from tenuto.placement import Plan
 
 
 @click.command("diff", short_help="Show what a change to a plan does to each gpu-let.")
@@ -20,15 +19,15 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
 
     Example: tenuto diff new.yaml --from old.yaml
     """
-    from tenuto.deployments.control.foreseen import foresee
+    from tenuto.deployments.control.foreseen import foresee_deployment
     from tenuto.deployments.control.worth import CUTTING_S
 
-    wanted = Plan.load(plan_file)
+    wanted, kept = read_deployment(plan_file), left_open()
     if from_file is not None:
-        found = foresee(Plan.load(from_file), wanted)
+        found = foresee_deployment(read_deployment(from_file), wanted, kept)
     else:
         with operations(address) as running:
-            found = running.foresee(wanted)
+            found = running.foresee(wanted, kept)
     if printed_as_json(found):
         return
     print_table(
@@ -51,5 +50,7 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
         say(f"drained no more: {', '.join(found.undrained)}; `tenuto deploy` asks for --yes")
     if found.lost:
         say(f"no longer served: {', '.join(found.lost)}; `tenuto deploy` asks for --yes")
-    if not found.steps and all(change.kind == "route-only" for change in found.changes):
+    for text in settings_shown(found):
+        say(text)
+    if found.changes_nothing:
         say("nothing changes")

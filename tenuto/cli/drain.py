@@ -55,7 +55,7 @@ def go_without(
 
     def ask(foreseen: ForeseenChange) -> None:
         for change in foreseen.changes:
-            if change.kind != "route-only":
+            if change.kind not in ("unchanged", "route-only"):
                 tell(f"{change.gpulet}: {change.kind}: {'; '.join(change.reasons)}")
         # Gpu-lets on GPUs that are lost for other reasons do not count: they are lost already.
         here = [gpulet for gpulet in found.plan.gpulets if not {*gpulet.gpus} & {*lost}]

@@ -16,6 +16,9 @@ from tenuto.cli.deploying import address_option, agrees_to_losses, operations, y
 def command(number: int | None, yes: bool, address: str | None) -> int:
     """Go back to VERSION; by default, to the last version with another plan than the one that runs.
 
+    Settings that only a new start can change, such as ports, stay as they are; the command names those that VERSION had
+    otherwise.
+
     Example: tenuto rollback
     """
     with operations(address) as running:

@@ -12,11 +12,18 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tenuto.cli import VERBS, delete, deploy, drain, history, load_verb, model, undrain
-from tenuto.cli.deploying import ServingArguments, agrees_to_losses, endpoint_of, keep_drained, operations
+from tenuto.cli.deploying import (
+    ServingArguments,
+    agrees_to_losses,
+    endpoint_of,
+    keep_drained,
+    operations,
+    read_deployment,
+)
 from tenuto.deployments.control.foreseen import ForeseenChange, foresee
 from tenuto.deployments.control.near import less_by
 from tenuto.deployments.process.ray_address import KnownDeployment
-from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment
 from tenuto.deployments.serve.history import History
 from tenuto.deployments.serve.user_config import HANGS_S
 from tenuto.deployments.wire.status import SystemStatus
@@ -87,6 +94,15 @@ def test_a_plan_file_says_how_it_is_served_and_options_say_otherwise(
     (asked,) = found
     assert asked == made.model_copy(update={"name": "plan", **changed})
     assert [each.user_config.hangs_s for each in asked.config().gpulets] == [changed.get("hangs_s", HANGS_S)]
+
+
+def test_a_plan_file_leaves_open_what_its_author_did_not_choose(tmp_path: Path) -> None:
+    plan, file = make_plan({"n0/0/a": (50.0, ["m"])}), tmp_path / "plan.yaml"
+    for text in (plan.dump(), dump_yaml(Deployment(plan=plan).config().to_data())):
+        file.write_text(text)
+        assert all(read_deployment(str(file)).leaves_open(name) for name in UNCHANGEABLE)
+    file.write_text(dump_yaml(Deployment(plan=plan, port=9000).config().to_data()))
+    assert [name for name in UNCHANGEABLE if not read_deployment(str(file)).leaves_open(name)] == ["port"]
 
 
 BOTH, ONE = make_plan({"n0/0/a": (50.0, ["m", "n"])}), make_plan({"n0/0/a": (50.0, ["m"])})

@@ -111,7 +111,11 @@ OTHER = make_plan({"n0/0/z": (60.0, ["one"]), "n0/1/z": (50.0, ["two"])})
 
 def ended_by_going_to(operator: Operations, plan: Plan) -> set[str]:
     """Return the gpu-lets and strays that a change to a plan would end."""
-    return {change.gpulet for change in operator.foresee(plan).changes if change.kind == "stop"}
+    return {
+        change.gpulet
+        for change in operator.foresee(operator.running().with_plan(plan)).changes
+        if change.kind == "stop"
+    }
 
 
 def test_what_serve_deploy_brought_is_what_runs_and_what_it_left_is_ended(operator: Operations) -> None:

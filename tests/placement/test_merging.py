@@ -303,7 +303,7 @@ def test_a_new_group_is_a_change_in_place() -> None:
     assert (change.kind, change.reasons) == ("reconfigure", ("merged a+b: added",))
     (change,) = diff(merged, apart)
     assert change.reasons == ("merged a+b: removed",)
-    assert diff(merged, merged)[0].kind == "route-only"
+    assert diff(merged, merged)[0].kind == "unchanged"
 
 
 def test_the_worst_split_is_the_worst_of_all_splits() -> None:

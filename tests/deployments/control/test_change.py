@@ -12,7 +12,7 @@ from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.rates import RatesMemory
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment
 from tenuto.deployments.serve.history import History
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
@@ -302,3 +302,44 @@ def test_a_node_that_is_lost_is_known_before_any_gateway_answers() -> None:
     assert [gpu.id for gpu in seen.gpus] == ["n0/0"]
     assert seen.ready == {"n0/0/a"}
     assert system.look(serve.now_s) is None
+
+
+WAYS = [
+    {"gateways": 1},
+    {"gateways": 2},
+    {"gateways": 3, "dispatchers": 3, "nodes": 2, "name": "shop"},
+    {"gateways": 1, "partition": {"a": 0, "b": 1}},
+    {"gateways": 1, "executor": "auto", "host": "127.0.0.2", "port": 65535, "proxy_port": 7, "operator_port": 0},
+]
+OTHERWISE = {"executor": "torch", "host": "127.0.0.3", "port": 9, "proxy_port": 9, "operator_port": 9}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_is_left_open_is_as_it_runs_and_what_is_said_otherwise_is_refused(how: dict[str, object]) -> None:
+    cluster = Cluster(HALVES)
+    running = cluster.deployment = of(HALVES, **how)
+
+    def reached(**said: object) -> bool:
+        wanted = Deployment.model_validate({"plan": HALVES.to_data(), **said}).left_open_as(running)
+        serve = FakeServe(running)
+        return change_deployment(
+            running,
+            wanted,
+            serve,
+            serve.status,
+            cluster.history,
+            by="reload",
+            why="a test",
+            clock=serve.clock,
+            sleep=serve.sleep,
+        )
+
+    assert reached()
+    assert reached(**{name: running.setting(name) for name in UNCHANGEABLE})
+    assert reached(gateways=0, proxy_port=None, scheduler="eager")
+    for name, value in OTHERWISE.items():
+        with pytest.raises(InvalidInputError, match=f"{name}: {value!r}: "):
+            reached(**{name: value})
+    if running.partition is None:
+        with pytest.raises(InvalidInputError, match="gateways: "):
+            reached(gateways=1 if running.feeds_dispatchers else 2)

@@ -36,7 +36,7 @@ def test_other_gpus_need_another_process() -> None:
     (change,) = (change for change in found if change.gpulet == big.id)
     assert change.kind == "restart"
     assert any("also on" in reason for reason in change.reasons)
-    assert {change.kind for change in diff(plan, plan)} == {"route-only"}
+    assert {change.kind for change in diff(plan, plan)} == {"unchanged"}
 
 
 def test_a_plan_is_laid_on_the_same_gpus_together_and_keeps_its_processes() -> None:

@@ -49,7 +49,7 @@ def kinds(old: Plan, new: Plan) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("after", "kind"),
     [
-        (gpulet("n0/0/a", ("x", 4)), "route-only"),
+        (gpulet("n0/0/a", ("x", 4)), "unchanged"),
         (gpulet("n0/0/a", ("x", 8)), "reconfigure"),
         (gpulet("n0/0/a", ("x", 4), ("z", 1)), "reconfigure"),
         (gpulet("n0/0/a", ("z", 4)), "reconfigure"),
@@ -62,17 +62,17 @@ def kinds(old: Plan, new: Plan) -> dict[str, str]:
 )
 def test_a_change_of_one_gpulet_touches_only_it(after: dict[str, Any], kind: str) -> None:
     found = kinds(plan(*BEFORE), plan(after, BEFORE[1]))
-    assert found == {"n0/0/a": kind, "n0/0/b": "route-only"}
+    assert found == {"n0/0/a": kind, "n0/0/b": "unchanged"}
 
 
 def test_equal_plans_change_nothing() -> None:
     found = diff(plan(*BEFORE), plan(*BEFORE))
-    assert {c.kind for c in found} == {"route-only"}
+    assert {c.kind for c in found} == {"unchanged"}
 
 
 def test_rates_and_slos_are_the_entrys_business() -> None:
     found = diff(plan(*BEFORE), plan(*BEFORE, models={"x": {"rate_rps": 99}}))
-    assert [(c.gpulet, c.kind) for c in found] == [("n0/0/a", "route-only"), ("n0/0/b", "route-only")]
+    assert [(c.kind, c.reasons) for c in found] == [("route-only", ("x: rate rps",)), ("unchanged", ())]
 
 
 def test_another_source_of_the_weights_is_loaded_in_place() -> None:
@@ -83,10 +83,10 @@ def test_another_source_of_the_weights_is_loaded_in_place() -> None:
 
 def test_gpulets_that_come_and_go_leave_their_neighbours_alone() -> None:
     one, two = plan(BEFORE[0]), plan(*BEFORE)
-    assert kinds(one, two) == {"n0/0/a": "route-only", "n0/0/b": "start"}
-    assert kinds(two, one) == {"n0/0/a": "route-only", "n0/0/b": "stop"}
+    assert kinds(one, two) == {"n0/0/a": "unchanged", "n0/0/b": "start"}
+    assert kinds(two, one) == {"n0/0/a": "unchanged", "n0/0/b": "stop"}
     other = gpulet("n0/1/a", ("y", 4))
-    assert kinds(one, plan(BEFORE[0], other)) == {"n0/0/a": "route-only", "n0/1/a": "start"}
+    assert kinds(one, plan(BEFORE[0], other)) == {"n0/0/a": "unchanged", "n0/1/a": "start"}
 
 
 def test_another_gpu_or_type_or_mps_mode_restarts() -> None:
