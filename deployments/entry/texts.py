@@ -3,14 +3,11 @@ string."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateSyntaxError
 
 from tenuto.errors import EnvironmentFaultError, first_line, refused
 from tenuto.placement.workload import ModelSpec
@@ -18,6 +15,7 @@ from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.places import check_path
 
 BYTES = "bytes"  # the tokenizer that needs no file
+_FILE = "tokenizer.json"  # format: where the tokenizers library saves one
 _BROKEN = "\ufffd"  # what a text ends with when its last character is not complete
 _LONGEST_CHARACTER = 4  # format: bytes of the longest character in UTF-8
 _MOST_READ_AGAIN = 64  # limit: tokens that are decoded again for each new one; a character has at most four with text
@@ -67,46 +65,58 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer of a folder that `save_pretrained` wrote, or of one `tokenizer.json`."""
+    """The tokenizer of a folder that `save_pretrained` wrote, or of one `tokenizer.json`, as transformers reads it."""
 
     def __init__(self, place: str) -> None:
         """Read it.
 
         Raises:
             InvalidInputError: it is not there, or cannot be read.
-            EnvironmentFaultError: the package `tokenizers` is not installed.
+            EnvironmentFaultError: the package `transformers` is not installed.
         """
         try:
-            from tokenizers import Tokenizer as Fast
+            # `AutoTokenizer` imports torch, which takes seconds and 200 MiB. It reads tokenizer.json in the same way,
+            # and differs where tokenizer_config.json leaves special tokens to the defaults of a class.
+            from transformers import PreTrainedTokenizerFast
+            from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
-            raise EnvironmentFaultError("texts need the package 'tokenizers'. Run: pip install tokenizers") from error
+            raise EnvironmentFaultError(
+                "texts need the package 'transformers'. Run: pip install transformers"
+            ) from error
         check_path(place, "tokenizer")
         path = Path(place)
-        folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
+        file = path / _FILE if path.is_dir() else path
         try:
-            self._fast = Fast.from_file(str(file))
+            file.stat()
+            if file.name == _FILE:
+                self._whole = PreTrainedTokenizerFast.from_pretrained(str(file.parent), local_files_only=True)
+            else:
+                self._whole = PreTrainedTokenizerFast(tokenizer_file=str(file))
+            self._fast = self._whole.backend_tokenizer
+            self._fast.no_truncation()
+            self._fast.no_padding()
             added = self._fast.get_added_tokens_decoder()
             self._special = frozenset(number for number, token in added.items() if token.special)
-            self._settings = _read(folder / "tokenizer_config.json")
-            template = folder / "chat_template.jinja"
-            source = (
-                template.read_text(encoding="utf-8-sig") if template.exists() else self._settings.get("chat_template")
-            )
-            self._template = None if not isinstance(source, str) else _environment().from_string(source)
-        except TemplateError as error:
-            raise refused(
-                "chat_template",
-                place,
-                f"is no template ({first_line(error)})",
-                "Correct the template of the tokenizer.",
-            ) from error
-        except Exception as error:  # the package raises a plain Exception
+        except Exception as error:  # the packages raise plain ones
             raise refused(
                 "tokenizer",
                 place,
                 f"cannot be read ({first_line(error)})",
                 "Give a folder or a tokenizer.json of the tokenizers library that exists on the gateways' node.",
             ) from error
+        sources = self._whole.chat_template or {}
+        for source in sources.values() if isinstance(sources, dict) else [sources]:
+            try:
+                render_jinja_template([[]], chat_template=source)
+            except TemplateSyntaxError as error:
+                raise refused(
+                    "chat_template",
+                    place,
+                    f"is no template ({first_line(error)})",
+                    "Correct the template of the tokenizer.",
+                ) from error
+            except Exception:  # it wants messages
+                continue
 
     def encode(self, text: str, *, is_chat: bool = False) -> list[int]:
         """Return the tokens of a text."""
@@ -125,13 +135,12 @@ class FileTokenizer:
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return a chat as the model's own template writes it."""
-        if self._template is None:
+        if self._whole.chat_template is None:
             raise refused(
                 "messages", len(messages), "need a chat template, and the model has none", "Ask /v1/completions."
             )
-        named = {name: _content(self._settings[name]) for name in self._settings if name.endswith("_token")}
         try:
-            return str(self._template.render(messages=messages, add_generation_prompt=True, **named))
+            return str(self._whole.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template may do anything
             raise refused(
                 "messages",
@@ -141,34 +150,12 @@ class FileTokenizer:
             ) from error
 
 
-def _read(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_text(encoding="utf-8-sig")) if file.exists() else {}
-    return found if isinstance(found, dict) else {}
-
-
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return where templates run, with what transformers gives them."""
-
-    def fail(message: str) -> None:
-        raise TemplateError(message)
-
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    made.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    made.globals["raise_exception"] = fail
-    made.globals["strftime_now"] = lambda shape: datetime.now().strftime(shape)
-    return made
-
-
 def tokenizer_of(spec: ModelSpec) -> Tokenizer | None:
     """Return the tokenizer of a model: the one its options name, else that of its folder of weights, if it has one.
 
     Raises:
         InvalidInputError: it cannot be read.
-        EnvironmentFaultError: the package `tokenizers` is not installed.
+        EnvironmentFaultError: the package `transformers` is not installed.
     """
     return open_tokenizer(_named(spec), spec.weights_path or spec.source)
 
@@ -189,7 +176,7 @@ def open_tokenizer(named: str | None, weights: str | None) -> Tokenizer | None:
         return ByteTokenizer()
     if named is not None:
         return FileTokenizer(named)
-    if weights is not None and (Path(weights) / "tokenizer.json").exists():
+    if weights is not None and (Path(weights) / _FILE).exists():
         return FileTokenizer(weights)
     return None
 

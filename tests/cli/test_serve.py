@@ -205,7 +205,8 @@ def test_sigterm_during_the_start_gives_143_and_leaves_nothing(tmp_path: Path) -
 def test_a_chat_template_that_cannot_be_read_is_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}}
+    model = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}
+    words = {"version": "1.0", "added_tokens": [], "model": model}
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}")
     (tmp_path / "plan.yaml").write_text(WRITES.replace("tokenizer: bytes", f"tokenizer: {tmp_path}"))

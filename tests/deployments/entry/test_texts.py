@@ -193,7 +193,7 @@ TEMPLATE = (
 
 
 def test_a_folder_brings_its_tokenizer_and_its_template(folder: Path) -> None:
-    settings(folder, chat_template=TEMPLATE, bos_token={"content": "<s>"})
+    settings(folder, chat_template=TEMPLATE, bos_token={"__type": "AddedToken", "content": "<s>"})
     tokenizer = open_tokenizer(None, str(folder))
     assert tokenizer is not None
     assert tokenizer.encode("hello world") == [0, 2, 3]
