@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_origin
 
 import msgspec
 import orjson
@@ -342,9 +342,10 @@ def read_body(kind: type[BodyT], body: bytes | memoryview) -> BodyT:
     if sent.count(b"[") + sent.count(b"{") > _MOST_CONTAINERS:
         raise HttpError(400, f"the body has more than {_MOST_CONTAINERS} brackets. Send less of it.")
     try:
-        found = msgspec.json.decode(sent, type=kind)
-    except msgspec.ValidationError as error:
-        raise _bad(error) from None
+        try:
+            found = msgspec.json.decode(sent, type=kind)
+        except msgspec.ValidationError as error:
+            raise _wrong_field(msgspec.json.decode(sent), kind) or bad_field("", f"is wrong: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # of names, and of fields not asked for
         raise HttpError(400, f"the body is no JSON: {error}. Send an object, without NaN and Infinity.") from None
     if isinstance(found, _Asked) and bytes(found.logit_bias) not in (b"{}", b"null"):
@@ -372,24 +373,47 @@ def made_body(kind: type[BodyT], **fields: Any) -> BodyT:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _bad(error) from None
+        raise _wrong_field(fields, kind) or bad_field("", f"is wrong: {error}") from None
 
 
-def _bad(error: msgspec.ValidationError) -> HttpError:
-    return bad_field(*_field(str(error)))
+def _wrong_field(value: Any, kind: Any, at: str = "") -> HttpError | None:
+    """Return the refusal of the innermost field of a value that is not of its type; None if there is none.
 
-
-def _field(message: str) -> tuple[str, str]:
-    """Return the field that msgspec's message is about, and the rest as a sentence's end."""
-    what, _, place = message.partition(" - at `$")
-    at = place.rstrip("`").lstrip(".")
-    if what.startswith(("Object contains unknown field", "Object missing required field")):
-        name = what.split("`")[1]
-        rule = "is missing. Give it" if "missing" in what else "is not a field of this request. Leave it out"
-        return f"{at}.{name}" if at else name, rule
-    if what.startswith("Invalid value"):  # of the only field that has a few values
-        return at, "must be 'text'. Send texts only"
-    return at, f"is wrong: {what[:1].lower()}{what[1:]}"
+    msgspec says it in words alone, so that the types are gone through once more.
+    """
+    try:
+        if kind is not msgspec.Raw:
+            msgspec.convert(value, kind)
+        return None
+    except msgspec.ValidationError as error:
+        said = str(error)
+    dot = f"{at}." if at else ""
+    for option in (kind, *get_args(kind)):
+        if isinstance(value, list) and get_origin(option) is list:
+            inner = (_wrong_field(each, get_args(option)[0], f"{at}[{n}]") for n, each in enumerate(value))
+        elif isinstance(value, dict) and isinstance(option, type) and issubclass(option, msgspec.Struct):
+            tag_name, tag = option.__struct_config__.tag_field, option.__struct_config__.tag
+            if tag_name is not None and value.get(tag_name) != tag:
+                at = f"{dot}{tag_name}"
+                continue
+            fields = {each.encode_name: each for each in msgspec.structs.fields(option)}
+            unknown = value.keys() - fields.keys() - {tag_name}
+            if unknown:
+                return bad_field(f"{dot}{min(unknown)}", "is not a field of this request. Leave it out")
+            missing = next((name for name, each in fields.items() if each.required and name not in value), None)
+            if missing is not None:
+                return bad_field(f"{dot}{missing}", "is missing. Give it")
+            inner = (
+                _wrong_field(each, fields[name].type, f"{dot}{name}")
+                for name, each in value.items()
+                if name != tag_name
+            )
+        else:
+            continue
+        found = next((each for each in inner if each is not None), None)
+        if found is not None:
+            return found
+    return bad_field(at, f"is wrong: {said[:1].lower()}{said[1:]}")
 
 
 def bad_field(name: str, rule: str) -> HttpError:
