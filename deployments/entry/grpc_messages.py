@@ -23,6 +23,7 @@ from tenuto.deployments.entry.exchange import Head, HttpError
 from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.entry.oip import Given, OutputGiven, RequestGiven, TensorGiven, bytes_tensor
 from tenuto.deployments.wire.tensors import DATATYPES, Buffer
+from tenuto.profiles.networks.inputs import fitted
 
 Message = Any  # a class made at run time; protobuf has no type for its fields
 
@@ -240,12 +241,11 @@ def _packed(given: Message) -> bytes:
     if [name.name for name, _ in given.contents.ListFields()] not in ([field], []):
         raise HttpError(400, f"input '{given.name}' is {given.datatype}: give its values in {field} alone.")
     dtype = np.dtype(DATATYPES[given.datatype])
-    values = np.array(getattr(given.contents, field), dtype=None if dtype.kind == "f" else np.int64)
-    if dtype.kind in "iu" and dtype.itemsize < values.dtype.itemsize and len(values):
-        known = np.iinfo(dtype)
-        if values.min() < known.min or values.max() > known.max:
-            raise HttpError(400, f"input '{given.name}' has values that do not fit {given.datatype}.")
-    return values.astype(dtype).tobytes()
+    wide = {"i": np.int64, "u": np.uint64}.get(dtype.kind, dtype)  # of fields: 32 or 64 bits
+    try:
+        return fitted(np.array(getattr(given.contents, field), wide), dtype.name).tobytes()
+    except ValueError as error:
+        raise HttpError(400, f"input '{given.name}' has values that do not fit {given.datatype}: {error}.") from None
 
 
 class _Output(msgspec.Struct):

@@ -21,6 +21,7 @@ from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import DATATYPES, Buffer, InputPart, OutputTensor
 from tenuto.profiles.networks.catalogue import TensorSignature
+from tenuto.profiles.networks.preprocess import largest
 
 _PROTOCOL_NAMES = {numpy_name: name for name, numpy_name in DATATYPES.items()}
 _DTYPES = {numpy_name: np.dtype(numpy_name) for numpy_name in DATATYPES.values()}
@@ -650,8 +651,9 @@ def _classified(
     rows = []
     for tensor in tensors:
         scores = np.frombuffer(tensor.data, dtype=tensor.dtype)
-        best = np.argsort(-scores, kind="stable")[: output.classification]
-        rows.append([f"{scores[i]:f}:{i}" + (f":{labels[i]}" if i < len(labels) else "") for i in best])
+        best = largest(scores, output.classification)
+        shown = "{:f}" if scores.dtype.kind == "f" else "{:d}"
+        rows.append([f"{shown.format(scores[i])}:{i}" + (f":{labels[i]}" if i < len(labels) else "") for i in best])
     entry: dict[str, Any] = {"name": output.name, "datatype": "BYTES", "shape": [len(rows), len(rows[0])]}
     flat = [text for row in rows for text in row]
     if not output.binary:

@@ -10,29 +10,16 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from tenuto.profiles.networks.catalogue import TensorSignature
+from tenuto.profiles.networks.catalogue import DTYPES, TensorSignature
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 Blocks = dict[str, list[Array]]
 Buffer = bytes | bytearray | memoryview
 
-# The Open Inference Protocol's names of datatypes, and numpy's. BYTES and BF16 are not accepted: numpy has no type of
-# fixed width for them.
-DATATYPES = {
-    "BOOL": "bool",
-    "UINT8": "uint8",
-    "UINT16": "uint16",
-    "UINT32": "uint32",
-    "UINT64": "uint64",
-    "INT8": "int8",
-    "INT16": "int16",
-    "INT32": "int32",
-    "INT64": "int64",
-    "FP16": "float16",
-    "FP32": "float32",
-    "FP64": "float64",
-}
+# The Open Inference Protocol's names of the types that are served, and numpy's: BOOL, UINT8, INT64, FP32, … BYTES and
+# BF16 are not accepted: numpy has no type of fixed width for them.
+DATATYPES = {dtype.upper().replace("FLOAT", "FP"): dtype for dtype in DTYPES}
 
 
 class InputPart(msgspec.Struct):

@@ -23,6 +23,23 @@ if TYPE_CHECKING:
 LABEL_COUNT = 2  # format: transformers' sequence classifiers built from configuration have LABEL_0 and LABEL_1
 
 
+# The types of tensors that are served, by numpy's names.
+DTYPES = (
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
+
+
 @dataclass(frozen=True)
 class TensorSignature:
     """One input or output: numpy dtype name and shape without the batch dimension.
@@ -37,6 +54,12 @@ class TensorSignature:
     shape: tuple[int, ...]
     below: int | None = None
     accepts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidInputError` for a type that is not served."""
+        for dtype in (self.dtype, *self.accepts):
+            if dtype not in DTYPES:
+                raise refused(f"tensor {self.name}: dtype", dtype, "is not served", f"Served: {', '.join(DTYPES)}.")
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def _onnx(path: Path) -> LoadedModel:
 def _tensor(path: Path, name: str, dtype: Any, shape: Sequence[Any]) -> TensorSignature:
     word = str(dtype).removeprefix("torch.")
     if word not in ONNX_TYPES.values():
-        cure = "Convert it in the network."
+        cure = f"Convert it in the network. Served: {', '.join(sorted(set(ONNX_TYPES.values())))}."
         raise refused(f"{path}: {name}", word, "is no type served here", cure)
     if not shape or isinstance(shape[0], int):
         raise refused(

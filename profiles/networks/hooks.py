@@ -14,7 +14,7 @@ import numpy as np
 
 from tenuto.errors import first_line, refused
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
-from tenuto.profiles.networks.inputs import Arrays, check_range
+from tenuto.profiles.networks.inputs import Arrays, check_range, fitted
 from tenuto.profiles.networks.places import imported
 from tenuto.profiles.networks.preprocess import Array, Prediction, postprocess, preprocess
 
@@ -120,13 +120,15 @@ def _tensor(tensor: TensorSignature, value: Any) -> Array:
         array = np.asarray(value)
     except ValueError:  # a list of lists of several lengths
         array = np.asarray(None)
-    fits = array.shape == tensor.shape and np.can_cast(array.dtype, tensor.dtype, casting="same_kind")
-    if not fits and not (array.shape == tensor.shape and array.dtype.name in tensor.accepts):
-        rule = f"must be {tensor.dtype} {list(tensor.shape)}, one sample without a batch dimension"
+    try:
+        if array.shape != tensor.shape:
+            raise ValueError("another shape")
+        made = array if array.dtype.name in tensor.accepts else fitted(array, tensor.dtype)
+    except ValueError as error:
+        rule = f"must be {tensor.dtype} {list(tensor.shape)}, one sample without a batch dimension ({error})"
         found = f"{array.dtype} {list(array.shape)}"
-        raise refused(f"preprocess: {tensor.name}", found, rule, "Convert it there.")
-    dtype = array.dtype if array.dtype.name in tensor.accepts else np.dtype(tensor.dtype)
-    return check_range(tensor, np.ascontiguousarray(array.astype(dtype, copy=False)).reshape(tensor.shape))
+        raise refused(f"preprocess: {tensor.name}", found, rule, "Convert it there.") from None
+    return check_range(tensor, np.ascontiguousarray(made).reshape(tensor.shape))
 
 
 def answer_json(answer: Any) -> bytes:

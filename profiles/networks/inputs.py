@@ -62,6 +62,26 @@ def random_inputs(signature: ModelSignature, rows: int, seed: int = 0, *, pixels
     return inputs
 
 
+def fitted(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """Return the array in another type, where that loses no more than precision.
+
+    Raises:
+        ValueError: the types are of different kinds, or a value does not fit; the message says which.
+    """
+    wanted = np.dtype(dtype)
+    if array.dtype == wanted:
+        return array
+    are_integers = array.dtype.kind in "iu" and wanted.kind in "iu"
+    if not are_integers and not np.can_cast(array.dtype, wanted, casting="same_kind"):
+        raise ValueError(f"{array.dtype} is no {wanted}")
+    with np.errstate(over="ignore"):
+        made = array.astype(wanted)
+    fits = made == array if wanted.kind in "iu" else np.isfinite(made) | ~np.isfinite(array)
+    if not fits.all():
+        raise ValueError(f"{array[~fits].flat[0]} does not fit {wanted}")
+    return made
+
+
 def check_range(spec: TensorSignature, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the array, but refuse integers outside the model's range: on CUDA these would destroy the context with all
     its models.

@@ -28,7 +28,7 @@ class Intake:
         """Set the type and layout of the network.
 
         Args:
-            dtype: the type of all inputs that are no integers.
+            dtype: the type of all inputs that are no integers. float64 becomes half precision, but no float32.
             device: the device of batches.
             channels_last: whether tensors of four dimensions get that layout.
             pictures: how uint8 pixels are normalised; None: uint8 is a type like others.
@@ -74,10 +74,20 @@ class Intake:
         return self._pictures is not None and tensor.dtype == self._torch.uint8
 
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
-        return self._dtype if tensor.is_floating_point() or self._is_pixels(tensor) else tensor.dtype
+        if self._is_pixels(tensor):
+            return self._dtype
+        return network_dtype(tensor.dtype, self._dtype)
 
     def _has_layout(self, tensor: torch.Tensor) -> bool:
         return self._is_channels_last and tensor.dim() == 4
 
     def _layout(self, tensor: torch.Tensor) -> Any:
         return self._torch.channels_last if self._has_layout(tensor) else self._torch.contiguous_format
+
+
+def network_dtype(came: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    """Return the type in which a network of type `wanted` takes a tensor."""
+    import torch
+
+    keeps = not came.is_floating_point or (came, wanted) == (torch.float64, torch.float32)
+    return came if keeps else wanted

@@ -11,7 +11,7 @@ from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, with
 from tenuto.profiles.networks.compiled import CompiledModule
 from tenuto.profiles.networks.graphs import GraphedModule, UncapturableError
 from tenuto.profiles.networks.inputs import random_inputs
-from tenuto.profiles.networks.intake import Intake
+from tenuto.profiles.networks.intake import Intake, network_dtype
 from tenuto.profiles.networks.model_options import ChosenOptions, captured_sizes, compiled_sizes
 from tenuto.profiles.networks.runtimes import run_elsewhere, run_onnx
 
@@ -171,7 +171,7 @@ class LoneModel:
         signature = self.signatures[self._name]
         arrays = random_inputs(signature, 2)
         tensors = (torch.from_numpy(arrays[spec.name]) for spec in signature.inputs)
-        return tuple(t.to(dtype) if t.is_floating_point() else t for t in tensors)
+        return tuple(t.to(network_dtype(t.dtype, dtype)) for t in tensors)
 
     def __call__(self, batches: Tensors) -> dict[str, tuple[torch.Tensor, ...]]:
         """Compute the model's outputs in the type and format of its options."""

@@ -25,6 +25,7 @@ Array = NDArray[Any]
 Prediction = dict[str, Any]
 
 MAX_PIXELS = 50_000_000  # limit: larger pictures would take gigabytes, so they are refused before they are decoded
+_LOWER_BITS = 8  # format: of a grey value of 16 bits, those that 8 bits do not have
 _ANSWERED = 5  # limit: classes of an answer; fewer if the model has fewer
 _WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -61,7 +62,8 @@ def image_tensor(body: bytes | memoryview, image: ImageInput, *, is_normalised: 
     """Return float32 CHW from the bytes of a JPEG or PNG: resize, centre crop, scale, normalise.
 
     Without `is_normalised` it ends with the crop and returns uint8 CHW, for a model that does the rest itself. Grey,
-    palette and transparent pictures become RGB. As in torchvision, the EXIF orientation is not applied.
+    palette and transparent pictures become RGB, and 16 bits become 8. As in torchvision, the EXIF orientation is not
+    applied.
 
     Raises:
         InvalidInputError: the bytes are no JPEG or PNG, are damaged, or hold more than 50 million pixels.
@@ -78,7 +80,11 @@ def image_tensor(body: bytes | memoryview, image: ImageInput, *, is_normalised: 
                 if opened.width * opened.height > MAX_PIXELS:
                     size = f"{opened.width}x{opened.height}"
                     raise refused("body", size, "has more than 50 million pixels", "Send a smaller picture.")
-                picture = opened.convert("RGB")
+                if opened.mode.startswith("I"):  # grey of 16 bits: Pillow itself would cut off what is above 255
+                    grey = np.asarray(opened).astype(np.uint16) >> _LOWER_BITS
+                    picture = Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+                else:
+                    picture = opened.convert("RGB")
     except UnidentifiedImageError as error:
         raise refused("body", f"{len(body)} bytes", "not an image", "Send a JPEG or PNG file as it is.") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -185,17 +191,24 @@ def postprocess(signature: ModelSignature, outputs: Mapping[str, Array]) -> list
         signature: the signature of the model; a class without a name there is `class N`.
         outputs: outputs without a batch dimension; the first output of the signature is read as logits.
     """
-    logits = np.asarray(outputs[signature.outputs[0].name], dtype=np.float64).reshape(-1)
-    names = signature.labels
-    shifted = np.exp(logits - logits.max())
+    given = outputs[signature.outputs[0].name].reshape(-1)
+    logits, names = given.astype(np.float64), signature.labels
+    with np.errstate(over="ignore"):  # of a difference that no float64 has: its score is 0
+        shifted = np.exp(logits - logits.max())
     scores = shifted / shifted.sum()
-    order = np.argsort(-logits, kind="stable")[:_ANSWERED]
     return [
         {
             "label": names[index] if index < len(names) else f"class {index}",
             "index": int(index),
             "score": round(float(scores[index]), 6),
-            "logit": round(float(logits[index]), 6),
+            "logit": round(given[index].item(), 6),
         }
-        for index in order
+        for index in largest(given, _ANSWERED)
     ]
+
+
+def largest(values: Array, count: int) -> NDArray[np.intp]:
+    """Return where the largest values are, the largest first, equal ones in order and NaN last. Values of every type
+    are compared as they are: -x would turn 1 of a uint8 into 255, and float64 would make large integers equal."""
+    falling = -values if values.dtype.kind == "f" else ~values
+    return np.argsort(falling, kind="stable")[:count]

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tenuto.errors import refused
-from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.catalogue import ImageInput, ModelSignature, TensorSignature
 from tenuto.profiles.networks.cpu_share import cpu_cores
-from tenuto.profiles.networks.inputs import Arrays, Blocks, as_blocks, blank_inputs, check_range, takes_pixels
+from tenuto.profiles.networks.inputs import Arrays, Blocks, as_blocks, blank_inputs, check_range, fitted, takes_pixels
 from tenuto.profiles.networks.network import Network
 from tenuto.profiles.networks.preprocess import normalised
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 _FEW_CORES = 8  # limit: with up to so many cores, a process that waits for its GPU sleeps; with more, it spins
+_WHOLE_BYTES = 4  # format: of a float32
 STREAMED_DEPTH = 2  # derived: batches between `stage` and `finish` when copies overlap: one executes, one is staged
 
 
@@ -304,7 +305,7 @@ class ProgramRunner:
         signature = self.signatures[name]
         more = self.network.padded(rows) - rows
         for spec in signature.inputs:
-            given = _of_one_type(signature, [check_range(spec, block) for block in inputs[spec.name]])
+            given = _of_one_type(spec, signature.image, [check_range(spec, block) for block in inputs[spec.name]])
             if more > 0:
                 came = given[0].dtype
                 blank = blank_inputs(signature, more, pixels=came == np.uint8)[spec.name]
@@ -347,7 +348,8 @@ def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows
         )
     outputs = {}
     for spec, tensor in zip(signature.outputs, answer, strict=True):
-        array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()[:rows]
+        is_half = tensor.is_floating_point() and tensor.element_size() < _WHOLE_BYTES  # numpy has no bfloat16
+        array = (tensor.float() if is_half else tensor).numpy()[:rows]
         if array.shape != (rows, *spec.shape):
             raise refused(
                 f"output {spec.name}",
@@ -355,17 +357,23 @@ def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows
                 f"the signature says {[rows, *spec.shape]}",
                 "Correct the model's signature.",
             )
-        outputs[spec.name] = np.ascontiguousarray(array, dtype=np.dtype(spec.dtype))
+        try:
+            outputs[spec.name] = np.ascontiguousarray(fitted(array, spec.dtype))
+        except ValueError as error:
+            rule = f"the model returned another type: {error}"
+            raise refused(f"output {spec.name}", spec.dtype, rule, "Correct the model's signature.") from None
     return outputs
 
 
-def _of_one_type(signature: ModelSignature, blocks: Sequence[Array]) -> Sequence[Array]:
-    """Return blocks of one type. When pictures of a batch came in several types, all become normalised float32."""
-    image = signature.image
-    if image is None or len({block.dtype for block in blocks}) == 1:
+def _of_one_type(spec: TensorSignature, image: ImageInput | None, blocks: Sequence[Array]) -> Sequence[Array]:
+    """Return blocks of one type: that of the signature. Only pictures that all came in one type keep it."""
+    came = {block.dtype.name for block in blocks}
+    if came == {spec.dtype} or (image is not None and len(came) == 1):
         return blocks
     return [
-        normalised(block, image) if block.dtype == np.uint8 else block.astype(np.float32, copy=False)
+        normalised(block, image)
+        if image is not None and block.dtype == np.uint8
+        else block.astype(spec.dtype, copy=False)
         for block in blocks
     ]
 

@@ -65,10 +65,26 @@ def test_sizes_are_rounded_as_torchvision_rounds(size: tuple[int, int]) -> None:
     np.testing.assert_allclose(image_tensor(body, spec), reference(body, spec), rtol=0, atol=2e-7)
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK"])
-def test_every_kind_of_picture_becomes_rgb(mode: str) -> None:
-    body = encoded(noise(20, 20, mode), "JPEG" if mode == "CMYK" else "PNG")
-    assert image_tensor(body, ImageInput(16, 16)).shape == (3, 16, 16)
+PNG_MODES, JPEG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B"), ("L", "RGB", "RGBX", "CMYK", "YCbCr")
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [(mode, "PNG") for mode in PNG_MODES] + [(mode, "JPEG") for mode in JPEG_MODES]
+)
+def test_every_kind_of_picture_keeps_its_brightness(mode: str, kind: str) -> None:
+    """The same ramp of grey, in each mode that the two formats have."""
+    ramp = np.repeat(np.arange(256, dtype=np.uint8)[None, :], 256, axis=0)
+    if mode.startswith("I;16"):
+        order = ">u2" if mode == "I;16B" else "<u2"
+        picture = Image.frombytes(mode, (256, 256), (ramp.astype(np.uint16) * 257).astype(order).tobytes())
+    else:
+        grey = Image.fromarray(ramp)
+        picture = grey.convert(mode) if mode in ("1", "LA", "P") else grey.convert("RGB").convert(mode)
+    found = image_tensor(encoded(picture, kind), ImageInput(256, 256), is_normalised=False).astype(np.float64)
+    assert found.shape == (3, 256, 256)
+    if mode == "1":  # dithered
+        found, ramp = found.reshape(3, 256, 16, 16).mean((1, 3)), ramp.reshape(256, 16, 16).mean((0, 2))
+    assert np.abs(found - ramp).max() <= (2.0 if mode == "1" else 3.0 if kind == "JPEG" else 0.0)
 
 
 @pytest.mark.parametrize("body", [b"no image", b"\x89PNG\r\n\x1a\n", b"GIF89a" + b"\0" * 40, b"\xff\xd8\xff\xe0"])
