@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.batching.core.build import from_plan
@@ -97,7 +97,8 @@ class Process:
             self._say(BatchFailed(batch.number, "the device is busy", may_retry=True))
 
     def _say(self, message: Message) -> None:
-        self.events.message_came(self, message, memoryview(b""))
+        if self.is_up:
+            self.events.message_came(self, message, memoryview(b""))
 
     def has_batch_of(self, age_s: float) -> bool:
         """Whether it holds a batch for so long."""
@@ -230,7 +231,8 @@ STEPS = st.one_of(
 )
 
 
-@given(st.lists(STEPS, max_size=40))
+@settings(max_examples=60)
+@given(st.lists(STEPS, min_size=20, max_size=50))
 def test_a_gpulet_is_ready_when_nothing_is_wrong_with_its_process_and_every_change_is_announced(
     steps: list[tuple[Any, ...]],
 ) -> None:
