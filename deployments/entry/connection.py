@@ -21,14 +21,14 @@ from tenuto.deployments.entry.framing import Framing
 from tenuto.deployments.entry.http_server import (
     BODY_S,
     IDLE_S,
-    MANY,
     MOST_PIPELINED,
     READ_BYTES,
     SLOT_BYTES,
-    UNFINISHED,
     UNREAD_BYTES,
     ClientConnection,
     HttpServer,
+    many,
+    unfinished,
 )
 from tenuto.deployments.entry.turns import MOST_WORK
 from tenuto.deployments.wire.tensors import Buffer
@@ -39,12 +39,17 @@ _HEAD_S = 10.0  # limit: from the first byte of a request to the end of its head
 _LINGER_S = 5.0  # limit: for a client that goes on sending after its last answer
 _REFUSED_S = 0.01  # limit: until one that has left altogether has refused what was sent; looked at again once a second
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_FULL = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
-    STATUS_LINES[MANY.status],
-    MANY.lines(),
-    len(MANY.payload()),
-    MANY.payload(),
-)
+
+
+def _full() -> bytes:
+    """Return the response to a client that finds no place."""
+    error = many()
+    payload, lines = error.payload(), error.lines()
+    head = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n"
+    return head % (STATUS_LINES[error.status], lines, len(payload)) + payload
+
+
+_FULL = _full()
 
 
 class HttpExchange(Exchange, eq=False):
@@ -355,11 +360,11 @@ class HttpConnection(ClientConnection):
             return too_large(limits.body_bytes)
         error = self.server.service.refusal(exchange)
         if error is None and exchange.has_key and not self.show_key():
-            error = MANY
+            error = many()
         if error is not None or length < SLOT_BYTES:
             return error
         exchange.slot = self.server.arena.take(length)
-        return UNFINISHED if exchange.slot is None else None
+        return unfinished() if exchange.slot is None else None
 
     def _complete(self, exchange: HttpExchange) -> None:
         """Let the service answer a request that is whole."""
@@ -383,8 +388,7 @@ class HttpConnection(ClientConnection):
         if self._chunk_bytes > server.limits.body_bytes:
             raise too_large(server.limits.body_bytes)
         if server.chunked_bytes > server.limits.unfinished_bytes:
-            self._malformed(UNFINISHED)  # raised again and again, it would keep the frames of each time
-            return
+            raise unfinished()
         if is_whole:
             exchange.body = bytes(framing.chunks) if len(framing.chunks) < SLOT_BYTES else memoryview(framing.chunks)
             exchange.keep_alive = False  # what follows a chunked body is not looked for

@@ -546,6 +546,7 @@ class DispatcherClient:
         for peer in peers:
             number = next(self._numbers)
             future = peer.reports[number] = asyncio.get_running_loop().create_future()
+            future.add_done_callback(functools.partial(_forget_report, peer, number))
             peer.connection.send(ask(number))
             futures.append(future)
         async with asyncio.timeout(_REPORT_TIMEOUT_S):
@@ -559,6 +560,11 @@ class DispatcherClient:
         for peer in peers:
             self._fail(peer, "the server is shutting down; send the request again")
         await asyncio.gather(*(peer.connection.stop() for peer in peers))
+
+
+def _forget_report(peer: _Peer, number: int, _report: object) -> None:
+    """Forget a question that is answered, or that nobody waits for any more."""
+    peer.reports.pop(number, None)
 
 
 def _release(held: Sequence[Held]) -> None:

@@ -43,13 +43,13 @@ from tenuto.deployments.entry.grpc_messages import (
 from tenuto.deployments.entry.header_blocks import Headers, flaw, literal
 from tenuto.deployments.entry.http2 import MOST_CALLS, CallStream, Http2Connection
 from tenuto.deployments.entry.http_server import (
-    MANY,
     MOST_PIPELINED,
     SLOT_BYTES,
-    UNFINISHED,
     UNREAD_BYTES,
     HttpServer,
     Service,
+    many,
+    unfinished,
 )
 from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.wire.arena import Slot
@@ -200,6 +200,7 @@ class Call:
         self._slot: Slot | None = None
         self._held = 0  # bytes of a message that is not in the arena
         self._changed_s = time.monotonic()
+        self._slowed: asyncio.TimerHandle | None = None  # the answer to a wrong key waits
         if self.gate is not None:
             self._admit(self.gate)
 
@@ -208,14 +209,15 @@ class Call:
         exchange = self.exchange(self.door.head(self.opened, b"GET", url))
         refusal = self.door.service.refusal(exchange)
         if refusal is None and exchange.has_key and not self.stream.connection.show_key():
-            refusal = MANY
+            refusal = many()
         self._is_admitted = refusal is None
         if refusal is None:
             return
         self.server.count_refusal(refusal)
         if refusal.after_s:
             self.is_over = self.stream.is_slowed = True
-            asyncio.get_running_loop().call_later(refusal.after_s, self._end_slowed, refusal)
+            loop = asyncio.get_running_loop()
+            self._slowed = loop.call_later(refusal.after_s, self._end_slowed, refusal)
         else:
             self.fail(refusal)
 
@@ -254,7 +256,7 @@ class Call:
         server.chunked_bytes += ahead - self._ahead
         self._ahead = ahead
         if ahead and server.chunked_bytes > server.limits.unfinished_bytes:
-            self.fail(UNFINISHED)
+            self.fail(unfinished())
 
     def _take_some(self) -> None:
         """Take some messages in this turn; none while too many are open or the client does not take its answers."""
@@ -314,11 +316,11 @@ class Call:
         if size >= SLOT_BYTES:
             self._slot = server.arena.take(size)
             if self._slot is None:
-                raise UNFINISHED
+                raise unfinished()
             self._memory = self._slot.data
         else:
             if server.chunked_bytes + size > server.limits.unfinished_bytes:
-                raise UNFINISHED
+                raise unfinished()
             self._held = size
             server.chunked_bytes += size
             self._memory = memoryview(bytearray(size))
@@ -415,6 +417,8 @@ class Call:
     def left(self) -> None:
         """Drop everything, because the client has left."""
         self.is_over = True
+        if self._slowed is not None:
+            self._slowed.cancel()
         self.forget()
 
     def forget(self) -> None:

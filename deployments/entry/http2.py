@@ -431,10 +431,12 @@ class Http2Connection(ClientConnection):
             return
         stream = self._streams[number] = CallStream(self, number, self._initial)
         stream.has_ended = is_whole
-        stream.handler = self._opened(stream, headers)
+        handler = self._opened(stream, headers)
         self.server.places.has_asked(self)
-        if is_whole:
-            stream.handler.ended()
+        if self._streams.get(number) is stream:  # else it is answered
+            stream.handler = handler
+            if is_whole:
+                handler.ended()
 
     def _widen(self, number: int, by: int) -> None:
         """Note that the client takes more bytes of a call; of all calls when `number` is 0."""

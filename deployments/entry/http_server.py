@@ -46,8 +46,16 @@ _REASONS = {
     503: "full",
     504: "expired",
 }
-MANY = HttpError(503, "too many connections are open. Use fewer, or connect again in a moment.", retry_after_s=1.0)
-UNFINISHED = HttpError(503, "too many requests are unfinished. Retry in a moment.", retry_after_s=1.0)
+
+
+def many() -> HttpError:
+    """Return the refusal of a client that finds no place."""
+    return HttpError(503, "too many connections are open. Use fewer, or connect again in a moment.", retry_after_s=1.0)
+
+
+def unfinished() -> HttpError:
+    """Return the refusal of a body for which there is no memory."""
+    return HttpError(503, "too many requests are unfinished. Retry in a moment.", retry_after_s=1.0)
 
 
 class Service(Protocol):

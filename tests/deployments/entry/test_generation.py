@@ -95,6 +95,7 @@ class Bench:
     def __init__(self) -> None:
         self.port = unused_port()
         self.grpc_port = 0  # none
+        self.unfinished_mib = 512
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S)
 
@@ -106,7 +107,7 @@ class Bench:
             if each.spec is not None
         }
         finders = {name: each.endpoint for name, each in self.replicas.items()}
-        self.entry = Entry(lambda name: finders[name])
+        self.entry = Entry(lambda name: finders[name], unfinished_mib=self.unfinished_mib)
         config = {**settings, "plan": planned.to_data(), "scheduler": {"name": "eager"}}
         config["listen"] = {"host": "127.0.0.1", "port": self.port}
         if self.grpc_port:
