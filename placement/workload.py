@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -326,6 +326,19 @@ def _stage_models(applications: Iterable[Application]) -> list[ModelSpec]:
         for application in applications
         for stage in application.stages
     ]
+
+
+def lacking(models: Iterable[ModelSpec], edits: Mapping[str, ModelSpec | None]) -> list[str]:
+    """Return the models whose edited entries are not among those of a plan, or that are although they are removed
+    (None). Rates do not count: whoever plans may plan for others."""
+    there = {spec.name: spec for spec in models}
+
+    def is_lacking(spec: ModelSpec | None, found: ModelSpec | None) -> bool:
+        if spec is None or found is None:
+            return found is not spec
+        return spec.model_copy(update={"rate_rps": found.rate_rps}) != found
+
+    return [name for name, spec in edits.items() if is_lacking(spec, there.get(name))]
 
 
 def generation_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> Generation:

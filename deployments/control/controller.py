@@ -33,7 +33,7 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.versions import shared_out, splits
-from tenuto.placement.workload import ModelSpec
+from tenuto.placement.workload import ModelSpec, lacking
 
 
 class Controller:
@@ -60,6 +60,11 @@ class Controller:
         self._canaries = None if confidence is None else Canaries(confidence)
         self._said: dict[object, float] = {}  # when a line that changes nothing was last noted
         self.advice: AdvisedPlan | None = None
+        # The process before may have ended between an edit and its plan.
+        aim = memory.plan if memory.change is None else memory.change.target
+        there, declared = ({spec.name: spec for spec in each.models} for each in (aim, memory.workload))
+        undone = lacking(aim.models, {**dict.fromkeys(there), **declared})
+        self._set(Reason.WORKLOAD, undone, f"the workload changed ({', '.join(undone)})")
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
@@ -180,8 +185,8 @@ class Controller:
         if declared is not None:
             target = without_others(target, self._workload)
         self._reasons.clear()
-        lacking = {spec.name for spec in self._workload.models} - {spec.name for spec in target.models}
-        self._set(Reason.WORKLOAD, lacking, f"the plan that came back lacks {', '.join(sorted(lacking))}")
+        missing = {spec.name for spec in self._workload.models} - {spec.name for spec in target.models}
+        self._set(Reason.WORKLOAD, missing, f"the plan that came back lacks {', '.join(sorted(missing))}")
         undrained = [name for name in self.plan.drained if name not in target.drained]
         self._set_came(undrained, f"{', '.join(undrained)} is no longer drained")
         self._standby_of = None  # they may have to wait elsewhere now
@@ -267,6 +272,8 @@ class Controller:
             rates_rps=self.rates.mean_rps,
             planned_for_rps=self._traffic().upper_rps,
             slowdowns=dict(self._learned.slowdowns),
+            sought=self._reasons.get(Reason.WORKLOAD, ""),
+            obstacle="the mode is off" if self.mode == "off" else self._obstacle(saves_only=False) or "",
         )
 
     # --- what runs ----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
 from tenuto.placement import Cluster
 from tenuto.placement.carrying import carries_alone, generating_problems, options_of, with_lengths
 from tenuto.placement.cluster import Gpu, node_of
-from tenuto.placement.versions import by_model, split_name, versioned
+from tenuto.placement.versions import by_model, split_name
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profile, Profiles
 
@@ -175,7 +175,9 @@ class ControllerReplica:
         wanted = parse_document(Deployment, dict(deployment), origin="deployment")
         await self._do(lambda live: live.deploy(time.time(), wanted, by, why))
 
-    async def set_model(self, entry: Mapping[str, Any], *, add: bool) -> None:
+    # Each of the following returns the entries that it changes, by name; None: it is removed.
+
+    async def set_model(self, entry: Mapping[str, Any], *, add: bool) -> Edits:
         """Add a model to the workload, or replace its entry.
 
         Raises:
@@ -193,12 +195,12 @@ class ControllerReplica:
             _check_profiled(spec, *ground)
             return {spec.name: checked([*others, spec])[spec.name]}
 
-        await self._edit(entries)
+        return await self._edit(entries)
 
-    async def remove_model(self, name: str) -> None:
+    async def remove_model(self, name: str) -> Edits:
         """Take a model out of the workload; raise `InvalidInputError` when it is not in it, or is the last one."""
 
-        def change(live: Live) -> None:
+        def change(live: Live) -> Edits:
             models = {model.name for model in live.controller.workload.models}
             if name not in models or len(models) == 1:
                 rule = "is the last model" if name in models else "is not in the workload"
@@ -209,13 +211,12 @@ class ControllerReplica:
                 live.controller.withdraw(name, f"{name} is removed")
             else:
                 live.controller.edit({name: None})
+            return {name: None}
 
-        await self._do(change)
+        return await self._do(change)
 
-    async def set_version(
-        self, model: str, version: str, terms: Mapping[str, Any], entry: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Add a version of a model, or change its share of the requests; return its entry.
+    async def set_version(self, model: str, version: str, terms: Mapping[str, Any], entry: Mapping[str, Any]) -> Edits:
+        """Add a version of a model, or change its share of the requests.
 
         Raises:
             InvalidInputError: see `with_version`; or no profile says what the version costs.
@@ -228,23 +229,22 @@ class ControllerReplica:
                 _check_profiled(spec, *ground)
             return edits
 
-        await self._edit(entries)
-        workload = await self._do(lambda live: live.controller.workload)
-        return workload[versioned(model, version)].model_dump(mode="json", exclude_defaults=True)
+        return await self._edit(entries)
 
-    async def promote(self, model: str, version: str) -> None:
+    async def promote(self, model: str, version: str) -> Edits:
         """Let a version take the rest of the requests in place of the present one; raise `InvalidInputError` when it
         cannot."""
-        await self._edit(lambda control: promoted(control.workload, model, version))
+        return await self._edit(lambda control: promoted(control.workload, model, version))
 
-    async def take_back(self, model: str, version: str) -> None:
+    async def take_back(self, model: str, version: str) -> Edits:
         """Send a version no more requests and end it; raise `InvalidInputError` when it must stay."""
 
-        def change(live: Live) -> None:
+        def change(live: Live) -> Edits:
             name = to_take_back(live.controller.workload, model, version)
             live.controller.withdraw(name, f"{name} is taken back by an operator")
+            return {name: None}
 
-        await self._do(change)
+        return await self._do(change)
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the entries of the workload."""

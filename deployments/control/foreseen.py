@@ -25,7 +25,8 @@ class ChangeStep:
 
 @dataclass(frozen=True)
 class SettingChange:
-    """A setting that is asked for otherwise than it runs, in words. `stays`: it is not changed."""
+    """A setting that is asked for otherwise than it runs. `stays`: it is not changed. What is no single value, and may
+    hold secrets, is shown as empty."""
 
     name: str
     runs: str
@@ -69,8 +70,7 @@ def foresee_deployment(
 
 
 def _shown(value: object) -> str:
-    """Return a setting in words; what may hold secrets has no words of its own."""
-    return str(value) if isinstance(value, str | int | float) else "other settings"
+    return "none" if value is None else str(value) if isinstance(value, str | int | float) else ""
 
 
 def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> ForeseenChange:

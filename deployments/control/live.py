@@ -165,6 +165,8 @@ class LiveSystem:
         states = serve.states()
         self._runs = ENTRY_APPLICATION in states
         self._told: deque[dict[str, Any]] = deque(maxlen=_PLANS_UNDER_WAY)  # plans that gateways may follow
+        self._sent: dict[str, Any] | None = None  # the last of them; None: of an earlier process
+        self._followed: dict[str, Any] | None = None  # what the gateways followed at the last look
         running = [gpulet for gpulet in self._plan.gpulets if application_name(gpulet.id) in states]
         held = {gpu for gpulet in running for gpu in gpulet.gpus}
         self._cut = Cuts(layouts, [gpu for gpu in self._plan.gpus if gpu.id in held])
@@ -283,9 +285,10 @@ class LiveSystem:
         self._places |= {name: application.spec.gpu for name, application in gpulets.items() if application.spec}
         self._serve.apply(replace(config, gpulets=tuple(gpulets.values())))
         self._runs = True
-        told = self._routed.to_data()
-        if told not in self._told:
-            self._told.append(told)
+        self._sent = self._routed.to_data()
+        if self._sent in self._told:
+            self._told.remove(self._sent)  # told again: it stays the longest
+        self._told.append(self._sent)
 
     def look(self, now_s: float) -> Observation | None:
         """Return what happened since the last look; None while the gateways do not answer.
@@ -308,6 +311,7 @@ class LiveSystem:
             return None
         if status.plan is None:
             return None
+        self._followed = status.plan
         if not self._told:
             self._told.append(status.plan)  # of an earlier process
         elif status.plan not in self._told:
@@ -340,8 +344,8 @@ class LiveSystem:
     @property
     def is_settled(self) -> bool:
         """Whether the gateways follow the plan, and nothing runs beyond it."""
-        is_cut = not self._cut.waiting
-        return self._routed is self._plan and not self._draining and self._migration is None and is_cut
+        is_followed = self._routed is self._plan and self._sent in (None, self._followed)
+        return is_followed and not self._draining and self._migration is None and not self._cut.waiting
 
     def _go_on(
         self, now_s: float, status: DispatchingStatus, ready: frozenset[str], states: Mapping[str, ApplicationState]
@@ -556,7 +560,7 @@ class Live:
         self._memory = memory
         self._want_gpus = want_gpus
         self._tell = tell
-        self._written_s = 0.0
+        self._written_s, self._written = 0.0, controller.workload  # the last memory: when, and its workload
         self._epoch = epoch
         self._evened_s: float | None = None  # when sub-clusters were last looked at
         self._why_moved: str | None = None  # why models are changing their sub-cluster
@@ -564,7 +568,8 @@ class Live:
 
     def state(self) -> ControllerState:
         """Return the controller's state, and what its change waits for."""
-        return structs.replace(self.controller.state(), cutting=self.system.cutting)
+        system = self.system
+        return structs.replace(self.controller.state(), cutting=system.cutting, is_settled=system.is_settled)
 
     def step(self, now_s: float) -> bool:
         """Take one look and carry out the decisions; return whether the gateways answered."""
@@ -625,8 +630,9 @@ class Live:
         decisions = self.controller.drain()
         for decision in decisions:
             self._do(decision, now_s)
-        if self._memory is not None and (decisions or now_s - self._written_s > 10.0):
-            self._written_s = now_s
+        workload = self.controller.workload
+        if self._memory is not None and (decisions or workload is not self._written or now_s - self._written_s > 10.0):
+            self._written_s, self._written = now_s, workload
             self._memory.write(self.controller.memory())
 
     def _do(self, decision: Decision, now_s: float) -> None:

@@ -21,6 +21,7 @@ from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.foreseen import ForeseenChange, foresee_deployment
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.settings import check_policy
+from tenuto.deployments.control.version_edits import Edits
 from tenuto.deployments.machines.node_layouts import NodeLayouts, check_layouts
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.process.ray_address import KnownDeployment, announce, cluster_address
@@ -38,11 +39,13 @@ from tenuto.deployments.serve.history import ClusterStore, History, Store, Versi
 from tenuto.deployments.serve.launcher import Launcher, is_serving
 from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.wire.arena import machine_id
+from tenuto.deployments.wire.status import ControllerState, LogLine
 from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.mps.processes import Processes
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu, Placed
 from tenuto.placement.whereabouts import is_at
+from tenuto.placement.workload import lacking
 from tenuto.profiles import Profiles
 
 T = TypeVar("T")
@@ -113,18 +116,20 @@ class Operations:
         Raises:
             EnvironmentFaultError: nothing is deployed, or the change does not end.
         """
-        since_s, told = time.monotonic(), ""
-        while (
-            CONTROL_APPLICATION in self.states()
-            and (change := self.ask(lambda controller: controller.state()).change) is not None
-        ):
-            if time.monotonic() - since_s > _SILENT_S:
-                raise EnvironmentFaultError(f"a change is still under way ({change.why}). See `tenuto control log`.")
-            if change.why != told:
-                self._progress(f"waiting for the change under way: {change.why}")
-                told = change.why
-            self._sleep(0.5)
+        self._await_change()
         return self.running()
+
+    def _await_change(self) -> None:
+        """Return once the controller's change under way is over, if a controller runs; raise `EnvironmentFaultError`
+        when it does not end."""
+        since_s, told = time.monotonic(), ""
+        while CONTROL_APPLICATION in self.states() and (why := _asked(lambda controller: controller.state()).awaits):
+            if time.monotonic() - since_s > _SILENT_S:
+                raise EnvironmentFaultError(f"a change is still under way ({why}). See `tenuto control log`.")
+            if why != told:
+                self._progress(f"waiting for the change under way: {why}")
+                told = why
+            self._sleep(0.5)
 
     def lost_gpus(self, gpus: Sequence[Placed]) -> tuple[str, ...]:
         """Return the ids of the GPUs whose nodes are not alive."""
@@ -258,24 +263,60 @@ class Operations:
             if has_controller:
                 since_s = time.time()
                 _asked(lambda controller: controller.deploy(wanted.model_dump(mode="json"), by, why))
-                return self._follow(since_s)
+                lines, _ = self._follow(since_s, _is_reached)
+                return bool(_reached(lines))
             return _carry_out(running, wanted, None, self._store, by, why, self._progress, self._sleep)
         except KeyboardInterrupt:
             self._progress(_GOES_ON if has_controller else _HALF_DONE)
             raise
 
-    def _follow(self, since_s: float) -> bool:
-        """Report what the controller logs until a change is over."""
-        told, heard_at = 0, time.monotonic()
+    def edit(self, make: Callable[[ControllerReplica], Coroutine[Any, Any, Edits]], *, waits: bool = True) -> str:
+        """Have the controller change entries of the workload. Return once that is carried out, or will not be; then
+        return why not, in words.
+
+        Args:
+            make: the controller's method that changes them.
+            waits: False: return at once.
+
+        Raises:
+            InvalidInputError: they cannot be changed so.
+            EnvironmentFaultError: no controller runs, or it does not answer.
+        """
+        since_s = time.time()
+        edits = self.ask(make)
+        if not waits:
+            return ""
+        try:
+            lines, state = self._follow(since_s, lambda state, _reached: not state.awaits and state.is_settled)
+        except KeyboardInterrupt:
+            self._progress(_GOES_ON)
+            raise
+        plan = self.running().plan
+        undone = lacking((spec for spec in plan.models if spec.name not in plan.unserved), edits)
+        if not undone:
+            return ""
+        why = state.obstacle or next((line.text for line in reversed(lines)), "the controller gave no reason")
+        if state.mode == "advise":
+            why = f"{why}; the controller only advises: `tenuto control apply` carries it out"
+        return f"{', '.join(undone)}: not carried out: {why}"
+
+    def _follow(
+        self, since_s: float, is_over: Callable[[ControllerState, bool | None], bool]
+    ) -> tuple[list[LogLine], ControllerState]:
+        """Report what the controller logs until something is over; return the log since, and the last state.
+
+        `is_over` receives the state and, once a change has ended, whether that was reached.
+        """
+        lines: list[LogLine] = []
+        heard_at = time.monotonic()
         while time.monotonic() - heard_at < _SILENT_S:
-            lines = [line for line in _asked(lambda controller: controller.log(100)) if line.at_s >= since_s]
+            state = _asked(lambda controller: controller.state())  # before the log, which then says how it ended
+            told, lines = len(lines), [line for line in _asked(lambda c: c.log(100)) if line.at_s >= since_s]
             for line in lines[told:]:
                 self._progress(f"{line.kind}: {line.text}")
-            for line in lines:
-                if line.reached is not None:
-                    return line.reached
-            if len(lines) > told:
-                told, heard_at = len(lines), time.monotonic()
+                heard_at = time.monotonic()
+            if is_over(state, _reached(lines)):
+                return lines, state
             self._sleep(0.5)
         raise EnvironmentFaultError(
             f"the controller has said nothing of the change for {_SILENT_S:g} s. See `tenuto control log`."
@@ -287,10 +328,14 @@ class Operations:
         """Go back to a version, by default to the last one with another plan; return it and whether it was reached.
         Settings that need --replace stay as they are.
 
+        Without a number it first waits for a change that is under way: that is what is taken back.
+
         Raises:
             InvalidInputError: there is no such version.
             EnvironmentFaultError: nothing was deployed before.
         """
+        if number is None:
+            self._await_change()
         history = self.history
         is_down = number is None and ENTRY_APPLICATION not in self.states()
         version = history.get(number) if number is not None else history.latest() if is_down else history.before()
@@ -398,6 +443,16 @@ def begin(
             f"no gateway is on this machine: the deployment answers on {', '.join(elsewhere)}. Ask there, or bring it "
             f"up with --gateways {deployment.nodes}, one for each node"
         )
+
+
+def _reached(lines: Sequence[LogLine]) -> bool | None:
+    """Return whether the first change that ended was reached; None: none has ended."""
+    return next((line.reached for line in lines if line.reached is not None), None)
+
+
+def _is_reached(state: ControllerState, reached: bool | None) -> bool:
+    """Whether a change has ended, and either its traces are gone or the next one has begun."""
+    return reached is not None and (state.is_settled or state.change is not None)
 
 
 class _WithoutController(Applications):

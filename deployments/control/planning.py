@@ -140,9 +140,10 @@ def _kept(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | 
     return Proposal(_promised(_made_for(plan, upper), request.gpus), "kept", ChangeWorth(True, "; ".join(why)), wanted)
 
 
-def _terms(spec: ModelSpec) -> tuple[float, float, int, float | None, bool]:
-    """Return the terms on which a model is served."""
-    return spec.slo_ms, spec.weight, spec.priority, spec.share_pct, spec.shadow
+def _terms(spec: ModelSpec) -> tuple[object, ...]:
+    """Return the terms on which a model is served, and what is served."""
+    terms = (spec.slo_ms, spec.slo, spec.weight, spec.priority, spec.share_pct, spec.shadow)
+    return (*terms, spec.source, spec.weights_path, spec.options)
 
 
 def _prices(gpus: Sequence[Gpu]) -> dict[str, float]:

@@ -372,7 +372,9 @@ class ChangeStatus(msgspec.Struct, frozen=True):
 class ControllerState(_Told, frozen=True, kw_only=True):
     """The state of the controller. `rates_rps`: measured rates by model; `planned_for_rps`: the rates of the present
     plan; `slowdowns`: measured over profiled latency by program; `cutting`: MIG instances of the plan, and whole GPUs,
-    that have to be cut yet."""
+    that have to be cut yet; `sought`: why a plan for a changed workload is sought, empty when none is; `obstacle`: what
+    forbids any change now, empty when nothing does; `is_settled`: the gateways follow the plan, and nothing runs beyond
+    it."""
 
     mode: str = ""
     paused: bool = False
@@ -382,6 +384,16 @@ class ControllerState(_Told, frozen=True, kw_only=True):
     planned_for_rps: dict[str, float] = {}
     slowdowns: dict[str, float] = {}
     cutting: list[str] = []
+    sought: str = ""
+    obstacle: str = ""
+    is_settled: bool = True
+
+    @property
+    def awaits(self) -> str:
+        """What is under way for a changed workload or plan, in words; empty when nothing comes by itself."""
+        if self.change is not None:
+            return self.change.why
+        return "" if self.obstacle else self.sought
 
 
 class ControllerStatus(ControllerState, frozen=True, kw_only=True):

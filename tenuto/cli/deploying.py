@@ -272,9 +272,14 @@ def settings_shown(foreseen: ForeseenChange) -> Iterator[str]:
     from tenuto.deployments.serve.deployment import UNCHANGEABLE
 
     for setting in foreseen.settings:
-        cure = "pass --replace, which interrupts serving" if setting.name in UNCHANGEABLE else "give it as an option"
-        stays = f"{setting.runs} stays, not {setting.wanted}; to change it, {cure}"
-        yield f"{setting.name}: {stays if setting.stays else f'{setting.runs} → {setting.wanted}'}"
+        cure = (
+            "deploy with --replace, which interrupts serving"
+            if setting.name in UNCHANGEABLE
+            else "give it as an option"
+        )
+        runs, wanted = setting.runs or "what runs", setting.wanted or "other settings"
+        stays = f"{runs} stays, not {wanted}; to change it, {cure}"
+        yield f"{setting.name}: {stays if setting.stays else f'{runs} → {wanted}'}"
 
 
 def keep_drained(foreseen: ForeseenChange) -> None:

@@ -3,17 +3,25 @@ them their place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import yaml
 
-from tenuto.cli.common import json_option, printed_as_json, say
-from tenuto.cli.deploying import address_option, asked_of_controller
+from tenuto.cli.common import json_option, printed_as_json, say, tell
+from tenuto.cli.deploying import address_option, asked_of_controller, operations
 from tenuto.cli.tables import print_table
 from tenuto.errors import InvalidInputError, refused
+
+if TYPE_CHECKING:
+    from tenuto.deployments.control.controller_process import ControllerReplica
+    from tenuto.deployments.control.version_edits import Edits
+
+no_wait_option = click.option(
+    "--no-wait", is_flag=True, help="Return at once; `tenuto control log` says when it is carried out."
+)
 
 
 @click.group("model", short_help="Add, remove and update models of a running deployment.")
@@ -36,6 +44,21 @@ def _entry(text: str) -> dict[str, Any]:
         cure = "Write for example '{name: resnet50, rate_rps: 100, slo_ms: 50}', or name a file with that."
         raise refused("MODEL", text, "is neither a file nor a model's entry", cure)
     return entry
+
+
+def _edited(
+    address: str | None, make: Callable[[ControllerReplica], Coroutine[Any, Any, Edits]], done: str, *, no_wait: bool
+) -> int:
+    """Have the workload changed, say how that ended, and return the exit code."""
+    with operations(address) as running:
+        undone = running.edit(make, waits=not no_wait)
+    if undone:
+        tell(f"{undone}. See `tenuto control log`.")
+    elif no_wait:
+        say(f"to be {done}; `tenuto control log` says when it is")
+    else:
+        say(done)
+    return 1 if undone else 0
 
 
 @command.command("list", short_help="List the models of the workload.")
@@ -68,40 +91,46 @@ def _part(entry: Mapping[str, Any]) -> str:
 
 @command.command("add", short_help="Serve one more model.")
 @click.argument("entry", metavar="MODEL")
+@no_wait_option
 @address_option
-def add(entry: str, address: str | None) -> None:
+def add(entry: str, no_wait: bool, address: str | None) -> int:
     """Add MODEL, an entry of a workload file or a file with one.
+
+    It returns when the model is served. Exit code 1: it is not, and the last line says why.
 
     Example: tenuto model add '{name: resnet50, rate_rps: 100, slo_ms: 50}'
     """
     spec = _entry(entry)
-    asked_of_controller(address, lambda controller: controller.set_model(spec, add=True))
-    say("added; `tenuto control log` says when it is served")
+    return _edited(address, lambda controller: controller.set_model(spec, add=True), "added", no_wait=no_wait)
 
 
 @command.command("update", short_help="Change a model's rate, SLO, weight or source.")
 @click.argument("entry", metavar="MODEL")
+@no_wait_option
 @address_option
-def update(entry: str, address: str | None) -> None:
+def update(entry: str, no_wait: bool, address: str | None) -> int:
     """Replace the entry of a model by MODEL.
+
+    It returns when the model is served so. Exit code 1: it is not, and the last line says why.
 
     Example: tenuto model update '{name: resnet50, rate_rps: 300, slo_ms: 50}'
     """
     spec = _entry(entry)
-    asked_of_controller(address, lambda controller: controller.set_model(spec, add=False))
-    say("updated; `tenuto control log` says what it changes")
+    return _edited(address, lambda controller: controller.set_model(spec, add=False), "updated", no_wait=no_wait)
 
 
 @command.command("remove", short_help="Stop serving a model.")
 @click.argument("name")
+@no_wait_option
 @address_option
-def remove(name: str, address: str | None) -> None:
+def remove(name: str, no_wait: bool, address: str | None) -> int:
     """Remove the model NAME.
+
+    It returns when its gpu-lets are free. Exit code 1: they are not, and the last line says why.
 
     Example: tenuto model remove resnet50
     """
-    asked_of_controller(address, lambda controller: controller.remove_model(name))
-    say("removed; `tenuto control log` says when its gpu-lets are free")
+    return _edited(address, lambda controller: controller.remove_model(name), "removed", no_wait=no_wait)
 
 
 @command.command("canary", short_help="Send a version some of a model's requests, or copies.")
@@ -112,13 +141,17 @@ def remove(name: str, address: str | None) -> None:
 )
 @click.option("--shadow", is_flag=True, help="Send it copies of requests; its answers go nowhere.")
 @click.option("--entry", metavar="ENTRY", help="Keys in which it differs, as in a workload file; or a file with them.")
+@no_wait_option
 @address_option
-def canary(name: str, version: str, share: float | None, shadow: bool, entry: str | None, address: str | None) -> None:
+def canary(
+    name: str, version: str, share: float | None, shadow: bool, entry: str | None, no_wait: bool, address: str | None
+) -> int:
     """Send VERSION of the model NAME a share of the requests that name no version.
 
     A new version gets its gpu-lets first; they start beside what serves. All keys that ENTRY does not have are those of
     the main version, which takes the rest of the requests. When the new version loses more requests than the main
-    version, the controller takes it back.
+    version, the controller takes it back. The command returns when the version gets its requests. Exit code 1: it does
+    not, and the last line says why.
 
     Example: tenuto model canary resnet50 2 --share 5 --entry '{weights_path: /models/resnet50-2.safetensors}'
     """
@@ -126,33 +159,37 @@ def canary(name: str, version: str, share: float | None, shadow: bool, entry: st
         raise refused("--share", None, "is missing", "Say which percentage of the requests it gets, or --shadow.")
     terms = {**({"shadow": True} if shadow else {}), **({} if share is None else {"share_pct": share})}
     given = {} if entry is None else _entry(entry)
-    told = asked_of_controller(address, lambda controller: controller.set_version(name, version, terms, given))
-    say(f"{told['name']} is to have {_part(told)}; `tenuto control log` says when it has")
+    done = f"sent {_part(terms)} as version {version}"
+    return _edited(address, lambda control: control.set_version(name, version, terms, given), done, no_wait=no_wait)
 
 
 @command.command("promote", short_help="Send a version all requests, in place of the one before.")
 @click.argument("name")
 @click.argument("version")
+@no_wait_option
 @address_option
-def promote(name: str, version: str, address: str | None) -> None:
+def promote(name: str, version: str, no_wait: bool, address: str | None) -> int:
     """Make VERSION the main version of the model NAME; the version before ends.
 
-    The version before serves until the new one has the gpu-lets that it needs. `tenuto rollback` goes back.
+    The version before serves until the new one has the gpu-lets that it needs. The command returns when the new one has
+    all requests, and the one before has ended. Exit code 1: it has not, and the last line says why. `tenuto rollback`
+    goes back.
 
     Example: tenuto model promote resnet50 2
     """
-    asked_of_controller(address, lambda controller: controller.promote(name, version))
-    say("promoted; `tenuto control log` says when it has all requests")
+    return _edited(address, lambda controller: controller.promote(name, version), "promoted", no_wait=no_wait)
 
 
 @command.command("take-back", short_help="Send a version nothing more.")
 @click.argument("name")
 @click.argument("version")
+@no_wait_option
 @address_option
-def take_back(name: str, version: str, address: str | None) -> None:
+def take_back(name: str, version: str, no_wait: bool, address: str | None) -> int:
     """Send VERSION of the model NAME nothing from now on, and end it.
+
+    It returns when the version has ended. Exit code 1: it has not, and the last line says why.
 
     Example: tenuto model take-back resnet50 2
     """
-    asked_of_controller(address, lambda controller: controller.take_back(name, version))
-    say("taken back; `tenuto control log` says when its gpu-lets are free")
+    return _edited(address, lambda controller: controller.take_back(name, version), "taken back", no_wait=no_wait)

@@ -333,3 +333,41 @@ def test_models_of_both_kinds_are_listed_with_their_slos(monkeypatch: pytest.Mon
         ["fixed", "50", "100"],
         ["chat:2", "5", "%", "2", "1000,", "50", "a", "token"],
     ]
+
+
+class Edited:
+    """A deployment as `tenuto model` sees it; `why` says what is not carried out."""
+
+    def __init__(self, why: str) -> None:
+        self.why, self.waits = why, list[bool]()
+
+    def edit(self, _make: object, *, waits: bool) -> str:
+        self.waits.append(waits)
+        return self.why if waits else ""
+
+
+@pytest.mark.parametrize(
+    ("words", "done"),
+    [
+        (["add", "{name: m}"], "added"),
+        (["update", "{name: m}"], "updated"),
+        (["remove", "m"], "removed"),
+        (["canary", "m", "2", "--share", "5"], "sent 5 % as version 2"),
+        (["canary", "m", "2", "--shadow"], "sent copies of all as version 2"),
+        (["promote", "m", "2"], "promoted"),
+        (["take-back", "m", "2"], "taken back"),
+    ],
+)
+def test_a_model_command_ends_when_it_is_done_or_says_what_is_not(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], done: str
+) -> None:
+    def said(why: str, *options: str) -> tuple[str, int, list[bool]]:
+        edited = Edited(why)
+        monkeypatch.setattr(model, "operations", lambda _address: nullcontext(edited))
+        found = CliRunner().invoke(model.command, [*words, *options], standalone_mode=False)
+        assert found.exception is None
+        return found.output.strip(), found.return_value, edited.waits
+
+    assert said("") == (done, 0, [True])
+    assert said("m: paused") == ("tenuto: m: paused. See `tenuto control log`.", 1, [True])
+    assert said("m: paused", "--no-wait") == (f"to be {done}; `tenuto control log` says when it is", 0, [False])

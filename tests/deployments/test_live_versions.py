@@ -74,9 +74,9 @@ def answered_by(operator: Operations, count: int = 30) -> set[Any]:
 
 def bring(operator: Operations, version: str, **own: Any) -> None:
     own["weights_path"] = f"/models/{version}.safetensors"
-    until(lambda: operator.ask(lambda controller: controller.state()).change is None)
-    operator.ask(lambda controller: controller.set_version("one", version, {"share_pct": 50.0}, own))
-    until(lambda: version in versions(operator) and version in answered_by(operator))
+    assert operator.edit(lambda controller: controller.set_version("one", version, {"share_pct": 50.0}, own)) == ""
+    assert version in versions(operator)
+    assert version in answered_by(operator)
 
 
 def test_a_version_is_tried_and_promoted_without_losing_a_request(operator: Operations) -> None:
@@ -86,10 +86,19 @@ def test_a_version_is_tried_and_promoted_without_losing_a_request(operator: Oper
         assert answered_by(operator) == {"1", "2"}
         with pytest.raises(InvalidInputError, match="takes the rest"):
             operator.ask(lambda controller: controller.take_back("one", "1"))
-        operator.ask(lambda controller: controller.promote("one", "2"))
-        until(lambda: versions(operator) == ["2"])
+        assert operator.edit(lambda controller: controller.promote("one", "2")) == ""
+        assert versions(operator) == ["2"]
     assert {"ok" if status == 200 else f"{status}: {answer.get('error')}" for status, answer in answers} == {"ok"}
-    until(lambda: [spec.name for spec in operator.history.all()[-1].deployment.plan.models] == ["one:2"])
+    assert [spec.name for spec in operator.history.all()[-1].deployment.plan.models] == ["one:2"]
+
+
+def test_what_is_rolled_back_is_what_was_asked_last_even_if_that_is_under_way(operator: Operations) -> None:
+    operator.edit(lambda controller: controller.set_version("one", "4", {"share_pct": 0.0}, {"weights_path": "/4"}))
+    operator.edit(lambda controller: controller.promote("one", "4"), waits=False)
+    _, is_reached = operator.rollback(None)
+    assert (is_reached, sorted(versions(operator))) == (True, ["2", "4"])
+    assert operator.edit(lambda controller: controller.take_back("one", "4")) == ""
+    assert versions(operator) == ["2"]
 
 
 def test_a_version_that_is_slower_is_taken_back_by_itself(operator: Operations, local_ray: LocalRay) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tenuto.deployments.control.change import change_deployment
@@ -14,6 +16,7 @@ from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment
 from tenuto.deployments.serve.history import History
+from tenuto.deployments.wire.status import DispatchingStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
 from tests.deployments.control.fake_serve import FakeServe
@@ -138,6 +141,29 @@ def test_a_plan_that_somebody_else_deploys_meanwhile_is_left_alone() -> None:
 
 
 EMPTY = Plan(policy=HALVES.policy)
+
+
+def test_a_plan_that_came_back_is_known_for_as_long_as_gateways_may_follow_it() -> None:
+    """Gateways are a plan behind, and one that ran before comes back in between."""
+    cluster = Cluster(HALVES)
+    behind = [cluster.serve.status()]
+
+    def status() -> DispatchingStatus:
+        behind.append(cluster.serve.status())
+        return behind[-2]
+
+    system = LiveSystem(cluster.deployment, cluster.serve, status, gpus_of(HALVES))
+    draw, plans = (
+        random.Random(3),
+        [make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])}, rate_rps=float(rate)) for rate in range(1, 9)],
+    )
+    assert system.look(0.0) is not None
+    for now_s in range(60):
+        system.apply(draw.choice(plans), float(now_s))
+        for _ in range(2):
+            assert system.look(float(now_s)) is not None
+            assert not system.is_settled or behind[-2].plan == system.deployment.plan.to_data()
+        assert system.is_settled
 
 
 def test_bringing_up_is_a_change_from_the_empty_plan() -> None:

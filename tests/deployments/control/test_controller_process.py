@@ -145,14 +145,15 @@ async def test_versions_come_are_promoted_and_go(served: Served) -> None:
 
     with pytest.raises(InvalidInputError, match="Say what it has of its own"):
         await control.set_version("a", "2", {"share_pct": 5.0}, {})
-    entry = await control.set_version("a", "2", {"share_pct": 5.0}, {"weights_path": "/two"})
-    assert (entry["name"], entry["share_pct"]) == ("a:2", 5.0)
+    entry = (await control.set_version("a", "2", {"share_pct": 5.0}, {"weights_path": "/two"}))["a:2"]
+    assert entry is not None
+    assert entry.share_pct == 5.0
     assert await shares() == {"a": None, "b": None, "a:2": 5.0}
     await control.set_version("a", "2", {"share_pct": 20.0}, {})
     with pytest.raises(InvalidInputError, match="Promote another one first"):
         await control.remove_model("a")
     with pytest.raises(InvalidInputError, match="take the rest, not one"):
-        await control.set_model({**entry, "share_pct": None}, add=False)
+        await control.set_model(entry.model_dump(mode="json", exclude={"share_pct"}, exclude_defaults=True), add=False)
     await control.promote("a", "2")
     assert await shares() == {"b": None, "a:2": None}
     await control.set_version("a", "3", {"shadow": True}, {"weights_path": "/three"})
@@ -183,7 +184,7 @@ async def test_a_plan_that_comes_back_revives_no_removed_model_and_declares_no_r
     ("field", "value", "words"),
     [
         ("executor", "torch", "would restart every gpu-let"),
-        ("port", 1, "which clients use"),
+        ("port", 1, "is 8000 now"),
         ("gateways", 2, "one schedules by itself"),
     ],
 )
@@ -236,6 +237,16 @@ async def test_one_that_is_to_be_removed_applies_nothing_more(served: Served) ->
     assert (served.serve.now_s, len(served.serve.configs)) == (seconds, configs)
     with pytest.raises(EnvironmentFaultError, match="is being removed"):
         await served.control.state()
+
+
+async def test_what_was_answered_is_remembered_and_done_by_the_next_process(served: Served) -> None:
+    await served.control.set_model({"name": "a", "rate_rps": 7, "slo_ms": 70}, add=False)
+    assert (await served.control.state()).awaits == "the workload changed (its entries)"
+    memory = Memory.from_data(json.loads(served.store.values["control/memory"]))
+    assert memory.workload["a"].slo_ms == 70
+    assert Controller(ControlSettings(mode="act"), memory).state().awaits == "the workload changed (a)"
+    assert Controller(ControlSettings(mode="off"), memory).state().awaits == ""
+    assert Controller(ControlSettings(mode="act"), Memory(PLAN, PLAN.workload)).state().awaits == ""
 
 
 async def test_what_is_remembered_is_plain_json(served: Served) -> None:

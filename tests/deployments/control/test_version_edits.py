@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tenuto.deployments.control.version_edits import checked, promoted, to_take_back, with_version, without
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan, Workload
-from tenuto.placement.workload import ModelSpec
+from tenuto.placement.workload import ModelSpec, lacking
 from tests.deployments.control.desk import Desk, PlanningDesk
 from tests.instruments.plans import gpu, make_plan
 
@@ -281,3 +282,59 @@ def test_a_shadow_that_loses_requests_is_no_reason_for_anything() -> None:
     desk.look(60)
     assert "slo" not in {reason for entry in desk.entries for reason in entry.data.get("reasons", ())}
     assert "canary" not in desk.kinds()
+
+
+class LateDesk(SplitDesk):
+    """A desk whose planner takes its time."""
+
+    def __init__(self, plan: Plan, total: Mapping[str, float], draw: random.Random) -> None:
+        super().__init__(plan, total, {"rates": {"settle_s": 1.0}, "change": {"cool_down_s": 1.0}})
+        self.draw = draw
+
+    def answers(self) -> bool:
+        return self.draw.random() < 0.3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_asked_is_done_once_nothing_is_awaited(seed: int) -> None:
+    """Whatever is asked in which order, whenever the planner answers, and when the controller's process ends: once it
+    awaits nothing, its plan has what was asked."""
+    draw = random.Random(seed)
+    plan = make_plan({"n0/0/a": (100.0, ["m"]), "n1/0/a": (100.0, ["x"])})
+    desk, before, number = LateDesk(plan, {"m": 40.0, "x": 20.0}, draw), [plan], 1
+    desk.look(2)
+    for _ in range(10):
+        controller = desk.controller
+        workload, edits = controller.workload, dict[str, ModelSpec | None]()
+        tried = [spec.version for spec in workload.models if spec.is_tried]
+        what = draw.choice(["canary", "share", "promote", "take back", "update", "roll back"])
+        if what == "canary" and len(tried) < 3:
+            number += 1
+            edits = with_version(workload, "m", str(number), {"share_pct": 20.0}, {"weights_path": f"/{number}"})
+        elif what == "share" and tried:
+            edits = with_version(workload, "m", draw.choice(tried), {"share_pct": draw.randint(1, 30)}, {})
+        elif what == "promote" and tried:
+            edits = promoted(workload, "m", draw.choice(tried))
+        elif what == "take back" and tried:
+            name = to_take_back(workload, "m", draw.choice(tried))
+            controller.withdraw(name, "a test takes it back")
+            edits[name] = None
+        elif what == "update":
+            terms = {"slo_ms": draw.choice([80.0, 90.0]), "weights_path": f"/{draw.random()}"}
+            edits["x"] = workload["x"].model_copy(update=terms)
+        elif what == "roll back":
+            controller.deploy(desk.now_s, before[-1], "a test goes back", desk.gpus, workload)
+        if what != "take back":
+            controller.edit(edits)
+        desk.take()
+        if draw.random() < 0.3:
+            desk.restart()
+            desk.questions.clear()
+        looks = 0
+        while desk.controller.state().awaits:
+            desk.look()
+            looks += 1
+            assert looks < 1000, (what, desk.controller.state())
+        assert lacking(desk.controller.plan.models, edits) == [], (what, desk.entries)
+        before.append(desk.controller.plan)
+        desk.look(draw.choice([0, 1, 12]))
