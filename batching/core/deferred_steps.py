@@ -81,10 +81,16 @@ class DeferredSteps:
         # Sequences that began together have short contexts now, and long ones later: at least those of half an answer.
         context, each = load.context_tokens + load.unread_tokens, load.mean_prompt + load.mean_output / 2.0
         beside = here + 1, max(context + prompt_tokens, (here + 1) * each), load
-        if self._kept(*beside, allowed_ms) <= self._kept(here, max(context, here * each), load, allowed_ms):
+        with_it = self._kept(*beside, allowed_ms)
+        without = self._kept(here, max(context, here * each), load, allowed_ms)
+        if with_it <= without:
             further_ms, _ = self.further_token_ms(*beside)
             why = f"with it a token would take {further_ms:.1f} ms, and {allowed_ms:.1f} ms are allowed"
-            return Unkept(Rule.FURTHER_TOKENS, f"{why}: fewer would keep that; {_CURE}")
+            if further_ms <= allowed_ms:  # in the mean, and too often longer
+                why += (
+                    f": {with_it:.1f} of {here + 1} sequences would keep that, and {without:.1f} of {here} without it"
+                )
+            return Unkept(Rule.FURTHER_TOKENS, f"{why}; {_CURE}")
         return None
 
     def latest_ms(self, prompt_tokens: int, now_ms: float, first_by_ms: float, load: TokenLoad) -> float:

@@ -94,14 +94,16 @@ async def send_response(send: Send, status: int, lines: bytes, payload: bytes) -
 
 
 async def answer_with(app: ASGIApp, exchange: Exchange, user: Any = None) -> None:
-    """Let an ASGI application answer a request of our own socket. `user`: who asks, when that is known."""
+    """Let an ASGI application answer a request of our own socket. HEAD is answered as GET, and the socket leaves the
+    body out. `user`: who asks, when that is known."""
+    method = b"GET" if exchange.head.method == b"HEAD" else exchange.head.method
     path, _, query = exchange.head.url.partition(b"?")
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "scheme": "http",
-        "method": exchange.head.method.decode("latin-1"),
+        "method": method.decode("latin-1"),
         "path": unquote(path.decode("latin-1")),
         "raw_path": path,
         "query_string": query,

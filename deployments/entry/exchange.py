@@ -121,7 +121,8 @@ class Exchange(msgspec.Struct, eq=False):
     A large body lies in `slot`, which the exchange releases.
     `on_left` is called when the client goes away before the end of the response.
     `given`: what a request of gRPC asks for; the body is then its tensors. None: the body says what is asked for.
-    `patience_ms`: how long the client waits, counted from `arrived_ms`.
+    `patience_ms`: how long the client waits, counted from `arrived_ms`. `problem`: what is wrong with it, which is told
+    where nothing is wrong with the path that it asks for.
     """
 
     head: Head
@@ -131,6 +132,7 @@ class Exchange(msgspec.Struct, eq=False):
     given: Given | None = None
     patience_ms: float = math.inf
     has_key: bool = False
+    problem: HttpError | None = None
     on_left: Callable[[], object] | None = None
 
     @property
@@ -202,9 +204,9 @@ def inflated(body: Buffer, encoding: bytes, limit_bytes: int) -> bytes:
     Raises:
         HttpError: 413 when it inflates to more than the limit; 400 when it is damaged or its encoding is unknown.
     """
-    if encoding not in (b"gzip", b"deflate"):
+    if encoding not in (b"gzip", b"x-gzip", b"deflate"):
         raise HttpError(400, f"Content-Encoding {encoding!r} is not supported. Use gzip, deflate or none.")
-    decoder = zlib.decompressobj(zlib.MAX_WBITS | 16 if encoding == b"gzip" else zlib.MAX_WBITS)
+    decoder = zlib.decompressobj(zlib.MAX_WBITS if encoding == b"deflate" else zlib.MAX_WBITS | 16)
     try:
         plain = decoder.decompress(body, limit_bytes + 1)
     except zlib.error as error:

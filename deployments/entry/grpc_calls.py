@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
-from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, too_large, unexpected
+from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, inflated, too_large, unexpected
 from tenuto.deployments.entry.framing import KEPT_HEADS, LONGEST_KEPT_HEAD_BYTES
 from tenuto.deployments.entry.grpc_messages import (
     COLD,
@@ -58,7 +58,10 @@ from tenuto.deployments.wire.tensors import Buffer
 _MESSAGE_S = 60.0  # limit: until a call's message has come, as for a body of HTTP
 _MOST_COLD_BYTES = 1 << 16  # limit: of a message that carries no load, as of such a body of HTTP
 _PREFIX = Struct(">BL")  # format: of a message: whether it is compressed, and its length
-_HEAD = b"\x88" + literal(b"content-type", b"application/grpc")  # format: `:status: 200` is the eighth of HPACK's table
+_HEAD = b"\x88%b%b" % (  # format: `:status: 200` is the eighth of HPACK's table
+    literal(b"content-type", b"application/grpc"),
+    literal(b"grpc-accept-encoding", b"identity,gzip"),
+)
 _NO_GRPC = b"\x08\x03415"  # format: the value of `:status`
 _TRAILERS = literal(b"grpc-status", b"0")
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
@@ -71,7 +74,9 @@ _CODES = {400: 3, 401: 16, 403: 7, 404: 5, 406: 11, 413: 8, 429: 8, 501: 12, 503
 _INTERNAL = 13  # format: likewise
 _LONGEST_TOLD = 4096  # limit: bytes of a reason; clients of gRPC take 8 KiB of trailers, and lose longer ones
 _PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")
-_COMPRESSED = "compressed messages are not taken. Send them as they are (grpc-encoding: identity)."
+_ENCODINGS = frozenset((b"identity", b"gzip"))
+_COMPRESSED = "is not taken. Use gzip, or send messages as they are (grpc-encoding: identity)."
+_MOST_INFLATED_BYTES = 1 << 20  # limit: of a compressed message, inflated: 3 ms of the loop or less
 _NOTHING = memoryview(b"")
 _StreamInfer = message("inference.ModelStreamInferResponse")
 _HealthRequest, _HealthResponse = (message(f"grpc.health.v1.HealthCheck{each}") for each in ("Request", "Response"))
@@ -87,6 +92,7 @@ class Opened(NamedTuple):
     said: dict[bytes, bytes]
     patience_ms: float
     problem: HttpError | None
+    is_gzip: bool = False
 
 
 def _opened(number: int, headers: Headers) -> Opened:
@@ -99,8 +105,9 @@ def _opened(number: int, headers: Headers) -> Opened:
             found[each[0]] = each[1]
     timeout = _TIMEOUT.fullmatch(found.get(b"grpc-timeout", b""))
     patience_ms = math.inf if timeout is None else int(timeout[1]) * _UNIT_MS[timeout[2]]
-    if found.get(b"grpc-encoding", b"identity") != b"identity":
-        problem = HttpError(501, _COMPRESSED)
+    encoding = found.get(b"grpc-encoding", b"identity")
+    if encoding not in _ENCODINGS:
+        problem = HttpError(501, f"grpc-encoding {encoding.decode('latin-1')!r} {_COMPRESSED}")
     if found.get(b":method") != b"POST" or not found.get(b"content-type", b"").startswith(b"application/grpc"):
         problem = HttpError(415, "this port speaks gRPC. HTTP has a port of its own.")
     wrong = flaw(headers)
@@ -108,7 +115,8 @@ def _opened(number: int, headers: Headers) -> Opened:
         problem = HttpError(400, f"malformed metadata: {wrong}")
     said = {key: value for key, value in found.items() if key in _SAID}
     length = None if wrong or b"content-length" not in found else int(found[b"content-length"])
-    return Opened(number, found.get(b":path", b""), length, said, patience_ms, problem)
+    is_gzip = encoding == b"gzip"
+    return Opened(number, found.get(b":path", b""), length, said, patience_ms, problem, is_gzip)
 
 
 class GrpcExchange(Exchange, eq=False):
@@ -199,6 +207,7 @@ class Call:
         self._memory = _NOTHING
         self._slot: Slot | None = None
         self._held = 0  # bytes of a message that is not in the arena
+        self._is_compressed = False
         self._changed_s = time.monotonic()
         self._slowed: asyncio.TimerHandle | None = None  # the answer to a wrong key waits
         if self.gate is not None:
@@ -270,7 +279,9 @@ class Call:
                 data, slot, self._memory, self._slot = self._memory, self._slot, _NOTHING, None
                 most -= 1
                 try:
-                    self.take(data, slot)
+                    if self._is_compressed:
+                        data = self._inflated(data)
+                    self.take(data, None if self._is_compressed else slot)
                 finally:
                     self._free(slot)
         except DecodeError:
@@ -308,9 +319,11 @@ class Call:
         """Find a place for a message. A large one lies where gpu-lets can read it. Raises `HttpError`."""
         server = self.server
         self._changed_s = time.monotonic()
-        if is_compressed:
-            raise HttpError(501, _COMPRESSED)
+        if is_compressed and not self.opened.is_gzip:
+            raise HttpError(400, "a message is compressed, and grpc-encoding does not say how. Say gzip.")
+        self._is_compressed = bool(is_compressed)
         most = _MOST_COLD_BYTES if self.is_cold else server.limits.body_bytes
+        most = min(most, _MOST_INFLATED_BYTES) if is_compressed else most
         if size > most:
             raise too_large(most)
         if size >= SLOT_BYTES:
@@ -325,6 +338,18 @@ class Call:
             server.chunked_bytes += size
             self._memory = memoryview(bytearray(size))
         self._rest = self._memory
+
+    def _inflated(self, data: memoryview) -> memoryview:
+        """Return a message that came compressed; it counts with the bytes that it has now. Raises `HttpError`."""
+        server = self.server
+        most = _MOST_COLD_BYTES if self.is_cold else min(server.limits.body_bytes, _MOST_INFLATED_BYTES)
+        plain = memoryview(bytearray(inflated(data, b"gzip", most)))
+        if server.chunked_bytes + len(plain) > server.limits.unfinished_bytes:
+            raise unfinished()
+        server.turns.spend(0, len(plain))
+        self._held += len(plain)
+        server.chunked_bytes += len(plain)
+        return plain
 
     def _free(self, slot: Slot | None) -> None:
         """Free the memory of a message that did not become a request."""
@@ -465,6 +490,14 @@ class UnaryInferCall(Call):
 
     def take(self, data: memoryview, slot: Slot | None) -> None:
         asked, tensors = self.door.reader.read(data)
+        if asked.problem is not None:
+            action = self.generates if asked.generates else "infer"
+            exchange = self.exchange(
+                self.door.head(self.opened, b"POST", f"/v2/models/{asked.path}/{action}".encode()), id=asked.id
+            )
+            exchange.problem = asked.problem
+            self.ask(exchange)
+            return
         if asked.given is not None:
             head = self.door.head(self.opened, b"POST", f"/v2/models/{asked.path}/infer".encode())
             exchange = self.exchange(head, tensors, asked.id)

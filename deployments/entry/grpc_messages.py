@@ -70,7 +70,8 @@ InferResponse = message("inference.ModelInferResponse")
 
 class AskedMessage(NamedTuple):
     """What a `ModelInferRequest` asks of the model at `path`. `given`: it brings tensors, which are raw or in `packed`.
-    Without `given`, `body` is a picture, a text, or a request of the generate extension (`generates`)."""
+    Without `given`, `body` is a picture, a text, or a request of the generate extension (`generates`). `problem`: what
+    is wrong with it, which says nothing of the model."""
 
     path: str
     id: str
@@ -78,6 +79,7 @@ class AskedMessage(NamedTuple):
     packed: bytes | None = None
     body: bytes = b""
     generates: bool = False
+    problem: HttpError | None = None
 
 
 class InferReader:
@@ -95,7 +97,7 @@ class InferReader:
         `data`; a single one stays where it lies.
 
         Raises:
-            HttpError: 400 when this is no such message or it contradicts itself; 413 when the description is too long.
+            HttpError: 400 when this is no such message; 413 when the description is too long.
         """
         described, raws = _split(data)
         key = described, *[end - begin for begin, end in raws]
@@ -159,17 +161,30 @@ def _moved(data: memoryview, raws: Sequence[tuple[int, int]]) -> memoryview:
 
 
 def _asked(key: tuple[Any, ...], data: memoryview, raws: Sequence[tuple[int, int]]) -> AskedMessage:
-    """Return what a message asks for, when the same was not read before. Raises `HttpError` 400."""
+    """Return what a message asks for, when the same was not read before. Raises `HttpError` 400 for one that names no
+    model."""
     try:
         said = InferRequest.FromString(key[0])
     except DecodeError:
         raise HttpError(400, _NO_MESSAGE) from None
-    parameters = _plain(said.parameters)
     asked = AskedMessage(_path(said.model_name, said.model_version), said.id, None)
-    if any(given.datatype == "BYTES" for given in said.inputs):
-        return _texts(asked, said, parameters, [bytes(data[begin:end]) for begin, end in raws])
-    if raws and len(raws) != len(said.inputs):
-        raise HttpError(400, f"{len(said.inputs)} inputs and {len(raws)} raw_input_contents. Give one of each.")
+    try:
+        if any(given.datatype == "BYTES" for given in said.inputs):
+            return _texts(asked, said, [bytes(data[begin:end]) for begin, end in raws])
+        return _tensors(asked, said, key, len(raws))
+    except HttpError as error:  # whether the model is known is judged first
+        generates = any(given.name == "text_input" for given in said.inputs)
+        return asked._replace(generates=generates, problem=error.kept())
+
+
+def _tensors(asked: AskedMessage, said: Message, key: tuple[Any, ...], raws: int) -> AskedMessage:
+    """Return what a request of tensors asks for. Raises `HttpError` 400."""
+    parameters = _plain(said.parameters)
+    if raws and raws != len(said.inputs):
+        raise HttpError(400, f"{len(said.inputs)} inputs and {raws} raw_input_contents. Give one of each.")
+    twice = next((given.name for given in said.inputs if raws and given.contents.ListFields()), None)
+    if twice is not None:
+        raise HttpError(400, f"input '{twice}' has contents and raw_input_contents. Give one of them.")
     packed = None if raws else [_packed(given) for given in said.inputs]
     sizes = key[1:] if packed is None else map(len, packed)
     inputs = [
@@ -200,10 +215,10 @@ def _plain(given: Mapping[str, Message]) -> dict[str, Any]:
     return {key: getattr(value, value.WhichOneof("parameter_choice") or "string_param") for key, value in given.items()}
 
 
-def _texts(asked: AskedMessage, said: Message, parameters: Mapping[str, Any], raws: Sequence[bytes]) -> AskedMessage:
+def _texts(asked: AskedMessage, said: Message, raws: Sequence[bytes]) -> AskedMessage:
     """Return what a request of BYTES asks for: a picture, a text, or a generation as Triton's backend for vLLM takes
-    it."""
-    found = {}
+    it. Raises `HttpError` 400."""
+    parameters, found = _plain(said.parameters), {}
     for at, given in enumerate(said.inputs):
         values = list(given.contents.bytes_contents) or list(given.contents.bool_contents)
         if not values and at < len(raws):

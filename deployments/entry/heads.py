@@ -79,12 +79,12 @@ def route_to(handle: Callable[[Exchange, Route], None], model: PlannedModel | No
         HttpError: 400 for a deadline that is no number.
     """
     headers = head.headers
-    encoding = headers.get(b"content-encoding")
+    encoding = headers.get(b"content-encoding", b"").strip().lower()  # names without case (RFC 9110, 8.4.1)
     return Route(
         handle,
         model,
         _slo_of(headers),
-        encoding=None if encoding == b"identity" else encoding,
+        encoding=None if encoding in (b"", b"identity") else encoding,
         client_id=headers.get(b"x-request-id", b"").decode("latin-1"),
         began_s=None if model is None else _began_s(headers),
         traceparent=headers.get(b"traceparent"),

@@ -239,6 +239,8 @@ class RequestReader:
                 f"Inference-Header-Content-Length is {header_length}, but the body has {len(whole)} bytes. "
                 "Send the length of the JSON part."
             )
+        if not header_length:
+            return self._raw(len(whole)).fill(whole, slot)
         text = whole[:header_length]
         if len(text) > self._LONGEST_KEPT_BYTES:
             header = self._header(self._decoded(text))
@@ -255,6 +257,23 @@ class RequestReader:
             BadRequestError: the tensors do not fit the signature.
         """
         return self._find(given.key, lambda: given.request).fill(memoryview(binary), slot)
+
+    def _raw(self, size: int) -> InferHeader:
+        """Return the request whose body is the one tensor of the model, in as many samples as it has room for."""
+        if len(self.inputs) != 1:
+            raise BadRequestError(
+                f"a body without a JSON part holds one input; the model has {len(self.inputs)}. Send the length of the "
+                "JSON part as Inference-Header-Content-Length."
+            )
+        spec = self.inputs[0]
+        each = spec.sample_bytes(spec.dtype)
+        count, rest = divmod(size, each or 1)
+        if rest or not 1 <= count <= MAX_SAMPLES:
+            raise BadRequestError(
+                f"the body has {size} bytes; input '{spec.name}' takes {each} bytes of {spec.datatype} for each of "
+                f"1 to {MAX_SAMPLES} samples."
+            )
+        return InferHeader("", [_Tensor(spec, "", range(size))], size, count, None, False, None)
 
     def _find(self, key: bytes | tuple[Any, ...], read: Callable[[], RequestGiven[Any]]) -> InferHeader:
         """Return a request that was read before; requests with an id of their own do not come again."""
@@ -369,11 +388,13 @@ def _samples(whole: Sequence[InputPart], count: int) -> list[list[InputPart]]:
 
 
 def slo_from(parameters: Mapping[str, Any]) -> float | None:
-    """Return the time allowed in ms: parameter `slo_ms`, else Triton's `timeout` in microseconds, else None."""
+    """Return the time allowed in ms: parameter `slo_ms`, else Triton's `timeout` in microseconds, of which 0 is no
+    limit; else None."""
     if "slo_ms" in parameters:
         return parse_slo(parameters["slo_ms"], "parameter slo_ms")
     if "timeout" in parameters:
-        return parse_slo(parameters["timeout"], "parameter timeout", 1000.0 * LONGEST_SLO_MS) / 1000.0
+        timeout_us = parse_slo(parameters["timeout"], "parameter timeout", 1000.0 * LONGEST_SLO_MS)
+        return timeout_us / 1000.0 if timeout_us else None
     return None
 
 
@@ -410,6 +431,8 @@ def _source(tensor: TensorGiven[Any], spec: TensorSpec, dtype: str, count: int, 
         _refuse_shared_memory(parameters, f"input '{spec.name}'")
         size = parameters.get("binary_data_size")
         if size is not None:
+            if tensor.data is not msgspec.UNSET:
+                raise BadRequestError(f"input '{spec.name}' has 'data' and binary data. Give one of them.")
             expected = count * spec.sample_bytes(dtype)
             if type(size) is not int or size != expected:
                 raise BadRequestError(

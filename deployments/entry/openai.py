@@ -147,12 +147,23 @@ class ChatBody(_Asked, kw_only=True, forbid_unknown_fields=True):
     web_search_options: Any = None
 
 
+class TritonParameters(GenerateParameters, forbid_unknown_fields=True):
+    """The parameters of the generate extension. Two are Triton's: `stream`, which has to fit the path, and that the
+    prompt is no part of the answer."""
+
+    stream: bool | None = None
+    exclude_input_in_output: bool | None = None
+
+
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /v2/models/MODEL/generate and generate_stream."""
+    """The body of POST /v2/models/MODEL/generate and generate_stream. Numbers may be texts, as Triton's clients write
+    them."""
 
     text_input: str
     id: Annotated[str, Meta(max_length=128)] = ""  # limit: every part of a stream has it
-    parameters: GenerateParameters = msgspec.field(default_factory=GenerateParameters)
+    parameters: TritonParameters = msgspec.field(default_factory=TritonParameters)
+    stream: bool | None = None
+    exclude_input_in_output: bool | None = None
 
 
 # The only values that can be kept, besides null. A completion's `logprobs` is a number; its 0 asks for them, too.
@@ -343,9 +354,10 @@ def read_body(kind: type[BodyT], body: bytes | memoryview) -> BodyT:
         raise HttpError(400, f"the body has more than {_MOST_CONTAINERS} brackets. Send less of it.")
     try:
         try:
-            found = msgspec.json.decode(sent, type=kind)
+            found = msgspec.json.decode(sent, type=kind, strict=kind is not GenerateBody)
         except msgspec.ValidationError as error:
-            raise _wrong_field(msgspec.json.decode(sent), kind) or bad_field("", f"is wrong: {error}") from None
+            wrong = _wrong_field(msgspec.json.decode(sent), kind, strict=kind is not GenerateBody)
+            raise wrong or bad_field("", f"is wrong: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # of names, and of fields not asked for
         raise HttpError(400, f"the body is no JSON: {error}. Send an object, without NaN and Infinity.") from None
     if isinstance(found, _Asked) and bytes(found.logit_bias) not in (b"{}", b"null"):
@@ -376,21 +388,24 @@ def made_body(kind: type[BodyT], **fields: Any) -> BodyT:
         raise _wrong_field(fields, kind) or bad_field("", f"is wrong: {error}") from None
 
 
-def _wrong_field(value: Any, kind: Any, at: str = "") -> HttpError | None:
-    """Return the refusal of the innermost field of a value that is not of its type; None if there is none.
+def _wrong_field(value: Any, kind: Any, at: str = "", *, strict: bool = True) -> HttpError | None:
+    """Return the refusal of the innermost field of a value that is not of its type; None if there is none. Without
+    `strict`, numbers may be texts.
 
     msgspec says it in words alone, so that the types are gone through once more.
     """
     try:
         if kind is not msgspec.Raw:
-            msgspec.convert(value, kind)
+            msgspec.convert(value, kind, strict=strict)
         return None
     except msgspec.ValidationError as error:
         said = str(error)
     dot = f"{at}." if at else ""
     for option in (kind, *get_args(kind)):
         if isinstance(value, list) and get_origin(option) is list:
-            inner = (_wrong_field(each, get_args(option)[0], f"{at}[{n}]") for n, each in enumerate(value))
+            inner = (
+                _wrong_field(each, get_args(option)[0], f"{at}[{n}]", strict=strict) for n, each in enumerate(value)
+            )
         elif isinstance(value, dict) and isinstance(option, type) and issubclass(option, msgspec.Struct):
             tag_name, tag = option.__struct_config__.tag_field, option.__struct_config__.tag
             if tag_name is not None and value.get(tag_name) != tag:
@@ -404,7 +419,7 @@ def _wrong_field(value: Any, kind: Any, at: str = "") -> HttpError | None:
             if missing is not None:
                 return bad_field(f"{dot}{missing}", "is missing. Give it")
             inner = (
-                _wrong_field(each, fields[name].type, f"{dot}{name}")
+                _wrong_field(each, fields[name].type, f"{dot}{name}", strict=strict)
                 for name, each in value.items()
                 if name != tag_name
             )
@@ -444,7 +459,13 @@ def wanted(
         HttpError: 400 if the model cannot do this, with what to change.
     """
     if isinstance(body, GenerateBody):
-        options, name = body.parameters, "text_input"
+        for at, triton in (("", body), ("parameters.", body.parameters)):
+            if triton.stream and not is_streamed:
+                raise bad_field(f"{at}stream", "is for generate_stream. Ask that path, or leave it out")
+            if triton.exclude_input_in_output is False:
+                raise bad_field(f"{at}exclude_input_in_output", "can only be true: an answer never has the prompt")
+        options: GenerateParameters = body.parameters
+        name = "text_input"
         writer: Writer = GenerateWriter(model, body.id)
         prompts: Sequence[str | list[int]] = [body.text_input]
         most, temperature = body.parameters.max_tokens or _DEFAULT_TOKENS, 0.0

@@ -16,7 +16,7 @@ from tenuto import __version__
 from tenuto.deployments.entry.exchange import OPENAI, HttpError, openai_error
 from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, RequestGiven, TensorSpec
 from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody
-from tenuto.deployments.entry.service import InferenceService
+from tenuto.deployments.entry.service import WITHOUT_KEY, InferenceService
 from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes, plain_error
 from tenuto.deployments.operator.web_pages import add_docs
 from tenuto.deployments.security.keys import Caller
@@ -121,6 +121,7 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             schema["paths"].update(_hot_paths())
+            _add_security(schema)
             app.openapi_schema = schema
         return app.openapi_schema
 
@@ -187,7 +188,10 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
             "platform": interface.signature.platform,
             "backend": "tenuto",
             "max_batch_size": batch,
-            "input": [_config_entry(t) for t in interface.inputs],
+            "input": [
+                _config_entry(t) | ({"format": "FORMAT_NCHW"} if interface.signature.image else {})
+                for t in interface.inputs
+            ],
             "output": [_config_entry(t) for t in interface.outputs],
         }
 
@@ -244,6 +248,7 @@ _FAILURES = {
     503: "Not ready, or the gpu-let died with the request.",
     504: "Expired: the deadline could not be met; the request was not executed.",
 }
+_UNASKED = {401: "No key, or one that is not known.", 403: "The key is not for this model, or another site asks."}
 _INFER = RequestGiven[msgspec.Raw]
 _BODIES = (_INFER, CompletionBody, ChatBody, GenerateBody)
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
@@ -262,6 +267,22 @@ def _schemas(kinds: Sequence[Any]) -> dict[Any, Any]:
         return node
 
     return {kind: inlined(whole) for kind, whole in zip(kinds, wholes, strict=True)}
+
+
+def _add_security(schema: dict[str, Any]) -> None:
+    """Say where the server is, and which paths need a key when clients have keys."""
+    schema["servers"] = [{"url": "/", "description": "This server."}]
+    schema.setdefault("components", {})["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+    }
+    schema["security"] = [{"bearer": []}, {"key": []}, {}]  # none where clients have no keys
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            if path.encode().startswith(WITHOUT_KEY):
+                operation["security"] = []
+            else:
+                operation["responses"] |= {str(status): {"description": text} for status, text in _UNASKED.items()}
 
 
 def _hot_paths() -> dict[str, Any]:

@@ -54,7 +54,7 @@ _COLD_TOO_LARGE = f"the body exceeds {_MOST_COLD_BYTES >> 10} KiB. Only inferenc
 _TEXT_AT_ONCE_BYTES = 1 << 12  # limit: from here on it is read aside: a tokenizer takes up to 5 ms for this
 _MOST_TEXT_BYTES = 1 << 20  # limit: of a text: a tokenizer takes 0.6 s for it
 _LONGEST_BEFORE_S = 60.0  # limit: a proxy that says more has another clock
-_WITHOUT_KEY = (b"/v2/health/", b"/health")  # load balancers have none
+WITHOUT_KEY = (b"/v2/health/", b"/health")  # load balancers have none
 _BEARER = b"www-authenticate: Bearer\r\n"
 _GENERATIONS: dict[str, type[CompletionBody] | type[ChatBody] | type[GenerateBody]] = {
     "completions": CompletionBody,
@@ -210,11 +210,15 @@ class InferenceService:
             _ = self.dispatching  # before the first plan no model is unknown
             versions = self.versions(name)
             if versions:
-                raise HttpError(404, f"'{name}' has no version '{version}'. Versions here: {', '.join(versions)}.")
+                raise HttpError(
+                    404,
+                    f"Request for unknown model: '{name}' has no version '{version}'. Versions here: "
+                    f"{', '.join(versions)}.",
+                )
             # The names of other models may be secrets of other clients.
             names = dict.fromkeys(model.model for model in self._models.values())
             known = "" if self.callers else f" Models here: {', '.join(names) or '(none)'}."
-            raise HttpError(404, f"unknown model '{name}'.{known}")
+            raise HttpError(404, f"Request for unknown model: '{name}' is not found.{known}")  # in Triton's words
         return model
 
     def _ready(self, model: PlannedModel) -> ModelInterface:
@@ -252,8 +256,9 @@ class InferenceService:
         """Answer a request whose body is there."""
         head = exchange.head
         route: Route = head.route if head.generation == self._generation else self._route(head)
-        if route.problem is not None:
-            fail(exchange, route.problem)
+        problem = route.problem or exchange.problem
+        if problem is not None:
+            fail(exchange, problem)
             return
         try:
             if route.began_s is not None and route.model is not None:
@@ -264,10 +269,13 @@ class InferenceService:
 
     def _route(self, head: Head) -> Route:
         """Find what a head leads to, once for each head and plan, and return it."""
-        action, name, version = load_path(head.url) if head.method == b"POST" else ("", "", "")
+        action, name, version = load_path(head.url)
         try:
             self._check_site(head)
             caller = self._caller(head, name)
+            if action and head.method != b"POST":
+                method = head.method.decode("latin-1")
+                raise HttpError(405, f"{method} is not taken here. Send POST.", headers=b"allow: POST\r\n")
             if not action:
                 if head.length > _MOST_COLD_BYTES:
                     raise HttpError(413, _COLD_TOO_LARGE)
@@ -303,7 +311,7 @@ class InferenceService:
         Raises:
             HttpError: 401 without a key that is known, 403 for a model that is not among those of the key.
         """
-        if not self.callers or head.url.startswith(_WITHOUT_KEY):
+        if not self.callers or head.url.startswith(WITHOUT_KEY):
             return None
         key = presented_key(head.headers)
         if key is None:

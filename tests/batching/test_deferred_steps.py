@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -72,6 +73,25 @@ def test_both_bounds_refuse_and_say_which() -> None:
         assert unkept is not None
         assert unkept.rule is rule
         assert says in unkept.why
+
+
+def test_a_refusal_names_figures_that_explain_it() -> None:
+    """Where the mean is within what is allowed, it says how many are expected to keep that."""
+    draw, seen = random.Random(0), set()
+    for _ in range(2000):
+        sequences = draw.randint(0, 40)
+        load = TokenLoad(sequences, 50 * sequences, sequences=sequences, mean_prompt=100, mean_output=50.0)
+        unkept = ORDER.refusal(50, 0.0, math.inf, draw.uniform(11.0, 90.0), load)
+        if unkept is None:
+            continue
+        numbers = re.search(
+            r"take (\S+) ms, and (\S+) ms are allowed(?:: (\S+) of \d+ .*, and (\S+) of \d+)?", unkept.why
+        )
+        assert numbers is not None
+        takes, allowed, with_it, without = (float(each or "nan") for each in numbers.groups())
+        assert takes >= allowed or with_it <= without
+        seen.add(takes > allowed)
+    assert seen == {True, False}
 
 
 def test_a_sequence_that_would_make_another_late_is_refused() -> None:

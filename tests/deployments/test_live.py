@@ -196,7 +196,7 @@ def test_a_deadline_that_cannot_be_met_is_answered_at_once(url: str, slo_ms: str
 def test_errors_are_json_and_say_what_to_do(url: str) -> None:
     assert post(f"{url}/v2/models/nobody/infer", b"{}") == (
         404,
-        {"error": "unknown model 'nobody'. Models here: synthetic, mobilenet_v2."},
+        {"error": "Request for unknown model: 'nobody' is not found. Models here: synthetic, mobilenet_v2."},
     )
     status, answer = post(f"{url}/v2/models/synthetic/infer", b"{")
     assert status == 400

@@ -82,7 +82,7 @@ async def test_lists_name_the_models_of_the_key_alone(bench: Bench) -> None:
     assert [model["name"] for model in statistics.json()["model_stats"]] == ["m"]
     await bench.follow(PLAN, keys=[entry("anna", models=["m", "secret*"])])
     unknown = await bench.client.get("/v2/models/secrets", headers=bearer("anna"))
-    assert (unknown.status_code, unknown.json()["error"]) == (404, "unknown model 'secrets'.")
+    assert (unknown.status_code, unknown.json()["error"]) == (404, "Request for unknown model: 'secrets' is not found.")
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": "wrong"}])

@@ -123,7 +123,7 @@ async def test_compressed_bodies_are_read(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("model", "document", "headers", "status", "message"),
     [
-        ("nobody", None, {}, 404, "unknown model 'nobody'. Models here: m, n."),
+        ("nobody", None, {}, 404, "Request for unknown model: 'nobody' is not found. Models here: m, n."),
         ("m", {}, {}, 400, "missing required field `inputs`"),
         ("m", {"inputs": [{**TENSOR, "datatype": "INT64"}]}, {}, 400, "datatype 'INT64'; the model takes FP32"),
         ("m", {"inputs": [{**TENSOR, "data": [1, 2, 3]}]}, {}, 400, "x"),

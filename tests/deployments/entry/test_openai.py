@@ -110,6 +110,23 @@ def test_the_generate_extension_is_greedy_by_itself() -> None:
     assert (found.choices[0].sampling, found.stops) == (Sampling(3, 0.0, 1.0, 77), ("x",))
 
 
+def test_tritons_clients_are_taken_as_they_ask() -> None:
+    greedy = Sampling(16, 0.0, 1.0, 77)
+    example = {"text_input": "hi", "parameters": {"stream": False, "temperature": 0}}
+    assert asked(GenerateBody, example).choices[0].sampling == greedy
+    example["parameters"] = {"exclude_input_in_output": True, "temperature": "0.5", "max_tokens": "3", "top_p": "0.95"}
+    assert asked(GenerateBody, example).choices[0].sampling == Sampling(3, 0.5, 0.95, 77)
+    assert asked(GenerateBody, {"text_input": "hi", "stream": False}).choices[0].sampling == greedy
+    streamed = read_body(GenerateBody, b'{"text_input":"hi","stream":true,"parameters":{"stream":true}}')
+    assert wanted(streamed, "m", BYTES, LIMITS, is_streamed=True).is_streamed
+    for where in ("", "parameters."):
+        said = {"stream": True} if not where else {"parameters": {"stream": True}}
+        assert refused(GenerateBody, {"text_input": "hi", **said}).param == f"{where}stream"
+        with_prompt = {"exclude_input_in_output": False}
+        said = {"parameters": with_prompt} if where else with_prompt
+        assert refused(GenerateBody, {"text_input": "hi", **said}).param == f"{where}exclude_input_in_output"
+
+
 @pytest.mark.parametrize(
     ("more", "param", "says"),
     [
@@ -177,6 +194,28 @@ SAMPLING: dict[str, Any] = {
     "top_p": lambda value: is_number(value, 5e-324, 1),
     "seed": lambda value: is_whole(value, -(1 << 63), (1 << 63) - 1),
     "stop": lambda value: value in (None, "x", "1", "NaN", "\x00", "text", [], ["x"]),
+}
+# The generate extension takes numbers as texts, and whole ones as 1.0.
+TRITONS_OWN = {
+    "stream": lambda value: value is None or value is False or (type(value) is int and value == 0),
+    "exclude_input_in_output": lambda value: value in (None, True, "1") and type(value) is not float,
+}
+
+
+def as_number(value: Any) -> Any:
+    """Return what a lax reader takes a value for."""
+    return {"1": 1}.get(value, value) if isinstance(value, str) else value
+
+
+def as_whole(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else as_number(value)
+
+
+AS_TEXTS: dict[str, Any] = SAMPLING | {
+    "max_tokens": lambda value: SAMPLING["max_tokens"](as_whole(value)),
+    "temperature": lambda value: SAMPLING["temperature"](as_number(value)),
+    "top_p": lambda value: SAMPLING["top_p"](as_number(value)),
+    "seed": lambda value: SAMPLING["seed"](as_whole(value)),
 }
 ASKED: dict[str, Any] = SAMPLING | {
     "model": is_string,
@@ -255,9 +294,10 @@ BODIES: list[tuple[Any, str, dict[str, Any]]] = [  # the body, where in it the f
             "text_input": lambda value: is_string(value) and value,
             "id": is_string,
             "parameters": lambda value: value == {},
+            **TRITONS_OWN,
         },
     ),
-    (GenerateBody, "parameters", SAMPLING),
+    (GenerateBody, "parameters", AS_TEXTS | TRITONS_OWN),
 ]
 WHOLE: dict[Any, Any] = {
     CompletionBody: PLAIN,
@@ -333,7 +373,7 @@ def test_python_and_grpc_keep_the_same_rules(name: str) -> None:
         for value in VALUES:
             if ask is sent and value == 10**400:
                 continue  # that is no JSON to the reader of gRPC's texts
-            if SAMPLING[name](value):
+            if (AS_TEXTS if ask is sent else SAMPLING)[name](value):
                 ask(value)
             else:
                 with pytest.raises(HttpError) as caught:
@@ -354,7 +394,13 @@ def read_message(parameters: Mapping[str, float] = MappingProxyType({}), **texts
         message.inputs.add(name=name, datatype="BYTES", shape=[1]).contents.bytes_contents.append(text)
     for name, value in parameters.items():
         message.parameters[name].double_param = value
-    asked, _ = InferReader().read(memoryview(bytearray(message.SerializeToString())))
+    return read_bytes(message.SerializeToString())
+
+
+def read_bytes(message: bytes) -> AskedMessage:
+    asked, _ = InferReader().read(memoryview(bytearray(message)))
+    if asked.problem is not None:
+        raise asked.problem
     return asked
 
 
@@ -369,7 +415,7 @@ def test_inputs_that_a_generation_has_not_are_refused_over_grpc() -> None:
         assert InferReader().read(memoryview(bytearray(more.SerializeToString())))[0].generates
     message.inputs.add(name="exclude_input_in_output", datatype="BOOL", shape=[1]).contents.bool_contents.append(False)
     with pytest.raises(HttpError, match="never has the prompt"):
-        InferReader().read(memoryview(bytearray(message.SerializeToString())))
+        read_bytes(message.SerializeToString())
 
 
 def test_what_needs_a_tokenizer_says_so() -> None:

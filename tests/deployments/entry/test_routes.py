@@ -11,6 +11,7 @@ import pytest
 from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.oip import TensorSpec
 from tenuto.deployments.entry.routes import make_app
+from tenuto.profiles.networks.catalogue import ImageInput
 from tests.instruments.plans import make_plan
 
 PLAN = make_plan({"n0/0/a": (100.0, ["m"])})
@@ -19,7 +20,8 @@ PLAN = make_plan({"n0/0/a": (100.0, ["m"])})
 class Service:
     """Knows the model `m`, which can be asked or not."""
 
-    def __init__(self, *, is_up: bool) -> None:
+    def __init__(self, *, is_up: bool, image: ImageInput | None = None) -> None:
+        self.image = image
         down = SimpleNamespace(id="n0/0/a", up=is_up)
         self.dispatching = SimpleNamespace(plan=PLAN, is_ready=lambda *_: is_up, gpulets=lambda: [down], status=None)
 
@@ -33,11 +35,13 @@ class Service:
         if model != "m":
             raise HttpError(404, f"unknown model '{model}'")
         tensor = TensorSpec("x", "float32", (3,))
-        return SimpleNamespace(signature=SimpleNamespace(platform="emulated"), inputs=(tensor,), outputs=(tensor,))
+        return SimpleNamespace(
+            signature=SimpleNamespace(platform="emulated", image=self.image), inputs=(tensor,), outputs=(tensor,)
+        )
 
 
-def client(*, is_up: bool = True) -> httpx.AsyncClient:
-    service: Any = Service(is_up=is_up)
+def client(*, is_up: bool = True, image: ImageInput | None = None) -> httpx.AsyncClient:
+    service: Any = Service(is_up=is_up, image=image)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=make_app(service)), base_url="http://test")
 
 
@@ -65,6 +69,9 @@ async def test_a_model_is_described_with_and_without_its_version(prefix: str) ->
         config = (await asked.get(f"{prefix}/config")).json()
         assert config["max_batch_size"] == 8
         assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [3]}]
+    async with client(image=ImageInput(4, 4)) as asked:
+        config = (await asked.get(f"{prefix}/config")).json()
+        assert config["input"][0]["format"] == "FORMAT_NCHW"  # Triton's image_client asks for it
         assert (await asked.get(f"{prefix}/ready")).json() == {"name": "m", "ready": True}
 
 

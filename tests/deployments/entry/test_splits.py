@@ -103,9 +103,15 @@ async def test_an_unknown_version_is_not_found_and_those_there_are_are_named(ver
     await versions.serve(("m", {}), ("m:2", {"share_pct": 0}))
     ask = versions.client.get if path.endswith("7") and "predict" not in path else versions.client.post
     answer = await ask(path)
-    assert (answer.status_code, answer.json()["error"]) == (404, "'m' has no version '7'. Versions here: 1, 2.")
+    assert (answer.status_code, answer.json()["error"]) == (
+        404,
+        "Request for unknown model: 'm' has no version '7'. Versions here: 1, 2.",
+    )
     odd = await versions.client.post("/v2/models/m:2/infer", json={"inputs": [TENSOR]})
-    assert (odd.status_code, odd.json()["error"]) == (404, "unknown model 'm:2'. Models here: m.")
+    assert (odd.status_code, odd.json()["error"]) == (
+        404,
+        "Request for unknown model: 'm:2' is not found. Models here: m.",
+    )
     assert await versions.chosen(20) == {"1": 20}
 
 
@@ -126,7 +132,7 @@ async def test_another_version_takes_the_rest_without_a_new_connection(versions:
     assert await versions.chosen(20) == {"2": 20}
     assert (await versions.client.get("/v2/models/m")).json()["versions"] == ["2"]
     gone = await versions.client.post("/v2/models/m/versions/1/infer", json={"inputs": [TENSOR]})
-    assert gone.json()["error"] == "'m' has no version '1'. Versions here: 2."
+    assert gone.json()["error"] == "Request for unknown model: 'm' has no version '1'. Versions here: 2."
 
 
 async def test_a_shadow_gets_copies_and_clients_never_notice(versions: Versions) -> None:
