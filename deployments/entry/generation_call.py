@@ -15,6 +15,7 @@ from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, fail
 from tenuto.deployments.entry.openai import AskedChoice, Piece, Usage, Wanted
 from tenuto.deployments.entry.texts import GrowingText, Tokenizer
+from tenuto.deployments.entry.tool_calls import ToolAnswer
 from tenuto.deployments.entry.traces import Traced
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.answers import Refused
@@ -33,6 +34,7 @@ class _Choice(msgspec.Struct, eq=False):
     index: int
     asked: AskedChoice
     _text: GrowingText
+    _answer: ToolAnswer | None  # of a chat with tools
     unpaid: int  # tokens for which its client has not been charged
     _parts: list[str] = []  # parts of the text that are sent with the end; msgspec copies defaults
     _tokens: list[int] = []  # of an answer that is not streamed
@@ -75,6 +77,10 @@ class _Choice(msgspec.Struct, eq=False):
             self._call.send(self, Piece(text, [token]))
         elif self._text.is_stopped:
             self._parts.append(text)  # sent with the end
+        elif self._answer is not None:
+            said = self._answer.add(text)
+            if said:
+                self._call.send(self, Piece("", said=said))
         elif text:  # otherwise it is held back: it may be a part of a character or of a stop string
             self._call.send(self, Piece(text))
 
@@ -87,7 +93,11 @@ class _Choice(msgspec.Struct, eq=False):
         text = "".join(self._parts) + self._text.end()
         if self._text.is_stopped:  # a stop string may be in the text that was held back, too
             finish = Ending.STOP
-        self._call.ended(self, Piece(text, self._tokens, finish.value), generation)
+        piece = Piece(text, self._tokens, finish.value)
+        if self._answer is not None:
+            is_whole = finish is Ending.STOP and not self._text.is_stopped
+            piece = piece.of(self._answer, is_whole=is_whole)
+        self._call.ended(self, piece, generation)
 
     def refused(self, generation: OpenGeneration, refused: Refused) -> None:
         """Send the refusal, which is that of the whole request."""
@@ -120,8 +130,10 @@ class GenerationCall(msgspec.Struct, eq=False):
         self._exchange.on_left = self._leave
         self._model = model
         for index, asked in enumerate(self.wanted.choices):
-            text, most = GrowingText(self._tokenizer, self.wanted.stops), asked.sampling.max_tokens
-            self._choices.append(_Choice(self, index, asked, text, most))
+            answer = None if self.wanted.answer is None else self.wanted.answer()
+            text = GrowingText(self._tokenizer, self.wanted.stops, with_special=answer is not None)
+            most = asked.sampling.max_tokens
+            self._choices.append(_Choice(self, index, asked, text, answer, most))
             if self.caller is not None:
                 self.caller.begin_text(len(asked.prompt), most)
         for choice in list(self._choices):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_origin
 
 import msgspec
@@ -14,6 +15,7 @@ from msgspec import Meta
 
 from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.texts import Tokenizer
+from tenuto.deployments.entry.tool_calls import ToolAnswer, joined
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import GenerationLimits
 from tenuto.profiles.networks.generating import Sampling
@@ -100,6 +102,35 @@ class File(_Other, tag="file"):
     """A file."""
 
 
+class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A function that a model may call. `parameters` is a JSON schema of them."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    """A tool that a model may call."""
+
+    function: Function
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """What was called, with arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class Called(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    """A call of an earlier answer."""
+
+    function: CalledFunction
+    id: str | None = None
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """A message of a chat; the template decides which roles there are. The fields that can only be empty are those of
     answers, which clients send back."""
@@ -111,9 +142,10 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     audio: None = None
     function_call: None = None
     annotations: _Empty = None
-    tool_calls: _Empty = None
-    reasoning: None = None
-    reasoning_content: None = None
+    tool_calls: list[Called] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatBody(_Asked, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +173,7 @@ class ChatBody(_Asked, kw_only=True, forbid_unknown_fields=True):
     service_tier: Any = None
     store: Any = None
     tool_choice: Any = None
-    tools: Any = None
+    tools: list[Tool] | None = None
     top_logprobs: Any = None
     verbosity: Any = None
     web_search_options: Any = None
@@ -187,7 +219,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -210,6 +241,7 @@ class Wanted(NamedTuple):
     stops: tuple[str, ...]
     is_streamed: bool
     writer: Writer
+    answer: Callable[[], ToolAnswer] | None = None  # reads one that may call tools
 
 
 class Piece(NamedTuple):
@@ -219,6 +251,13 @@ class Piece(NamedTuple):
     text: str
     tokens: Sequence[int] = ()
     finish: str | None = None
+    said: Mapping[str, Any] | None = None  # of a chat with tools, in place of the text
+
+    def of(self, answer: ToolAnswer, *, is_whole: bool) -> Piece:
+        """Return the end of an answer that may call tools; see `ToolAnswer.end`."""
+        said = joined([answer.add(self.text), answer.end(is_whole=is_whole)])
+        finish = "tool_calls" if answer.calls and self.finish == "stop" else self.finish
+        return self._replace(text="", said=said, finish=finish)
 
 
 class Usage(NamedTuple):
@@ -253,7 +292,7 @@ class Writer(msgspec.Struct):
 
     def piece(self, index: int, piece: Piece) -> bytes:
         """Return a part of a stream; the last one of a choice says why it ends."""
-        return self._event([self._choice(index, self._part(piece.text), piece)])
+        return self._event([self._choice(index, self._part(piece), piece)])
 
     def last(self, usage: Usage) -> bytes:
         """Return the last part of a stream, behind the ends of its choices."""
@@ -265,14 +304,14 @@ class Writer(msgspec.Struct):
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """Return an answer that is not streamed."""
-        told = [self._choice(index, self._answer(choice.text), choice) for index, choice in enumerate(choices)]
+        told = [self._choice(index, self._answer(choice), choice) for index, choice in enumerate(choices)]
         return self._object(self.kind, told, usage=usage.shown())
 
-    def _answer(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _answer(self, piece: Piece) -> dict[str, Any]:
+        return {"text": piece.text}
 
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _part(self, piece: Piece) -> dict[str, Any]:
+        return {"text": piece.text}
 
     def _choice(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
         choice = {**said, "index": index, "logprobs": None, "finish_reason": piece.finish}
@@ -302,11 +341,17 @@ class ChatWriter(Writer):
         said = {"delta": {"role": "assistant", "content": ""}}
         return b"".join(self._event([self._choice(index, said, Piece(""))]) for index in range(choices))
 
-    def _answer(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _answer(self, piece: Piece) -> dict[str, Any]:
+        said: dict[str, Any] = {"content": piece.text} if piece.said is None else {"content": None, **piece.said}
+        calls = said.pop("tool_calls", None)
+        if calls:  # only parts of a stream number them
+            said["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
+        return {"message": {"role": "assistant", "refusal": None, **said}}
 
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def _part(self, piece: Piece) -> dict[str, Any]:
+        if piece.said is not None:
+            return {"delta": dict(piece.said)}
+        return {"delta": {"content": piece.text} if piece.text else {}}
 
 
 class GenerateWriter(Writer):
@@ -458,6 +503,7 @@ def wanted(
     Raises:
         HttpError: 400 if the model cannot do this, with what to change.
     """
+    answer = None
     if isinstance(body, GenerateBody):
         for at, triton in (("", body), ("parameters.", body.parameters)):
             if triton.stream and not is_streamed:
@@ -473,7 +519,8 @@ def wanted(
     elif isinstance(body, ChatBody):
         options, name = body, "messages"
         writer = ChatWriter(model, f"chatcmpl-{secrets.token_hex(12)}")
-        prompts, temperature = [_chat(body, tokenizer)], 1.0
+        chat, answer = _chat(body, tokenizer)
+        prompts, temperature = [chat], 1.0
         most = body.max_completion_tokens or body.max_tokens or 0
         asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     else:
@@ -502,7 +549,7 @@ def wanted(
             1.0 if options.top_p is None else options.top_p,
         )
         choices += [AskedChoice(prompt, sampling._replace(seed=seed + index)) for index in range(n)]
-    return Wanted(choices, n, stops, is_streamed, writer)
+    return Wanted(choices, n, stops, is_streamed, writer, answer)
 
 
 def _prompts(body: CompletionBody, limits: GenerationLimits) -> list[str | list[int]]:
@@ -524,24 +571,58 @@ def _prompts(body: CompletionBody, limits: GenerationLimits) -> list[str | list[
     return cast(list[str | list[int]], given)
 
 
-def _chat(body: ChatBody, tokenizer: Tokenizer | None) -> str:
+def _chat(body: ChatBody, tokenizer: Tokenizer | None) -> tuple[str, Callable[[], ToolAnswer] | None]:
+    """Return a chat as one text, and what makes a reader of an answer that may call tools."""
     if tokenizer is None:
         raise _no_tokenizer("messages")
-    messages: list[Mapping[str, Any]] = []
-    for number, message in enumerate(body.messages):
-        content = message.content
-        if content is None and message.role != "assistant":
-            raise bad_field(f"messages[{number}].content", "is missing. Give it")
-        if isinstance(content, list):
-            content = "".join(_text(part, f"messages[{number}].content[{n}]") for n, part in enumerate(content))
-        named = {} if message.name is None else {"name": message.name}
-        said = {} if content is None else {"content": content}
-        messages.append({"role": message.role, **said, **named})
+    messages = [_message(message, f"messages[{number}]") for number, message in enumerate(body.messages)]
+    tools = _tools(body, tokenizer)
     try:
-        return tokenizer.chat(messages)
+        text = tokenizer.chat(messages, tools)
+        is_same = bool(tools) and tokenizer.chat(messages) == text
     except InvalidInputError as error:
         (problem,) = error.problems
         raise HttpError(400, f"'messages' {problem.rule}. {problem.cure}", param="messages") from None
+    if is_same:
+        raise bad_field("tools", "have no place in the model's chat template. Leave them out")
+    return text, partial(tokenizer.read_calls, text, tools) if tools else None
+
+
+def _message(message: Message, at: str) -> dict[str, Any]:
+    """Return a message as templates read it."""
+    found = {name: value for name, value in msgspec.structs.asdict(message).items() if value not in (None, [])}
+    if isinstance(message.content, list):
+        found["content"] = "".join(_text(part, f"{at}.content[{n}]") for n, part in enumerate(message.content))
+    elif message.content is None and message.role != "assistant":
+        raise bad_field(f"{at}.content", "is missing. Give it")
+    if message.tool_calls:
+        found["tool_calls"] = [_called(call, f"{at}.tool_calls[{n}]") for n, call in enumerate(message.tool_calls)]
+    return found
+
+
+def _called(call: Called, at: str) -> dict[str, Any]:
+    """Return a call as templates read it: its arguments are an object."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise bad_field(
+            f"{at}.function.arguments", "is no JSON object. Send the arguments as the answer had them"
+        ) from None
+    named = {} if call.id is None else {"id": call.id}
+    return {**named, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _tools(body: ChatBody, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the tools that the model is told of."""
+    if body.tool_choice == "none" or not body.tools:
+        return []
+    if not tokenizer.reads_calls:
+        rule = "need a `response_template` in the tokenizer's tokenizer_config.json, which says how answers call them"
+        raise bad_field("tools", f"{rule}. Leave them out, or add it")
+    for number, tool in enumerate(body.tools):
+        if tool.function.strict:
+            raise bad_field(f"tools[{number}].function.strict", "cannot be kept here. Leave it out")
+    return [msgspec.to_builtins(tool) for tool in body.tools]
 
 
 def _text(part: TextPart | _Other, name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateSyntaxError
 
+from tenuto.deployments.entry.tool_calls import ToolAnswer
 from tenuto.errors import EnvironmentFaultError, first_line, refused
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles.networks.model_options import ModelOptions
@@ -22,18 +23,23 @@ _MOST_READ_AGAIN = 64  # limit: tokens that are decoded again for each new one; 
 
 
 class Tokenizer(Protocol):
-    """Makes tokens of texts, and texts of tokens."""
+    """Makes tokens of texts, and texts of tokens. `reads_calls`: it says how answers call tools."""
+
+    reads_calls: bool
 
     def encode(self, text: str, *, is_chat: bool = False) -> list[int]:
         """Return the tokens of a text. A chat's text has its special tokens already."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
+    def decode(self, tokens: Sequence[int], *, with_special: bool = False) -> str:
+        """Return the text of tokens, with or without special ones."""
 
-    def has_text(self, token: int) -> bool:
-        """Whether a token is part of texts: not when it is special, or not known."""
+    def has_text(self, token: int, *, with_special: bool = False) -> bool:
+        """Whether a token is part of texts: not when it is not known, or special."""
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def read_calls(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> ToolAnswer:
+        """Return what reads the answer to a chat with tools."""
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return a chat as one text, which ends where the model's answer begins.
 
         Raises:
@@ -45,22 +51,30 @@ class ByteTokenizer:
     """One token a byte of UTF-8; a token beyond 255 is the byte of its number modulo 256. It needs no file, and belongs
     to no trained model: it is for emulated GPUs and random weights."""
 
+    reads_calls = False
+
     def encode(self, text: str, *, is_chat: bool = False) -> list[int]:
         """Return the bytes of a text."""
         del is_chat
         return list(text.encode())
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, with_special: bool = False) -> str:
         """Return the text of bytes."""
+        del with_special
         return bytes(token % 256 for token in tokens).decode(errors="replace")
 
-    def has_text(self, token: int) -> bool:
+    def has_text(self, token: int, *, with_special: bool = False) -> bool:
         """Every token is a byte."""
-        del token
+        del token, with_special
         return True
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def read_calls(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> ToolAnswer:
+        """Raise: bytes call nothing."""
+        raise NotImplementedError
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return one line for each message."""
+        del tools
         return "".join(f"{message['role']}: {message.get('content', '')}\n" for message in messages) + "assistant: "
 
 
@@ -104,6 +118,9 @@ class FileTokenizer:
                 f"cannot be read ({first_line(error)})",
                 "Give a folder or a tokenizer.json of the tokenizers library that exists on the gateways' node.",
             ) from error
+        template = getattr(self._whole, "response_template", None)  # since transformers 5.13
+        self._answers = template and self._read_answers(template, place)
+        self.reads_calls = bool(template and "tool_calls" in template.get("fields", ()))
         sources = self._whole.chat_template or {}
         for source in sources.values() if isinstance(sources, dict) else [sources]:
             try:
@@ -118,29 +135,52 @@ class FileTokenizer:
             except Exception:  # it wants messages
                 continue
 
+    @staticmethod
+    def _read_answers(template: Any, place: str) -> Any:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        try:
+            return load_response_template(template)
+        except ValueError as error:
+            raise refused(
+                "response_template",
+                place,
+                f"cannot be read ({first_line(error)})",
+                "Correct it in the tokenizer's tokenizer_config.json.",
+            ) from error
+
     def encode(self, text: str, *, is_chat: bool = False) -> list[int]:
         """Return the tokens of a text."""
         # Of the two, only this call lets go of the interpreter: a text of 1 MiB takes 0.6 s.
         found: list[int] = self._fast.encode_batch([text], add_special_tokens=not is_chat)[0].ids
         return found
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, with_special: bool = False) -> str:
         """Return the text of tokens."""
-        found: str = self._fast.decode(list(tokens), skip_special_tokens=True)
+        found: str = self._fast.decode(list(tokens), skip_special_tokens=not with_special)
         return found
 
-    def has_text(self, token: int) -> bool:
+    def has_text(self, token: int, *, with_special: bool = False) -> bool:
         """Whether a token is part of texts."""
-        return token not in self._special and self._fast.id_to_token(token) is not None
+        return (with_special or token not in self._special) and self._fast.id_to_token(token) is not None
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def read_calls(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> ToolAnswer:
+        """Return what reads the answer to a chat with tools, by the tokenizer's `response_template`."""
+        parser = self._whole.get_response_parser(self._answers, prefix=prompt, tools=list(tools))
+        return ToolAnswer(parser, self._whole.eos_token or "")
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return a chat as the model's own template writes it."""
         if self._whole.chat_template is None:
             raise refused(
                 "messages", len(messages), "need a chat template, and the model has none", "Ask /v1/completions."
             )
         try:
-            return str(self._whole.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+            return str(
+                self._whole.apply_chat_template(
+                    list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+                )
+            )
         except Exception as error:  # a template may do anything
             raise refused(
                 "messages",
@@ -188,8 +228,9 @@ class GrowingText:
     held back until it is known.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), *, with_special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._with_special = with_special
         self._stops = stops
         self._tokens: list[int] = []
         self._from = 0  # the next text is read from this token on: tokens before the new ones may change their text
@@ -201,14 +242,20 @@ class GrowingText:
 
     def add(self, token: int) -> str:
         """Take a token, and return the text that it completes."""
-        if self._tokenizer is None or self.is_stopped or not self._tokenizer.has_text(token):
+        if self.is_stopped or not self._has_text(token):
             return ""
         self._tokens.append(token)
         return self._cut(self._read(), is_last=False)
 
+    def _has_text(self, token: int) -> bool:
+        return self._tokenizer is not None and self._tokenizer.has_text(token, with_special=self._with_special)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(tokens, with_special=self._with_special)
+
     def end(self) -> str:
         """Return the text that was held back; no token comes any more."""
-        return "" if self._tokenizer is None or self.is_stopped else self._cut(self._read(is_last=True), is_last=True)
+        return "" if self.is_stopped else self._cut(self._read(is_last=True), is_last=True)
 
     def _read(self, *, is_last: bool = False) -> str:
         """Return the text that is whole and not written yet.
@@ -217,8 +264,7 @@ class GrowingText:
         replacement character, those that fall back to bytes as one for each byte of all that stand in a row. A
         character has four bytes at most: what more tokens left broken is complete, or never will be, up to its last.
         """
-        assert self._tokenizer is not None
-        text = self._tokenizer.decode(self._tokens[self._from :])
+        text = self._decode(self._tokens[self._from :])
         broken = len(text) - len(text.rstrip(_BROKEN))
         self._broken = self._broken + 1 if broken else 0
         if self._broken >= _LONGEST_CHARACTER:
@@ -228,7 +274,7 @@ class GrowingText:
         self._written = max(self._written, end)
         if new and not broken:
             self._from, self._whole = self._whole, len(self._tokens)
-            self._written = len(self._tokenizer.decode(self._tokens[self._from :]))
+            self._written = len(self._decode(self._tokens[self._from :]))
         elif len(self._tokens) - self._from > _MOST_READ_AGAIN:
             self._read_less(text)
         return new
@@ -236,9 +282,8 @@ class GrowingText:
     def _read_less(self, text: str) -> None:
         """Let the next text be read from a later token on, if that leaves the end of this one as it is: however long
         no token ends with a whole character, each costs the same."""
-        assert self._tokenizer is not None
         later = len(self._tokens) - _MOST_READ_AGAIN // 2
-        shorter = self._tokenizer.decode(self._tokens[later:])
+        shorter = self._decode(self._tokens[later:])
         written = self._written - len(text) + len(shorter)
         if written > _LONGEST_CHARACTER and text.endswith(shorter[_LONGEST_CHARACTER:]):
             self._from = self._whole = later

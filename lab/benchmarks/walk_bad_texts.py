@@ -154,12 +154,6 @@ CASES: list[tuple[str, str, dict[str, Any], int]] = [
         400,
     ),
     (
-        "a tool's answer",
-        CHAT,
-        {"model": "slow", "messages": [{"role": "tool", "content": "1", "tool_call_id": "a"}]},
-        400,
-    ),
-    (
         "`response_format` of JSON",
         CHAT,
         {"model": "slow", "messages": [USER], "response_format": {"type": "json_object"}},

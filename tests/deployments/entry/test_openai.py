@@ -275,7 +275,10 @@ BODIES: list[tuple[Any, str, dict[str, Any]]] = [  # the body, where in it the f
             "content": lambda value: is_string(value) or value == [],  # null in answers alone
             "name": lambda value: value is None or is_string(value),
             **dict.fromkeys(("tool_calls", "annotations"), EMPTY),
-            **dict.fromkeys(("refusal", "audio", "function_call", "reasoning", "reasoning_content"), none_or()),
+            **dict.fromkeys(("refusal", "audio", "function_call"), none_or()),
+            **dict.fromkeys(
+                ("reasoning", "reasoning_content", "tool_call_id"), lambda value: value is None or is_string(value)
+            ),
         },
     ),
     (ChatBody, "messages[0].content[0]", {"text": is_string, "type": lambda value: value == "text"}),
@@ -352,7 +355,7 @@ def test_a_field_with_any_other_value_is_refused_with_its_name(kind: Any, place:
 @pytest.mark.parametrize(("kind", "place", "rules"), BODIES)
 def test_a_field_that_is_not_known_is_refused_with_its_name(kind: Any, place: str, rules: dict[str, Any]) -> None:
     del rules
-    for name in ("top_k", "min_p", "guided_json", "image_url", "tool_call_id"):
+    for name in ("top_k", "min_p", "guided_json", "image_url"):
         for value in (None, [], 1, {"type": "function"}):
             error = refused(kind, body_with(kind, place, name, value))
             assert error.param == (f"{place}.{name}" if place else name)

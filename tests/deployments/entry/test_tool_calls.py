@@ -1,0 +1,236 @@
+"""Tools in chats: what a model is told of them, and its calls in whole and streamed answers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.deployments.entry.texts import FileTokenizer
+from tenuto.placement import Plan
+from tenuto.profiles.networks.generating import Ending, Generator, StepRan
+from tests.deployments.entry import test_generation
+from tests.deployments.entry.test_generation import SLO, SLOW, Bench
+from tests.instruments.forking import ROOT
+
+tokenizers = pytest.importorskip("tokenizers")
+from transformers import PreTrainedTokenizerFast  # noqa: E402  # after the skip
+
+FOLDER = Path(__file__).parent / "chat_templates"
+ANSWERS: dict[str, Any] = json.loads((FOLDER / "response_templates.json").read_text())
+ENDS = {"qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>", "gptoss": "<|return|>"}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA}}
+USER = {"role": "user", "content": "Will it rain?"}
+
+
+def save(folder: Path, name: str) -> Path:
+    """Write a tokenizer whose tokens are bytes, with a chat template and a response template."""
+    bytes_to_letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    model = tokenizers.models.BPE({letter: n for n, letter in enumerate(sorted(bytes_to_letters))}, [])
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text((FOLDER / f"{name}.jinja").read_text())
+    # As text, the token that ends answers is bytes here; no answer has it.
+    settings = {"response_template": ANSWERS[name], "bos_token": "", "eos_token": ENDS[name]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: str(save(tmp_path_factory.mktemp(name), name)) for name in ENDS}
+
+
+LETTERS = st.text(st.sampled_from("ab €\n\"'{}\\<"), max_size=12)
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["city", "days", "x y"]),
+    st.one_of(LETTERS, st.integers(-9, 9), st.booleans(), st.none(), st.lists(LETTERS)),
+)
+
+
+opened = functools.cache(FileTokenizer)
+
+
+def read(tokenizer: FileTokenizer, prompt: str, text: str, cuts: list[int], *, is_whole: bool = True) -> dict[str, Any]:
+    """Return what an answer says that comes in pieces, with all pieces put together."""
+    answer = tokenizer.read_calls(prompt, [TOOL])
+    at = sorted({min(cut, len(text)) for cut in [*cuts, 0, len(text)]})
+    parts = [answer.add(text[begin:end]) for begin, end in itertools.pairwise(at)]
+    whole: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for part in [*parts, answer.end(is_whole=is_whole)]:
+        for name, value in part.items():
+            whole[name] += value
+    assert [call["index"] for call in whole["tool_calls"]] == list(range(answer.calls))
+    return whole
+
+
+@pytest.mark.parametrize("name", sorted(ENDS))
+@given(content=LETTERS, calls=st.lists(ARGUMENTS, max_size=3), cuts=st.lists(st.integers(0, 200), max_size=9))
+def test_calls_that_a_chat_template_writes_are_read_back(
+    folders: dict[str, str], name: str, content: str, calls: list[dict[str, Any]], cuts: list[int]
+) -> None:
+    tokenizer = opened(folders[name])
+    theirs = PreTrainedTokenizerFast.from_pretrained(folders[name])
+    if name != "qwen3":  # those templates have one call, and nothing else beside it
+        calls, content = calls[:1], "" if calls else content.replace("{", "")
+    made = [{"type": "function", "function": {"name": "weather", "arguments": each}} for each in calls]
+    answer: dict[str, Any] = {"role": "assistant", "content": content, **({"tool_calls": made} if made else {})}
+    prompt = tokenizer.chat([USER], [TOOL])
+    text = str(theirs.apply_chat_template([USER, answer], tools=[TOOL], tokenize=False))
+    assert text.startswith(prompt)
+    text = text[len(prompt) :].removesuffix("\n")
+    for end in (*ENDS.values(), "<|call|>"):
+        text = text.removesuffix(end)
+    said = read(tokenizer, prompt, text, cuts)
+    assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == calls
+    assert said["content"] == content.strip()
+
+
+CALL = '{"name": "weather", "arguments": {}}'
+WRITTEN = ["<tool_call>", "</tool_call>", "<think>", "</think>", CALL, "{", "}", "y", " z", "<", "€ "]
+QWEN = st.lists(st.sampled_from(WRITTEN), max_size=8).map("".join)
+
+
+@given(text=QWEN, cuts=st.lists(st.integers(0, 90), max_size=9), is_whole=st.booleans())
+def test_an_answer_says_the_same_however_it_comes_in_pieces_and_loses_no_letter(
+    folders: dict[str, str], text: str, cuts: list[int], is_whole: bool
+) -> None:
+    tokenizer = opened(folders["qwen3"])
+    said = read(tokenizer, "", text, cuts, is_whole=is_whole)
+    at_once = read(tokenizer, "", text, [], is_whole=is_whole)
+    for each in (*said["tool_calls"], *at_once["tool_calls"]):
+        del each["id"]
+    assert said == at_once
+    for letter in "yz€":
+        assert (said["content"] + said["reasoning_content"]).count(letter) == text.count(letter)
+
+
+def test_a_call_that_is_cut_or_no_json_is_content(folders: dict[str, str]) -> None:
+    tokenizer = opened(folders["qwen3"])
+    call = '{"name": "weather", "arguments": {"days": 2}}'
+    for text, is_whole, content, calls in (
+        (f"So:<tool_call>{call}</tool_call>", True, "So:", 1),
+        (f"So:<tool_call>{call}", True, "So:", 1),
+        (f"So:<tool_call>{call}", False, f"So:{call}", 0),
+        (f"<tool_call>{call[:-3]}</tool_call> it is.", True, f"{call[:-3]}it is.", 0),
+        ("<tool_call>[1]</tool_call>", True, "[1]", 0),
+    ):
+        said = read(tokenizer, "", text, [], is_whole=is_whole)
+        assert (said["content"], len(said["tool_calls"])) == (content, calls)
+
+
+def test_the_response_template_of_the_page_reads_calls(folders: dict[str, str], tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "reference" / "generating.md").read_text()
+    shown = json.loads("{" + page.partition("```json\n")[2].partition("```")[0] + "}")
+    save(tmp_path, "qwen3")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(shown))
+    for text in (
+        f"So:<tool_call>\n{CALL}\n</tool_call>",
+        f"<think>\ny\n</think>\n\nz\n<tool_call>{CALL}</tool_call>\n",
+    ):
+        ours, theirs = (read(opened(place), "", text, []) for place in (str(tmp_path), folders["qwen3"]))
+        del ours["tool_calls"][0]["id"], theirs["tool_calls"][0]["id"]
+        assert ours == theirs
+
+
+def plan(tokenizer: str) -> Plan:
+    """One emulated model."""
+    lengths = {"prompt_tokens": 20, "output_tokens": 20, "max_sequences": 8, "max_batch_tokens": 4096}
+    replica = {"batch_size": 8, "kv_tokens": 1 << 16, "steps": SLOW.model_dump(mode="json")}
+    model = {"name": "slow", "rate_rps": 10, "slo": SLO, "generates": lengths, "options": {"tokenizer": tokenizer}}
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": "v", "type": "v100"}],
+            "gpulets": [{"id": "b", "gpu": "v", "models": [{"name": "slow", **replica}]}],
+            "models": [model],
+        }
+    )
+
+
+def script(monkeypatch: pytest.MonkeyPatch, generator: Generator, tokens: list[int]) -> None:
+    """Let every sequence of a generator write these tokens, and end."""
+    step, written = generator.step, dict[int, int]()
+
+    def scripted(chunks: Any) -> StepRan:
+        ran: StepRan = step(chunks)
+        for sequence in list(ran.tokens):
+            at = written[sequence] = written.get(sequence, -1) + 1
+            if at < len(tokens):
+                ran.tokens[sequence] = tokens[at]
+            else:
+                del ran.tokens[sequence]
+                generator.cancel(sequence)
+                ran.ended[sequence] = Ending.STOP
+                del written[sequence]
+        return ran
+
+    monkeypatch.setattr(generator, "step", scripted)
+
+
+@pytest.fixture
+async def bench(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    monkeypatch.setattr(test_generation, "plan", lambda: plan(folders["qwen3"]))
+    made = Bench()
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def openai() -> Any:
+    return pytest.importorskip("openai", reason="the package 'openai' is not installed")
+
+
+async def test_openais_own_package_gets_calls_whole_and_streamed(
+    openai: Any, bench: Bench, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>'
+    text = f"<think>\nLet me see.\n</think>\n\nI look.\n{call}\n{call}"
+    script(monkeypatch, bench.generator("b", "slow"), opened(folders["qwen3"]).encode(text, is_chat=True))
+    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "slow", "messages": [USER], "tools": [TOOL], "tool_choice": "auto", "n": 2}
+    whole = await client.chat.completions.create(**asked)
+    choices: dict[int, dict[str, Any]] = {n: {"content": "", "reasoning_content": "", "calls": []} for n in range(2)}
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            kept, delta = choices[choice.index], choice.delta
+            kept["content"] += delta.content or ""
+            kept["reasoning_content"] += getattr(delta, "reasoning_content", None) or ""
+            kept["calls"] += [(each.index, each.function) for each in delta.tool_calls or ()]
+            kept["finish"] = choice.finish_reason
+    for choice in whole.choices:
+        message, kept = choice.message, choices[choice.index]
+        assert (message.content, message.reasoning_content) == ("I look.", "Let me see.")
+        assert [json.loads(each.function.arguments) for each in message.tool_calls] == [{"city": "Köln", "days": 2}] * 2
+        assert len({each.id for each in message.tool_calls}) == 2
+        assert (choice.finish_reason, kept["finish"]) == ("tool_calls", "tool_calls")
+        assert (kept["content"], kept["reasoning_content"]) == (message.content, message.reasoning_content)
+        assert [(n, each.arguments) for n, each in kept["calls"]] == [
+            (n, each.function.arguments) for n, each in enumerate(message.tool_calls)
+        ]
+    # Its answer goes back with what the tools said; without tools, the text comes as it is.
+    first = whole.choices[0].message
+    results = [{"role": "tool", "tool_call_id": each.id, "content": "rain"} for each in first.tool_calls]
+    again = await client.chat.completions.create(**{**asked, "messages": [USER, first, *results], "n": 1})
+    assert again.usage.prompt_tokens > whole.usage.prompt_tokens
+    plain = await client.chat.completions.create(**{**asked, "tool_choice": "none", "n": 1})
+    assert (plain.choices[0].message.content, plain.choices[0].message.tool_calls) == (text, None)
+    assert plain.usage.prompt_tokens < whole.usage.prompt_tokens
+    for choice, more in (("required", {}), ({"type": "function", "function": {"name": "weather"}}, {})):
+        with pytest.raises(openai.BadRequestError, match="tool_choice"):
+            await client.chat.completions.create(**{**asked, "tool_choice": choice, **more})
+    short = await client.chat.completions.create(**asked, max_tokens=len(text.encode()) - 20)
+    assert [len(each.message.tool_calls) for each in short.choices] == [1, 1]
+    assert [each.finish_reason for each in short.choices] == ["length", "length"]
+    await client.close()
