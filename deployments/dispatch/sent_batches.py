@@ -193,7 +193,6 @@ class SentBatches:
         """Take note that a gpu-let is connected."""
         gpulet = self.fleet.behind(connection)
         gpulet.failures = 0
-        gpulet.end_rest()
         self._accounts.happened("gpu-let connected", gpulet.id)
         self.state_changed(connection)
 

@@ -4,6 +4,7 @@ new plans. A model of what must be ready stands beside the dispatcher. In virtua
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import struct
 from collections import Counter
@@ -223,21 +224,30 @@ async def play(steps: Sequence[tuple[Any, ...]]) -> None:
 
 
 GPULETS = st.sampled_from("abc")
-STEPS = st.one_of(
-    st.tuples(st.just("ask"), st.sampled_from("mn"), st.sampled_from([1.0, 1.0, 1.0, -1.0])),
-    st.tuples(st.sampled_from(["answer", "answer", "answer", "fail", "go", "come", "close"]), GPULETS),
-    st.tuples(st.just("wait"), st.sampled_from([0.05, 0.3, 2.0, ALL_RESTED_S, GIVEN_UP_S + 1.0])),
-    st.tuples(st.just("apply"), st.integers(0, len(PLANS) - 1)),
+WAITS = st.tuples(st.just("wait"), st.sampled_from([0.05, 0.3, GIVEN_UP_S + 1.0, ALL_RESTED_S]))
+ASKS = st.tuples(st.just("ask"), st.sampled_from("mn"), st.sampled_from([1.0, 1.0, -1.0]))
+BAD = st.tuples(st.just("ask"), st.sampled_from("mn"), st.just(-1.0))
+ANSWER = st.just(("answer", "a"))
+# Each is a short story of several steps; stories follow one another.
+STORIES = st.one_of(
+    st.tuples(ASKS),
+    st.tuples(ASKS, ASKS, ASKS, st.tuples(st.just("answer"), GPULETS)),
+    st.tuples(ASKS, st.tuples(st.just("fail"), st.just("a")), WAITS),
+    st.tuples(BAD, BAD, ASKS, ASKS, BAD, ANSWER, ANSWER, st.sampled_from([("go", "a"), ("fail", "a"), ("apply", 2)])),
+    st.tuples(ASKS, st.tuples(st.just("fail"), GPULETS), st.tuples(st.sampled_from(["go", "come", "close"]), GPULETS)),
+    st.tuples(ASKS, WAITS, st.tuples(st.just("answer"), st.just("a"))),
+    st.tuples(WAITS, st.tuples(st.sampled_from(["go", "come", "close", "answer"]), GPULETS)),
+    st.tuples(st.tuples(st.just("apply"), st.integers(0, len(PLANS) - 1))),
 )
 
 
 @settings(max_examples=60)
-@given(st.lists(STEPS, min_size=20, max_size=50))
+@given(st.lists(STORIES, min_size=6, max_size=16))
 def test_a_gpulet_is_ready_when_nothing_is_wrong_with_its_process_and_every_change_is_announced(
-    steps: list[tuple[Any, ...]],
+    stories: list[tuple[tuple[Any, ...], ...]],
 ) -> None:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(play(steps))
+        runner.run(play(list(itertools.chain(*stories))))
 
 
 async def _raise_amid(values: Sequence[float], slo_ms: float = SLO_MS) -> tuple[World, Process]:
