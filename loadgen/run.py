@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ import numpy as np
 
 from tenuto.documents import SCHEMA
 from tenuto.errors import refused
+from tenuto.files import parse_json, read_text
 from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.records import ABSENT, Records
 from tenuto.outcome import Outcome
@@ -101,14 +101,9 @@ def load_document(folder: str | Path) -> dict[str, Any]:
         InvalidInputError: there is no result.json, or it cannot be read as one.
     """
     path = Path(folder) / "result.json"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise refused(
-            str(path), str(folder), f"cannot be read ({error.strerror})", "Give a folder that `tenuto bench -o` wrote."
-        ) from error
-    except ValueError as error:
-        raise refused(str(path), str(folder), f"is not JSON ({error})", "Run the bench again.") from error
+    document = parse_json(read_text(path), str(path))
+    if not isinstance(document, dict):
+        raise refused(str(path), None, "is no mapping", "Give a folder that `tenuto bench -o` wrote.")
     if document.get("schema", SCHEMA) != SCHEMA:
         rule = f"is of schema {document['schema']}, and this version reads schema {SCHEMA}"
         raise refused(str(path), None, rule, "Read it with the version of Tenuto that wrote it.")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tenuto.documents import write_whole
-from tenuto.errors import EnvironmentFaultError
+from tenuto.documents import load_document, write_whole
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
 
 MOST_FAULTS = 3  # limit: faults within the window: there are two restarts, then a refusal
 WINDOW_S = 600.0  # limit: time after which a fault is forgotten
@@ -58,10 +58,10 @@ class FaultLog:
 
     def _read(self) -> tuple[list[float], bool]:
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
+            data = load_document(self.path)
             now = self._clock()
             return [float(at) for at in data["at_s"] if 0 <= now - float(at) < WINDOW_S], bool(data["open"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (InvalidInputError, ValueError, KeyError, TypeError):
             return [], False
 
     def _write(self, times: list[float], is_open: bool) -> None:

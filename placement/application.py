@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from tenuto.documents import Fault, StrictModel
+from tenuto.documents import Fault, StrictModel, repeated
 from tenuto.errors import one_of
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles.latency import LatencyField
@@ -50,7 +50,7 @@ class Application(StrictModel):
     @model_validator(mode="after")
     def _is_graph(self) -> Application:
         labels = [stage.label for stage in self.stages]
-        twice = sorted({label for label in labels if labels.count(label) > 1})
+        twice = repeated(labels)
         if twice:
             raise Fault(f"stages named twice: {', '.join(twice)}", "Give them names of their own, or a count.")
         for stage in self.stages:

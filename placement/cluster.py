@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from tenuto.documents import SCHEMA, Fault, SchemaVersion, StrictModel, dump_yaml, parse_document
+from tenuto.documents import SCHEMA, Fault, SchemaVersion, StrictModel, dump_yaml, parse_document, repeated
 from tenuto.errors import one_of, refused
 from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 from tenuto.profiles.mig_instances import (
@@ -252,8 +252,7 @@ class Cluster(StrictModel):
 
     @model_validator(mode="after")
     def _unique_nodes(self) -> Cluster:
-        names = [node.name for node in self.nodes]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = repeated(node.name for node in self.nodes)
         if twice:
             raise Fault(f"node names used twice: {', '.join(twice)}", "Rename them.")
         unknown = {*(self.left_out or ())} - {

@@ -12,7 +12,8 @@ from pydantic import Field, model_serializer, model_validator
 
 from tenuto.documents import Fault, StrictModel
 
-Tokens = Annotated[float, Field(ge=1)]
+MOST_TOKENS = 100_000_000  # limit: tokens of a text; no model reads a hundredth of it
+Tokens = Annotated[float, Field(ge=1, le=MOST_TOKENS)]
 _CURE = "Give a number of tokens, {lognormal: {median: 300, sigma: 1}} or {quantiles: {0: 10, 50: 300, 100: 4000}}."
 
 
@@ -44,7 +45,7 @@ class Lengths(StrictModel):
     `quantiles` are tokens by percent, from 0 to 100; between them lengths are spread evenly.
     """
 
-    tokens: Annotated[int, Field(ge=1)] | None = None
+    tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     lognormal: LogNormal | None = None
     quantiles: dict[Annotated[float, Field(ge=0, le=100)], Tokens] | None = None
 

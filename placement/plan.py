@@ -6,7 +6,7 @@ simulating need (sources, SLOs, latencies), so that neither reads the workload o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -288,10 +288,14 @@ def _drop(data: dict[str, Any], **defaults: Any) -> None:
             del data[key]
 
 
+def _mappings(value: Any) -> Iterator[dict[str, Any]]:
+    yield from (each for each in value if isinstance(each, dict)) if isinstance(value, list) else ()
+
+
 def _plan_in_serve_config(config: dict[str, Any], origin: str) -> Any:
-    for application in config.get("applications") or []:
-        for deployment in application.get("deployments") or []:
-            user_config = deployment.get("user_config") or {}
+    for application in _mappings(config.get("applications")):
+        for deployment in _mappings(application.get("deployments")):
+            user_config = deployment.get("user_config")
             if isinstance(user_config, dict) and "plan" in user_config:
                 return user_config["plan"]
     cure = "Write it with `tenuto plan … -o plan.yaml`."

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_serializer, model_validator
+from pydantic import Field, ValidationError, field_validator, model_serializer, model_validator
 
 from tenuto.documents import Fault, ProblemsBelow, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import Problem, one_of, refused
@@ -26,11 +26,10 @@ Positive = Annotated[float, Field(gt=0)]
 # time by the weights of their models.
 Objective = Literal["total", "each", "weighted"]
 
-# YAML 1.1 reads a bare off as false.
-MpsUse = Annotated[
-    Literal["off", "auto", "required"], BeforeValidator(lambda value: "off" if value is False else value)
-]
+MpsUse = Literal["off", "auto", "required"]
 
+
+MOST_MODELS = 10_000  # limit: models of a workload; no policy plans as many within a day
 
 # What may be lost at once: a GPU, a node with all its GPUs, or a rack with all its nodes.
 Spread = Literal["gpu", "node", "rack"]
@@ -166,7 +165,7 @@ class ModelSpec(StrictModel):
 class Workload(StrictModel):
     """The models that share the cluster, including the stages of applications. Invariant: names are unique."""
 
-    models: tuple[ModelSpec, ...] = ()
+    models: Annotated[tuple[ModelSpec, ...], Field(max_length=MOST_MODELS)] = ()
     applications: tuple[Application, ...] = ()
     mps: MpsUse = "auto"  # CUDA MPS for gpu-lets that share a GPU
     merge: Literal["off", "auto", "all"] | tuple[tuple[str, ...], ...] = "off"  # models to run as one merged program
@@ -190,9 +189,11 @@ class Workload(StrictModel):
             stages = _stage_models(Application.model_validate(raw) for raw in data["applications"])
         except ValidationError:
             return data  # the field's own validation reports it
-        models = list(data.get("models") or ())
+        models = data.get("models") or ()
+        if not isinstance(models, list | tuple):
+            return data
         names = {
-            spec.name if isinstance(spec, ModelSpec) else spec.get("name")
+            str(spec.name if isinstance(spec, ModelSpec) else spec.get("name"))
             for spec in models
             if isinstance(spec, ModelSpec | dict)
         }

@@ -13,7 +13,7 @@ from importlib import resources
 
 import msgspec
 
-from tenuto.documents import parse_yaml
+from tenuto.files import parse_yaml
 from tenuto.profiles.mig_instances import ALL_GPCS, instance_type_of, type_of_instance
 
 FAST_CAPABILITY = (8, 0)

@@ -12,7 +12,7 @@ from importlib import resources
 
 import msgspec
 
-from tenuto.documents import parse_yaml
+from tenuto.files import parse_yaml
 
 ALL_GPCS = 7  # format: NVIDIA's, compute slices of a GPU in MIG mode; one is called a GPC in the profiles' names
 MEMORY_SLICES = 8  # format: NVIDIA's, of every GPU in MIG mode; each has its part of the memory and of its bandwidth

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 
-from tenuto.documents import parse_document, parse_yaml
+from tenuto.documents import parse_document
 from tenuto.errors import one_of, refused
+from tenuto.files import parse_yaml
 from tenuto.profiles.gpu_types import measured_as
 from tenuto.profiles.profile import Profile
 

@@ -8,23 +8,25 @@ same message everywhere. `write_whole` writes every file that a user may keep.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 
 from tenuto.errors import InvalidInputError, Problem, one_of, refused
+from tenuto.files import is_plain_text, parse_json, parse_yaml, read_text
 from tenuto.options import split_pairs
 
 # libyaml's classes are ten times as fast; every wheel of PyYAML has them.
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 # YAML that was cut at the end of a line is still YAML. So the files that we write say where they end.
@@ -38,16 +40,41 @@ class _Dumper(_SafeDumper):  # type: ignore[misc]
 
 
 def _text(dumper: Any, text: str) -> Any:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    # PyYAML quotes what YAML 1.1 reads otherwise, and our reader reads 1.2.
+    style = "|" if "\n" in text else None if is_plain_text(text) else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _text)  # lines stay lines
 
 
+_MOST_PROBLEMS = 100  # limit: problems that one error lists
+_MOST_DETAILED = 10_000  # limit: problems whose values are looked at; half a million with values take 1 GiB
+
+
+def _make_numbers_strict(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") in ("int", "float"):
+            schema["strict"] = True
+        for name, part in schema.items():
+            if name != "keys_schema":  # JSON has texts as keys only
+                _make_numbers_strict(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _make_numbers_strict(part)
+
+
 class StrictModel(BaseModel):
-    """Base of every file schema: frozen, comparable, unknown keys are errors (a typo must fail, not be ignored)."""
+    """Base of every file schema: frozen, comparable, unknown keys are errors (a typo must fail, not be ignored). A
+    number is a number: neither `true` nor a text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _make_numbers_strict(schema)
+        return schema
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -107,6 +134,7 @@ _CURES = {
     "literal_error": "Use one of the values listed.",
     "union_tag_invalid": "Use one of the values listed.",
     "too_short": "Give at least one entry.",
+    "too_long": "Leave out entries, or split the file.",
     "model_type": "Give a mapping of keys to values.",
     "list_type": "Give a list.",
     "tuple_type": "Give a list.",
@@ -118,42 +146,35 @@ def load_document(path: str | Path) -> Any:
     """Parse a YAML or JSON file. For a RayService of Kubernetes, return the Serve config in it.
 
     Raises:
-        InvalidInputError: the file is absent, unreadable, cut, or not YAML; the message names line and column.
+        InvalidInputError: the file is absent, unreadable, cut, not YAML, or breaks a bound of `tenuto.files`; the
+            message names the line.
     """
     file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InvalidInputError(f"{file}: no such file. Check the path.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{file}: cannot be read ({error}). Check that it is a readable text file.") from error
+    text = read_text(file)
     if text.startswith(_FIRST_LINE) and not f"{text.rstrip()}\n".endswith(f"\n{_LAST_LINE}"):
         raise InvalidInputError(
             f"{file}: the file is cut: its last line is not `{_LAST_LINE.strip()}`. Write it again, or remove its "
             "first line if you made it so."
         )
-    try:
-        found = json.loads(text) if file.suffix == ".json" else parse_yaml(text)
-        if isinstance(found, dict) and found.get("kind") == "RayService":
-            config = (found.get("spec") or {}).get("serveConfigV2")
-            if not config:
-                cure = "`tenuto plan … --format rayservice -o FILE` writes it."
-                raise refused(f"{file}: spec.serveConfigV2", None, "is missing", cure)
-            return parse_yaml(config)
-        return found
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        detail = " ".join(str(error).split())
-        raise InvalidInputError(f"{file}: not valid YAML or JSON ({detail}). Repair the syntax there.") from error
+    found = (parse_json if file.suffix == ".json" else parse_yaml)(text, str(file))
+    if isinstance(found, dict) and found.get("kind") == "RayService":
+        spec = found.get("spec")
+        config = spec.get("serveConfigV2") if isinstance(spec, dict) else None
+        if not isinstance(config, str) or not config:
+            cure = "`tenuto plan … --format rayservice -o FILE` writes it."
+            raise refused(f"{file}: spec.serveConfigV2", None, "is missing, or no text", cure)
+        return parse_yaml(config, f"{file}: spec.serveConfigV2")
+    return found
 
 
-def parse_yaml(text: str) -> Any:
-    """Return the plain data of a YAML text; raises `yaml.YAMLError`."""
-    return yaml.load(text, _Loader)
+def repeated(values: Iterable[str]) -> list[str]:
+    """Return the values that come more than once, in order."""
+    return sorted(value for value, count in Counter(values).items() if count > 1)
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
     """Return repeated `key=value` texts by key, each value read as YAML; see `split_pairs` for the errors."""
-    return {key: parse_yaml(text) for key, text in split_pairs(pairs).items()}
+    return {key: parse_yaml(text, f"--option {key}") for key, text in split_pairs(pairs).items()}
 
 
 def parse_document(model: type[ModelT], data: Any, *, origin: str = "") -> ModelT:
@@ -175,24 +196,34 @@ def parse_document(model: type[ModelT], data: Any, *, origin: str = "") -> Model
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise InvalidInputError(list(_problems(error, model, origin))) from error
+        problems: list[Problem | str] = list(islice(_problems(error, model, origin), _MOST_PROBLEMS))
+        if error.error_count() > _MOST_PROBLEMS:
+            problems.append(
+                f"{origin or model.__name__}: {error.error_count()} problems, of which these are the first."
+            )
+        raise InvalidInputError(problems) from error
 
 
 def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> Iterable[Problem]:
     prefix = f"{origin}: " if origin else ""
-    for fault in error.errors(include_url=False):
+    is_short = error.error_count() <= _MOST_DETAILED
+    schema: dict[str, Any] = {}
+    for fault in error.errors(include_url=False, include_context=is_short, include_input=is_short):
         context = fault.get("ctx", {})
         inner = context.get("error")
         # A part in parentheses names the form of a value (see LatencyField); it is no key of the file.
-        location = tuple(part for part in fault["loc"] if not str(part).startswith("("))
+        unknown = fault["loc"][-1:] if fault["type"] == "extra_forbidden" else ()
+        forms = fault["loc"][: -len(unknown) or None]
+        location = (*(part for part in forms if not str(part).startswith("(")), *unknown)
         path = (prefix + ".".join(str(part) for part in location)).removesuffix(": ") or model.__name__
         if isinstance(inner, ProblemsBelow):
             above = "".join(f"{part}." for part in location)
             yield from (replace(problem, path=f"{prefix}{above}{problem.path}") for problem in inner.problems)
             continue
         if fault["type"] == "extra_forbidden":
-            known = _known_keys(model, location[:-1])
-            yield Problem(path, fault["input"], "unknown key", _suggest(str(location[-1]), known))
+            schema = schema or model.model_json_schema(by_alias=True)
+            known = _known_keys(schema, location[:-1])
+            yield Problem(path, fault.get("input"), "unknown key", _suggest(str(location[-1]), known))
         else:
             said = str(fault["msg"])
             rule, cure = said[:1].lower() + said[1:], _CURES.get(fault["type"], "Correct the value.")
@@ -201,13 +232,12 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
             elif isinstance(inner, ValueError):
                 rule = str(inner)
             # For a missing key, and for the whole document, pydantic gives the mapping around it, which tells nothing.
-            shown = fault["input"] if location and fault["type"] != "missing" else None
+            shown = fault.get("input") if location and fault["type"] != "missing" else None
             yield Problem(path, shown, rule, cure)
 
 
-def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+def _known_keys(schema: dict[str, Any], location: tuple[int | str, ...]) -> list[str]:
     """Find the keys allowed at `location` by walking the JSON schema, which resolves nested and aliased fields."""
-    schema = model.model_json_schema(by_alias=True)
     definitions = schema.get("$defs", {})
 
     def resolve(node: dict[str, Any]) -> dict[str, Any]:

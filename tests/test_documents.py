@@ -23,7 +23,8 @@ from pydantic import BaseModel
 from tenuto.batching.planning import choosing
 from tenuto.cli import load_verb, main, verb_names
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.documents import StrictModel, parse_document, parse_yaml
+from tenuto.documents import StrictModel, parse_document
+from tenuto.files import parse_yaml
 from tenuto.placement import Cluster, Plan, Workload
 from tenuto.profiles import Profile
 from tenuto.profiles.networks.catalogue import CATALOGUE

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOUNDATION = ("documents", "errors", "options", "outcome", "pages", "plugins")
+FOUNDATION = ("documents", "errors", "files", "options", "outcome", "pages", "plugins")
 ALLOWED = {
     "profiles": set(),
     "mps": {"profiles"},

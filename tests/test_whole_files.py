@@ -29,6 +29,7 @@ OTHERS = {
     ("tenuto/documents.py", "write_whole"): "the one",
     ("profiles/measuring/worker_process.py", "serve_parent"): "the standard output of a worker",
     ("deployments/control/planner.py", ""): "the standard output of a worker",
+    ("deployments/process/apart.py", "main"): "likewise",
     ("profiles/measuring/memory_meter.py", "reset"): "a switch in /proc",
     ("tenuto/cli/__init__.py", "exit_code"): "a stream that was closed goes to /dev/null",
     ("mps/daemon.py", "_open"): "a lock, which stays empty",

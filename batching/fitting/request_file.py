@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import numpy as np
 
 from tenuto.batching.fitting.from_requests import ServedLog
 from tenuto.errors import InvalidInputError, Problem, refused
+from tenuto.files import csv_rows, parse_number
+from tenuto.placement.generates import MOST_TOKENS
 
 COLUMNS = ("queued_s", "input_tokens", "output_tokens", "first_token_s", "last_token_s")
 _TOKENS = COLUMNS[1:3]
@@ -29,32 +30,25 @@ def read_requests(path: str | Path) -> ServedLog:
     def fail(line: int, value: Any, rule: str, cure: str) -> InvalidInputError:
         return InvalidInputError(Problem(f"{file}: line {line}", value, rule, cure))
 
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.DictReader(stream)
-            missing = [key for key in COLUMNS if key not in (reader.fieldnames or ())]
-            if missing:
-                given = ",".join(reader.fieldnames or ())
-                raise fail(1, given, f"has no column {', '.join(missing)}", f"Start the file with {','.join(COLUMNS)}.")
-            for row in reader:
-                line, values = reader.line_num, list[float]()
-                for key in COLUMNS:
-                    try:
-                        value = float(row[key])
-                    except (TypeError, ValueError):
-                        value = math.nan
-                    if not math.isfinite(value) or (key in _TOKENS and (value < 1 or value != int(value))):
-                        whole = "a whole number of at least 1" if key in _TOKENS else "a number of seconds"
-                        cure = "Correct it, or leave out requests that did not end."
-                        raise fail(line, row[key], f"{key} is not {whole}", cure)
-                    values.append(value)
-                queued, _, output, first, last = values
-                if not queued < first <= last or (output > 1 and first == last):
-                    rule = "queued_s, first_token_s and last_token_s must follow each other in this order"
-                    raise fail(line, f"{queued:g}, {first:g}, {last:g}", rule, "All three count from one moment.")
-                rows.append(tuple(values))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise refused(str(file), str(path), f"cannot be read ({error})", "Give a readable CSV file.") from error
+    with csv_rows(file, COLUMNS, f"Start the file with {','.join(COLUMNS)}.") as (columns, lines):
+        for line, row in lines:
+            values = list[float]()
+            for key in COLUMNS:
+                cell = row[columns[key]]
+                try:
+                    value = parse_number(cell)
+                except ValueError:
+                    value = math.nan
+                if math.isnan(value) or (key in _TOKENS and not (1 <= value <= MOST_TOKENS and value == int(value))):
+                    whole = f"a whole number from 1 to {MOST_TOKENS}" if key in _TOKENS else "a number of seconds"
+                    cure = "Correct it, or leave out requests that did not end."
+                    raise fail(line, cell, f"{key} is not {whole}", cure)
+                values.append(value)
+            queued, _, output, first, last = values
+            if not queued < first <= last or (output > 1 and first == last):
+                rule = "queued_s, first_token_s and last_token_s must follow each other in this order"
+                raise fail(line, f"{queued:g}, {first:g}, {last:g}", rule, "All three count from one moment.")
+            rows.append(tuple(values))
     if len(rows) < _LEAST:
         rule = f"has {len(rows)} requests, and a fit takes {_LEAST} at least"
         raise refused(str(file), len(rows), rule, "Log some hundred requests under a load that varies.")

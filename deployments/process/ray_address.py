@@ -24,7 +24,8 @@ from typing import Any
 from tenuto.deployments.process.limits import within
 from tenuto.deployments.process.ray_token import guard_of, token_file
 from tenuto.documents import write_whole
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.files import parse_json, read_text
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
 
@@ -239,8 +240,8 @@ def known_deployments() -> list[KnownDeployment]:
     """
     try:
         files = sorted(_notes().glob("*")) if _is_ours_alone(_own_folder()) else []
-        found = [KnownDeployment(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
-    except (OSError, ValueError, TypeError):  # another version wrote it
+        found = [KnownDeployment(**parse_json(read_text(file), str(file))) for file in files]
+    except (OSError, InvalidInputError, TypeError):  # another version wrote it
         return []
     return [k for k in found if _is_listened_to_by_us(k.address) and why_unreachable(k.address, 1.0) is None]
 

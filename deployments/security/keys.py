@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from tenuto.documents import Fault, StrictModel, load_document, parse_document
+from tenuto.documents import Fault, StrictModel, load_document, parse_document, repeated
 from tenuto.errors import Problem, raise_if_any
 
 ENVIRONMENT = "TENUTO_API_KEYS"
@@ -86,7 +86,7 @@ def read_keys(file: str | Path | None) -> tuple[KeyEntry, ...]:
 
 
 def _twice(key: str, values: Sequence[str]) -> Iterable[Problem]:
-    for value in sorted({value for value in values if values.count(value) > 1}):
+    for value in repeated(values):
         yield Problem(f"keys.{key}", value, "is given twice", "Give every client a name and a key of its own.")
 
 

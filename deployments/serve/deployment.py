@@ -74,6 +74,8 @@ class _FoundApplication(BaseModel):
 
 class _FoundConfig(BaseModel):
     applications: list[_FoundApplication]
+    http_options: dict[str, Any] | None = None
+    logging_config: dict[str, Any] | None = None
 
 
 class Deployment(StrictModel):
@@ -139,46 +141,49 @@ class Deployment(StrictModel):
         Raises:
             InvalidInputError: the config is not one of ours, or breaks a rule.
         """
-        found = {each.name: each for each in parse_document(_FoundConfig, data, origin=origin).applications}
+        whole = parse_document(_FoundConfig, data, origin=origin)
+        found = {each.name: each for each in whole.applications if each.deployments}
         entry = found.get(ENTRY_APPLICATION)
         if entry is None:
             cure = "Write it with `tenuto plan … -o plan.yaml`."
             raise refused(f"{origin}: applications", "(Serve config)", "carries no Tenuto plan", cure)
-        (gateway,) = entry.deployments
+        gateway = entry.deployments[0]
         config = parse_document(GatewayConfig, gateway.user_config, origin=f"{origin}: user_config of the gateway")
         specs = [each.args["spec"] for each in found.values() if "spec" in each.args]
         held = [each.deployments[0].user_config for name, each in found.items() if name.startswith(GPULET_PREFIX)]
         executor = parse_document(GpuletSpec, specs[0], origin=f"{origin}: args.spec").executor if specs else "auto"
         listen, operators = config.listen or Listen(port=cls.model_fields["port"].default), config.operators
-        proxy_port = (data.get("http_options") or {}).get("port")
+        proxy_port = (whole.http_options or {}).get("port")
         cut = {model: int(name) for name, models in config.sub_clusters.items() for model in models}
         control = found.get(CONTROL_APPLICATION)
-        return cls(
-            plan=config.plan,
-            name=config.name,
-            executor=executor,
-            host=listen.host,
-            port=listen.port,
-            proxy_port=None if proxy_port == _beside(listen.port, 1) else proxy_port,
-            operator_port=_usual(operators, _beside(listen.port, 2)),
-            grpc_port=0 if config.grpc is None else config.grpc.port,
-            access=Entrance(
+        hangs_s = parse_document(GpuletConfig, held[0], origin=f"{origin}: user_config").hangs_s if held else HANGS_S
+        asked = {
+            "plan": config.plan,
+            "name": config.name,
+            "executor": executor,
+            "host": listen.host,
+            "port": listen.port,
+            "proxy_port": None if proxy_port == _beside(listen.port, 1) else proxy_port,
+            "operator_port": _usual(operators, _beside(listen.port, 2)),
+            "grpc_port": 0 if config.grpc is None else config.grpc.port,
+            "access": Entrance(
                 **{name: getattr(config, name) for name in Access.model_fields},
                 tls_cert=listen.tls_cert,
                 tls_key=listen.tls_key,
             ),
-            log_json=(gateway.logging_config or data.get("logging_config") or {}).get("encoding") == "JSON",
-            encrypt=config.encrypt,
-            hangs_s=parse_document(GpuletConfig, held[0], origin=f"{origin}: user_config").hangs_s if held else HANGS_S,
-            scheduler=config.scheduler.name,
-            scheduler_options=config.scheduler.options,
-            gateway_options=Options(**{name: getattr(config, name) for name in Options.model_fields}),
-            gateways=gateway.num_replicas,
-            dispatchers=config.dispatchers if cut else cls.model_fields["dispatchers"].default,
-            nodes=-(-gateway.num_replicas // gateway.max_replicas_per_node) if gateway.max_replicas_per_node else 1,
-            partition=cut if cut and (gateway.num_replicas == 1 or set(cut.values()) != {0}) else None,
-            control=None if control is None else control.deployments[0].user_config.get("settings", {}),
-        )
+            "log_json": (gateway.logging_config or whole.logging_config or {}).get("encoding") == "JSON",
+            "encrypt": config.encrypt,
+            "hangs_s": hangs_s,
+            "scheduler": config.scheduler.name,
+            "scheduler_options": config.scheduler.options,
+            "gateway_options": Options(**{name: getattr(config, name) for name in Options.model_fields}),
+            "gateways": gateway.num_replicas,
+            "dispatchers": config.dispatchers if cut else cls.model_fields["dispatchers"].default,
+            "nodes": -(-gateway.num_replicas // gateway.max_replicas_per_node) if gateway.max_replicas_per_node else 1,
+            "partition": cut if cut and (gateway.num_replicas == 1 or set(cut.values()) != {0}) else None,
+            "control": None if control is None else control.deployments[0].user_config.get("settings", {}),
+        }
+        return parse_document(cls, asked, origin=origin)
 
     @property
     def feeds_dispatchers(self) -> bool:

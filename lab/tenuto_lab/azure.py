@@ -13,10 +13,7 @@ drawn; see `_is_drawn`.
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +24,7 @@ from pydantic import Field, StrictBool, model_validator
 
 from tenuto.documents import Fault, StrictModel
 from tenuto.errors import InvalidInputError, Problem, refused
+from tenuto.files import csv_rows, parse_number
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.arrivals.arrival_processes import Recorded
 
@@ -35,6 +33,7 @@ _MINUTE_S, _DAY_MIN = 60.0, 1440  # unit
 # paper: AlpaServe (OSDI 2023). Its code finds rate and variation in windows of this length. When the rate from the gaps
 # is this many times the counted rate, its code takes the counted one.
 _WINDOW_2021_S, _WILD_RATE = 5400.0, 5.0
+_CURE = "Give the trace as published."
 _FEW_GAPS = 2  # limit: fewer gaps give no variation
 
 
@@ -148,13 +147,15 @@ def _counts(path: Path, _changed: int, first_min: int, last_min: int) -> tuple[N
     for day in range(first_min // _DAY_MIN, (last_min - 1) // _DAY_MIN + 1):
         begin, end = max(first_min, day * _DAY_MIN), min(last_min, (day + 1) * _DAY_MIN)
         file = _day_file(path, day)
-        with _csv_rows(file, ("HashApp", "HashFunction", "1", "1440")) as (header, rows):
+        with csv_rows(file, ("HashApp", "HashFunction", "1", "1440"), _CURE) as (header, rows):
             app, function, one = header["HashApp"], header["HashFunction"], header["1"]
             low, high = one + begin - day * _DAY_MIN, one + end - day * _DAY_MIN
             for line, row in rows:
                 try:
                     counts = np.array(row[low:high], dtype=np.int32)
-                except ValueError:
+                except (ValueError, OverflowError):
+                    if "" in row[low:high]:
+                        raise _line_error(file, line, ",".join(row[:4]), "needs 1440 counts of at least 0") from None
                     raise _line_error(file, line, ",".join(row[low:high]), "counts must be whole numbers") from None
                 if len(counts) != end - begin or counts.min(initial=0) < 0:
                     raise _line_error(file, line, f"{len(row)} columns", "needs 1440 counts of at least 0")
@@ -213,15 +214,13 @@ def _redrawn(window: Times, length_s: float, factor: float, cv_scale: float, gen
 def _invocations(path: Path, _changed: int) -> tuple[Times, ...]:
     """Return the arrival times (s) of every stream in order of first appearance: end_timestamp - duration."""
     found: dict[tuple[str, str], list[float]] = {}
-    with _csv_rows(path, ("app", "func", "end_timestamp", "duration")) as (header, rows):
+    with csv_rows(path, ("app", "func", "end_timestamp", "duration"), _CURE) as (header, rows):
         app, func, end, duration = (header[name] for name in ("app", "func", "end_timestamp", "duration"))
         for line, row in rows:
             try:
-                at = float(row[end]) - float(row[duration])
-            except (ValueError, IndexError):
+                at = parse_number(row[end]) - parse_number(row[duration])
+            except ValueError:
                 raise _line_error(path, line, ",".join(row), "end_timestamp and duration must be numbers") from None
-            if not math.isfinite(at):
-                raise _line_error(path, line, ",".join(row), "end_timestamp and duration must be finite")
             found.setdefault((row[app], row[func]), []).append(at)
     return tuple(np.sort(np.array(times)) for times in found.values())
 
@@ -237,23 +236,8 @@ def _stamp(path: Path) -> tuple[Path, int]:
         raise refused(str(path), str(path), f"cannot be read ({error.strerror})", "Give the trace's file.") from error
 
 
-@contextmanager
-def _csv_rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[dict[str, int], Iterator[tuple[int, list[str]]]]]:
-    """Yield the columns by name and the rows with their line numbers."""
-    try:
-        with path.open(newline="", encoding="utf-8") as stream:
-            reader = csv.reader(stream)
-            header = {name: index for index, name in enumerate(next(reader, []))}
-            missing = [name for name in needed if name not in header]
-            if missing:
-                raise _line_error(path, 1, ",".join(header)[:60], f"has no column {', '.join(missing)}")
-            yield header, ((reader.line_num, row) for row in reader if row)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise refused(str(path), str(path), f"cannot be read ({error})", "Give the trace as published.") from error
-
-
 def _line_error(path: Path, line: int, value: str, rule: str) -> InvalidInputError:
-    return InvalidInputError(Problem(f"{path}: line {line}", value, rule, "Give the trace as published."))
+    return InvalidInputError(Problem(f"{path}: line {line}", value, rule, _CURE))
 
 
 AZURE_2019 = AZURE_2021 = Recorded(AzureOptions, azure_times, _is_drawn)

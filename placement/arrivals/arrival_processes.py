@@ -5,7 +5,6 @@ Other packages add processes that read their arrivals from files, by entry point
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,11 +17,14 @@ from pydantic import Field, StrictBool, model_validator
 
 from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem, refused
+from tenuto.files import csv_rows, parse_number
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.arrivals.servegen import ServegenOptions, client_arrivals, client_tokens, usual_tokens
+from tenuto.placement.generates import MOST_TOKENS
 from tenuto.plugins import ARRIVALS, cure_of_unknown, entry_point, registered
 
 Times = NDArray[np.float64]
+_MOST_MS = 1e12  # limit: time of a line in a trace; 31 years
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
@@ -243,38 +245,30 @@ def read_trace(path: str | Path) -> Trace:
 
     times: list[float] = []
     models: list[str] = []
-    tokens: dict[str, list[int]] = {}
-    try:
-        with file.open(newline="", encoding="utf-8") as stream:
-            reader = csv.DictReader(stream)
-            columns = reader.fieldnames or []
-            if "time_ms" not in columns:
-                cure = "Start the file with time_ms or time_ms,model."
-                raise fail(1, ",".join(columns), "has no column 'time_ms'", cure)
-            tokens = {key: [] for key in ("prompt_tokens", "output_tokens") if key in columns}
-            for row in reader:
-                line, given = reader.line_num, row["time_ms"]
-                try:
-                    value = float(given)
-                except (TypeError, ValueError):
-                    value = math.nan
-                if not 0 <= value < math.inf:
-                    cure = "Give milliseconds from the start of the trace."
-                    raise fail(line, given, "is not a number of at least 0", cure)
-                if times and value < times[-1]:
-                    raise fail(line, given, "is earlier than the line before", "Sort the file by time_ms.")
-                if "model" in columns and not row["model"]:
-                    raise fail(line, row["model"], "names no model", "Fill the model column in every line.")
-                for key, known in tokens.items():
-                    if not (row[key] or "").strip().isdecimal() or not int(row[key]):
-                        raise fail(
-                            line, row[key], f"{key} is no number of tokens", "Give a whole number of at least 1."
-                        )
-                    known.append(int(row[key]))
-                times.append(value)
-                models.append(row.get("model") or "")
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise refused(str(file), str(path), f"cannot be read ({error})", "Give a readable CSV file.") from error
+    with csv_rows(file, ("time_ms",), "Start the file with time_ms or time_ms,model.") as (columns, rows):
+        tokens: dict[str, list[int]] = {key: [] for key in ("prompt_tokens", "output_tokens") if key in columns}
+        at, name_at = columns["time_ms"], columns.get("model")
+        for line, row in rows:
+            given = row[at]
+            try:
+                value = parse_number(given)
+            except ValueError:
+                value = math.nan
+            if not 0 <= value <= _MOST_MS:
+                cure = "Give milliseconds from the start of the trace."
+                raise fail(line, given, f"is not a number from 0 to {_MOST_MS:g}", cure)
+            if times and value < times[-1]:
+                raise fail(line, given, "is earlier than the line before", "Sort the file by time_ms.")
+            if name_at is not None and not row[name_at]:
+                raise fail(line, row[name_at], "names no model", "Fill the model column in every line.")
+            for key, known in tokens.items():
+                cell = row[columns[key]].strip()
+                if not cell.isdecimal() or len(cell) > len(str(MOST_TOKENS)) or not 1 <= int(cell) <= MOST_TOKENS:
+                    cure = f"Give a whole number from 1 to {MOST_TOKENS}."
+                    raise fail(line, cell, f"{key} is no number of tokens", cure)
+                known.append(int(cell))
+            times.append(float(value))
+            models.append("" if name_at is None else row[name_at])
     if not times:
         raise fail(2, "", "the trace is empty", "Give at least one arrival.")
     columns_of = {key: np.array(known, dtype=np.int64) for key, known in tokens.items()}

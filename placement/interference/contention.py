@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml, parse_document, parse_yaml
+from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml, parse_document
+from tenuto.files import parse_yaml
 from tenuto.placement.interference.interference_model import Resident
 from tenuto.profiles import ModelProfile
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from tenuto.documents import parse_yaml
 from tenuto.errors import one_of, refused
+from tenuto.files import parse_yaml
 
 if TYPE_CHECKING:
     import torch

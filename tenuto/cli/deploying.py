@@ -112,9 +112,7 @@ class ServingArguments:
 
     def left_open(self) -> list[str]:
         """Return the fields of `deployment` that no option sets. When a plan runs already, these stay as they are."""
-        context = click.get_current_context()
-        given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-        return left_open(given)
+        return left_open(given_options())
 
     def ground(self, plan: Plan) -> Ground | None:
         """Return the profiles and the possible GPUs that a controller plans with; None without --control."""
@@ -143,6 +141,12 @@ def read_deployment(plan_file: str) -> Deployment:
     return Deployment.model_validate(
         {name: value for name in defaults if (value := getattr(found, name)) != defaults[name]}
     )
+
+
+def given_options() -> set[str]:
+    """Return the names of the options and arguments that the verb which runs was given."""
+    context = click.get_current_context()
+    return {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
 
 
 def left_open(given: Collection[str] = ()) -> list[str]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import yaml
 
 from tenuto.cli.common import json_option, printed_as_json, say, tell
 from tenuto.cli.deploying import address_option, asked_of_controller, operations
 from tenuto.cli.tables import print_table
-from tenuto.errors import InvalidInputError, refused
+from tenuto.documents import load_document
+from tenuto.errors import refused
+from tenuto.files import parse_yaml
 
 if TYPE_CHECKING:
     from tenuto.deployments.control.controller_process import ControllerReplica
@@ -35,11 +36,7 @@ def command() -> None:
 def _entry(text: str) -> dict[str, Any]:
     """Read a model's entry, as in a workload file, from a file or from the argument itself."""
     path = Path(text)
-    raw = path.read_text(encoding="utf-8") if len(text) < 256 and path.is_file() else text
-    try:
-        entry = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
-        raise InvalidInputError(f"MODEL: {error}. Write it as in a workload file.") from error
+    entry = load_document(path) if len(text) < 256 and path.is_file() else parse_yaml(text, "MODEL")
     if not isinstance(entry, dict):
         cure = "Write for example '{name: resnet50, rate_rps: 100, slo_ms: 50}', or name a file with that."
         raise refused("MODEL", text, "is neither a file nor a model's entry", cure)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from tenuto.cli.common import GroupedVerb, tell
-from tenuto.cli.deploying import ServingArguments, check_texts, keep_drained, serving_arguments
+from tenuto.cli.deploying import ServingArguments, check_texts, given_options, keep_drained, serving_arguments
 from tenuto.errors import EnvironmentFaultError, TenutoError
 
 if TYPE_CHECKING:
@@ -145,15 +147,25 @@ def _keep(asked: ServingArguments, orders: Orders) -> None:
         heard_at, is_silent = time.monotonic(), False
 
 
+def read_again(asked: ServingArguments, given: Collection[str]) -> tuple[Deployment, Ground | None]:
+    """Return what the files say now, for arguments of which the `given` ones were typed; see `ServingArguments`."""
+    with click.Context(command) as context:
+        context.params = dict.fromkeys(given)
+        for name in given:
+            context.set_parameter_source(name, ParameterSource.COMMANDLINE)
+        deployment = asked.deployment()
+        return deployment, asked.ground(deployment.plan)
+
+
 def _reload(asked: ServingArguments, orders: Orders) -> None:
     """Read the files again and deploy what they say. If that fails, the present plan runs on."""
     from tenuto.deployments.control.operations import Operations
+    from tenuto.deployments.process.apart import run_apart
 
     tell(f"reading {asked.plan_file} again")
     try:
-        wanted = asked.deployment()
+        wanted, ground = run_apart(read_again, asked, given_options())
         with Operations(None, tell, sleep=orders.sleep) as running:
-            ground = asked.ground(wanted.plan)
             reached = running.deploy(wanted, asked.plan_file, by="reload", ground=ground, agrees=keep_drained)
     except TenutoError as error:
         tell(f"nothing was reloaded: {error}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.documents import parse_document, parse_yaml
+from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
+from tenuto.files import parse_yaml
 from tenuto.placement import Cluster
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import gpulet_id, planned_gpus

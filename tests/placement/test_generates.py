@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.documents import parse_yaml
 from tenuto.errors import InvalidInputError
+from tenuto.files import parse_yaml
 from tenuto.placement import Workload
 from tenuto.placement.generates import Lengths
 from tenuto.profiles import Generation, ModelProfile, Profile, StepCost, StepsAt

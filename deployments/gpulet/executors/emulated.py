@@ -7,12 +7,10 @@ same emulated GPU slow a batch by the factor that the plan expects. Unexpected s
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,6 +20,7 @@ from tenuto.deployments.gpulet.executors.busy_wait import wait_until
 from tenuto.deployments.gpulet.executors.emulated_steps import EmulatedGenerator
 from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, ProgramEntry
 from tenuto.errors import InvalidInputError, refused
+from tenuto.files import parse_json, read_text
 from tenuto.profiles.generation import StepCost
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, lookup, with_pixels
 from tenuto.profiles.networks.generating import Generator
@@ -139,9 +138,7 @@ class EmulatedExecutor:
     def _factor(self, program: str) -> float:
         """Return the unexpected slowness that is emulated."""
         return (
-            1.0
-            if self._slower is None
-            else float(json.loads(Path(self._slower).read_text(encoding="utf-8")).get(program, 1.0))
+            1.0 if self._slower is None else float(parse_json(read_text(self._slower), self._slower).get(program, 1.0))
         )
 
     def copies_ms(self, program: str, batch_size: int) -> tuple[float, float]:

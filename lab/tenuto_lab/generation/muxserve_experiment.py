@@ -10,7 +10,6 @@ model's requests, the longest output, the GPUs of the baseline, the scheduler's 
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import defaultdict
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
+from tenuto.documents import load_document
 from tenuto.placement import Cluster, Plan, Workload
 from tenuto.placement.components import connected_components
 from tenuto.placement.solve import solve
@@ -121,7 +121,7 @@ class Experiment:
     @classmethod
     def load(cls, path: Path) -> Experiment:
         """Read the file of published facts."""
-        return cls(json.loads(path.read_text(encoding="utf-8")))
+        return cls(load_document(path))
 
     def duration_s(self, peak: int) -> float:
         """Return for how long requests arrive."""

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tenuto.errors import TenutoError
+from tenuto.documents import load_document
+from tenuto.errors import InvalidInputError, TenutoError
 
 
 def step_parser(step: str, description: str | None) -> argparse.ArgumentParser:
@@ -51,8 +52,8 @@ class Results:
     def read(self, name: str) -> dict[str, Any]:
         """Return a JSON file's mapping; empty if there is no file, or none that can be read."""
         try:
-            found = json.loads(self.path(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = load_document(self.path(name))
+        except InvalidInputError:
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -9,14 +9,13 @@ later.
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tenuto.errors import refused
-from tenuto.profiles.measuring.kernels.chrome_trace import parse_chrome_trace
+from tenuto.profiles.measuring.kernels.chrome_trace import parse_chrome_trace, read_chrome_trace
 from tenuto.profiles.measuring.kernels.occupancy import estimated_occupancy_pct
 
 RANGE_NAME = "tenuto operator"
@@ -34,7 +33,7 @@ class OperatorKernel:
 
 def load_operator_kernels(path: Path) -> list[list[OperatorKernel]]:
     """Read a trace file; see `operator_kernels`."""
-    return operator_kernels(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
+    return operator_kernels(read_chrome_trace(path), origin=str(path))
 
 
 def operator_kernels(data: Any, *, origin: str = "trace") -> list[list[OperatorKernel]]:

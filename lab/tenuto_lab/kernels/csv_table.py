@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tenuto.errors import refused
+from tenuto.files import read_text
+
+_MOST_BYTES = 256 << 20  # limit: bytes of an export, which has some hundred for each kernel
 
 # Factors to microseconds and bytes by the spellings of both tools and their versions.
 MICROSECONDS: Mapping[str, float] = {
@@ -44,12 +47,9 @@ BYTES: Mapping[str, float] = {
 }
 
 
-def read_text(path: str | Path) -> str:
+def read_export(path: str | Path) -> str:
     """Return a file's text; raises `InvalidInputError` where it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise refused(str(path), "", f"cannot be read ({error})", "Give a CSV export.") from error
+    return read_text(path, _MOST_BYTES)
 
 
 def read_rows(text: str, first_columns: Sequence[str], *, origin: str, export: str) -> list[list[str]]:
@@ -60,7 +60,10 @@ def read_rows(text: str, first_columns: Sequence[str], *, origin: str, export: s
     Raises:
         InvalidInputError: there is no such line (`export` says how to write one), or a row is cut off.
     """
-    table = list(csv.reader(text.splitlines()))
+    try:
+        table = list(csv.reader(text.splitlines()))
+    except csv.Error as error:
+        raise refused(origin, None, f"is no CSV ({error})", f"Export it with `{export}`.") from error
     for index, line in enumerate(table):
         words = [re.sub(r"\s*[(:].*$", "", word).strip() for word in line]
         if all(column in words for column in first_columns):

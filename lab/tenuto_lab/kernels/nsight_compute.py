@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.profiles.measuring.kernels.record import Kernel
-from tenuto_lab.kernels.csv_table import BYTES, MICROSECONDS, dim3, number, read_rows, read_text, unit_factor
+from tenuto_lab.kernels.csv_table import BYTES, MICROSECONDS, dim3, number, read_export, read_rows, unit_factor
 
 _EXPORT = "ncu --import FILE.ncu-rep --csv --page raw"
 METRICS = (
@@ -51,7 +51,7 @@ class NcuReport:
 
 def load_ncu(path: str | Path) -> NcuReport:
     """Read an export; see `parse_ncu` for the errors."""
-    return parse_ncu(read_text(path), origin=str(path))
+    return parse_ncu(read_export(path), origin=str(path))
 
 
 def parse_ncu(text: str, *, origin: str = "ncu CSV") -> NcuReport:

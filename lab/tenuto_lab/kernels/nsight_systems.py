@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.profiles.measuring.kernels.record import Kernel
-from tenuto_lab.kernels.csv_table import BYTES, MICROSECONDS, number, read_rows, read_text, unit_factor
+from tenuto_lab.kernels.csv_table import BYTES, MICROSECONDS, number, read_export, read_rows, unit_factor
 
 _EXPORT = "nsys stats -r cuda_gpu_trace --format csv FILE.nsys-rep"
 _NEEDED = ("Start", "Duration", "GrdX", "GrdY", "GrdZ", "BlkX", "BlkY", "BlkZ", "Reg/Trd", "StcSMem", "DymSMem", "Name")
@@ -17,7 +17,7 @@ _HEADING = re.compile(r"^(?P<name>[^(:]+?)\s*(?:\((?P<unit>[^)]*)\)|:.*)?$")
 
 def load_nsys(path: str | Path) -> tuple[Kernel, ...]:
     """Read an export; see `parse_nsys` for the errors."""
-    return parse_nsys(read_text(path), origin=str(path))
+    return parse_nsys(read_export(path), origin=str(path))
 
 
 def parse_nsys(text: str, *, origin: str = "nsys CSV") -> tuple[Kernel, ...]:

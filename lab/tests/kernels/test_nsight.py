@@ -145,7 +145,7 @@ def test_an_import_sets_the_points_metrics_and_says_where_from() -> None:
         (ImportRequest("net", 4, ncu=NCU, batches=3), "does not divide the 4"),
         (ImportRequest("net", 4, ncu=NCU, batches=0), "at least 1"),
         (ImportRequest("net", 4, nsys=NSYS, trace=TRACE), "only one of the two"),
-        (ImportRequest("net", 4, ncu="absent.csv"), "cannot be read"),
+        (ImportRequest("net", 4, ncu="absent.csv"), "no such file"),
     ],
 )
 def test_wrong_imports(request_: ImportRequest, message: str) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gzip
-import json
+import io
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tenuto.errors import refused
+from tenuto.errors import first_line, refused
+from tenuto.files import decode_text, parse_json, read_file
 from tenuto.profiles.measuring.kernels.record import Device, Kernel
+
+# Limit: bytes and entries of a trace, which has 400 bytes and 20 entries for each kernel.
+_MOST_BYTES, _MOST_ENTRIES = 256 << 20, 16_000_000
 
 
 @dataclass(frozen=True)
@@ -25,17 +30,22 @@ class KernelTrace:
 
 def load_chrome_trace(path: str | Path) -> KernelTrace:
     """Read a trace file, gzipped or not; see `parse_chrome_trace` for the errors."""
+    return parse_chrome_trace(read_chrome_trace(path), origin=str(path))
+
+
+def read_chrome_trace(path: str | Path) -> Any:
+    """Return the JSON of a trace file, gzipped or not; raises `InvalidInputError` where it is none."""
     file = Path(path)
     try:
-        raw = file.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
-        data = json.loads(text)
-    except OSError as error:
-        raise refused(str(file), "", f"cannot be read ({error})", "Check the path.") from error
-    except (ValueError, EOFError) as error:
+        raw = read_file(file, _MOST_BYTES)
+        if raw[:2] == b"\x1f\x8b":
+            raw = gzip.GzipFile(fileobj=io.BytesIO(raw)).read(_MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
         cure = "Give the file that export_chrome_trace wrote; an interrupted export is not complete."
-        raise refused(str(file), "", f"is no JSON trace ({error})", cure) from error
-    return parse_chrome_trace(data, origin=str(file))
+        raise refused(str(file), "", f"cannot be unpacked ({error})", cure) from error
+    if len(raw) > _MOST_BYTES:
+        raise refused(str(file), None, f"has more than {_MOST_BYTES:,} bytes unpacked", "Record fewer batches.")
+    return parse_json(decode_text(raw, str(file)), str(file), _MOST_ENTRIES)
 
 
 def parse_chrome_trace(data: Any, *, origin: str = "trace") -> KernelTrace:
@@ -51,6 +61,14 @@ def parse_chrome_trace(data: Any, *, origin: str = "trace") -> KernelTrace:
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         cure = "Give a file of torch.profiler's export_chrome_trace."
         raise refused(origin, type(data).__name__, "has no list `traceEvents`", cure)
+    try:
+        return _trace(data, origin)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        rule = f"has an entry of another form ({first_line(error)})"
+        raise refused(origin, None, rule, "Give the file as export_chrome_trace wrote it.") from error
+
+
+def _trace(data: Mapping[str, Any], origin: str) -> KernelTrace:
     device = _device(data, origin)
     kernels: list[Kernel] = []
     sizes, times = {"h2d": 0, "d2h": 0}, {"h2d": 0.0, "d2h": 0.0}

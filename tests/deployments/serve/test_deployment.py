@@ -10,8 +10,9 @@ from tenuto.deployments.serve.config import CONTROL_APPLICATION, is_ours
 from tenuto.deployments.serve.deployment import Deployment, fitting_gateways
 from tenuto.deployments.serve.history import History
 from tenuto.deployments.serve.sub_clusters import fits_plan, parted
-from tenuto.documents import dump_yaml, parse_yaml
+from tenuto.documents import dump_yaml
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.files import parse_yaml
 from tenuto.placement import Plan
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore

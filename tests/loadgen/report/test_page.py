@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.documents import parse_yaml
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.files import parse_yaml
 from tenuto.loadgen.records import Records
 from tenuto.loadgen.report.charts import Figure, Plot, ticks
 from tenuto.loadgen.report.palette import Style, styles_for

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
-from tenuto.documents import parse_yaml
 from tenuto.errors import InvalidInputError
+from tenuto.files import parse_yaml
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.costs import CONTEXT_MIB
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy

@@ -160,7 +160,7 @@ def test_wrong_traces_say_what_is_wrong(tmp_path: Path) -> None:
         parse_chrome_trace(trace_with(traceEvents=[bare]))
     broken = tmp_path / "broken.json"
     broken.write_text('{"traceEvents": [')
-    with pytest.raises(InvalidInputError, match="is no JSON trace"):
+    with pytest.raises(InvalidInputError, match="not valid JSON"):
         load_chrome_trace(broken)
     with pytest.raises(InvalidInputError, match="cannot be read"):
         load_chrome_trace(tmp_path / "absent.json")
