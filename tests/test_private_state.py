@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("profiles", "mps", "placement", "batching", "deployments", "loadgen", "tenuto", "lab/tenuto_lab")
-TESTS = ("tests", "lab/tests", "lab/benchmarks")
+TESTS = ("tests", "lab/tests", "lab/benchmarks", "lab/suites")
 REPLACES = ("setattr", "delattr", "getattr", "hasattr", "patch", "object")
 
 
