@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tenuto.batching.virtual.virtual_steps import RequestTokens
-from tenuto.deployments.serve.endpoint import client_key, generating_model, get_told, model_metadata
+from tenuto.deployments.serve.endpoint import client_key, generating_model, get_told, model_metadata, why_unread
 from tenuto.deployments.wire.status import SystemStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any, refused
 from tenuto.loadgen.application_figures import stage_owners
@@ -35,6 +35,7 @@ from tenuto.profiles.networks.model_options import ModelOptions
 
 Progress = Callable[[str], None]
 _SHOWN_ERRORS = 8  # limit: kinds of errors that are printed
+_TRIED_BODIES = 20  # limit: of a model, each sent once before the load; what is wrong is mostly wrong with all
 
 
 @dataclass(frozen=True)
@@ -302,6 +303,11 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versi
     if spec.name in options.bodies:
         hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks.hooks
         bodies = read_bodies(options.bodies[spec.name], hooks)
+        reasons = (why_unread(options.url, asked, body.data) for body in bodies[:_TRIED_BODIES])
+        why = next(filter(None, reasons), None)
+        if why is not None:
+            cure = "Give bodies that its hooks, or those for pictures and texts, read."
+            raise refused("--body", f"{spec.name}={options.bodies[spec.name]}", f"is refused by the model: {why}", cure)
     else:
         generator = seed_for(options.seed, "payloads", spec.name)
         bodies = make_bodies(metadata, generator, binary=options.tensors == "binary")

@@ -210,6 +210,8 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
     schema: dict[str, Any] = {}
     for fault in error.errors(include_url=False, include_context=is_short, include_input=is_short):
         context = fault.get("ctx", {})
+        if fault["type"] == "too_short" and len(fault["input"]) >= context["min_length"]:
+            continue  # pydantic counts only entries without a fault, and names those with one, too
         inner = context.get("error")
         # A part in parentheses names the form of a value (see LatencyField); it is no key of the file.
         unknown = fault["loc"][-1:] if fault["type"] == "extra_forbidden" else ()

@@ -60,11 +60,11 @@ class _Refusal(msgspec.Struct):
     error: str
 
 
-def _get(url: str, timeout_s: float) -> tuple[int, bytes]:
+def _get(url: str, timeout_s: float, sent: bytes | None = None) -> tuple[int, bytes]:
     if not url.startswith(("http://", "https://")):
         raise refused("URL", url, "is not the address of a server", "Write for example http://127.0.0.1:8000.")
     key = client_key()
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, sent, {"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return response.status, response.read()
@@ -87,6 +87,21 @@ def generating_model(url: str, model: str) -> dict[str, Any]:
     """Return what GET /v1/models says of a model that generates, or the endpoint's `{"error": …}`."""
     found: dict[str, Any] = get_json(f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}")
     return found
+
+
+def why_unread(url: str, model: str, body: bytes, timeout_s: float = 30.0) -> str | None:
+    """Ask a model, or NAME:VERSION, with a raw body; return why such a body is refused, whenever it is sent, or None.
+
+    Raises:
+        EnvironmentFaultError: nobody answers.
+    """
+    status, found = _get(f"{url.rstrip('/')}/predict/{path_of(quote(model, safe=':'))}", timeout_s, body)
+    if not 400 <= status < 500 or status in (408, 429):
+        return None
+    try:
+        return msgspec.json.decode(found, type=_Refusal).error
+    except msgspec.MsgspecError:
+        return f"HTTP {status}"
 
 
 def served_plan(url: str) -> dict[str, Any]:

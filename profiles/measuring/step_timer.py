@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from itertools import count, zip_longest
 
 from tenuto.profiles.generation import Knots, StepCost
 from tenuto.profiles.networks.generating import Generator, Sampling, blocks_of
@@ -101,7 +101,14 @@ class StepTimer:
         return median
 
 
-def measure_steps(timer: StepTimer, *, max_sequences: int, max_batch_tokens: int, longest: int) -> StepCost:
+def measure_steps(
+    timer: StepTimer,
+    *,
+    max_sequences: int,
+    max_batch_tokens: int,
+    longest: int,
+    on_cost: Callable[[StepCost], None] = lambda _cost: None,
+) -> StepCost:
     """Return what steps cost, by prompt tokens and by sequences that decode, each at powers of two up to the limits.
 
     Args:
@@ -109,13 +116,25 @@ def measure_steps(timer: StepTimer, *, max_sequences: int, max_batch_tokens: int
         max_sequences: the most sequences of a step.
         max_batch_tokens: the most tokens of a step.
         longest: the most tokens of a sequence.
+        on_cost: takes what is known so far, each time that more is.
     """
     most = max(_SHORT, min(longest, max_batch_tokens) - 2 * _SHORT)
-    prefill = _rising({n: timer.prefill_ms(n, most) for n in _powers(_SHORT, max_batch_tokens)})
-    decode = _rising({n: timer.decode_ms(n, _SHORT, max_batch_tokens) for n in _powers(1, max_sequences)})
+    prefill_ms: dict[int, float] = {}
+    decode_ms: dict[int, float] = {}
+
+    def cost(context_token_ms: float = 0.0) -> StepCost:
+        prefill, decode = _rising(prefill_ms), _rising(decode_ms)
+        return StepCost(prefill_ms=prefill, decode_ms=decode, context_token_ms=context_token_ms)
+
+    for tokens, sequences in zip_longest(_powers(_SHORT, max_batch_tokens), _powers(1, max_sequences)):
+        if tokens is not None:
+            prefill_ms[tokens] = timer.prefill_ms(tokens, most)
+        if sequences is not None:
+            decode_ms[sequences] = timer.decode_ms(sequences, _SHORT, max_batch_tokens)
+        on_cost(cost())
     few, long = max(1, min(8, max_sequences)), max(_SHORT + 1, longest - 2 * _SHORT)
-    more_ms = timer.decode_ms(few, long, max_batch_tokens) - dict(decode)[few]
-    return StepCost(prefill_ms=prefill, decode_ms=decode, context_token_ms=max(0.0, more_ms) / (few * (long - _SHORT)))
+    more_ms = timer.decode_ms(few, long, max_batch_tokens) - dict(_rising(decode_ms))[few]
+    return cost(max(0.0, more_ms) / (few * (long - _SHORT)))
 
 
 def _rising(measured_ms: Mapping[int, float]) -> Knots:

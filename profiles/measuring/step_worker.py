@@ -6,14 +6,14 @@ The parent calls `measure_generation`; `python -m tenuto.profiles.measuring.step
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, TypeAdapter
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.profiles.generation import BLOCK_TOKENS, StepsAt
+from tenuto.profiles.generation import BLOCK_TOKENS, StepCost, StepsAt
 from tenuto.profiles.measuring.events import Failed, Machine
 from tenuto.profiles.measuring.measure import NO_SHARES, Shares, check_share
 from tenuto.profiles.measuring.profile_worker import describe_machine
@@ -59,13 +59,15 @@ class StepTimed:
 
 @dataclass(frozen=True)
 class StepsTimed:
-    """All steps were timed on a share. `disturbed` are those beside which other work ran."""
+    """Steps were timed on a share: all of them, or those that have been so far. `disturbed` are those beside which
+    other work ran."""
 
     steps: StepsAt
     kv_bytes_per_token: float
     weights_mib: float
     longest_context: int | None
     disturbed: tuple[str, ...] = ()
+    is_whole: bool = True
     event: Literal["steps"] = "steps"
 
 
@@ -87,7 +89,11 @@ class MeasuredModel(Generator, Protocol):
 
 
 def measure_generation(
-    request: StepRequest, *, shares: Shares | None, on_step: Callable[[str, float], None] = lambda _what, _ms: None
+    request: StepRequest,
+    *,
+    shares: Shares | None,
+    on_step: Callable[[str, float], None] = lambda _what, _ms: None,
+    on_steps: Callable[[Machine, Sequence[StepsTimed]], None] = lambda _machine, _timed: None,
 ) -> tuple[Machine, list[StepsTimed]]:
     """Time the steps of a model on each share; blocks.
 
@@ -95,12 +101,13 @@ def measure_generation(
         request: what to time.
         shares: gives a process a share of a CUDA device (CUDA MPS); None on a CPU, and for the whole device.
         on_step: takes what was timed, with its median in ms.
+        on_steps: takes what is known of all shares so far, the largest first, each time that more is.
 
     Raises:
         InvalidInputError: a model that is not there, or makes no tokens.
         EnvironmentFaultError: the model does not fit this machine's libraries or memory, or a share is not enforced.
     """
-    found: list[StepsTimed] = []
+    found: dict[float, StepsTimed] = {}
     machine: Machine | None = None
     for part in _parts(request, shares):
         told = "" if request.shares == (100.0,) else f"{part.shares[0]:g} %: "
@@ -119,13 +126,14 @@ def measure_generation(
                             raise EnvironmentFaultError(NO_SHARES)
                     case StepTimed():
                         on_step(told + event.what, event.ms)
-                    case StepsTimed():
-                        found.append(event)
+                    case StepsTimed() if machine is not None:
+                        found[event.steps.share_pct] = event
+                        on_steps(machine, tuple(found.values()))
         finally:
             worker.end()
     if machine is None or not found:
         raise EnvironmentFaultError(f"the process that timed '{request.source}' ended without a word")
-    return machine, found
+    return machine, list(found.values())
 
 
 def _parts(request: StepRequest, shares: Shares | None) -> list[StepRequest]:
@@ -179,9 +187,14 @@ def _measure(
         torch.set_num_threads(cpu_threads(share_pct))
     model, positions = load(request, device)
     timer = StepTimer(model, budget_s=request.budget_s / _KINDS, on_step=lambda what, ms: report(StepTimed(what, ms)))
-    cost = measure_steps(timer, **limits_of(request, positions))
-    steps = StepsAt.model_validate({**cost.model_dump(), "share_pct": share_pct})
-    report(StepsTimed(steps, model.kv_bytes_per_token, model.weights_mib, positions, tuple(timer.disturbed)))
+
+    def tell(cost: StepCost, *, is_whole: bool) -> None:
+        steps = StepsAt.model_validate({**cost.model_dump(), "share_pct": share_pct})
+        held = model.kv_bytes_per_token, model.weights_mib, positions
+        report(StepsTimed(steps, *held, tuple(timer.disturbed), is_whole))
+
+    limits = limits_of(request, positions)
+    tell(measure_steps(timer, **limits, on_cost=lambda cost: tell(cost, is_whole=False)), is_whole=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ import click
 
 from tenuto.cli.common import command_line, gathered, notice, printed_as_json, say
 from tenuto.documents import parse_pairs, write_whole
-from tenuto.errors import Problem, raise_if_any
+from tenuto.errors import EnvironmentFaultError, Problem, TenutoError, raise_if_any
 from tenuto.mps.gpu_shares import shares_of
 from tenuto.profiles import Generation, Measured, ModelProfile, Profile
 from tenuto.profiles.gpu_types import memory_mib_of
@@ -92,7 +92,8 @@ class FromRequests:
         return 0
 
     def measure(self, models: tuple[str, ...], output: str | None, asked: Mapping[str, Any]) -> int:
-        """Time the steps of one model on this machine, write the profile, and say what they took.
+        """Time the steps of one model on this machine, and say what they took. The profile is written each time that
+        more is known.
 
         Raises:
             InvalidInputError: arguments that cannot be used, or a model that is not there or makes no tokens.
@@ -102,6 +103,11 @@ class FromRequests:
             Problem(_option(key), getattr(self, key), "belongs to --from-requests", "Leave it out.")
             for key in ("log", "gpu", "kv_tokens", "memory_mib")
             if getattr(self, key) is not None
+        ]
+        problems += [
+            Problem(option, asked[key], "is not for --generates", "Leave it out; Ctrl-C keeps what was measured.")
+            for option, key in (("--time-limit-s", "time_limit_s"), ("--adaptive", "tolerance_pct"))
+            if asked[key]
         ]
         if len(models) != 1:
             problems.append(Problem("MODEL", " ".join(models) or None, "must be one model", "Name one model."))
@@ -114,36 +120,69 @@ class FromRequests:
             rule = f"must be from 1 to --max-batch-tokens ({batch})"
             problems.append(Problem("--max-sequences", sequences, rule, "Lower it, or raise the other."))
         raise_if_any(problems)
-        from tenuto.profiles.measuring.measure import Measurement, assemble
-        from tenuto.profiles.measuring.step_worker import StepRequest, measure_generation
+        from tenuto.profiles.measuring.book import ProfileBook
+        from tenuto.profiles.measuring.events import Machine
+        from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest
+        from tenuto.profiles.measuring.step_worker import StepRequest, StepsTimed, measure_generation
 
         (source,) = models
+        name = (asked["names"] or (Path(source).name,))[0]
         origin = f"options of {source}"
         options = ModelOptions.parse(parse_pairs(asked["options"]), origin).checked_build(origin)
-        same = {key: asked[key] for key in ("device", "budget_s", "weights_path", "seed")}
-        request = StepRequest(source, sequences, batch, shares=shares, config=options.config, **same)
-        with shares_of(asked["device"], needed=min(shares) < 100) as given:
-            machine, timed = measure_generation(
-                request, shares=given, on_step=lambda what, ms: notice(f"{what}: {ms:.2f} ms")
+        path = None if output is None else Path(output)
+        book = ProfileBook(path, command=shlex.join(command_line()), resume=asked["resume"])
+        known = book.before(name, MeasureRequest(source))
+        before = () if known is None or known.generation is None else known.generation.steps
+        told = () if known is None else known.doubts
+        before = tuple(steps for steps in before if _stopped_at(steps.share_pct) not in told)
+        left = tuple(share for share in shares if share not in {steps.share_pct for steps in before})
+
+        is_kept = not left
+
+        def keep(machine: Machine, timed: Sequence[StepsTimed]) -> None:
+            nonlocal is_kept
+            book.machine(machine)
+            doubts = [doubt for doubt in told if any(doubt.startswith(f"{s.share_pct:g} %: ") for s in before)]
+            doubts += [
+                f"{each.steps.share_pct:g} %: other work disturbed {', '.join(each.disturbed)}"
+                for each in timed
+                if each.disturbed
+            ]
+            doubts += [_stopped_at(each.steps.share_pct) for each in timed if not each.is_whole]
+            doubts += [STOPPED] if len(timed) < len(left) else []
+            one = timed[0]
+            steps = sorted((*before, *(each.steps for each in timed)), key=lambda steps: -steps.share_pct)
+            generation = Generation(
+                kv_bytes_per_token=one.kv_bytes_per_token, longest_context=one.longest_context, steps=tuple(steps)
             )
-        disturbed = [f"{each.steps.share_pct:g} %: {what}" for each in timed for what in each.disturbed]
-        doubts = (f"other work disturbed: {', '.join(disturbed)}",) if disturbed else ()
-        one = timed[0]
-        generation = Generation(
-            kv_bytes_per_token=one.kv_bytes_per_token,
-            longest_context=one.longest_context,
-            steps=tuple(each.steps for each in timed),
-        )
-        name = (asked["names"] or (Path(source).name,))[0]
-        row = ModelProfile(weights_mib=round(one.weights_mib, 3), generation=generation, doubts=doubts)
-        profile = assemble(
-            [Measurement(name, row, machine)],
-            name=f"{name}-{machine.gpu_type}",
-            command=shlex.join(command_line()),
-            source="measured by tenuto profile",
-        )
-        _hand_over(profile, output)
-        return 0
+            row = ModelProfile(weights_mib=round(one.weights_mib, 3), generation=generation, doubts=tuple(doubts))
+            book.finish(Measurement(name, row, machine))
+            is_kept = True
+
+        same = {key: asked[key] for key in ("device", "budget_s", "weights_path", "seed")}
+        request = StepRequest(source, sequences, batch, shares=left, config=options.config, **same)
+        fault: BaseException | None = None
+        if left:
+            try:
+                with shares_of(asked["device"], needed=min(left) < 100) as given:
+                    measure_generation(
+                        request, shares=given, on_step=lambda what, ms: notice(f"{what}: {ms:.2f} ms"), on_steps=keep
+                    )
+            except (KeyboardInterrupt, TenutoError) as raised:
+                fault = raised
+        if book.profile is None or not is_kept:
+            raise fault or EnvironmentFaultError("nothing was measured")
+        _say_of(book.profile, book.path)
+        if isinstance(fault, TenutoError):
+            notice(f"error: {fault}")
+            return fault.exit_code
+        return 130 if fault is not None else 0
+
+
+def _stopped_at(share_pct: float) -> str:
+    from tenuto.profiles.measuring.measure import STOPPED
+
+    return f"{share_pct:g} %: {STOPPED}"
 
 
 def _option(key: str) -> str:
@@ -154,6 +193,11 @@ def _hand_over(profile: Profile, output: str | None) -> bool:
     """Write a profile and say what it doubts; return whether it was printed as JSON, too."""
     path = Path(output or f"profile-{profile.gpu_type}.yaml")
     write_whole(path, profile.dump())
+    return _say_of(profile, path)
+
+
+def _say_of(profile: Profile, path: Path) -> bool:
+    """Say what a profile that was written doubts; return whether it was printed as JSON, too."""
     for model in profile.models.values():
         for doubt in model.doubts:
             notice(f"warning: {doubt}")

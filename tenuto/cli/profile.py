@@ -114,7 +114,7 @@ def command(
     Example: tenuto profile resnet50 mobilenet_v2 bert --batch-sizes 1,2,4,8 -o cpu.yaml
     """
     if generates:
-        return served.measure(models, output, asked)
+        return served.measure(models, output, {**asked, "resume": resume, "time_limit_s": time_limit_s})
     if served.is_asked:
         return served.run(models, asked["names"], output)
     if not models:

@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.placement import Plan
 from tests.instruments.live import PORT, bring_up, post, until
@@ -71,6 +71,9 @@ def test_a_bench_sends_bodies_as_they_are(url: str, via: Any, tmp_path: Path) ->
     assert result.errors == []
     found = result.summary["models"]["own"]
     assert found["ok"] == found["offered"] > 0
+    (tmp_path / "three").write_bytes(b"none")
+    with pytest.raises(InvalidInputError, match="refused by the model: the body is no list of 4 numbers"):
+        run_bench(make_plan().models, options)
 
 
 def test_hooks_that_fail_with_their_own_example_end_the_deployment(launcher: Launcher) -> None:

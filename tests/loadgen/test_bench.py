@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,13 @@ def test_bodies_follow_the_signature_and_come_from_a_pool() -> None:
         bodies.setdefault(path.split("/")[3], set()).add(body)
         assert tensor["shape"] == ([1, 2, 3] if path.endswith("m/infer") else [1, 7])
     assert {name: len(found) for name, found in bodies.items()} == {"m": 8, "t": 8}
+
+
+def test_bodies_that_a_model_does_not_read_are_refused_before_the_load(tmp_path: Path) -> None:
+    (tmp_path / "body").write_bytes(b"neither a picture nor a text")
+    with fake_server() as server, pytest.raises(InvalidInputError, match="is refused by the model: unknown"):
+        run_bench([spec()], options(server.url, bodies={"m": str(tmp_path)}))
+    assert server.requests == []
 
 
 def test_statuses_become_outcomes() -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.files import parse_yaml
 from tenuto.placement import Workload, profile_of
-from tenuto.profiles import LatencyTable, LinearLatency, Profiles
+from tenuto.placement.application import Application
+from tenuto.profiles import Generation, LatencyTable, LinearLatency, Profiles
+from tenuto.profiles.generation import StepCost
 from tests.placement.published import thesis
 
 GOOD = {"name": "a", "rate_rps": 10, "slo_ms": 100}
@@ -157,3 +160,30 @@ def test_an_unknown_row_lists_the_known_ones() -> None:
         profile_of(Workload.model_validate({"models": [GOOD]})["a"], "v100", thesis())
     with pytest.raises(InvalidInputError, match="no profile was measured on GPU type 't4'"):
         profile_of(Workload.model_validate({"models": [GOOD]})["a"], "t4", thesis())
+
+
+COST = {"prefill_ms": [[1, 2]], "decode_ms": [[1, 2]], "context_token_ms": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "path"),
+    [
+        (Application, {"name": "a", "slo_ms": 9, "rate_rps": 1, "stages": [{"name": "s", "model": "m", "x": 1}]}, "x"),
+        (StepCost, {"prefill_ms": [["a", 1]], "decode_ms": [[1, 2]], "context_token_ms": 0}, "0"),
+        (
+            Generation,
+            {"kv_bytes_per_token": 1, "steps": [{"prefill_ms": [[1, 2]], "decode_ms": [[1, 2]], "x": 1}]},
+            "x",
+        ),
+    ],
+)
+def test_an_entry_with_a_fault_is_not_missing_too(kind: type[BaseModel], data: dict[str, object], path: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        parse_document(kind, data)
+    assert [problem.path.rpartition(".")[2] for problem in caught.value.problems] == [path]
+    assert "at least 1 item" not in str(caught.value)
+
+
+def test_a_list_without_entries_is_refused_as_such() -> None:
+    with pytest.raises(InvalidInputError, match="Give at least one entry"):
+        parse_document(Application, {"name": "a", "slo_ms": 9, "rate_rps": 1, "stages": []})

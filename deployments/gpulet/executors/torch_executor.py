@@ -29,7 +29,8 @@ logger = logging.getLogger("ray.serve")
 
 _DTYPES = {"auto": "auto", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
-SAME = 0.01  # limit: sizes differ this much by rounding or a runtime's file; other networks or formats differ more
+SAME = 0.01  # limit: sizes differ this much by a runtime's file; other networks or formats differ more
+_ROUNDED_MIB = 0.01  # derived: profiles give weights with two decimals
 
 
 class TorchExecutor:
@@ -229,7 +230,8 @@ class TorchExecutor:
 
 def _other_weights(built_mib: float, profiled_mib: float | None) -> list[str]:
     """Return a line saying that a model's weights have another size than the profiled ones, if that is so."""
-    if profiled_mib is None or abs(built_mib - profiled_mib) <= SAME * max(built_mib, profiled_mib):
+    if profiled_mib is None or abs(built_mib - profiled_mib) <= max(_ROUNDED_MIB, SAME * max(built_mib, profiled_mib)):
         return []
-    told = f"its weights are {built_mib:,.1f} MiB, those of its profile {profiled_mib:,.1f} MiB"
+    built, profiled = (f"{mib:,.1f}" if mib >= 10.0 else f"{mib:.4g}" for mib in (built_mib, profiled_mib))
+    told = f"its weights are {built} MiB, those of its profile {profiled} MiB"
     return [f"{told}: another network was measured, and what the plan expects need not hold; profile it again"]

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from tenuto.cli import main
+from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles import Profile
 from tenuto.profiles.generation import StepCost
 from tenuto.profiles.measuring import step_worker
+from tenuto.profiles.measuring.measure import STOPPED
 from tenuto.profiles.measuring.step_timer import StepTimer, blocks_needed, measure_steps
 from tenuto.profiles.measuring.step_worker import StepRequest, limits_of
 from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, blocks_of
@@ -28,6 +30,7 @@ class MadeUp:
 
     block_tokens = 16
     kv_bytes_per_token, weights_mib = 512.0, 100.0
+    fails_at = 1000  # tokens of a step
 
     def __init__(self, blocks: int, slower: float = 1.0) -> None:
         self.blocks, self.slower = blocks, slower
@@ -43,6 +46,8 @@ class MadeUp:
         self.lengths[sequence], self.ran[sequence] = len(prompt), 0
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
+        if sum(tokens for _, tokens in chunks) >= self.fails_at:
+            raise EnvironmentFaultError("the GPU is gone")
         assert chunks
         assert sum(tokens for _, tokens in chunks) <= LIMITS["max_batch_tokens"]
         decodes = [s for s, _ in chunks if self.ran[s] >= self.lengths[s]]
@@ -79,7 +84,9 @@ def made_up_worker() -> None:
         assert device == "cuda"
         share = float(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"))
         blocks = blocks_needed(**limits_of(request, LIMITS["longest"]), block_tokens=16)
-        return MadeUp(blocks, 100.0 / share), LIMITS["longest"]
+        model = MadeUp(blocks, 100.0 / share)
+        model.fails_at = int(os.environ.get("MADE_UP_FAILS_AT", "1000")) if share < 100.0 else 1000
+        return model, LIMITS["longest"]
 
     with VirtualGpu().installed():
         step_worker.main(load)  # type: ignore[arg-type]  # it lacks what is not measured
@@ -128,6 +135,33 @@ def test_shares_of_a_gpu_are_timed_in_processes_of_their_own(
     for share, slower in ((100.0, 1.0), (50.0, 2.0), (75.0, 4 / 3)):
         assert generation.cost(share).ms(100, 8, 800) == pytest.approx(slower * COST.ms(100, 8, 800), rel=0.05)
     assert "50 %: 16 prompt tokens: 5.60 ms" in told
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 200])
+def test_what_was_timed_before_a_fault_is_kept_and_the_rest_comes_later(
+    on_gpu: Callable[..., tuple[int, str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+) -> None:
+    monkeypatch.setenv("MADE_UP_FAILS_AT", str(tokens))
+    code, output = on_gpu("--shares", "50,100")
+    assert code == 3
+    assert "the GPU is gone" in capsys.readouterr().err
+    before = Profile.load(output).models["m"]
+    assert before.generation is not None
+    assert [timed.share_pct for timed in before.generation.steps] == ([100.0, 50.0] if tokens > 1 else [100.0])
+    assert any(STOPPED in doubt for doubt in before.doubts)
+    monkeypatch.delenv("MADE_UP_FAILS_AT")
+    code, _ = on_gpu("--shares", "50,100", "--resume")
+    told = capsys.readouterr().err
+    assert code == 0, told
+    assert "100 %: " not in told
+    after = Profile.load(output).models["m"]
+    assert after.generation is not None
+    assert after.generation.steps[0] == before.generation.steps[0]
+    assert after.generation.cost(50.0).ms(100, 8, 800) == pytest.approx(2.0 * COST.ms(100, 8, 800), rel=0.05)
+    assert not any(STOPPED in doubt for doubt in after.doubts)
 
 
 def test_a_share_that_is_not_enforced_ends_the_run(

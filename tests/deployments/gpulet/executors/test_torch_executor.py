@@ -1,4 +1,5 @@
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,6 +81,23 @@ def test_weights_of_another_size_than_were_profiled_are_noted(
         serve.removeHandler(caplog.handler)
     assert any("another network was measured" in record.getMessage() for record in caplog.records) == is_told
     assert run(executor, "mobilenet_v2", images(1), 1)[1] > 0.0
+
+
+@pytest.mark.parametrize(("profiled_mib", "is_told"), [(0.0, False), (0.004, False), (0.1, True), (2e4, True)])
+def test_sizes_that_a_profile_rounds_away_are_no_others_and_those_that_are_shown_differ(
+    executor: TorchExecutor, caplog: pytest.LogCaptureFixture, profiled_mib: float, is_told: bool
+) -> None:
+    serve = logging.getLogger("ray.serve")
+    serve.addHandler(caplog.handler)
+    try:
+        load(executor, "m", f"{OWN}:scale", weights_mib=profiled_mib)  # of some bytes
+    finally:
+        serve.removeHandler(caplog.handler)
+    told = [record.getMessage() for record in caplog.records if "another network was measured" in record.getMessage()]
+    assert bool(told) == is_told
+    for text in told:
+        built, profiled = re.findall(r"([\d.,e-]+) MiB", text)
+        assert built != profiled
 
 
 def test_read_only_buffers_are_taken_without_a_warning(executor: TorchExecutor) -> None:
