@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, TenutoError, first_line, is_lack_of_memory
 from tenuto.profiles.networks.model_options import PLAIN, ModelOptions, RunOptions
 from tenuto.profiles.networks.network import LoneModel
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
@@ -75,7 +75,24 @@ def _built(member: Member) -> LoadedModel:
     from tenuto.profiles.networks.models import build
 
     options = ModelOptions.parse(member.options, f"options of {member.name}")
-    return build(member.source or member.name, weights_path=member.weights_path, options=options.build)
+    with naming(member.name):
+        return build(member.source or member.name, weights_path=member.weights_path, options=options.build)
+
+
+@contextlib.contextmanager
+def naming(model: str) -> Iterator[None]:
+    """Have errors name the model that cannot be built: a gpu-let has several, and each may have files."""
+    try:
+        yield
+    except TenutoError as error:
+        raise type(error)(f"model '{model}': {error}") from error
+    except Exception as error:  # a source may be anybody's code
+        if is_lack_of_memory(error):
+            raise
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise InvalidInputError(
+            f"model '{model}' cannot be built ({said}). Correct its source, or its files."
+        ) from error
 
 
 def _joint_network(

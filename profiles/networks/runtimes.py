@@ -127,7 +127,7 @@ class _OnnxSession:
             self._session: Any = onnxruntime.InferenceSession(str(path), settings, providers=providers)
         except Exception as error:  # the library's own errors have no other common base
             raise EnvironmentFaultError(f"ONNX Runtime cannot load '{name}': {first_line(error)}.") from error
-        self._inputs = [one.name for one in self._session.get_inputs()]
+        self._inputs = [(one.name, ONNX_TYPES[one.type]) for one in self._session.get_inputs()]
         self._outputs = [(one.name, ONNX_TYPES[one.type], tuple(one.shape[1:])) for one in self._session.get_outputs()]
         if not all(isinstance(size, int) for _, _, shape in self._outputs for size in shape):
             raise EnvironmentFaultError(
@@ -139,22 +139,24 @@ class _OnnxSession:
         import torch
 
         binding, place = self._session.io_binding(), self._device.type
-        given = [tensor.contiguous() for tensor in tensors]  # must stay alive until the batch has run
+        # They must stay alive until the batch has run. Requests have no bfloat16: they send float32.
+        types = [getattr(torch, dtype) for _, dtype in self._inputs]
+        given = [tensor.to(dtype).contiguous() for tensor, dtype in zip(tensors, types, strict=True)]
         rows = given[0].shape[0]
-        for name, tensor in zip(self._inputs, given, strict=True):
-            number = _NUMBERS[str(tensor.dtype)]
+        for (name, _), tensor in zip(self._inputs, given, strict=True):
+            number = ONNX_NUMBERS[str(tensor.dtype)]
             binding.bind_input(name, place, 0, number, tuple(tensor.shape), tensor.data_ptr())
         answer = []
         for name, dtype, shape in self._outputs:
             made = torch.empty((rows, *shape), dtype=getattr(torch, dtype), device=self._device)
-            binding.bind_output(name, place, 0, _NUMBERS[str(made.dtype)], tuple(made.shape), made.data_ptr())
+            binding.bind_output(name, place, 0, ONNX_NUMBERS[str(made.dtype)], tuple(made.shape), made.data_ptr())
             answer.append(made)
         self._session.run_with_iobinding(binding)
         return tuple(answer)
 
 
 # format: ONNX's numbers of element types, by which the runtime also names bfloat16, and its words for them.
-_NUMBERS = {
+ONNX_NUMBERS = {
     "torch.float32": 1,
     "torch.uint8": 2,
     "torch.int32": 6,

@@ -22,7 +22,7 @@ from tenuto.profiles.networks.generating import Generator, Sampling, longest_seq
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.model_options import BuildOptions, ModelOptions
 from tenuto.profiles.networks.places import check_path
-from tenuto.profiles.networks.programs import Member, load_program
+from tenuto.profiles.networks.programs import Member, load_program, naming
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
 
 logger = logging.getLogger("ray.serve")
@@ -95,7 +95,8 @@ class TorchExecutor:
         if runtime not in ("torch", "vllm"):
             raise refused(f"{origin}: runtime", runtime, "runs no model that generates", "Use vllm or torch.")
         build = self._by_vllm if runtime == "vllm" else self._by_transformers
-        made, config = build(member, parsed.checked_build(origin), dtype, generates)
+        with naming(member.name):
+            made, config = build(member, parsed.checked_build(origin), dtype, generates)
         limits = generates.limits(longest_sequence(config), int(config.get_text_config().vocab_size))
         made.add(0, [0], Sampling(2))
         for _ in range(2):

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import LoadedModel
 from tenuto.profiles.networks.models import build
+from tenuto.profiles.networks.programs import Member, load_program
 from tests.instruments.small_networks import SMALL
 
 TEXTS = [name for name in SMALL if name != "mobilenet_v2"]
@@ -216,3 +217,13 @@ def test_a_users_own_factory(tmp_path: Path) -> None:
 def test_wrong_factories(source: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         build(source, options=options)
+
+
+@pytest.mark.parametrize("one", [{"source": "/absent/net.pt2"}, {"weights_path": "/absent/w.safetensors"}])
+def test_of_several_models_the_one_that_cannot_be_built_is_named_with_its_file(one: dict[str, str]) -> None:
+    own = "tests.instruments.own_models:scale"
+    members = [Member("good", own), Member("bad", one.get("source", own), one.get("weights_path"))]
+    (file,) = one.values()
+    for some in (members, members[1:]):
+        with pytest.raises(InvalidInputError, match=f"model 'bad'.*{file}"):
+            load_program(some, [1])

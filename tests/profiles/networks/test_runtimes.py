@@ -16,6 +16,7 @@ from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.models import build
 from tenuto.profiles.networks.programs import Member, load_program, lone_program
 from tenuto.profiles.networks.runner import ProgramRunner
+from tenuto.profiles.networks.runtimes import ONNX_NUMBERS, ONNX_TYPES
 
 onnxruntime = pytest.importorskip("onnxruntime")
 OWN = "tests.instruments.own_models:scale"
@@ -130,3 +131,16 @@ def test_files_that_cannot_be_served_say_why(files: Path, tmp_path: Path) -> Non
             build(str(source))
     with pytest.raises(InvalidInputError, match="takes no image_size"):
         build(str(files / "scale.onnx"), options={"image_size": 32})
+
+
+@pytest.mark.parametrize("word", sorted(set(ONNX_TYPES.values())))
+def test_onnx_files_of_every_type_are_served(word: str, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    number = ONNX_NUMBERS[f"torch.{word}"]
+    x, y = (onnx.helper.make_tensor_value_info(name, number, ["n", 4]) for name in "xy")
+    same = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "same", [x], [y])
+    opset = onnx.helper.make_opsetid("", 17)
+    onnx.save(onnx.helper.make_model(same, opset_imports=[opset], ir_version=9), tmp_path / "same.onnx")
+    runner = load_program([Member("m", str(tmp_path / "same.onnx"))], [1, 2])
+    given = np.arange(8).reshape(2, 4).astype(runner.network.signatures["m"].inputs[0].dtype)
+    np.testing.assert_array_equal(runner.run({"m": as_blocks({"x": given})}, {"m": 2})["m"]["y"], given)
