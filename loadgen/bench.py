@@ -101,6 +101,7 @@ def run_bench(
     *,
     clients: ClientGroup | None = None,
     applications: Sequence[Application] = (),
+    cluster: str = "auto",
 ) -> BenchResult:
     """Send a schedule to an endpoint and judge the answers. Ctrl-C and SIGTERM end the run early; then the figures of
     the part that ran are returned, as INVALID.
@@ -111,6 +112,7 @@ def run_bench(
         progress: is called with one line per second.
         clients: the clients that send; by default `options.clients` says which.
         applications: applications whose stages are among the models; their requests fan out and join.
+        cluster: address of the Ray that serves, for the clients and the Python handle; see `join_ray`.
 
     Raises:
         EnvironmentFaultError: the endpoint does not answer or a model is not ready.
@@ -135,7 +137,7 @@ def run_bench(
     )
     most_tokens = 0.0 if tokens is None else float(tokens.output.max(initial=1))
     answers_s = max((target.slo.answer_ms(most_tokens) / 1000.0 for target in targets if target.slo), default=0.0)
-    group = clients if clients is not None else (RayClients(options.clients) if options.clients else LocalClient())
+    group = clients if clients is not None else _make_clients(options, cluster)
     interrupted = False
     queued: dict[int, int] = {}
     began_at = time.monotonic()
@@ -270,6 +272,31 @@ def _begun(records: Records) -> Records:
     its rows is returned."""
     unsent_calls = np.unique(records.call[np.isnan(records.sent_ms)])
     return records.where(~np.isnan(records.sent_ms) & ~np.isin(records.call, unsent_calls[unsent_calls >= 0]))
+
+
+def _make_clients(options: BenchOptions, cluster: str) -> ClientGroup:
+    """Return the clients that send. For actors and the Python handle this process joins the Ray that serves.
+
+    Actors that send over HTTP can run on any Ray. Where that one cannot be joined, a small local one is started.
+    """
+    if options.clients == 0 and options.via == "http":
+        return LocalClient()
+    import ray
+
+    from tenuto.deployments.process.ray_address import join_ray
+    from tenuto.deployments.serve.launcher import start_local_ray
+
+    if not ray.is_initialized():
+        try:
+            join_ray(cluster)
+        except (ConnectionError, EnvironmentFaultError) as error:
+            if options.via == "handle":
+                raise EnvironmentFaultError(
+                    f"the Python handle needs the Ray that serves: {error}. Run this on a node of it, and name it with "
+                    "--address."
+                ) from error
+            start_local_ray(num_gpus=0)
+    return RayClients(options.clients) if options.clients else LocalClient()
 
 
 def _jobs(load: ApplicationLoad, targets: tuple[ModelTarget, ...], options: BenchOptions) -> list[ClientJob]:

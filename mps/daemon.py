@@ -25,7 +25,7 @@ import msgspec
 from tenuto.documents import write_whole
 from tenuto.mps.control import BINARY, Control, ControlError, MpsClient, Runner, Subprocesses
 from tenuto.mps.faults import MOST_FAULTS, WINDOW_S, FaultLog
-from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, Record, is_unused, pipe_directory, read_record
+from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, Record, is_unused, pipe_directory, read_record, why_unsafe
 from tenuto.mps.inventory import without_mps
 from tenuto.mps.processes import Processes
 
@@ -93,19 +93,17 @@ class PrivateDaemon:
 
     def _make_folder(self) -> None:
         try:
-            self.control.pipe_directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.control.log_directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            owner = self._folder.stat().st_uid
+            for folder in (self._folder.parent, self._folder):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if (fault := why_unsafe(folder, os.getuid())) is not None:
+                    raise ControlError("{}. Cure: {}.".format(*fault))
+            self.control.pipe_directory.mkdir(exist_ok=True, mode=0o700)
+            self.control.log_directory.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise ControlError(
                 f"{self._folder} cannot be used: {error.strerror}. Set TENUTO_MPS_ROOT to a folder of this user, the "
                 "same when the plan is written."
             ) from error
-        if owner != os.getuid():
-            raise ControlError(
-                f"{self._folder} belongs to user {owner}, and this process runs as {os.getuid()}: CUDA MPS serves one "
-                "user. Run everything as one user, or set TENUTO_MPS_ROOT."
-            )
 
     def _start(self, timeout_s: float) -> None:
         foreign = self._pid_in_pipe_directory()
@@ -382,7 +380,7 @@ class PrivateDaemon:
 
 def detach_reaper(gpu_uuid: str) -> None:
     """Start the reaper detached from this process, because Ray kills the children of a replica that ends."""
-    command = [sys.executable, "-m", "tenuto.mps.reaper", gpu_uuid]
+    command = [sys.executable, "-P", "-m", "tenuto.mps.reaper", gpu_uuid]
     detach = '"$@" </dev/null >/dev/null 2>&1 &'
     subprocess.run(
         ["sh", "-c", detach, "sh", *command], env=without_mps(os.environ), check=True, start_new_session=True

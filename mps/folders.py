@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,31 @@ OWNER = "owner.json"
 def mps_root() -> Path:
     """Return the folder of all daemons on a node; TENUTO_MPS_ROOT overrides it."""
     return Path(os.environ.get("TENUTO_MPS_ROOT") or DEFAULT_ROOT)
+
+
+def why_unsafe(folder: Path, user: int) -> tuple[str, str] | None:
+    """Return why a folder must not hold daemons of a user, and the cure; None if it may, or is not there yet.
+
+    Whoever else may write into the folder could put something of theirs in the place of a daemon's pipes.
+    """
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{folder} cannot be read ({error.strerror})", "export TENUTO_MPS_ROOT to a folder of this user"
+    if stat.S_ISLNK(found.st_mode):
+        return f"{folder} is a link", f"rm {folder}"
+    if found.st_uid != user:
+        return (
+            f"{folder} belongs to user {found.st_uid}, this is user {user}: CUDA MPS serves one user",
+            "run as that user, or export TENUTO_MPS_ROOT to a folder of this one",
+        )
+    if not stat.S_ISDIR(found.st_mode) or not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} is not a folder this user can write", f"chmod u+rwx {folder}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"other users may write into {folder}", f"chmod go-w {folder}"
+    return None
 
 
 def pipe_directory(gpu_uuid: str, root: Path | None = None) -> Path:
@@ -64,6 +90,8 @@ def find_leftovers(root: Path | None = None, processes: Processes | None = None)
     """
     known = processes if processes is not None else Processes()
     base = root if root is not None else mps_root()
+    if why_unsafe(base, os.getuid()) is not None:
+        return ()  # what lies there may be another user's
     found = []
     for path in sorted(base.glob(f"*/{OWNER}")):
         record = read_record(path.parent)

@@ -109,7 +109,7 @@ def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:
     environment["CUDA_MPS_PIPE_DIRECTORY"] = "/nonexistent"  # else CUDA looks into the default, /tmp/nvidia-mps
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tenuto.mps.sm_count"],
+            [sys.executable, "-P", "-m", "tenuto.mps.sm_count"],
             env=environment,
             capture_output=True,
             encoding="utf-8",

@@ -18,6 +18,7 @@ from typing import Any
 
 from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.endpoint import open_directly
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.documents import dump_yaml, write_whole
 from tenuto.errors import EnvironmentFaultError
@@ -142,7 +143,7 @@ class Quickstart:
             request = urllib.request.Request(
                 f"{url}/predict/{model}", body, {"Content-Type": kind, "X-SLO-Ms": "20000"}
             )
-            with urllib.request.urlopen(request, timeout=30) as response:
+            with open_directly(request, 30.0) as response:
                 answer = json.load(response)
             best, parameters = answer["predictions"][0], answer["parameters"]
             asked = "photograph" if kind.startswith("image") else f"{SENTENCE!r}"

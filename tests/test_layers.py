@@ -234,6 +234,18 @@ assert "usher" in policy_names()
     assert (len(modules) > 150, done.returncode, done.stderr) == (True, 0, "")
 
 
+def test_processes_of_ours_import_what_is_installed_before_what_lies_in_the_working_folder() -> None:
+    """Python puts that folder first for `-m` and `-c`, so that a `numpy.py` there would be run."""
+    started = [
+        (str(file.relative_to(ROOT)), match[1])
+        for folder in (*ALLOWED, "tenuto", "lab/tenuto_lab")
+        for file in (ROOT / folder).rglob("*.py")
+        for match in re.finditer(r"[\[(]\s*sys\.executable,\s*([^,\]]+)", file.read_text())
+    ]
+    assert len(started) > 5
+    assert [each for each in started if each[1] != '"-P"'] == []
+
+
 def _keys_read(file: Path) -> int:
     """How often a file reads by a key that is written there: `x["key"]`, or `x.get("key")` of no URL."""
     return sum(

@@ -14,7 +14,7 @@ import pytest
 from tenuto.cli.common import write_file
 from tenuto.deployments.process.ray_token import make_token
 from tenuto.documents import dump_yaml, load_document, write_whole
-from tenuto.errors import InvalidInputError, TenutoError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, TenutoError
 from tenuto.loadgen.result_folder import write_files
 from tenuto.mps.faults import FaultLog
 from tenuto.placement import Cluster
@@ -153,7 +153,7 @@ def test_a_token_is_whole_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(EnvironmentFaultError, match="No space left"):
             make_token()
     assert os.listdir(tmp_path) == []
     make_token()

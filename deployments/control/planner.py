@@ -58,7 +58,7 @@ class PlannerProcess:
         self._start()
 
     def _start(self) -> None:
-        program = [sys.executable, "-m", "tenuto.deployments.control.planner"]
+        program = [sys.executable, "-P", "-m", "tenuto.deployments.control.planner"]
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._is_up = self._is_busy = False
 

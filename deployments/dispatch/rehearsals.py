@@ -71,7 +71,7 @@ class RehearsalProcess:
         process = self._process
         if process is None:
             process = self._process = subprocess.Popen(
-                [sys.executable, "-c", self._program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-P", "-c", self._program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         assert process.stdin is not None
         assert process.stdout is not None

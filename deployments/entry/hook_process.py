@@ -98,7 +98,7 @@ def _arrays(outputs: Sequence[Output], body: bytes) -> dict[str, np.ndarray]:
 
 def main() -> None:
     """Be that process: answer until nobody asks any more, and end with the gateway."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _go_on_in_child()
     line = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -117,6 +117,25 @@ def main() -> None:
     _send(line, Done(), ())
     while (call := _received(came)) is not None:
         _send(line, *answer(hooks, signature, *call))
+
+
+def _go_on_in_child() -> None:
+    """Return in a child process. This one, which leads the process group, waits for the child and ends with its code.
+
+    When the gateway has gone without a word, this one kills the group. The child could not: whatever hooks do may keep
+    it from hearing of that.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    os.close(0)  # the gateway sees the end of whoever holds the socket
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os._exit(code if code >= 0 else 128 - code)  # as shells tell of a signal
 
 
 def _received(came: BinaryIO) -> tuple[Asked, bytes] | None:

@@ -6,16 +6,18 @@ a hook that hangs could not be ended. Every wait has an end:
 - At most `_MOST_WAITING` calls of a model wait. Further calls are turned away.
 - When a call can no longer be begun in time, it is dropped, and the request expires.
 - A client is answered at its deadline, whatever its call does.
-- When a call takes longer than 2 s and longer than the model's SLO, it hangs. Its process is killed, and replaced a
-  second later.
+- When a call takes longer than 2 s and longer than the model's SLO, it hangs. Its process is killed, with all that it
+  has started, and replaced a second later.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -263,7 +265,8 @@ class _Process:
         calm_openmp(variables)
         self._line, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen([sys.executable, "-m", _MODULE], stdin=theirs.fileno(), env=variables)
+            command = [sys.executable, "-P", "-m", _MODULE]
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=variables, process_group=0)
         self._line.setblocking(False)
 
     async def ask(self, asked: Asked, parts: Sequence[Buffer], longest_s: float) -> tuple[Said, memoryview]:
@@ -310,8 +313,9 @@ class _Process:
         return room
 
     def kill(self) -> None:
-        """Kill the process, whatever it does."""
+        """Kill the process and all that it has started, whatever they do."""
         self._line.close()
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):  # nothing is left of the group
+            os.killpg(self._process.pid, signal.SIGKILL)
         # A large process takes a while to end. A thread waits for it, so that the loop need not.
         threading.Thread(target=self._process.wait, name="hooks end", daemon=True).start()

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from tenuto.errors import EnvironmentFaultError
 
@@ -92,12 +93,16 @@ class Traces:
             EnvironmentFaultError: the extra is not installed.
         """
         try:
+            import requests
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError as error:
             raise EnvironmentFaultError(
                 "traces need OpenTelemetry's OTLP exporter. Run: pip install 'tenuto[tracing]'"
             ) from error
-        return cls(OTLPSpanExporter(endpoint=endpoint), ratio)
+        session = requests.Session()
+        # What goes to a collector on this machine must not pass a proxy of the environment.
+        session.trust_env = urlsplit(endpoint).hostname not in ("127.0.0.1", "localhost", "::1")
+        return cls(OTLPSpanExporter(endpoint=endpoint, session=session), ratio)
 
     def begin(self, traceparent: bytes | None, arrived_ms: float) -> Traced | None:
         """Return how a request is traced; None for one that is not sampled. `arrived_ms`: on the monotonic clock."""

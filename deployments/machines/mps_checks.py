@@ -10,7 +10,7 @@ from pathlib import Path
 from tenuto.deployments.machines.finding import Finding
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import BINARY
-from tenuto.mps.folders import DEFAULT_ROOT, MOST_PATH_BYTES, find_leftovers, mps_root, pipe_directory
+from tenuto.mps.folders import DEFAULT_ROOT, MOST_PATH_BYTES, find_leftovers, mps_root, pipe_directory, why_unsafe
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.others import OtherProcess, others_on
 from tenuto.mps.processes import Processes
@@ -142,24 +142,10 @@ def _check_folder(base: Path, user: int) -> Finding:
     if len(os.fsencode(longest)) > MOST_PATH_BYTES:
         cure = f"export TENUTO_MPS_ROOT={DEFAULT_ROOT}"
         return Finding(name, "fail", f"{base} is too long: sockets below it need a short path", cure)
-    if base.is_symlink():
-        return Finding(name, "fail", f"{base} is a link", f"rm {base}")
-    try:
-        owner = base.stat().st_uid
-    except FileNotFoundError:
-        return Finding(name, "ok", f"{base} (made when needed)")
-    except OSError as error:
-        return Finding(name, "fail", f"{base}: {error.strerror}", "export TENUTO_MPS_ROOT to a folder of this user")
-    if owner != user:
-        return Finding(
-            name,
-            "fail",
-            f"{base} belongs to user {owner}, this is user {user}: CUDA MPS serves one user",
-            "run as that user, or export TENUTO_MPS_ROOT to a folder of this one",
-        )
-    if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
-        return Finding(name, "fail", f"{base} is not a folder this user can write", f"chmod u+rwx {base}")
-    return Finding(name, "ok", str(base))
+    fault = why_unsafe(base, user)
+    if fault is not None:
+        return Finding(name, "fail", *fault)
+    return Finding(name, "ok", str(base) if base.exists() else f"{base} (made when needed)")
 
 
 def _check_leftovers(base: Path, processes: Processes) -> Finding:

@@ -89,9 +89,14 @@ def begin_ray(**how: Any) -> None:
     """
     import ray
     from ray._private import auto_init_hook
+    from ray.job_config import JobConfig
 
     auto_init_hook.enable_auto_connect = False
-    ray.init(**how, **_QUIET)
+    # Ray 2.60 puts this process's working folder and its program's folder before all that workers import, unless the
+    # job brings a folder of its own. A `numpy.py` there would run in every worker.
+    job = JobConfig()
+    job._runtime_env_has_working_dir = lambda: True
+    ray.init(**how, **_QUIET, job_config=job)
 
 
 def end_ray(limit_s: float) -> None:
@@ -288,6 +293,8 @@ def make_session_folder() -> Path:
             f"{folder} for Ray's sessions must be a folder that only this user can enter (mode 700): remove it. {cure}"
         )
     sessions = folder / "ray"
+    if not str(sessions).isascii():
+        raise EnvironmentFaultError(f"{sessions} for Ray's sessions has letters that Ray does not take. {cure}")
     if len(os.fsencode(sessions)) > _LONGEST_FOLDER:
         raise EnvironmentFaultError(f"{sessions} has too long a path for Ray's sockets. {cure}")
     return sessions
@@ -309,7 +316,7 @@ def announce(known: KnownDeployment) -> None:
 
 
 def _own_folder() -> Path:
-    return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / f"tenuto-{os.geteuid()}"
+    return Path(os.environ.get("RAY_TMPDIR") or "/tmp").absolute() / f"tenuto-{os.geteuid()}"
 
 
 def _is_ours_alone(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from tenuto.documents import write_whole
+from tenuto.errors import EnvironmentFaultError
 
 _TOKEN_BYTES = 32  # limit: 256 bits, which nobody can guess
 _ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # a call that reads nothing and changes nothing
@@ -28,7 +29,10 @@ def token_file() -> Path | None:
     if os.environ.get("RAY_AUTH_TOKEN"):
         return None
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    return Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        return Path(named) if named else Path.home() / ".ray" / "auth_token"
+    except RuntimeError:  # neither HOME nor the system says where this user's home is
+        return Path("/.ray/auth_token")
 
 
 def token() -> str:
@@ -76,19 +80,25 @@ def make_token() -> None:
     everybody.
 
     Raises:
-        OSError: the folder cannot be written.
+        EnvironmentFaultError: it cannot be written.
     """
     file = token_file()
     if file is None or is_refused():
         return
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if file.exists():
-        return
-    new = file.with_name(f"{file.name}.{os.getpid()}")
-    write_whole(new, secrets.token_hex(_TOKEN_BYTES), mode=0o600)
-    with contextlib.suppress(FileExistsError):  # unlike a rename, a link leaves the token that another process made
-        os.link(new, file)
-    new.unlink()
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if file.exists():
+            return
+        new = file.with_name(f"{file.name}.{os.getpid()}")
+        write_whole(new, secrets.token_hex(_TOKEN_BYTES), mode=0o600)
+        with contextlib.suppress(FileExistsError):  # unlike a rename, a link leaves the token that another process made
+            os.link(new, file)
+        new.unlink()
+    except OSError as error:
+        raise EnvironmentFaultError(
+            f"Ray's token {file} cannot be written ({error.strerror}). Set HOME to a folder that this user can write, "
+            "or RAY_AUTH_TOKEN to 64 random characters."
+        ) from error
 
 
 def readable_by_others(file: Path) -> bool:

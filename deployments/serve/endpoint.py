@@ -21,8 +21,15 @@ CLIENT_KEY = "TENUTO_API_KEY"
 
 
 def client_key() -> str:
-    """Return the API key that this process shows as a client; empty if it has none."""
-    return os.environ.get(CLIENT_KEY, "").strip()
+    """Return the API key that this process shows as a client; empty if it has none.
+
+    Raises:
+        InvalidInputError: it has characters that no header may have.
+    """
+    key = os.environ.get(CLIENT_KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise refused(CLIENT_KEY, None, "has characters that no key has", "Copy the key again.")
+    return key
 
 
 def get_json(url: str, timeout_s: float = 5.0) -> Any:
@@ -66,15 +73,26 @@ def _get(url: str, timeout_s: float, sent: bytes | None = None) -> tuple[int, by
     key = client_key()
     request = urllib.request.Request(url, sent, {"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        with open_directly(request, timeout_s) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read()
     except (OSError, ValueError) as error:
+        proxy = urllib.request.getproxies().get(request.type)
+        unused = f" A server is asked directly, and not through the proxy {proxy}." if proxy else ""
         raise EnvironmentFaultError(
-            f"{url} does not answer ({error}). Start the server with `tenuto serve PLAN`."
+            f"{url} does not answer ({error}).{unused} Start the server with `tenuto serve PLAN`."
         ) from error
+
+
+def open_directly(request: urllib.request.Request, timeout_s: float) -> Any:
+    """Open a URL of a deployment, whatever proxy the environment names: the key and the answer are no proxy's business.
+
+    Raises:
+        OSError: nobody answers there, or with an error status (`urllib.error.HTTPError`).
+    """
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s)
 
 
 def model_metadata(url: str, model: str) -> dict[str, Any]:

@@ -67,14 +67,15 @@ def start_local_ray(num_gpus: int) -> None:
     try:
         with on_loopback():
             begin_ray(address="local", num_gpus=num_gpus, include_dashboard=False, **own)
+    except ValueError as error:  # what Ray reads in the environment
+        raise EnvironmentFaultError(
+            f"a local Ray did not start: {error}\nCorrect or unset the variable RAY_… that says so."
+        ) from error
     except Exception as error:  # Ray has no own kind of error for this
         raise EnvironmentFaultError(
             f"a local Ray did not start: {error}\nThis machine may be too busy: stop other programs and try again, or "
             "run `ray start --head` first and give its address."
         ) from error
-    import ray
-
-    announce(KnownDeployment(ray.get_runtime_context().gcs_address))
 
 
 class Launcher:
@@ -126,6 +127,7 @@ class Launcher:
                     ) from error
         self._progress("starting a local Ray")
         start_local_ray(num_gpus)
+        announce(KnownDeployment(ray.get_runtime_context().gcs_address))
         self.owns_ray = True
 
     def start_serve(self, config: ServeConfig) -> None:

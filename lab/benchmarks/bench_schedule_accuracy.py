@@ -39,6 +39,7 @@ from serving import heading, synthetic_plan
 
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.python_handle import ALONE, TenutoHandle
+from tenuto.deployments.process.ray_address import join_ray
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, pack_answers
@@ -237,6 +238,7 @@ def _live() -> Iterator[tuple[str, dict[str, Callable[[str, str], Sender]]]]:
                     if server.poll() is not None or time.monotonic() > end:
                         raise SystemExit((Path(folder) / "log").read_text(encoding="utf-8"))
                     time.sleep(0.5)
+                join_ray()
                 yield url, {"http": make_sender, "handle": make_sender}
             finally:
                 server.send_signal(signal.SIGINT)

@@ -56,7 +56,7 @@ asked = sys.argv[1:]
 log = asked[asked.index("--log-file") + 1]
 target = asked[asked.index("--log-file") + 2 :]
 relay = json.loads(os.environ["{relay}"])
-environment = {{**os.environ, "{step}": json.dumps(target[1:])}}
+environment = {{**os.environ, "{step}": json.dumps(target[2:])}}
 code = subprocess.call([sys.executable, *relay["step"]], env=environment)
 with open({counters!r}) as recorded, open(log, "w") as file:
     file.write(recorded.read().replace('"7.0"', '"9.0"'))  # of a V100

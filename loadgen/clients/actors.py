@@ -52,7 +52,7 @@ class ClientActor:
 
 
 def _start_actors(count: int) -> list[Any]:
-    """Start client actors and wait until all are up; without a Ray cluster, start a small local one for them.
+    """Start client actors on the Ray of this process, and wait until all are up.
 
     The actors reserve no CPU of Ray's: the serving side may hold all CPUs, and then a client would never start.
 
@@ -61,7 +61,6 @@ def _start_actors(count: int) -> list[Any]:
     """
     import ray
 
-    _join_ray()
     kind = ray.remote(num_cpus=0, max_concurrency=16, max_restarts=0)(ClientActor)
     actors = [kind.remote() for _ in range(count)]
     try:
@@ -76,20 +75,6 @@ def _start_actors(count: int) -> list[Any]:
     return actors
 
 
-def _join_ray() -> None:
-    """Join the running cluster, or start a small local one for the clients."""
-    import ray
-
-    from tenuto.deployments.process.ray_address import join_ray
-    from tenuto.deployments.serve.launcher import start_local_ray
-
-    if not ray.is_initialized():
-        try:
-            join_ray()
-        except ConnectionError:
-            start_local_ray(num_gpus=0)
-
-
 class RayClients:
     """One Ray actor per client. When a client is lost, the run is invalid, but only its last second is lost.
 
@@ -97,7 +82,7 @@ class RayClients:
     """
 
     def __init__(self, count: int) -> None:
-        """Start `count` actors on the running Ray cluster, or on a local one."""
+        """Start `count` actors on the Ray that this process has joined."""
         self.actors = _start_actors(count)
         self._runs: list[Any] = []
         self._asked: list[tuple[int, Any]] = []  # (client, reference to the records that it will hand over)

@@ -32,7 +32,6 @@ class HandleSender:
         """Connect. One connection per dispatcher carries all requests."""
         self._on_reply = on_reply
         if self._handle is None:
-            _join_ray()
             self._handle = await TenutoHandle.connect()
 
     def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> Prepared:
@@ -121,18 +120,3 @@ class HandleSender:
             for task in self._streams:
                 task.cancel()
             self._closing = asyncio.ensure_future(self._handle.close())
-
-
-def _join_ray() -> None:
-    """Join the Ray cluster that serves, unless this process is part of it."""
-    import ray
-
-    from tenuto.deployments.process.ray_address import join_ray
-
-    if not ray.is_initialized():
-        try:
-            join_ray()
-        except ConnectionError as error:
-            raise EnvironmentFaultError(
-                "no Ray cluster runs here, so there is no Python handle. Run this on a node of the cluster that serves."
-            ) from error

@@ -35,7 +35,10 @@ class LostWorkerError(EnvironmentFaultError):
 
 
 class LineProcess:
-    """A Python process that takes and prints lines. A thread reads its lines, so that waiting for one has a limit."""
+    """A Python process that takes and prints lines. A thread reads its lines, so that waiting for one has a limit.
+
+    As every process of ours it runs with -P: what lies in the working folder must not stand for what is installed.
+    """
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], name: str, errors: IO[str] | int
@@ -49,7 +52,7 @@ class LineProcess:
             errors: where its stderr goes.
         """
         self._process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-P", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

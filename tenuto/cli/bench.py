@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from tenuto.cli.common import command_line, json_option, named_values, notice, printed_as_json, say, tell
-from tenuto.cli.deploying import address_option, endpoint_of
+from tenuto.cli.deploying import address_option, deployment_at
 from tenuto.cli.tables import number, print_run
 from tenuto.errors import Problem, one_of, raise_if_any, refused
 
@@ -98,7 +98,8 @@ def command(
 
     if key_file is not None:
         os.environ[CLIENT_KEY] = _read_key(key_file)
-    url = endpoint_of(address or (target if "://" in target else None), operators=False)
+    deployment = deployment_at(address or (target if "://" in target else None))
+    url = deployment.url
     plan = Plan.from_data(served_plan(url), origin=url, is_whole=False) if "://" in target else Plan.load(target)
     out = prepare_report(Path(folder), force=force) if folder is not None else None
     served, applications, notes = asked_of(plan)
@@ -107,7 +108,7 @@ def command(
     unknown = (name for name in bodies if name not in names)
     raise_if_any(Problem("--body", name, "is no model that is asked", one_of(name, names)) for name in unknown)
     options = BenchOptions(url, bodies=bodies, **asked)  # the other options have the names of its fields
-    result = run_bench(served, options, tell, applications=applications)
+    result = run_bench(served, options, tell, applications=applications, cluster=deployment.address or "auto")
     for note in (*notes, *result.schedule.notes):
         tell(note)
     with _no_sigterm():  # to write the results takes a moment

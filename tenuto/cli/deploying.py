@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
@@ -72,6 +73,7 @@ class ServingArguments:
         from tenuto.deployments.security.keys import read_keys
         from tenuto.deployments.serve.deployment import Deployment
         from tenuto.deployments.serve.sub_clusters import parted, read_partition
+        from tenuto.documents import parse_document
 
         if self.emulate and self.executor not in (None, "emulated"):
             raise refused("--executor", self.executor, "contradicts --emulate", "Give one of the two.")
@@ -101,7 +103,8 @@ class ServingArguments:
         }
         left = {field for field in self.left_open() if field != "access" or not keys}
         given = {name: value for name, value in asked.items() if name not in left}
-        found = Deployment.model_validate({**{name: getattr(base, name) for name in base.model_fields_set}, **given})
+        whole = {**{name: getattr(base, name) for name in base.model_fields_set}, **given}
+        found = parse_document(Deployment, whole, origin="options")
         # A wrong name or option must fail here, and not later in a replica.
         make_scheduler(found.scheduler, from_plan(found.plan), found.scheduler_options)
         check_policy(found.control, found.plan)
@@ -136,7 +139,7 @@ def read_deployment(plan_file: str) -> Deployment:
         found = Deployment.from_data(document, origin=plan_file)
         if found.gateways == 1:  # plan files say 1 when their author gave no number
             found = found.model_copy(update={"gateways": 0})
-    found = found.model_copy(update={"name": found.name or Path(plan_file).stem[:63]})
+    found = found.model_copy(update={"name": found.name or _name_of(plan_file)})
     defaults = {name: field.get_default(call_default_factory=True) for name, field in Deployment.model_fields.items()}
     return Deployment.model_validate(
         {name: value for name in defaults if (value := getattr(found, name)) != defaults[name]}
@@ -147,6 +150,11 @@ def given_options() -> set[str]:
     """Return the names of the options and arguments that the verb which runs was given."""
     context = click.get_current_context()
     return {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+
+
+def _name_of(plan_file: str) -> str:
+    """Return the name of a deployment from that of its file, as `Deployment.name` may be."""
+    return re.sub(r"[^\w.-]+", "-", Path(plan_file).stem)[:63]
 
 
 def left_open(given: Collection[str] = ()) -> list[str]:
@@ -222,18 +230,25 @@ def _meant(address: str | None) -> KnownDeployment | None:
     return next(each for each in found if each.address == chosen)
 
 
-def endpoint_of(address: str | None, *, operators: bool) -> str:
-    """Return the URL of a deployment for operators, or for clients, from any form of its address."""
+def deployment_at(address: str | None) -> KnownDeployment:
+    """Return where a deployment answers and where its Ray is, from any form of its address. The Ray is empty where the
+    deployment is not one of this user's on this machine, and its address is a URL."""
+    from tenuto.deployments.process.ray_address import KnownDeployment, known_deployments
+
     if address is not None and _is_url(address):
-        return address.rstrip("/")
+        url = address.rstrip("/")
+        local = url.replace("//localhost:", "//127.0.0.1:")
+        rays = [each.address for each in known_deployments() if local in (each.url, each.operator_url)]
+        return KnownDeployment("".join(rays), url=url, operator_url=url)
     known = _meant(address)
     if known is not None and known.url:
-        return known.operator_url if operators else known.url
+        return known
+    named = (known.address if known is not None else address) or os.environ.get("RAY_ADDRESS", "")
     if address is None and not os.environ.get("RAY_ADDRESS"):
-        return "http://127.0.0.1:8000"
+        return KnownDeployment(named, url="http://127.0.0.1:8000", operator_url="http://127.0.0.1:8000")
     with operations(address) as found:
         deployment = found.running()
-    return deployment.operator_url if operators else deployment.url
+    return KnownDeployment(named, url=deployment.url, operator_url=deployment.operator_url)
 
 
 yes_option = click.option("--yes", is_flag=True, help="Do not ask before going on.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tenuto.cli.common import json_option, printed_as_json, say, stdout_console
-from tenuto.cli.deploying import address_option, endpoint_of
+from tenuto.cli.deploying import address_option, deployment_at
 from tenuto.cli.tables import number, print_table
 from tenuto.outcome import OUTCOMES
 
@@ -41,7 +41,7 @@ def command(address: str | None, watch: bool, every_s: float, sort: str) -> int:
     from tenuto.deployments.serve.endpoint import get_told
     from tenuto.deployments.wire.status import SystemStatus
 
-    base = endpoint_of(address, operators=True)
+    base = deployment_at(address).operator_url
     if watch:
         _watch(lambda: get_told(f"{base}/live", LiveStatus), every_s, sort)
         return 0

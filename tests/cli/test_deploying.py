@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +12,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from tenuto.cli import VERBS, delete, deploy, drain, history, load_verb, model, undrain
+from tenuto.cli import VERBS, bench, delete, deploy, drain, history, load_verb, model, undrain
 from tenuto.cli.deploying import (
     ServingArguments,
     agrees_to_losses,
-    endpoint_of,
+    deployment_at,
     keep_drained,
     operations,
     read_deployment,
@@ -29,10 +30,11 @@ from tenuto.deployments.serve.user_config import HANGS_S
 from tenuto.deployments.wire.status import SystemStatus
 from tenuto.documents import dump_yaml
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.placement import Plan
+from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.profiles import Profiles
+from tests.instruments.fake_server import fake_server
 from tests.instruments.generating import fixed, writes
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
@@ -258,10 +260,10 @@ def test_a_url_leads_to_its_ray_and_a_ray_to_its_url(monkeypatch: pytest.MonkeyP
         with operations(address):
             pass
     assert asked == [None, "10.0.0.1:6379", "127.0.0.1:6379"]
-    assert endpoint_of("10.0.0.1:6379", operators=False) == "http://127.0.0.1:9000"
-    assert endpoint_of("10.0.0.1:6379", operators=True) == "http://127.0.0.1:9002"
-    assert endpoint_of("https://a:1/", operators=True) == "https://a:1"
-    assert endpoint_of(None, operators=True) == "http://127.0.0.1:8000"
+    assert deployment_at("10.0.0.1:6379").url == "http://127.0.0.1:9000"
+    assert deployment_at("10.0.0.1:6379").operator_url == "http://127.0.0.1:9002"
+    assert deployment_at("https://a:1/").operator_url == "https://a:1"
+    assert deployment_at(None).operator_url == "http://127.0.0.1:8000"
 
 
 def test_nothing_is_deleted_that_was_not_named_or_agreed_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,12 +296,14 @@ LAB = KnownDeployment("127.0.0.1:2", "lab", "https://127.0.0.1:9000", "http://12
 @pytest.mark.parametrize(
     ("known", "address", "variable", "found"),
     [
-        ([SHOP, LAB], "lab", None, LAB.operator_url),
-        ([SHOP, LAB], "127.0.0.1:1", None, SHOP.operator_url),
-        ([SHOP, LAB], None, "127.0.0.1:2", LAB.operator_url),
-        ([SHOP, LAB], "http://a:1/", None, "http://a:1"),
-        ([LAB], None, None, LAB.operator_url),
-        ([], None, None, "http://127.0.0.1:8000"),
+        ([SHOP, LAB], "lab", None, LAB),
+        ([SHOP, LAB], "127.0.0.1:1", None, SHOP),
+        ([SHOP, LAB], None, "127.0.0.1:2", LAB),
+        ([SHOP, LAB], "http://a:1/", None, KnownDeployment("", url="http://a:1", operator_url="http://a:1")),
+        ([SHOP, LAB], SHOP.url, None, KnownDeployment(SHOP.address, url=SHOP.url, operator_url=SHOP.url)),
+        ([SHOP, LAB], LAB.operator_url, None, KnownDeployment(LAB.address, "", LAB.operator_url, LAB.operator_url)),
+        ([LAB], None, None, LAB),
+        ([], None, None, KnownDeployment("", url="http://127.0.0.1:8000", operator_url="http://127.0.0.1:8000")),
         ([SHOP], "lab", None, InvalidInputError("Known here: shop")),
         ([SHOP, LAB], None, None, EnvironmentFaultError("several deployments run here: shop .* lab")),
     ],
@@ -309,17 +313,42 @@ def test_a_deployment_is_found_by_its_name_or_address_and_the_only_one_by_nothin
     known: list[KnownDeployment],
     address: str | None,
     variable: str | None,
-    found: str | Exception,
+    found: KnownDeployment | Exception,
 ) -> None:
     monkeypatch.setattr("tenuto.deployments.process.ray_address.known_deployments", lambda: known)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
-    if isinstance(found, str):
-        assert endpoint_of(address, operators=True) == found
+    if isinstance(found, KnownDeployment):
+        assert deployment_at(address) == found
     else:
         with pytest.raises(type(found), match=str(found)):
-            endpoint_of(address, operators=True)
+            deployment_at(address)
+
+
+@pytest.mark.parametrize("words", [["--clients", "2"], ["--clients", "0", "--via", "handle"]])
+@pytest.mark.parametrize("address", ["lab", LAB.address, "its URL"])
+def test_a_bench_beside_another_deployment_joins_the_ray_of_the_one_it_asks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], address: str
+) -> None:
+    joined: list[str] = []
+
+    def join(cluster: str) -> None:
+        joined.append(cluster)
+        raise KeyboardInterrupt  # nothing runs there
+
+    with fake_server() as server:
+        lab = replace(LAB, url=server.url, operator_url=server.url)
+        monkeypatch.setattr("tenuto.deployments.process.ray_address.known_deployments", lambda: [SHOP, lab])
+        monkeypatch.setattr("tenuto.deployments.process.ray_address.join_ray", join)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        file = tmp_path / "plan.yaml"
+        file.write_text(
+            Plan(policy=PolicyUsed(name="test"), models=(ModelSpec(name="m", rate_rps=1, slo_ms=9),)).dump()
+        )
+        where = server.url if address == "its URL" else address
+        CliRunner().invoke(bench.command, [str(file), "--address", where, "--duration-s", "5", *words])
+    assert joined == [lab.address]
 
 
 def test_models_of_both_kinds_are_listed_with_their_slos(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -38,6 +39,9 @@ class Numbers:
                 return {self.input.name: np.zeros(self.input.shape[0] + 1, np.float32)}
             case b"bug":
                 raise ValueError("a secret")
+            case b"start":
+                left = subprocess.Popen(["sleep", "3600"])  # nobody waits for it
+                return {self.input.name: np.full(self.input.shape, left.pid, np.float32)}
             case b"print":
                 print("printed by a hook")  # must not come between the answers
                 return {self.input.name: np.full(self.input.shape, os.getpid() % 1000, np.float32)}

@@ -109,8 +109,36 @@ def test_a_pid_that_was_used_again_is_not_taken_for_our_daemon(bench: Bench) -> 
 def test_a_folder_of_another_user_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
 
-    with pytest.raises(ControlError, match=r"belongs to user .*, and this process runs as 12345"):
+    with pytest.raises(ControlError, match=r"belongs to user .*, this is user 12345"):
         bench.gpulet().join()
+
+
+@pytest.mark.parametrize("kind", ["open", "link", "theirs"])
+def test_a_root_into_which_others_may_write_is_refused(
+    bench: Bench, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They could put pipes of their own in the place of a daemon's folder, which is ours."""
+    bench.root /= "root"
+    folder = pipe_directory(UUID, bench.root).parent
+    folder.mkdir(parents=True)
+    if kind == "open":
+        bench.root.chmod(0o777)
+    elif kind == "link":
+        bench.root.rename(tmp_path / "elsewhere")
+        bench.root.symlink_to(tmp_path / "elsewhere")
+    else:
+        real = Path.lstat
+
+        def lstat(path: Path) -> os.stat_result:
+            found = list(real(path))
+            return os.stat_result([*found[:4], os.getuid() + (path == bench.root), *found[5:]])
+
+        monkeypatch.setattr(Path, "lstat", lstat)
+    (folder / "owner.json").write_text(json.dumps({"gpu_uuid": UUID, "pid": 1, "started_at": 1}))
+    with pytest.raises(ControlError, match=f"{bench.root}.* Cure:"):
+        bench.gpulet().join()
+    assert bench.daemon.starts == 0
+    assert find_leftovers(bench.root) == ()
 
 
 def test_a_daemon_without_a_pid_file_is_refused(bench: Bench) -> None:

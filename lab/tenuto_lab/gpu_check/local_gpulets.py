@@ -48,6 +48,7 @@ class LocalGpulets:
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "tenuto_lab.gpu_check.local_gpulets",
             stdin=asyncio.subprocess.PIPE,

@@ -46,6 +46,7 @@ def _record(results: Results, model: str, rows: int, options: Sequence[str], lim
         raise EnvironmentFaultError("ncu is not installed. Install Nsight Compute.")
     target = [
         sys.executable,
+        "-P",
         "-m",
         "tenuto_lab.gpu_check.one_batch",
         model,

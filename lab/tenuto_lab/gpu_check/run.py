@@ -221,14 +221,14 @@ def _rooms(folder: Path) -> dict[str, str]:
     if os.access("/tmp", os.W_OK):
         return {}
     room = folder / "tmp"
-    room.mkdir(exist_ok=True)
+    room.mkdir(exist_ok=True, mode=0o700)
     return {"TMPDIR": str(room), "TENUTO_MPS_ROOT": os.environ.get("TENUTO_MPS_ROOT", str(room))}
 
 
 def run_step(step: Step, environment: Mapping[str, str], limit_s: float, grace_s: float = _GRACE_S) -> int:
     """Run one step. `grace_s` before its limit the step is asked to stop, because a client that is killed at work may
     take the CUDA MPS server with it. At the limit it is killed with everything that it started."""
-    command = [sys.executable, *step.arguments]
+    command = [sys.executable, "-P", *step.arguments]
     with subprocess.Popen(command, env=dict(environment), start_new_session=True) as process:
         try:
             return process.wait(limit_s - grace_s)

@@ -28,7 +28,8 @@ class Where:
 
 
 async def test_rehearsals_share_a_process_and_survive_its_end() -> None:
-    process = RehearsalProcess(PATIENCE_S, first="")  # last in line it would wait for minutes beside busy programs
+    # Last in line it would wait for minutes beside busy programs.
+    process = RehearsalProcess(PATIENCE_S, first=f"import sys; sys.path.append({os.getcwd()!r})\n")
     (one, first), (two, second) = [(await process.run(Where(n))).result for n in (1, 2)]
     with pytest.raises(EOFError):
         await process.run(Where(3, ends=True))

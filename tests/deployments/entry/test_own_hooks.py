@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +154,54 @@ async def test_a_call_that_comes_too_late_never_reaches_its_hook(hooks: OwnHooks
     given_up = hooks.preprocess(b"crash", LATER_MS)
     given_up.cancel()
     assert await number_of(hooks) == first  # the same process goes on
+
+
+async def started_by(hooks: OwnHooks) -> int:
+    """Return a process that a hook has started, which would sleep for an hour."""
+    (part,) = await hooks.preprocess(b"start", LATER_MS)
+    return int(np.frombuffer(part.data, np.float32)[0])
+
+
+async def ends(pid: int) -> None:
+    """Wait until a process is gone, or dead and not yet collected."""
+    async with asyncio.timeout(PATIENCE_S):
+        with contextlib.suppress(OSError):
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("end", ["crash", "close"])
+async def test_what_hooks_have_started_ends_with_their_process(hooks: OwnHooks, end: str) -> None:
+    started = await started_by(hooks)
+    if end == "close":
+        hooks.close()
+    else:
+        with pytest.raises(HookFaultError):
+            await hooks.preprocess(b"crash", LATER_MS)
+    await ends(started)
+
+
+_GATEWAY = """
+import asyncio, os, signal
+from tenuto.deployments.entry.own_hooks import OwnHooks
+from tenuto.profiles.networks.model_options import HookOptions
+from tests.deployments.entry.test_own_hooks import LATER_MS, NUMBERS, SIGNATURE, started_by
+
+async def main() -> None:
+    hooks = OwnHooks("m", HookOptions(hooks=NUMBERS, hook_processes=1), SIGNATURE, 10.0)
+    print(await started_by(hooks), flush=True)
+    hung = hooks.preprocess(b"spin", LATER_MS)
+    await asyncio.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_what_hooks_have_started_ends_with_a_gateway_that_is_killed() -> None:
+    killed = subprocess.run([sys.executable, "-c", _GATEWAY], stdout=subprocess.PIPE, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    await ends(int(killed.stdout))
 
 
 async def number_of(hooks: OwnHooks) -> float:

@@ -91,7 +91,8 @@ class Collector(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def test_a_collector_gets_the_spans() -> None:
+def test_a_collector_gets_the_spans_also_where_a_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     taken: list[ExportTraceServiceRequest] = []
     server = HTTPServer(("127.0.0.1", 0), type("Taking", (Collector,), {"taken": taken}))
     thread = threading.Thread(target=server.serve_forever)

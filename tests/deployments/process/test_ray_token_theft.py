@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -131,12 +132,18 @@ def test_one_place_joins_and_starts_rays() -> None:
     assert places == {"deployments/process/ray_address.py"}
 
 
-def test_the_folder_of_sessions_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short() -> Iterator[str]:
+    """A folder with a path short enough for Ray's sockets; pytest's own have longer ones."""
+    with tempfile.TemporaryDirectory(prefix="r") as folder:
+        yield folder
+
+
+def test_the_folder_of_sessions_is_its_users_alone(tmp_path: Path, short: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", __file__)
     with pytest.raises(EnvironmentFaultError, match="cannot be made"):
         make_session_folder()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAY_TMPDIR", ".")  # pytest's own folders have longer paths than Ray's sockets allow
+    monkeypatch.setenv("RAY_TMPDIR", short)
     before = os.umask(0)
     try:
         sessions = make_session_folder()
@@ -158,12 +165,9 @@ def test_the_folder_of_sessions_is_its_users_alone(tmp_path: Path, monkeypatch: 
         make_session_folder()
 
 
-def test_an_address_counts_while_a_socket_of_ours_listens_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", ".")
+def test_an_address_counts_while_a_socket_of_ours_listens_there(short: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", short)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tenuto.deployments.process.ray_address.why_unreachable", lambda *_: None)
     make_session_folder().mkdir()
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
@@ -182,10 +186,9 @@ def test_an_address_counts_while_a_socket_of_ours_listens_there(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a socket of another user")
-def test_a_port_that_another_user_took_over_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", ".")
+def test_a_port_that_another_user_took_over_is_not_ours(short: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", short)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.chdir(tmp_path)
     make_session_folder().mkdir()
     os.seteuid(65534)
     try:

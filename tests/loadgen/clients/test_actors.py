@@ -32,6 +32,13 @@ def cluster(local_ray: LocalRay) -> None:
     local_ray.connect()
 
 
+def test_nothing_of_the_working_folder_comes_before_what_workers_import() -> None:
+    import ray
+
+    job = ray._private.worker.global_worker.core_worker.get_job_config()
+    assert list(job.py_driver_sys_path) == []
+
+
 def test_several_actors_send_one_schedule() -> None:
     lines: list[str] = []
     with fake_server() as server:
