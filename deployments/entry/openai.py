@@ -418,7 +418,8 @@ def _check_neutral(fields: msgspec.Struct, at: str = "") -> None:
     for name, kept in _NEUTRAL.items():
         value = getattr(fields, name, None)
         if value is not None and not any(value == each and type(value) is type(each) for each in kept):
-            raise bad_field(at + name, "can only have its neutral value here. Leave it out")
+            shown = " or ".join(orjson.dumps(each).decode() for each in kept or (None,))
+            raise bad_field(at + name, f"can only be {shown} here. Leave it out")
 
 
 def made_body(kind: type[BodyT], **fields: Any) -> BodyT:
