@@ -38,6 +38,7 @@ class _Choice(msgspec.Struct, eq=False):
     unpaid: int  # tokens for which its client has not been charged
     _parts: list[str] = []  # parts of the text that are sent with the end; msgspec copies defaults
     _tokens: list[int] = []  # of an answer that is not streamed
+    _said: list[dict[str, Any]] = []  # by one that may call tools, and is sent with the end
     count: int = 0
     generation: OpenGeneration | None = None
     is_over: bool = False
@@ -61,7 +62,9 @@ class _Choice(msgspec.Struct, eq=False):
             self._call.caller.spend_text()
             self.unpaid -= 1
         text = self._text.add(token)
-        if self._call.wanted.is_streamed:
+        if self._answer is not None:
+            self._say(self._answer.add(text))
+        elif self._call.wanted.is_streamed:
             self._stream(text, token)
         else:
             self._parts.append(text)
@@ -72,15 +75,18 @@ class _Choice(msgspec.Struct, eq=False):
                 self._call.leave(generation, is_answered=True)
             self._finish(Ending.STOP, generation)
 
+    def _say(self, said: dict[str, Any]) -> None:
+        """Send what an answer that may call tools says, or keep it for the end."""
+        if said and self._call.wanted.is_streamed:
+            self._call.send(self, Piece("", said=said))
+        elif said:
+            self._said.append(said)
+
     def _stream(self, text: str, token: int) -> None:
         if self._call.wanted.writer.tokenless:
             self._call.send(self, Piece(text, [token]))
         elif self._text.is_stopped:
             self._parts.append(text)  # sent with the end
-        elif self._answer is not None:
-            said = self._answer.add(text)
-            if said:
-                self._call.send(self, Piece("", said=said))
         elif text:  # otherwise it is held back: it may be a part of a character or of a stop string
             self._call.send(self, Piece(text))
 
@@ -96,7 +102,8 @@ class _Choice(msgspec.Struct, eq=False):
         piece = Piece(text, self._tokens, finish.value)
         if self._answer is not None:
             is_whole = finish is Ending.STOP and not self._text.is_stopped
-            piece = piece.of(self._answer, is_whole=is_whole)
+            self._said += [self._answer.add(text), self._answer.end(is_whole=is_whole)]
+            piece = piece.of(self._said, has_calls=self._answer.calls > 0)
         self._call.ended(self, piece, generation)
 
     def refused(self, generation: OpenGeneration, refused: Refused) -> None:

@@ -253,11 +253,10 @@ class Piece(NamedTuple):
     finish: str | None = None
     said: Mapping[str, Any] | None = None  # of a chat with tools, in place of the text
 
-    def of(self, answer: ToolAnswer, *, is_whole: bool) -> Piece:
-        """Return the end of an answer that may call tools; see `ToolAnswer.end`."""
-        said = joined([answer.add(self.text), answer.end(is_whole=is_whole)])
-        finish = "tool_calls" if answer.calls and self.finish == "stop" else self.finish
-        return self._replace(text="", said=said, finish=finish)
+    def of(self, said: Sequence[Mapping[str, Any]], *, has_calls: bool) -> Piece:
+        """Return the end of an answer that may call tools, which says this in place of the text."""
+        finish = "tool_calls" if has_calls and self.finish == "stop" else self.finish
+        return self._replace(text="", said=joined(said), finish=finish)
 
 
 class Usage(NamedTuple):

@@ -149,10 +149,13 @@ def _shown(index: int, function: _Function) -> dict[str, Any]:
 
 
 def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what several parts say together."""
-    whole: dict[str, Any] = {}
+    """Return what several parts say together: texts and lists one behind the other."""
+    found: dict[str, list[Any]] = {}
     for part in parts:
         for name, value in part.items():
             if value:
-                whole[name] = whole[name] + value if name in whole else value
-    return whole
+                found.setdefault(name, []).append(value)
+    return {
+        name: "".join(values) if isinstance(values[0], str) else [each for value in values for each in value]
+        for name, values in found.items()
+    }
