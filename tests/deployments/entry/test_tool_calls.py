@@ -13,8 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.deployments.entry.texts import FileTokenizer
+from tenuto.deployments.entry.exchange import HttpError
+from tenuto.deployments.entry.openai import ChatBody, read_body, wanted
+from tenuto.deployments.entry.texts import ByteTokenizer, FileTokenizer
+from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
+from tenuto.profiles.networks.catalogue import GenerationLimits
 from tenuto.profiles.networks.generating import Ending, Generator, StepRan
 from tests.deployments.entry import test_generation
 from tests.deployments.entry.test_generation import SLO, SLOW, Bench
@@ -28,6 +32,7 @@ ANSWERS: dict[str, Any] = json.loads((FOLDER / "response_templates.json").read_t
 ENDS = {"qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>", "gptoss": "<|return|>"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA}}
+LIMITS = GenerationLimits(4000, 256, "the model's positions")
 USER = {"role": "user", "content": "Will it rain?"}
 
 
@@ -141,6 +146,35 @@ def test_the_response_template_of_the_page_reads_calls(folders: dict[str, str], 
         ours, theirs = (read(opened(place), "", text, []) for place in (str(tmp_path), folders["qwen3"]))
         del ours["tool_calls"][0]["id"], theirs["tool_calls"][0]["id"]
         assert ours == theirs
+
+
+def test_tools_that_nothing_can_keep_are_refused_by_their_name(folders: dict[str, str], tmp_path: Path) -> None:
+    save(tmp_path, "llama3_1")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    deaf, strict = FileTokenizer(str(tmp_path)), {"type": "function", "function": {"name": "f", "strict": True}}
+    called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
+    asked: dict[str, Any] = {"model": "m", "messages": [USER], "tools": [TOOL]}
+    for tokenizer, more, param in (
+        (ByteTokenizer(), {}, "tools"),
+        (deaf, {}, "tools"),
+        (opened(folders["qwen3"]), {"tools": [TOOL, strict]}, "tools[1].function.strict"),
+        (opened(folders["qwen3"]), {"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+        (opened(folders["qwen3"]), {"tools": [{"type": "function"}]}, "tools[0].function"),
+        (opened(folders["qwen3"]), {"tool_choice": "required"}, "tool_choice"),
+        (opened(folders["qwen3"]), {"parallel_tool_calls": False}, "parallel_tool_calls"),
+        (
+            opened(folders["qwen3"]),
+            {"messages": [{"role": "assistant", "tool_calls": [called]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ):
+        with pytest.raises(HttpError) as caught:
+            wanted(read_body(ChatBody, json.dumps(asked | more).encode()), "m", tokenizer, LIMITS)
+        assert (caught.value.status, caught.value.param) == (400, param)
+    assert wanted(read_body(ChatBody, json.dumps({**asked, "tool_choice": "none"}).encode()), "m", deaf, LIMITS)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"response_template": {"fields": {}}}))
+    with pytest.raises(InvalidInputError, match="response_template"):
+        FileTokenizer(str(tmp_path))
 
 
 def plan(tokenizer: str) -> Plan:
