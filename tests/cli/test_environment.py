@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from tenuto.placement import Arrival, ModelSpec, Plan, PolicyUsed
 from tests.instruments.fake_server import fake_server
 from tests.instruments.live import LONG_MS
 
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("tenuto/cli", "batching", "deployments", "loadgen", "mps", "placement", "profiles")
 PROXIES = [name for word in ("http", "https", "all") for name in (f"{word}_proxy", f"{word}_proxy".upper())]
 WORKLOAD = "models:\n  - {name: resnet50, rate_rps: 300, slo_ms: 200}\n"
 SHADOWS = ("json", "numpy", "pickle", "pydantic", "ray", "torch", "yaml", "tenuto")
@@ -42,6 +45,14 @@ for words in json.loads(sys.argv[2]):
 with open(sys.argv[1], "w", encoding="utf-8") as file:
     json.dump(ended, file)
 """
+
+
+def test_every_variable_of_tenutos_own_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    sources = [(ROOT / folder).rglob("*.py") for folder in FOLDERS]
+    read = {name for files in sources for file in files for name in re.findall(r'"(TENUTO_[A-Z_]+)"', file.read_text())}
+    assert len(read) > 5
+    assert sorted(name for name in read if f"`{name}`" not in page) == []
 
 
 class Proxy:
