@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from tenuto.errors import InvalidInputError
+from tenuto.files import read_file
 from tenuto.mps.processes import Processes
 
 DEFAULT_ROOT = "/tmp/tenuto-mps"
@@ -78,8 +80,8 @@ class Record(msgspec.Struct, frozen=True):
 def read_record(folder: Path) -> Record | None:
     """Return the record in a GPU's folder; None if there is none, or if it cannot be read."""
     try:
-        return msgspec.json.decode((folder / OWNER).read_bytes(), type=Record)
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(read_file(folder / OWNER), type=Record)
+    except (InvalidInputError, msgspec.MsgspecError):
         return None
 
 

@@ -3,6 +3,7 @@ and memory."""
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import random
@@ -22,7 +23,7 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.files import MOST_DEPTH, MOST_ENTRIES, parse_json, parse_number, parse_yaml
 from tenuto.placement import Workload
 from tenuto.placement.arrivals.arrival_processes import read_trace
-from tests.instruments.mutated_files import READERS, is_accepted, mutated
+from tests.instruments.mutated_files import READERS, ROOT, is_accepted, mutated
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
@@ -169,3 +170,48 @@ def test_what_hangs_or_takes_too_much_apart_from_us_is_ended() -> None:
     with pytest.raises(InvalidInputError, match="no such file"):
         run_apart(load_document, "absent.yaml")
     assert run_apart(sys.intern, "found") == "found"
+
+
+# Modules that read files beside `tenuto.files`, and why no user's file is among these.
+OTHERS = {
+    **dict.fromkeys(
+        ("profiles/gpu_types.py", "profiles/mig_instances.py", "profiles/networks/catalogue.py", "profiles/shipped.py"),
+        "our own data",
+    ),
+    **dict.fromkeys(
+        ("placement/arrivals/servegen.py", "placement/interference/contention.py", "tenuto/quickstart.py"),
+        "our own data",
+    ),
+    "deployments/entry/grpc_messages.py": "our own data",
+    **dict.fromkeys(("deployments/wire/liveness.py", "deployments/wire/arena.py", "mps/processes.py"), "/proc"),
+    **dict.fromkeys(("deployments/process/foreground.py", "deployments/machines/environment.py"), "/proc"),
+    **dict.fromkeys(("profiles/measuring/memory_meter.py", "profiles/measuring/profile_worker.py"), "/proc"),
+    "loadgen/result_folder.py": "/proc",
+    "mps/daemon.py": "the pid that NVIDIA's daemon writes",
+    "deployments/process/ray_token.py": "a file that only this user may read, which Ray reads too",
+    "deployments/process/ray_address.py": "/proc",
+    "deployments/serve/process_logs.py": "logs of our processes, by part",
+    "tenuto/cli/__init__.py": "/dev/null",
+    "deployments/entry/hook_process.py": "/dev/null",
+    "tenuto/documents.py": "writes",
+    "loadgen/run_files.py": "writes",
+}
+FOLDERS = ("profiles", "mps", "placement", "batching", "deployments", "loadgen", "tenuto")
+
+
+def test_files_are_read_in_one_place() -> None:
+    def reads(call: ast.Call) -> bool:
+        name = ast.unparse(call.func)
+        return name in ("open", "io.open", "yaml.load", "yaml.safe_load", "csv.reader", "csv.DictReader") or (
+            name.endswith((".read_text", ".read_bytes", ".open"))
+            and not name.startswith(("os.", "Image.", "sender.", "super"))
+        )
+
+    found = {
+        str(file.relative_to(ROOT))
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*.py")
+        if not any(parent.is_symlink() for parent in file.parents if parent != ROOT)
+        and any(isinstance(node, ast.Call) and reads(node) for node in ast.walk(ast.parse(file.read_text("utf-8"))))
+    }
+    assert found == {*OTHERS, "tenuto/files.py"}

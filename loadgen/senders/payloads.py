@@ -13,8 +13,10 @@ import numpy as np
 
 from tenuto.deployments.wire.tensors import DATATYPES
 from tenuto.errors import InvalidInputError, refused
+from tenuto.files import read_file
 from tenuto.loadgen.sender import Body
 
+_MOST_BODY_BYTES = 64 << 20  # limit: bytes of a body; a gateway takes no more
 _STARTS = 4096  # limit: places where prompts begin; more would only make them differ more
 _LARGEST_TOKEN = 20_000  # limit: smaller than the vocabulary of every model in the catalogue
 
@@ -112,7 +114,7 @@ def read_bodies(path: str, hooks: str | None) -> list[Body]:
     """
     try:
         files = sorted(file for file in Path(path).iterdir() if file.is_file()) if Path(path).is_dir() else [Path(path)]
-        bodies = [Body(file.read_bytes(), is_raw=True, hooks=hooks) for file in files]
+        bodies = [Body(read_file(file, _MOST_BODY_BYTES), is_raw=True, hooks=hooks) for file in files]
     except OSError as error:
         raise refused(
             "--body", path, f"cannot be read ({error.strerror})", "Give a file, or a folder of files."

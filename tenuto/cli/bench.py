@@ -14,7 +14,8 @@ import click
 from tenuto.cli.common import command_line, json_option, named_values, notice, printed_as_json, say, tell
 from tenuto.cli.deploying import address_option, deployment_at
 from tenuto.cli.tables import number, print_run
-from tenuto.errors import Problem, one_of, raise_if_any, refused
+from tenuto.errors import InvalidInputError, Problem, one_of, raise_if_any, refused
+from tenuto.files import read_text
 
 
 @click.command(
@@ -138,8 +139,8 @@ def _no_sigterm() -> Iterator[None]:
 
 def _read_key(file: str) -> str:
     try:
-        return Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(file).strip()
+    except InvalidInputError as error:
         raise refused(
             "--key-file", file, f"cannot be read ({error})", "Give a file with the key and nothing else."
         ) from error

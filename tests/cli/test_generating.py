@@ -108,7 +108,7 @@ def test_lengths_are_drawn_from_the_seed_alone(folder: Path) -> None:
     ("keys", "said"),
     [
         ({"profile": "other"}, "other"),
-        ({"arrival": {"process": "trace", "path": "none.csv"}}, "cannot be read"),
+        ({"arrival": {"process": "trace", "path": "none.csv"}}, "no such file"),
         ({"arrival": {"process": "trace", "path": "times.csv"}}, "has no column 'prompt_tokens'"),
         ({"arrival": {"process": "trace", "path": "zero.csv"}}, "output_tokens is no number of tokens"),
     ],

@@ -71,7 +71,7 @@ GOOD = ["0,10,5,0.1,0.5", "0.2,20,9,0.4,0.9"]
         ([",".join(COLUMNS), GOOD[0], "0.2,5,0,0.4,0.9"], "line 3.*output_tokens is not a whole number"),
         ([",".join(COLUMNS), GOOD[0], "0.2,5,2,0.1,0.9"], "line 3.*follow each other"),
         ([",".join(COLUMNS), GOOD[0], "0.2,5,2,0.4,"], "line 3.*last_token_s is not a number"),
-        (None, "cannot be read"),
+        (None, "no such file"),
     ],
 )
 def test_a_log_that_cannot_be_is_refused_with_its_line(lines: list[str] | None, said: str, tmp_path: Path) -> None:

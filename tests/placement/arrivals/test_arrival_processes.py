@@ -90,7 +90,7 @@ def test_steps_have_their_rates() -> None:
         ({"process": "steps", "options": {"factors": [0, 0]}}, "no requests"),
         ({"process": "on_off", "options": {"on_s": "long"}}, "valid number"),
         ({"process": "on_off", "options": {"off_s": float("inf")}}, "finite"),
-        ({"process": "trace", "path": "absent.csv"}, "cannot be read"),
+        ({"process": "trace", "path": "absent.csv"}, "no such file"),
     ],
 )
 def test_wrong_processes_and_options(keys: dict[str, Any], part: str) -> None:
