@@ -23,13 +23,12 @@ from tenuto.deployments.entry.http_server import (
     IDLE_S,
     MOST_PIPELINED,
     READ_BYTES,
-    SLOT_BYTES,
     UNREAD_BYTES,
     ClientConnection,
     HttpServer,
     many,
-    unfinished,
 )
+from tenuto.deployments.entry.incoming import SLOT_BYTES, Account, IncomingBody, unfinished
 from tenuto.deployments.entry.turns import MOST_WORK
 from tenuto.deployments.wire.tensors import Buffer
 
@@ -140,7 +139,8 @@ class HttpConnection(ClientConnection):
         self._framing = Framing(server.heads)
         self._open: deque[HttpExchange] = deque()  # received or being received, and not answered
         self._receiving: HttpExchange | None = None  # its body is not complete
-        self._rest: memoryview | None = None  # of the memory of a body, what is still to come
+        self._body: IncomingBody | None = None  # that is not complete
+        self._account: Account | None = None  # of the request that is received
         self._ahead: bytes | memoryview = b""  # received, and not looked at before others had their turn
         self._waits = False  # its turn comes
         self._is_first = False  # it is that of one who asks once
@@ -156,13 +156,17 @@ class HttpConnection(ClientConnection):
         super().connection_made(transport)
         if not self.server.places.admit(self):
             self._write([_FULL])
-            self._close()
+            if self._is_encrypted:  # its client might not end TLS, and it has no place
+                self._closes = True
+                asyncio.get_running_loop().call_soon(self.give_up)
+            else:
+                self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._rest = self._receiving = None
+        self._receiving = None
         self._ahead = b""
-        self._forget_chunks()
+        self._forget_body()
         self._framing.close()
         if self._open and self.server.turns.left <= 0:
             self._wait()
@@ -195,7 +199,8 @@ class HttpConnection(ClientConnection):
 
     def _forget_receiving(self) -> None:
         """Drop the request that is being received: the rest of it will not come."""
-        exchange, self._receiving, self._rest = self._receiving, None, None
+        exchange, self._receiving = self._receiving, None
+        self._forget_body()
         if exchange is not None:
             self._open.remove(exchange)
             exchange.leave()
@@ -211,16 +216,17 @@ class HttpConnection(ClientConnection):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         del sizehint
-        server, rest = self.server, self._rest
-        room = server.room if rest is None else rest
+        server, body = self.server, self._body
+        room = server.room if body is None else body.room(server.room)
         return room if server.turns.left > 0 else room[:_READ_OVER_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._closes:
             return  # thrown away
-        server, rest = self.server, self._rest
+        server, body = self.server, self._body
         self._arrived_ms = server.turns.arrived_ms()
-        came = bytes(server.room[:nbytes]) if rest is None else rest[:nbytes]
+        is_placed = body is not None and body.slot is not None
+        came = body.room(server.room)[:nbytes] if body is not None and is_placed else bytes(server.room[:nbytes])
         if server.turns.left <= 0:
             self._ahead = came
             self._wait()
@@ -250,7 +256,7 @@ class HttpConnection(ClientConnection):
             return  # not yet
         came, self._ahead = self._ahead, b""
         if came and not self._closes:
-            if is_first or self._rest is not None:
+            if is_first or self._body is not None:
                 self._look_at(came)
             else:
                 self._take(bytes(came), MOST_PIPELINED)
@@ -259,18 +265,18 @@ class HttpConnection(ClientConnection):
 
     def _look_at(self, came: bytes | memoryview) -> None:
         """Take the bytes of one read. At most one request of them is looked at now."""
-        rest = self._rest
-        if rest is None:
+        body = self._body
+        if body is None:
             self._take(bytes(came), 1)
             return
         self.server.turns.spend(1)
-        self._rest = rest[len(came) :] if len(came) < len(rest) else None
         try:
             self._framing.body(came)
+            body.came(came)
         except HttpError as error:
             self._malformed(error)
         else:
-            if self._rest is None and self._receiving is not None:
+            if not body.missing and self._receiving is not None:
                 self._complete(self._receiving)
 
     def _take(self, data: bytes, most: int) -> None:
@@ -311,7 +317,7 @@ class HttpConnection(ClientConnection):
         error = self._refusal(exchange, head.length)
         if error is not None:
             self._turn_away(exchange, error)
-        elif framing.is_over and exchange.slot is None:
+        elif framing.is_over and head.length < SLOT_BYTES:
             exchange.body = data[at:end]
             self._complete(exchange)
         else:
@@ -341,34 +347,39 @@ class HttpConnection(ClientConnection):
     def _receive(self, exchange: HttpExchange, came: bytes) -> None:
         """Keep what has come of a body, and make room for the rest."""
         head, self._receiving = exchange.head, exchange
+        account = self._account = self.server.account(self, exchange.key)
         if head.is_chunked:
             return
-        exchange.body = memory = memoryview(bytearray(head.length)) if exchange.slot is None else exchange.slot.data
-        memory[: len(came)] = came
-        if len(came) == head.length:
+        body = self._body = IncomingBody(self.server.arena, account, head.length)
+        body.take(came)
+        if not body.missing:
             self._complete(exchange)
             return
-        self._rest = memory[len(came) :]
         self.changed_s = self._arrived_ms / 1000.0
         if head.expects and len(self._open) == 1 and not came:
             self._write([_CONTINUE])
 
     def _refusal(self, exchange: HttpExchange, length: int) -> HttpError | None:
-        """Return why the body need not come. When it may come and is large, find a place for it."""
+        """Return why the body need not come."""
         limits = self.server.limits
-        if length > limits.body_bytes:
-            return too_large(limits.body_bytes)
+        if length > limits.most_body_bytes:
+            return too_large(limits.most_body_bytes)
         error = self.server.service.refusal(exchange)
-        if error is None and exchange.has_key and not self.show_key():
+        if error is None and exchange.key and not self.show_key():
             error = many()
-        if error is not None or length < SLOT_BYTES:
-            return error
-        exchange.slot = self.server.arena.take(length)
-        return unfinished() if exchange.slot is None else None
+        if error is None and length >= SLOT_BYTES and not self.server.account(self, exchange.key).has_room(length):
+            error = unfinished()
+        return error
 
     def _complete(self, exchange: HttpExchange) -> None:
         """Let the service answer a request that is whole."""
-        self._receiving = None
+        body, self._receiving, self._body = self._body, None, None
+        if body is not None:
+            exchange.body = body.data
+            if body.slot is not None:
+                exchange.slot = body.slot  # which it releases
+            else:
+                body.release()
         self._closes = not exchange.keep_alive
         exchange.arrived_ms = self._arrived_ms
         if len(exchange.body) > _READ_OVER_BYTES:
@@ -384,31 +395,30 @@ class HttpConnection(ClientConnection):
         assert exchange is not None
         server.turns.spend(0, len(data))
         is_whole = framing.chunked(data)
-        self._count_chunks(len(framing.chunks))
-        if self._chunk_bytes > server.limits.body_bytes:
-            raise too_large(server.limits.body_bytes)
-        if server.chunked_bytes > server.limits.unfinished_bytes:
-            raise unfinished()
+        if len(framing.chunks) > server.limits.most_body_bytes:
+            raise too_large(server.limits.most_body_bytes)
+        assert self._account is not None
+        self._account.take(len(framing.chunks) - self._chunk_bytes)
+        self._chunk_bytes = len(framing.chunks)
         if is_whole:
             exchange.body = bytes(framing.chunks) if len(framing.chunks) < SLOT_BYTES else memoryview(framing.chunks)
             exchange.keep_alive = False  # what follows a chunked body is not looked for
-            self._forget_chunks()
+            self._forget_body()
             self._complete(exchange)
 
-    def _count_chunks(self, size: int) -> None:
-        self.server.chunked_bytes += size - self._chunk_bytes
-        self._chunk_bytes = size
-
-    def _forget_chunks(self) -> None:
-        """Forget the chunks of a body that is over, complete or not."""
-        self._count_chunks(0)
-        self._framing.chunks = None
+    def _forget_body(self) -> None:
+        """Forget what has come of a body that is over."""
+        if self._body is not None:
+            self._body.release()
+        if self._account is not None:
+            self._account.give(self._chunk_bytes)
+        self._body = self._account = self._framing.chunks = None
+        self._chunk_bytes = 0
 
     def _malformed(self, error: HttpError) -> None:
         """Refuse a request behind which nothing can be read, and end the connection."""
         self._closes = True
-        self._rest = None
-        self._forget_chunks()
+        self._forget_body()
         exchange, self._receiving = self._receiving, None
         if exchange is None:
             exchange = self._begin(Head(b"", b"", {}, keep_alive=False))

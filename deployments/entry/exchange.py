@@ -122,7 +122,7 @@ class Exchange(msgspec.Struct, eq=False):
     `on_left` is called when the client goes away before the end of the response.
     `given`: what a request of gRPC asks for; the body is then its tensors. None: the body says what is asked for.
     `patience_ms`: how long the client waits, counted from `arrived_ms`. `problem`: what is wrong with it, which is told
-    where nothing is wrong with the path that it asks for.
+    where nothing is wrong with the path that it asks for. `key`: the name of the key that the client has shown.
     """
 
     head: Head
@@ -131,7 +131,7 @@ class Exchange(msgspec.Struct, eq=False):
     slot: Slot | None = None
     given: Given | None = None
     patience_ms: float = math.inf
-    has_key: bool = False
+    key: str = ""
     problem: HttpError | None = None
     on_left: Callable[[], object] | None = None
 

@@ -19,10 +19,12 @@ from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.entry.asgi import WholeExchange, answer_with, read_request, send_response
 from tenuto.deployments.entry.connection import HttpConnection
 from tenuto.deployments.entry.decisions import AskBeside, nothing
+from tenuto.deployments.entry.descriptors import use_all_descriptors
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, refuse
 from tenuto.deployments.entry.http_server import HttpServer, Speaks
+from tenuto.deployments.entry.incoming import REACH
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
@@ -74,7 +76,7 @@ class Entry:
         self._dispatching: Dispatching | None = None  # the client, or the dispatcher in this process
         self.bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
         self._config: GatewayConfig | None = None
-        self._arena = Arena(unfinished_mib << 20)
+        self._arena = Arena(unfinished_mib << 20, reach=REACH)
         self.service = InferenceService(self._cold)
         self.server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
         self.watched = WatchedGateway(self.service, self.server, ask_beside)
@@ -99,7 +101,7 @@ class Entry:
         service = self.service
         service.margin.configure(config.attainment, config.response_ms)
         service.max_body_bytes = self.server.limits.body_bytes = config.max_body_mib << 20
-        self.server.limits.connections = config.max_connections
+        self.server.limit_connections(config.max_connections)
         service.callers.follow(config.keys)
         self.server.places.has_keys = bool(config.keys)
         service.host_names = None if config.is_shared_with_clients else frozenset(map(str.lower, config.host_names))
@@ -197,6 +199,8 @@ class Entry:
                 await asyncio.sleep(0.5)
 
     def _tick(self) -> None:
+        if self._config is not None:  # gpu-lets come and go, and need descriptors, too
+            self.server.limit_connections(self._config.max_connections)
         self._keep(asyncio.create_task(self.watched.meet(), name="meet the other gateways"))
         self._ticks += 1
         if self._ticks % _RENEWED_S == 0:  # on a thread, as a disk of another machine may hang
@@ -296,6 +300,7 @@ class Gateway:
 
     def __init__(self) -> None:
         run_at_normal_priority()
+        use_all_descriptors()
         spare_the_collector()  # while nobody asks yet
         self._loop = OwnLoop("gateway")
         self._entry: Entry | None = None

@@ -42,17 +42,9 @@ from tenuto.deployments.entry.grpc_messages import (
 )
 from tenuto.deployments.entry.header_blocks import Headers, flaw, literal
 from tenuto.deployments.entry.http2 import MOST_CALLS, CallStream, Http2Connection
-from tenuto.deployments.entry.http_server import (
-    MOST_PIPELINED,
-    SLOT_BYTES,
-    UNREAD_BYTES,
-    HttpServer,
-    Service,
-    many,
-    unfinished,
-)
+from tenuto.deployments.entry.http_server import MOST_PIPELINED, UNREAD_BYTES, HttpServer, Service, many
+from tenuto.deployments.entry.incoming import IncomingBody, unfinished
 from tenuto.deployments.entry.kept import Kept
-from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 
 _MESSAGE_S = 60.0  # limit: until a call's message has come, as for a body of HTTP
@@ -77,7 +69,6 @@ _PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")
 _ENCODINGS = frozenset((b"identity", b"gzip"))
 _COMPRESSED = "is not taken. Use gzip, or send messages as they are (grpc-encoding: identity)."
 _MOST_INFLATED_BYTES = 1 << 20  # limit: of a compressed message, inflated: 3 ms of the loop or less
-_NOTHING = memoryview(b"")
 _StreamInfer = message("inference.ModelStreamInferResponse")
 _HealthRequest, _HealthResponse = (message(f"grpc.health.v1.HealthCheck{each}") for each in ("Request", "Response"))
 
@@ -123,7 +114,7 @@ class GrpcExchange(Exchange, eq=False):
     """One message on its way to its answer."""
 
     id: str = ""
-    held: int = 0
+    held: IncomingBody | None = None  # the message that it came in
     _call: Call | None = None
     _unread: int = 0  # bytes of its parts since the client was not behind
 
@@ -179,10 +170,10 @@ class GrpcExchange(Exchange, eq=False):
         self._call = self.on_left = None
 
     def let_go(self) -> None:
-        if self._call is not None:
-            self._call.server.chunked_bytes -= self.held
-            self.held = 0
         super().let_go()
+        if self.held is not None:
+            self.held.release()
+            self.held = None
 
 
 class Call:
@@ -203,10 +194,8 @@ class Call:
         self._ahead = 0  # bytes of `_came` that are counted
         self._open: set[GrpcExchange] = set()
         self._came = bytearray()  # not looked at yet
-        self._rest: memoryview | None = None  # of a message's memory, what is still to come
-        self._memory = _NOTHING
-        self._slot: Slot | None = None
-        self._held = 0  # bytes of a message that is not in the arena
+        self._body: IncomingBody | None = None  # a message that is not complete
+        self._account = self.server.account(stream.connection, "")
         self._is_compressed = False
         self._changed_s = time.monotonic()
         self._slowed: asyncio.TimerHandle | None = None  # the answer to a wrong key waits
@@ -217,8 +206,9 @@ class Call:
         """Refuse a client that may not ask for this URL. A client with a wrong key is told late, as over HTTP."""
         exchange = self.exchange(self.door.head(self.opened, b"GET", url))
         refusal = self.door.service.refusal(exchange)
-        if refusal is None and exchange.has_key and not self.stream.connection.show_key():
+        if refusal is None and exchange.key and not self.stream.connection.show_key():
             refusal = many()
+        self._account = self.server.account(self.stream.connection, exchange.key)
         self._is_admitted = refusal is None
         if refusal is None:
             return
@@ -260,12 +250,16 @@ class Call:
     def _read(self) -> None:
         """Take messages that have come, and count the bytes that have to wait."""
         if not self._waits:
+            self._count_ahead(0)
             self._take_some()
-        server, ahead = self.server, len(self._came)
-        server.chunked_bytes += ahead - self._ahead
-        self._ahead = ahead
-        if ahead and server.chunked_bytes > server.limits.unfinished_bytes:
+        more = len(self._came) - self._ahead
+        if more > 0 and not self._account.has_room(more):
             self.fail(unfinished())
+        self._count_ahead(len(self._came))
+
+    def _count_ahead(self, size: int) -> None:
+        self._account.give(self._ahead - size)
+        self._ahead = size
 
     def _take_some(self) -> None:
         """Take some messages in this turn; none while too many are open or the client does not take its answers."""
@@ -274,16 +268,15 @@ class Call:
         try:
             while len(self._open) < self.most_open and not self.is_over and not self.stream.is_behind:
                 is_more = bool(came) and (not most or turns.left <= 0)
-                if is_more or not self._fill(came):
+                if is_more or (body := self._fill(came)) is None:
                     break
-                data, slot, self._memory, self._slot = self._memory, self._slot, _NOTHING, None
                 most -= 1
                 try:
                     if self._is_compressed:
-                        data = self._inflated(data)
-                    self.take(data, None if self._is_compressed else slot)
+                        body = self._inflated(body)
+                    self.take(body)
                 finally:
-                    self._free(slot)
+                    body.release()
         except DecodeError:
             self.fail(HttpError(400, "the message is not one of this call. See open_inference.proto."))
         except HttpError as error:
@@ -300,66 +293,48 @@ class Call:
         if self._has_ended and not self._open and not self._waits and not self.is_over:
             self.complete()
 
-    def _fill(self, came: bytearray) -> bool:
-        """Move bytes to the message that they belong to. Return whether the message is complete. Raises `HttpError`."""
-        if self._rest is None:
+    def _fill(self, came: bytearray) -> IncomingBody | None:
+        """Move bytes to the message that they belong to. Return the message when it is complete. Raises `HttpError`."""
+        body = self._body
+        if body is None:
             if len(came) < _PREFIX.size:
-                return False
-            self._make_room(*_PREFIX.unpack_from(came))
+                return None
+            body = self._body = self._expect(*_PREFIX.unpack_from(came))
             del came[: _PREFIX.size]
-        rest = self._rest
-        assert rest is not None
-        size = min(len(came), len(rest))
-        rest[:size] = came[:size]
+        size = min(len(came), body.missing)
+        body.take(came[:size])
         del came[:size]
-        self._rest = rest[size:] if size < len(rest) else None
-        return self._rest is None
+        if body.missing:
+            return None
+        self._body = None
+        return body
 
-    def _make_room(self, is_compressed: int, size: int) -> None:
-        """Find a place for a message. A large one lies where gpu-lets can read it. Raises `HttpError`."""
+    def _expect(self, is_compressed: int, size: int) -> IncomingBody:
+        """Return a message that begins to come. Raises `HttpError` when it is not taken."""
         server = self.server
         self._changed_s = time.monotonic()
         if is_compressed and not self.opened.is_gzip:
             raise HttpError(400, "a message is compressed, and grpc-encoding does not say how. Say gzip.")
         self._is_compressed = bool(is_compressed)
-        most = _MOST_COLD_BYTES if self.is_cold else server.limits.body_bytes
+        most = _MOST_COLD_BYTES if self.is_cold else server.limits.most_body_bytes
         most = min(most, _MOST_INFLATED_BYTES) if is_compressed else most
         if size > most:
             raise too_large(most)
-        if size >= SLOT_BYTES:
-            self._slot = server.arena.take(size)
-            if self._slot is None:
-                raise unfinished()
-            self._memory = self._slot.data
-        else:
-            if server.chunked_bytes + size > server.limits.unfinished_bytes:
-                raise unfinished()
-            self._held = size
-            server.chunked_bytes += size
-            self._memory = memoryview(bytearray(size))
-        self._rest = self._memory
+        return IncomingBody(server.arena, self._account, size)
 
-    def _inflated(self, data: memoryview) -> memoryview:
+    def _inflated(self, body: IncomingBody) -> IncomingBody:
         """Return a message that came compressed; it counts with the bytes that it has now. Raises `HttpError`."""
         server = self.server
-        most = _MOST_COLD_BYTES if self.is_cold else min(server.limits.body_bytes, _MOST_INFLATED_BYTES)
-        plain = memoryview(bytearray(inflated(data, b"gzip", most)))
-        if server.chunked_bytes + len(plain) > server.limits.unfinished_bytes:
-            raise unfinished()
-        server.turns.spend(0, len(plain))
-        self._held += len(plain)
-        server.chunked_bytes += len(plain)
+        most = _MOST_COLD_BYTES if self.is_cold else min(server.limits.most_body_bytes, _MOST_INFLATED_BYTES)
+        data = inflated(body.data, b"gzip", most)
+        plain = IncomingBody(server.arena, self._account, len(data))
+        plain.take(data)
+        server.turns.spend(0, len(data))
+        body.release()
         return plain
 
-    def _free(self, slot: Slot | None) -> None:
-        """Free the memory of a message that did not become a request."""
-        self.server.chunked_bytes -= self._held
-        self._held = 0
-        if slot is not None:
-            slot.release()
-
-    def take(self, data: memoryview, slot: Slot | None) -> None:
-        """Take a message. A large one lies in `slot`. Raises `HttpError` or `DecodeError`."""
+    def take(self, body: IncomingBody) -> None:
+        """Take a message. Raises `HttpError` or `DecodeError`."""
         raise NotImplementedError
 
     def exchange(self, head: Head, body: Buffer = b"", id: str = "") -> GrpcExchange:
@@ -367,7 +342,7 @@ class Call:
         arrived_ms, patience_ms = self.stream.connection.arrived_ms, self.opened.patience_ms
         return GrpcExchange(head, arrived_ms, body, patience_ms=patience_ms, id=id, _call=self)
 
-    def ask(self, exchange: GrpcExchange, slot: Slot | None = None) -> None:
+    def ask(self, exchange: GrpcExchange, body: IncomingBody) -> None:
         """Let the service answer a message, when the key's rate lets it in. Each message counts as a request."""
         refusal = None if self._is_admitted else self.door.service.refusal(exchange)
         self._is_admitted = False
@@ -375,9 +350,11 @@ class Call:
             self.server.count_refusal(refusal)
             self.refuse(exchange, refusal)
             return
-        if slot is not None:
-            slot.hold()
-        exchange.slot, exchange.held, self._held = slot, self._held, 0
+        body.hold()
+        exchange.held = body
+        if body.slot is not None:
+            body.slot.hold()
+            exchange.slot = body.slot
         self._open.add(exchange)
         self.door.service.handle(exchange)
 
@@ -448,11 +425,11 @@ class Call:
 
     def forget(self) -> None:
         """Drop the requests of this call and the rest of a message, because nobody waits for them."""
-        self._free(self._slot)
-        self._slot = self._rest = None
+        if self._body is not None:
+            self._body.release()
+            self._body = None
         self._came.clear()
-        self.server.chunked_bytes -= self._ahead
-        self._ahead = 0
+        self._count_ahead(0)
         while self._open:
             self._open.pop().leave()
 
@@ -468,7 +445,7 @@ class Call:
     @property
     def is_idle(self) -> bool:
         """Whether everything that the client has asked for is answered."""
-        return not self._open and self._rest is None and not self._came
+        return not self._open and self._body is None and not self._came
 
 
 class NoCall(Call):
@@ -488,26 +465,26 @@ class UnaryInferCall(Call):
     generates = "generate"
     is_cold = False
 
-    def take(self, data: memoryview, slot: Slot | None) -> None:
-        asked, tensors = self.door.reader.read(data)
+    def take(self, body: IncomingBody) -> None:
+        asked, tensors = self.door.reader.read(body.data)
         if asked.problem is not None:
             action = self.generates if asked.generates else "infer"
             exchange = self.exchange(
                 self.door.head(self.opened, b"POST", f"/v2/models/{asked.path}/{action}".encode()), id=asked.id
             )
             exchange.problem = asked.problem
-            self.ask(exchange)
+            self.ask(exchange, body)
             return
         if asked.given is not None:
             head = self.door.head(self.opened, b"POST", f"/v2/models/{asked.path}/infer".encode())
             exchange = self.exchange(head, tensors, asked.id)
             exchange.given = asked.given
-            self.ask(exchange, slot)
+            self.ask(exchange, body)
             return
         url = f"/v2/models/{asked.path}/{self.generates}" if asked.generates else f"/predict/{asked.path}"
         said = {**self.opened.said, b"x-request-id": asked.id.encode()} if asked.id else self.opened.said
         head = Head(b"POST", url.encode(), said, length=len(asked.body))
-        self.ask(self.exchange(head, asked.body, asked.id))
+        self.ask(self.exchange(head, asked.body, asked.id), body)
 
     def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:
         return to_answer(exchange.id, payload)
@@ -528,9 +505,9 @@ class StreamedCall(UnaryInferCall):
         else:
             self.say(_StreamInfer(infer_response=self.answer(exchange, payload)))
 
-    def take(self, data: memoryview, slot: Slot | None) -> None:
+    def take(self, body: IncomingBody) -> None:
         try:
-            super().take(data, slot)
+            super().take(body)
         except HttpError as error:
             self._fail_one("", error.message)
 
@@ -554,7 +531,7 @@ class StreamedCall(UnaryInferCall):
 
     @property
     def _is_late(self) -> bool:
-        return self._rest is not None  # between messages it may take its time
+        return self._body is not None  # between messages it may take its time
 
 
 class ColdCall(Call):
@@ -566,10 +543,9 @@ class ColdCall(Call):
             self.gate = cold.route.encode()
         super().__init__(door, stream, opened)
 
-    def take(self, data: memoryview, slot: Slot | None) -> None:
-        del slot
-        asked = message(f"inference.{self._cold.request}").FromString(bytes(data))
-        self.ask(self.exchange(cold_head(self._cold, asked, self.opened.said)))
+    def take(self, body: IncomingBody) -> None:
+        asked = message(f"inference.{self._cold.request}").FromString(bytes(body.data))
+        self.ask(self.exchange(cold_head(self._cold, asked, self.opened.said)), body)
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         if status == 503 and self._cold.answer.endswith("ReadyResponse"):
@@ -587,12 +563,11 @@ class HealthCall(Call):
 
     gate = None
 
-    def take(self, data: memoryview, slot: Slot | None) -> None:
-        del slot
-        asked = _HealthRequest.FromString(bytes(data))
+    def take(self, body: IncomingBody) -> None:
+        asked = _HealthRequest.FromString(bytes(body.data))
         if asked.service not in ("", SERVICE):
             raise HttpError(404, f"no service '{asked.service}' is here.")
-        self.ask(self.exchange(Head(b"GET", b"/v2/health/ready", {})))
+        self.ask(self.exchange(Head(b"GET", b"/v2/health/ready", {})), body)
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         del exchange, lines, payload
@@ -605,9 +580,8 @@ class ReflectionCall(StreamedCall):
     gate = None
     is_cold = True
 
-    def take(self, data: memoryview, slot: Slot | None) -> None:
-        del slot
-        asked = ServerReflectionRequest.FromString(bytes(data))
+    def take(self, body: IncomingBody) -> None:
+        asked = ServerReflectionRequest.FromString(bytes(body.data))
         for told in self.door.reflection.ServerReflectionInfo(iter((asked,)), None):
             self.say(told)
 

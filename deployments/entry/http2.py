@@ -25,7 +25,8 @@ from tenuto.deployments.wire.tensors import Buffer
 MOST_STREAMS = 128  # limit: calls of a connection
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _MOST_FRAME_BYTES = 1 << 14  # format: the least that a peer may set, for frames of either side (6.5.2)
-_MOST_HEADER_BYTES = 1 << 14  # limit: of a header block, and of the headers in it
+_MOST_HEADER_BYTES = 1 << 14  # limit: of the headers of a call
+_MOST_BLOCK_BYTES = 1 << 16  # limit: of a header block that is still decoded, for the sake of the calls beside it
 _MOST_FRAMES = 32  # limit: that one connection has read before others have their turn, 2 us each
 _MOST_SETTINGS = 64  # limit: of a frame
 MOST_CALLS = 4  # limit: likewise, new calls, and messages of one call
@@ -62,6 +63,10 @@ _NUMBER = Struct(">L")
 
 class Http2Error(Exception):
     """The connection cannot go on. The arguments are the error code and what was wrong."""
+
+
+class CallError(Exception):
+    """The call to which a frame belongs cannot go on, and the others can. The argument is the error code."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: Buffer = b"") -> bytes:
@@ -132,14 +137,14 @@ class CallStream:
         return self._window > 0 or not self.unsent
 
     def count(self, size: int, padding: int, *, is_last: bool) -> None:
-        """Count the bytes of a frame. Raises `Http2Error` when the client sends more than it may (6.9), or not as much
+        """Count the bytes of a frame. Raises `CallError` when the client sends more than it may (6.9), or not as much
         as it has announced (8.1.1)."""
         self._room -= size
         if self._room < 0:
-            raise Http2Error(_FLOW_CONTROL_ERROR, "a call sends more than it may")
+            raise CallError(_FLOW_CONTROL_ERROR)
         self._came += size - padding
         if self.length is not None and (self._came > self.length or (is_last and self._came < self.length)):
-            raise Http2Error(PROTOCOL_ERROR, "a call has not the length that it has announced")
+            raise CallError(PROTOCOL_ERROR)
         if padding:
             self.taken(padding)
 
@@ -190,7 +195,7 @@ class Http2Connection(ClientConnection):
         self._opened = opened
         self._came = b""  # received, and not looked at
         self._is_begun = self._is_set = False  # the preface has come; the client's settings have
-        self._decoder = Decoder(max_header_list_size=_MOST_HEADER_BYTES)
+        self._decoder = Decoder(max_header_list_size=1 << 20)  # limit: of what is decoded at once, which has half of it
         self._block: tuple[int, int, bytearray] | None = None  # of a header block that goes on: stream and flags
         self._streams: dict[int, CallStream] = {}
         self._stuck: dict[int, CallStream] = {}  # whose client takes no more for now
@@ -299,7 +304,12 @@ class Http2Connection(ClientConnection):
                     self._is_ahead = False
                     break
                 frames += 1
-                self._take(kind, flags, number & _MOST_WINDOW, came[at + 9 : end])
+                number &= _MOST_WINDOW
+                try:
+                    self._take(kind, flags, number, came[at + 9 : end])
+                except CallError as error:
+                    self.server.turned_away["malformed"] += 1
+                    self._break(number, error.args[0])
                 at = end
             else:
                 self._is_ahead = False
@@ -309,7 +319,7 @@ class Http2Connection(ClientConnection):
         turns.spend(1)  # and each message by who takes it
 
     def _take(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        """Take one frame. Raises `Http2Error`."""
+        """Take one frame. Raises `Http2Error` or `CallError`."""
         if self._block is not None or kind == CONTINUATION:
             self._take_block_on(kind, flags, number, payload)
             return
@@ -364,7 +374,7 @@ class Http2Connection(ClientConnection):
             self._take_late(number, is_last=bool(flags & _END_STREAM))
             return
         if stream.has_ended:
-            raise Http2Error(_STREAM_CLOSED, "a call goes on behind its end")
+            raise CallError(_STREAM_CLOSED)
         stream.has_ended = bool(flags & _END_STREAM)
         data = _unpadded(flags, payload)
         stream.count(len(payload), len(payload) - len(data), is_last=stream.has_ended)
@@ -379,14 +389,14 @@ class Http2Connection(ClientConnection):
             raise Http2Error(PROTOCOL_ERROR, "a header block is not continued")
         _, first, block = self._block
         block += payload
-        if len(block) > _MOST_HEADER_BYTES or (not payload and not flags & _END_HEADERS):
+        if len(block) > _MOST_BLOCK_BYTES or (not payload and not flags & _END_HEADERS):
             raise Http2Error(ENHANCE_YOUR_CALM, "the metadata is too long")
         if not flags & _END_HEADERS:
             return
         self._block = None
         whole = bytes(block)
         try:
-            headers = read_block(self._decoder, whole)
+            headers = read_block(self._decoder, whole, _MOST_HEADER_BYTES)
         except BaseException:  # Rust's panics are no `Exception`; nothing else can happen in this line
             raise Http2Error(_COMPRESSION_ERROR, "a header block cannot be read") from None
         if not number & 1:
@@ -396,12 +406,16 @@ class Http2Connection(ClientConnection):
             self._begin(number, headers, is_whole=bool(first & _END_STREAM))
             return
         stream = self._streams.get(number)
-        if not first & _END_STREAM or flaw(headers, behind=True) or (stream is not None and stream.has_ended):
-            raise Http2Error(PROTOCOL_ERROR, "headers stand within a call")
         if stream is None:
-            self._take_late(number, is_last=True)
+            self._take_late(number, is_last=bool(first & _END_STREAM))
             return
-        stream.has_ended = True
+        if stream.has_ended:
+            raise CallError(_STREAM_CLOSED)
+        stream.has_ended = bool(first & _END_STREAM)
+        if headers is None:
+            raise CallError(ENHANCE_YOUR_CALM)
+        if not stream.has_ended or flaw(headers, behind=True):
+            raise CallError(PROTOCOL_ERROR)
         stream.count(0, 0, is_last=True)
         if stream.handler is not None:
             stream.handler.ended()
@@ -414,20 +428,18 @@ class Http2Connection(ClientConnection):
         if is_last:
             del self._cut[number]
 
-    def _cut_off(self, number: int, code: int) -> None:
-        """Tell the client that a call is over, though the client has not ended its request."""
+    def _cut_off(self, number: int, code: int, *, is_whole: bool = False) -> None:
+        """Tell the client that a call is over. Unless the request is whole, more of it may be on its way."""
         self.write([frame(RST_STREAM, 0, number, _NUMBER.pack(code))])
-        self._cut[number] = None
-        if len(self._cut) > _MOST_CUT:
-            del self._cut[next(iter(self._cut))]
+        if not is_whole:
+            self._cut[number] = None
+            if len(self._cut) > _MOST_CUT:
+                del self._cut[next(iter(self._cut))]
 
-    def _begin(self, number: int, headers: Headers, *, is_whole: bool) -> None:
+    def _begin(self, number: int, headers: Headers | None, *, is_whole: bool) -> None:
         self._begun += 1
-        if len(self._streams) >= MOST_STREAMS or self._says_goodbye:
-            if is_whole:
-                self.write([frame(RST_STREAM, 0, number, _NUMBER.pack(REFUSED_STREAM))])
-            else:
-                self._cut_off(number, REFUSED_STREAM)
+        if headers is None or len(self._streams) >= MOST_STREAMS or self._says_goodbye:
+            self._cut_off(number, ENHANCE_YOUR_CALM if headers is None else REFUSED_STREAM, is_whole=is_whole)
             return
         stream = self._streams[number] = CallStream(self, number, self._initial)
         stream.has_ended = is_whole
@@ -440,13 +452,18 @@ class Http2Connection(ClientConnection):
 
     def _widen(self, number: int, by: int) -> None:
         """Note that the client takes more bytes of a call; of all calls when `number` is 0."""
-        if not by:
+        stream = self._streams.get(number)
+        if not by and stream is None:
             raise Http2Error(PROTOCOL_ERROR, "a window grows by nothing")
-        if number:
-            stream = self._streams.get(number)
-            if stream is None:
-                return
-            stream.widen(by)
+        if not by:
+            raise CallError(PROTOCOL_ERROR)
+        if stream is not None:
+            try:
+                stream.widen(by)
+            except Http2Error as error:
+                raise CallError(_FLOW_CONTROL_ERROR) from error
+        elif number:
+            return
         else:
             self._window += by
             if self._window > _MOST_WINDOW:
@@ -546,11 +563,14 @@ class Http2Connection(ClientConnection):
         """End a call whose client does not take the answer."""
         if self._streams.get(stream.id) is stream:
             self.server.turned_away["slow"] += 1
+            self._break(stream.id, ENHANCE_YOUR_CALM)
+
+    def _break(self, number: int, code: int) -> None:
+        """End a call that cannot go on. The others go on."""
+        stream = self._streams.get(number)
+        if stream is not None:
             self._forget(stream)
-            if stream.has_ended:
-                self.write([frame(RST_STREAM, 0, stream.id, _NUMBER.pack(ENHANCE_YOUR_CALM))])
-            else:
-                self._cut_off(stream.id, ENHANCE_YOUR_CALM)
+            self._cut_off(number, code, is_whole=stream.has_ended)
             self._leave(stream)
             self._close_if_over()
 

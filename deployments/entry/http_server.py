@@ -17,9 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from tenuto.deployments.entry.descriptors import most_connections
 from tenuto.deployments.entry.encrypted import EncryptedConnection
 from tenuto.deployments.entry.exchange import Exchange, HttpError
 from tenuto.deployments.entry.framing import KnownHeads
+from tenuto.deployments.entry.incoming import Account, BodyMemory
 from tenuto.deployments.entry.open_connections import Limits, OpenConnections, Untaken
 from tenuto.deployments.entry.turns import Turns
 from tenuto.deployments.security.certificate import Certificate
@@ -27,10 +29,10 @@ from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.status import FrontDoorStatus
 
 READ_BYTES = 1 << 16  # limit: of one read from a socket, bodies that have a place of their own aside
-SLOT_BYTES = 1 << 14  # derived: bodies from here on are received into shared memory; below, one more copy costs less
 MOST_PIPELINED = 16  # limit: unanswered ones of a connection; and read of one before the others have their turn
 BODY_S = 60.0  # limit: from the end of a head to that of its body; and for answers to be taken
 IDLE_S = 300.0  # limit: between two requests
+_STRANGERS_PART = 1 / 16  # limit: of `unfinished_bytes`, beside the others'; all that they send has 64 KiB at most
 _CHECKED = 64  # limit: connections whose time is looked at in one turn of the loop
 UNREAD_BYTES = 1 << 16  # limit: of a response in parts that its client does not read, behind what the socket takes
 # Why a request was turned away before its body was taken, as operators read it.
@@ -53,11 +55,6 @@ def many() -> HttpError:
     return HttpError(503, "too many connections are open. Use fewer, or connect again in a moment.", retry_after_s=1.0)
 
 
-def unfinished() -> HttpError:
-    """Return the refusal of a body for which there is no memory."""
-    return HttpError(503, "too many requests are unfinished. Retry in a moment.", retry_after_s=1.0)
-
-
 class Service(Protocol):
     """What answers requests."""
 
@@ -76,6 +73,7 @@ class ClientConnection(asyncio.BufferedProtocol, abc.ABC):
         self.server = server
         self.address = ""  # where the client is; "" when that is not known
         self.has_key = False  # its client has shown a key
+        self.account: Account | None = None  # of the memory of requests without a key
         self.changed_s = time.monotonic()  # when its state changed last, for the time limits
         self._transport: asyncio.Transport | None = None
         self._is_paused = False  # the client does not take what it is sent
@@ -135,10 +133,9 @@ class ClientConnection(asyncio.BufferedProtocol, abc.ABC):
         return self.has_key or self.server.places.has_shown_key(self)
 
     def give_way(self) -> None:
-        """Close at once. A client must expect an idle connection to be closed at any time (RFC 9112, 9.5), and asks
-        again on another."""
-        self._closes = True
-        self._close()
+        """Close at once, so that its file descriptor is free: a client that is silent would not end TLS, either. A
+        client must expect an idle connection to be closed at any time (RFC 9112, 9.5), and asks again on another."""
+        self.give_up()
 
     def give_up(self) -> None:
         """Close the connection of a client that does not take its answers. What it has not taken is lost."""
@@ -187,7 +184,11 @@ class HttpServer:
         self.limits = limits
         self.turns = Turns(asyncio.get_running_loop())
         self.heads = KnownHeads()
-        self.chunked_bytes = 0  # of bodies that come in chunks and are not complete
+        self._bodies = BodyMemory(limits)
+        self._strangers_bodies = BodyMemory(
+            limits, _STRANGERS_PART
+        )  # of clients without a key, where clients have keys
+        self._accounts: dict[str, Account] = {}  # by key
         self.turned_away: Counter[str] = Counter()  # by reason: requests whose body was not wanted
         # Whoever is called with bytes in it uses them before the loop reads again.
         self.room = memoryview(bytearray(READ_BYTES))
@@ -202,8 +203,27 @@ class HttpServer:
 
     def status(self) -> FrontDoorStatus:
         """Return what the server holds, and how many requests and clients it turned away."""
-        held_bytes = self.arena.used_bytes + self.chunked_bytes
-        return FrontDoorStatus(len(self.places.taken()), held_bytes, dict(self.turned_away))
+        return FrontDoorStatus(len(self.places.taken()), self.unfinished_bytes, dict(self.turned_away))
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """How many bytes have come of requests that are not answered."""
+        return self._bodies.bytes + self._strangers_bodies.bytes
+
+    def account(self, connection: ClientConnection, key: str) -> Account:
+        """Return where the memory of a request counts: where its key does, or without one its connection."""
+        if key:
+            return self._accounts.setdefault(key, Account(self._bodies))
+        pool = self._strangers_bodies if self.places.has_keys else self._bodies
+        if connection.account is None or connection.account.pool is not pool:
+            connection.account = Account(pool)
+        return connection.account
+
+    def limit_connections(self, most: int) -> None:
+        """Let clients have so many connections, or fewer where there are not so many file descriptors."""
+        self.limits.connections = most_connections(most, len(self.places) + len(self._handshakes))
+        self.places.fit()
+        self._handshakes.fit()
 
     def count_refusal(self, error: HttpError) -> None:
         """Count a request whose body is not wanted."""

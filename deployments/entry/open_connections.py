@@ -13,12 +13,17 @@ _LOOKED_AT = 32  # limit: connections that are looked at to find one that is not
 
 @dataclass(slots=True)
 class Limits:
-    """What clients may use. `unfinished_bytes` limits the bodies in the arena, once more those outside of it, and once
-    more the answers that clients do not take."""
+    """What clients may use. `unfinished_bytes` limits the bodies of requests that are not answered, and once more the
+    answers that clients do not take."""
 
     body_bytes: int = 64 << 20
     unfinished_bytes: int = 512 << 20
     connections: int = 4096
+
+    @property
+    def most_body_bytes(self) -> int:
+        """The largest body: as large as it may be, and half of what may be unfinished."""
+        return min(self.body_bytes, self.unfinished_bytes // 2)
 
 
 class Untaken:
@@ -85,6 +90,15 @@ class OpenConnections(Generic[HolderT]):
         self._strangers: OrderedDict[HolderT, None] = OrderedDict()
         self._clients: OrderedDict[HolderT, None] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._strangers) + len(self._clients)
+
+    def fit(self) -> None:
+        """Close connections that nobody uses, where more are open than may be by now."""
+        part = self._strangers_part
+        self._find_place(self._strangers, 1 + (part if self.has_keys else self._limits.connections))
+        self._find_place(self._clients, 1 + self._limits.connections - part)
+
     def taken(self) -> list[HolderT]:
         """Return all connections that have a place."""
         return [*self._strangers, *self._clients]
@@ -124,14 +138,15 @@ class OpenConnections(Generic[HolderT]):
         return max(1, self._limits.connections // 4)
 
     def _find_place(self, places: OrderedDict[HolderT, None], most: int) -> bool:
-        """Return whether there is a place. When all are taken, the oldest connection that is not in use is closed."""
-        if len(places) < most:
-            return True
-        for oldest in list(itertools.islice(places, _LOOKED_AT)):
+        """Return whether there is a place. When all are taken, the oldest connections that are not in use are
+        closed."""
+        for oldest in list(itertools.islice(places, _LOOKED_AT)) if len(places) >= most else ():
+            if len(places) < most:
+                break
             if oldest.gives_way:
                 self.forget(oldest)
                 oldest.give_way()
                 self._turned_away["idle"] += 1
-                return True
-            places.move_to_end(oldest)
-        return False
+            else:
+                places.move_to_end(oldest)
+        return len(places) < most

@@ -244,7 +244,7 @@ class InferenceService:
         if problem is not None and problem.status == 401 and presented_key(exchange.head.headers) is not None:
             wait_s = self.guesses.wait_s(exchange.address, self._clock())
             return HttpError(401, problem.message, headers=problem.headers, after_s=wait_s)
-        exchange.has_key = route.caller is not None
+        exchange.key = "" if route.caller is None else route.caller.name
         if problem is None and route.caller is not None:
             wait_s = route.caller.wait_s(self._clock())
             if wait_s > 0.0:

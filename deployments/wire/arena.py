@@ -12,11 +12,13 @@ import bisect
 import mmap
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 _GRAIN_BYTES = 1 << 16  # unit: slots are multiples of this, so that a freed slot fits the next body
 _MEMFD = "/memfd:tenuto-arena"
+_MOST_ADDRESSES = 1 << 45  # limit: of an arena; a process has four times as many (47 bits)
 _NAME = re.compile(r"(\d+):(\d+):(\d+)")  # process, file descriptor, inode
 
 
@@ -39,11 +41,12 @@ class Held(Protocol):
 class Slot:
     """A part of an arena. The arena reuses it after its last holder has released it."""
 
-    __slots__ = ("_arena", "_holders", "data", "offset")
+    __slots__ = ("_arena", "_holders", "_on_free", "data", "offset")
 
-    def __init__(self, arena: Arena, offset: int, data: memoryview) -> None:
+    def __init__(self, arena: Arena, offset: int, data: memoryview, on_free: Callable[[], None] | None) -> None:
         self._arena = arena
         self._holders = 1
+        self._on_free = on_free
         self.offset = offset
         self.data = data
 
@@ -66,39 +69,52 @@ class Slot:
         self._holders -= 1
         if not self._holders:
             self._arena._give_back(self)
+            if self._on_free is not None:
+                self._on_free()
 
 
 class Arena:
     """Slots of shared memory, which are reused without being cleared. All calls must come from one thread.
 
-    The system gives memory when a slot is first written. The arena keeps this memory for later slots, which lie as far
-    in front as they can.
+    The system gives memory when a slot is first written. The arena keeps the first `limit_bytes` of this memory for
+    later slots, which lie as far in front as they can; memory behind that goes back to the system with its slot.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        """Reserve addresses for at most `limit_bytes` of slots. This takes no memory yet."""
+    def __init__(self, limit_bytes: int, *, reach: int = 1) -> None:
+        """Reserve addresses for slots. This takes no memory yet.
+
+        Args:
+            limit_bytes: the most memory that is kept.
+            reach: how many times as many bytes all slots together may have. Who gives more than 1 bounds how many bytes
+                of them are written.
+        """
         self.limit_bytes = limit_bytes // _GRAIN_BYTES * _GRAIN_BYTES
+        addresses = max(self.limit_bytes, min(reach * self.limit_bytes, _MOST_ADDRESSES))
         self._file = os.memfd_create("tenuto-arena", os.MFD_CLOEXEC)
-        os.ftruncate(self._file, self.limit_bytes)
-        self._map = mmap.mmap(self._file, self.limit_bytes)
+        os.ftruncate(self._file, addresses)
+        self._map = mmap.mmap(self._file, addresses)
         self._view = memoryview(self._map)
         self.name = f"{os.getpid()}:{self._file}:{os.fstat(self._file).st_ino}"
         self.used_bytes = 0
-        self._gaps = [(0, self.limit_bytes)]  # free parts, (offset, length), in order; no two lie side by side
+        self._gaps = [(0, addresses)]  # free parts, (offset, length), in order; no two lie side by side
 
-    def take(self, size: int) -> Slot | None:
-        """Return a slot with `size` bytes of `data`, of any content; None when no memory is free."""
+    def take(self, size: int, on_free: Callable[[], None] | None = None) -> Slot | None:
+        """Return a slot with `size` bytes of `data`, of any content; None when no place is free. `on_free` is called
+        after its last release."""
         length = _whole_grains(size)
         for place, (offset, free) in enumerate(self._gaps):
             if free >= length:
                 self._gaps[place : place + 1] = [(offset + length, free - length)] if free > length else []
                 self.used_bytes += length
-                return Slot(self, offset, self._view[offset : offset + size])
+                return Slot(self, offset, self._view[offset : offset + size], on_free)
         return None
 
     def _give_back(self, slot: Slot) -> None:
         offset, length = slot.offset, _whole_grains(len(slot.data))
         self.used_bytes -= length
+        behind = max(offset, self.limit_bytes)
+        if behind < offset + length:
+            self._map.madvise(mmap.MADV_REMOVE, behind, offset + length - behind)
         gaps, place = self._gaps, bisect.bisect(self._gaps, (offset,))
         if place < len(gaps) and gaps[place][0] == offset + length:
             length += gaps.pop(place)[1]

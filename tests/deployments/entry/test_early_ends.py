@@ -153,6 +153,18 @@ class Ends:
 
         return go
 
+    async def crowded(self) -> None:
+        """Ask for memory that the client does not leave to others."""
+        client = await self.connection()
+        shown = [("x-api-key", self.key)] if self.has_keys else []
+        first = client.begin(INFER, *shown)
+        client.data(first, message(bytes(LARGE * 2 // 5), announced=LARGE * 2 // 5 + 1))
+        for size, sent in ((LARGE // 4, 0), (60_000, 59_000), (60_000, 59_000), (60_000, 59_000), (60_000, 59_000)):
+            stream = client.begin(INFER, *shown)
+            client.data(stream, message(bytes(sent), announced=size), is_last=True)
+            await client.hear(stream)
+        client.reset(first)
+
     async def left_amid(self) -> None:
         """Begin calls, and end the connection."""
         client = await Http2Client.connect(self.bench.grpc_port)
@@ -210,8 +222,8 @@ class Ends:
             "HTTP: no JSON": said(http(infer, b"{")),
             "HTTP: another shape": said(http(infer, tensor.replace(b"[1, 1]", b"[1, 7]"))),
             "HTTP: a body that is too large": said(http(infer, b"", "Content-Length: 999999999", binary)),
-            "HTTP: no memory for a body": said(http(infer, b"x", f"Content-Length: {LARGE}", binary)),
-            "HTTP: no memory for chunks": said(http(infer, chunk * 40, "Transfer-Encoding: chunked")),
+            "HTTP: more than there is memory for": said(http(infer, b"x", f"Content-Length: {LARGE}", binary)),
+            "HTTP: more chunks than there is memory for": said(http(infer, chunk * 40, "Transfer-Encoding: chunked")),
             "HTTP: chunks that are none": said(http(infer, b"zz\r\n", "Transfer-Encoding: chunked")),
             "HTTP: left amid chunks": said(http(infer, chunk, "Transfer-Encoding: chunked"), leaves=True),
             "HTTP: left amid a head": said(http(infer)[:-4], leaves=True),
@@ -232,9 +244,10 @@ class Ends:
             "gRPC: no gRPC": called(message(), ("content-type", "text/html")),
             "gRPC: malformed metadata": called(message(), ("connection", "close")),
             "gRPC: compressed": called(message(b"x", compressed=1)),
+            "gRPC: a damaged gzip": called(message(b"x", compressed=1), ("grpc-encoding", "gzip")),
             "gRPC: a message that is too large": called(message(announced=999_999_999)),
-            "gRPC: no memory for a message": called(message(announced=LARGE), is_last=False),
-            "gRPC: no memory for what is sent": called(message(bytes(LARGE - 1), announced=LARGE), is_last=False),
+            "gRPC: more than there is memory for": called(message(announced=LARGE), is_last=False),
+            "gRPC: no memory beside another": self.crowded,
             "gRPC: a health check that is too large": called(message(announced=1 << 17), path=HEALTH),
             "gRPC: no message": called(b""),
             "gRPC: no data": called(),

@@ -222,12 +222,12 @@ async def test_nothing_a_client_sends_without_end_is_kept_or_worked_on_without_e
         assert tracemalloc.get_traced_memory()[1] < MOST_HELD_BYTES
     finally:
         tracemalloc.stop()
-    assert server.arena.used_bytes + server.chunked_bytes <= 2 * BODY_BYTES
+    assert server.arena.used_bytes + server.unfinished_bytes <= 2 * BODY_BYTES
     # It is refused, or not read any more, or reads its answers; or what it sends is thrown away, which takes no memory.
     ends = transport.has_ended or transport.is_closed or not transport.reads
     assert ends or transport.written > 1024 or name in THROWN_AWAY
     connection.connection_lost(None)
-    assert server.arena.used_bytes == server.chunked_bytes == 0
+    assert server.arena.used_bytes == server.unfinished_bytes == 0
 
 
 @pytest.mark.parametrize("name", [name for name in ENDLESS if "body" not in name])

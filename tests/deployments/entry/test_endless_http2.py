@@ -164,7 +164,7 @@ async def bench() -> AsyncIterator[Bench]:
     made.server.limits.unfinished_bytes = UNFINISHED_BYTES
     yield made
     made.connection.connection_lost(None)
-    assert made.server.chunked_bytes == made.arena.used_bytes == made.server.untaken.bytes == 0
+    assert made.server.unfinished_bytes == made.arena.used_bytes == made.server.untaken.bytes == 0
     made.server.close()
     made.arena.close()
 
@@ -211,7 +211,7 @@ async def test_nothing_a_client_sends_without_end_is_kept_or_worked_on_without_e
         assert tracemalloc.get_traced_memory()[1] < MOST_HELD_BYTES
     finally:
         tracemalloc.stop()
-    assert bench.server.chunked_bytes + bench.arena.used_bytes <= 2 * UNFINISHED_BYTES
+    assert bench.server.unfinished_bytes + bench.arena.used_bytes <= 2 * UNFINISHED_BYTES
     if how == "never reads":
         assert len(line.to_client) < 1 << 20
     # It is refused, or not read any more, or answered; or what it sends is looked at and forgotten.
@@ -245,7 +245,7 @@ async def test_who_asks_once_does_not_wait_for_many_who_send_without_end(name: s
         honest.connection_lost(None)
     for connection, _, _ in floods:
         connection.connection_lost(None)
-    assert bench.server.chunked_bytes == bench.arena.used_bytes == bench.server.untaken.bytes == 0
+    assert bench.server.unfinished_bytes == bench.arena.used_bytes == bench.server.untaken.bytes == 0
     bench.connection.connection_lost(None)
     bench.server.close()
     bench.arena.close()

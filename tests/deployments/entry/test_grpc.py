@@ -383,7 +383,7 @@ async def test_messages_beyond_the_limit_are_refused(served: Served) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await served.send(bytes((64 << 20) + 1))
     assert caught.value.code().name == "RESOURCE_EXHAUSTED"
-    assert served.entry.server.arena.used_bytes == served.entry.server.chunked_bytes == 0
+    assert served.entry.server.arena.used_bytes == served.entry.server.unfinished_bytes == 0
 
 
 async def test_the_server_describes_what_it_offers(served: Served) -> None:

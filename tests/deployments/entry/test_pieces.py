@@ -137,7 +137,7 @@ async def test_pieces_change_nothing(server: HttpServer, name: str) -> None:
     whole = await played(server, [stream])
     for pieces in cuts(stream):
         assert await played(server, pieces) == whole, pieces[:4]
-    assert server.chunked_bytes == 0
+    assert server.unfinished_bytes == 0
 
 
 async def test_what_lies_in_a_chunk_is_never_a_request(server: HttpServer) -> None:

@@ -81,7 +81,7 @@ async def test_no_turn_does_more_because_more_are_ready(server: HttpServer, name
     for connection, _transport in pairs:
         connection.connection_lost(None)
     await _quiet(server)
-    assert server.arena.used_bytes == server.chunked_bytes == 0
+    assert server.arena.used_bytes == server.unfinished_bytes == 0
 
 
 async def _quiet(server: HttpServer) -> None:
@@ -254,7 +254,7 @@ async def test_whoever_is_put_off_gets_every_answer_in_order(server: HttpServer,
         assert [answer.partition(b"\r\n\r\n")[2] for answer in found] == [told for _, told in requests]
         connection.connection_lost(None)
     await _quiet(server)
-    assert server.arena.used_bytes == server.chunked_bytes == 0
+    assert server.arena.used_bytes == server.unfinished_bytes == 0
 
 
 class Sending:

@@ -125,7 +125,7 @@ class Bench:
         for writer in self._writers:
             writer.transport.abort()
         await until(lambda: not self.server.places.taken())
-        assert self.server.untaken.bytes == self.server.chunked_bytes == self.arena.used_bytes == 0
+        assert self.server.untaken.bytes == self.server.unfinished_bytes == self.arena.used_bytes == 0
         self.server.stop_listening("127.0.0.1", self.port)
         self.server.close()
         self.arena.close()
