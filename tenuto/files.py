@@ -373,7 +373,7 @@ def csv_rows(
                 yield reader.line_num, row if len(row) >= width else row + [""] * (width - len(row))
 
     try:
-        with _opened(path) as content, io.TextIOWrapper(content, "utf-8-sig", newline="") as stream:
+        with _opened(path) as content, io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as stream:
             reader = csv.reader(lines(stream))
             names = next(reader, [])
             width, header = len(names), {name: index for index, name in enumerate(names)}

@@ -25,7 +25,9 @@ def is_in_the_locales_encoding(call: ast.Call) -> bool:
     if last in TEMPORARY:
         mode = named.get("mode", call.args[0] if call.args else ast.Constant("w+b"))
         return "b" not in ast.unparse(mode)
-    known = FUNCTIONS.get(name) or (PATH_METHODS.get(last) if owner and owner not in NO_PATHS else None)
+    known = FUNCTIONS.get(name) or (
+        PATH_METHODS.get(last) if owner and owner not in NO_PATHS and "opener" not in owner else None
+    )
     if known is None:
         return last == "TextIOWrapper"
     before, mode_at = known

@@ -256,7 +256,7 @@ def read_trace(path: str | Path) -> Trace:
                 value = math.nan
             if not 0 <= value <= _MOST_MS:
                 cure = "Give milliseconds from the start of the trace."
-                raise fail(line, given, f"is not a number from 0 to {_MOST_MS:g}", cure)
+                raise fail(line, given, f"is not a number of at least 0 and at most {_MOST_MS:g}", cure)
             if times and value < times[-1]:
                 raise fail(line, given, "is earlier than the line before", "Sort the file by time_ms.")
             if name_at is not None and not row[name_at]:

@@ -125,8 +125,8 @@ def test_a_rescaled_trace_has_the_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "part"),
     [
-        ("time\n1\n", 1, "no column 'time_ms'"),
-        ("", 1, "no column 'time_ms'"),
+        ("time\n1\n", 1, "no column time_ms"),
+        ("", 1, "no column time_ms"),
         ("time_ms\n", 2, "empty"),
         ("time_ms\n1\nx\n", 3, "not a number"),
         ("time_ms\n1\n5\n4\n", 4, "earlier"),
