@@ -334,7 +334,12 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versi
         why = next(filter(None, reasons), None)
         if why is not None:
             cure = "Give bodies that its hooks, or those for pictures and texts, read."
-            raise refused("--body", f"{spec.name}={options.bodies[spec.name]}", f"is refused by the model: {why}", cure)
+            raise refused(
+                "--body",
+                f"{spec.name}={options.bodies[spec.name]}",
+                f"is refused by the model: {why.rstrip('.')}",
+                cure,
+            )
     else:
         generator = seed_for(options.seed, "payloads", spec.name)
         bodies = make_bodies(metadata, generator, binary=options.tensors == "binary")
