@@ -25,7 +25,7 @@ from typing import Any
 from serving import heading
 from walk_attacks import _KEY, Served, request, served
 
-sys.path.append(str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from tenuto.deployments.entry.grpc_messages import InferRequest
 from tests.instruments.http2_client import INFER, Http2Client, message
 
