@@ -35,6 +35,7 @@ WITH_TORCH = (
     "tenuto.profiles.networks.image_networks",
     "tenuto.profiles.networks.text_networks",
     "tenuto.profiles.networks.language_model",
+    "tenuto.profiles.networks.shaping",
     "tenuto.profiles.networks.vllm_model",
     "tenuto.profiles.measuring.merged_programs",
 )

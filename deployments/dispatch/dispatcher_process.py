@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Raw
 from msgspec.msgpack import encode as pack
@@ -54,7 +54,7 @@ from tenuto.deployments.wire.messages import (
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import GatewayReport
 from tenuto.outcome import Outcome
-from tenuto.profiles.networks.generating import Ending
+from tenuto.profiles.networks.generating import Ending, TokenScores
 
 logger = logging.getLogger("ray.serve")
 
@@ -118,6 +118,10 @@ class _AskedTokens:
         self._number = number
         self.generation: OpenGeneration | None = None
 
+    def scored(self, scores: list[TokenScores]) -> None:
+        """Send scores with the next bundle."""
+        self._gateway.written.add(_Scored(self._number, scores))
+
     def wrote(self, token: int) -> None:
         """Send a token with the next bundle."""
         self._gateway.written.add((self._number, token))
@@ -141,6 +145,13 @@ class _AskedTokens:
             self._gateway.written.add(ended)
 
 
+class _Scored(NamedTuple):
+    """Scores of a generation, by its number, among tokens and ends."""
+
+    number: int
+    scores: list[TokenScores]
+
+
 class _Gateway:
     """One connection of a gateway: its requests that are not answered yet, and the answers that wait to be sent."""
 
@@ -153,7 +164,7 @@ class _Gateway:
         self.told: GatewayReport | None = None
         self.outbox: Bundler[AnsweredRequest] = Bundler(self._send)
         self.generating: dict[int, _AskedTokens] = {}
-        self.written: Bundler[tuple[int, int] | EndedSequence] = Bundler(self._send_written)
+        self.written: Bundler[tuple[int, int] | EndedSequence | _Scored] = Bundler(self._send_written)
 
     def _send(self, answered: list[AnsweredRequest]) -> None:
         self.protocol.send(*pack_answers(answered, time.monotonic() * 1000.0))
@@ -166,9 +177,16 @@ class _Gateway:
             self._samples = Samples(row.left, row.first)
         return self._samples
 
-    def _send_written(self, written: list[tuple[int, int] | EndedSequence]) -> None:
-        ended = [each for each in written if isinstance(each, EndedSequence)]
-        self.protocol.send(Generated([each for each in written if not isinstance(each, EndedSequence)], ended))
+    def _send_written(self, written: list[tuple[int, int] | EndedSequence | _Scored]) -> None:
+        tokens, ended, scores = list[tuple[int, int]](), list[EndedSequence](), list[tuple[int, list[TokenScores]]]()
+        for each in written:
+            if isinstance(each, EndedSequence):
+                ended.append(each)
+            elif isinstance(each, _Scored):
+                scores.append(each)
+            else:
+                tokens.append(each)
+        self.protocol.send(Generated(tokens, ended, scores=scores))
 
 
 class BundleServer:

@@ -111,6 +111,10 @@ class Generations:
             gpulet.busy_ms += generated.execution_ms
             gpulet.batches += 1
             self._accounts.advice.executed(gpulet.id, generated.execution_ms)
+        for number, scores in generated.scores:
+            generation = self._open.get(number)
+            if generation is not None:
+                generation.asker.scored(scores)
         for number, token in generated.tokens:
             generation = self._open.get(number)
             if generation is not None:

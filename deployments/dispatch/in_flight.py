@@ -18,7 +18,7 @@ from tenuto.deployments.wire.bundles import Places
 from tenuto.deployments.wire.messages import BatchRan, EndedSequence, Generate, RunBatch
 from tenuto.deployments.wire.tensors import Buffer, InputPart, cut_rows
 from tenuto.outcome import Rule
-from tenuto.profiles.networks.generating import Ending, Sampling
+from tenuto.profiles.networks.generating import Ending, Sampling, TokenScores
 
 
 class Asker(Protocol):
@@ -208,6 +208,10 @@ def split_reply(
 class TokenAsker(Protocol):
     """Who waits for the tokens of a generation. Exactly one of the last two methods is called, once and last, unless
     the generation is left before."""
+
+    def scored(self, scores: list[TokenScores]) -> None:
+        """Take the scores of tokens that come next, if they are asked for: first those of the prompt, from its second
+        token on, then one for each token."""
 
     def wrote(self, token: int) -> None:
         """Take the next token."""

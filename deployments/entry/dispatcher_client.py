@@ -310,6 +310,10 @@ class DispatcherClient:
     def _wrote(self, peer: _Peer, generated: Generated) -> None:
         """Pass on the tokens of generations, and their ends."""
         now_ms = time.monotonic() * 1000.0
+        for number, scores in generated.scores:
+            generation = peer.generating.get(number)
+            if generation is not None:
+                generation.asker.scored(scores)
         for number, token in generated.tokens:
             generation = peer.generating.get(number)
             if generation is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -13,14 +14,14 @@ from tenuto.deployments.dispatch.in_flight import OpenGeneration
 from tenuto.deployments.entry.call import SharedService
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, fail
-from tenuto.deployments.entry.openai import AskedChoice, Piece, Usage, Wanted
+from tenuto.deployments.entry.openai import AskedChoice, Piece, ScoredToken, Usage, Wanted
 from tenuto.deployments.entry.texts import GrowingText, Tokenizer
-from tenuto.deployments.entry.tool_calls import ToolAnswer
+from tenuto.deployments.entry.tool_calls import ToolAnswer, joined
 from tenuto.deployments.entry.traces import Traced
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.answers import Refused
 from tenuto.outcome import Rule
-from tenuto.profiles.networks.generating import Ending
+from tenuto.profiles.networks.generating import Ending, TokenScores
 
 _EVENTS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 _LINES = b"x-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
@@ -36,9 +37,12 @@ class _Choice(msgspec.Struct, eq=False):
     _text: GrowingText
     _answer: ToolAnswer | None  # of a chat with tools
     unpaid: int  # tokens for which its client has not been charged
-    _parts: list[str] = []  # parts of the text that are sent with the end; msgspec copies defaults
-    _tokens: list[int] = []  # of an answer that is not streamed
-    _said: list[dict[str, Any]] = []  # by one that may call tools, and is sent with the end
+    # What is not sent yet; msgspec copies defaults.
+    _parts: list[str] = []
+    _tokens: list[int] = []
+    _said: list[dict[str, Any]] = []  # by an answer that may call tools
+    _scored: list[ScoredToken] = []
+    _scores: deque[TokenScores] = msgspec.field(default_factory=deque)  # of tokens that come next
     count: int = 0
     generation: OpenGeneration | None = None
     is_over: bool = False
@@ -51,44 +55,70 @@ class _Choice(msgspec.Struct, eq=False):
         generation, self.generation = self.generation, None
         return generation
 
+    def _take(self, text: str = "", finish: Ending | None = None) -> Piece:
+        """Return what is not sent yet, and then this text."""
+        scored = self._scored if self._scored or (finish and not self._call.wanted.is_streamed) else None
+        asks = self.asked.sampling.logprobs is not None
+        why = None if finish is None else finish.value
+        piece = Piece("".join(self._parts) + text, self._tokens, why, scored if asks else None)
+        self._parts, self._tokens, self._scored = [], [], []
+        return piece
+
+    def _echo(self) -> None:
+        """Begin with the prompt, when its scores are there."""
+        prompt, echo = self.asked.prompt, self.asked.echo
+        if echo is None:
+            return
+        self._parts.append(echo)
+        self._tokens += prompt
+        if self.asked.sampling.prompt_logprobs:
+            text = GrowingText(self._call.tokenizer)
+            for place, token in enumerate(prompt):
+                self._scored.append(ScoredToken(token, text.length, self._scores.popleft() if place else None))
+                text.add(token)
+
     # --- what comes (TokenAsker) ------------------------------------------------------------------------------------
+
+    def scored(self, scores: list[TokenScores]) -> None:
+        """Take the scores of tokens that come next."""
+        self._scores += scores
 
     def wrote(self, token: int) -> None:
         """Send the text that a token completes."""
-        if self.is_over:
+        if self.is_over or self.asked.is_echo_only:
             return
+        if not self.count:
+            self._echo()
         self.count += 1
         if self._call.caller is not None:
             self._call.caller.spend_text()
             self.unpaid -= 1
+        if self.asked.sampling.logprobs is not None:
+            offset = len(self.asked.echo or "") + self._text.length
+            self._scored.append(ScoredToken(token, offset, self._scores.popleft()))
         text = self._text.add(token)
-        if self._answer is not None:
-            self._say(self._answer.add(text))
-        elif self._call.wanted.is_streamed:
-            self._stream(text, token)
-        else:
+        if self._answer is None:
             self._parts.append(text)
-            self._tokens.append(token)
+        elif said := self._answer.add(text):
+            self._said.append(said)
+        self._tokens.append(token)
         if self._text.is_stopped:
             generation = self.end()
             if generation is not None:
                 self._call.leave(generation, is_answered=True)
             self._finish(Ending.STOP, generation)
+        elif self._call.wanted.is_streamed:
+            self._stream(text)
 
-    def _say(self, said: dict[str, Any]) -> None:
-        """Send what an answer that may call tools says, or keep it for the end."""
-        if said and self._call.wanted.is_streamed:
-            self._call.send(self, Piece("", said=said))
-        elif said:
-            self._said.append(said)
-
-    def _stream(self, text: str, token: int) -> None:
-        if self._call.wanted.writer.tokenless:
-            self._call.send(self, Piece(text, [token]))
-        elif self._text.is_stopped:
-            self._parts.append(text)  # sent with the end
-        elif text:  # otherwise it is held back: it may be a part of a character or of a stop string
-            self._call.send(self, Piece(text))
+    def _stream(self, text: str) -> None:
+        if self._answer is not None:
+            said = joined(self._said)
+            if said or self._scored:
+                self._said = []
+                self._call.send(self, self._take()._replace(said=said))
+        elif text or self._call.tokenizer is None or self._scored or (self.count == 1 and self.asked.echo):
+            self._call.send(self, self._take())
+        # Otherwise it is held back: it may be a part of a character or of a stop string.
 
     def ended(self, finish: Ending) -> None:
         """Send the end."""
@@ -96,10 +126,14 @@ class _Choice(msgspec.Struct, eq=False):
             self._finish(finish, self.end())
 
     def _finish(self, finish: Ending, generation: OpenGeneration | None) -> None:
-        text = "".join(self._parts) + self._text.end()
+        if not self.count:
+            self._echo()
+        text = self._text.end()
         if self._text.is_stopped:  # a stop string may be in the text that was held back, too
             finish = Ending.STOP
-        piece = Piece(text, self._tokens, finish.value)
+        if self.asked.is_echo_only:
+            finish = Ending.LENGTH
+        piece = self._take("" if self._answer is not None else text, finish)
         if self._answer is not None:
             is_whole = finish is Ending.STOP and not self._text.is_stopped
             self._said += [self._answer.add(text), self._answer.end(is_whole=is_whole)]
@@ -120,7 +154,7 @@ class GenerationCall(msgspec.Struct, eq=False):
     _dispatching: Dispatching
     _exchange: Exchange
     wanted: Wanted
-    _tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None
     _id: str
     _traced: Traced | None
     caller: Caller | None
@@ -138,8 +172,8 @@ class GenerationCall(msgspec.Struct, eq=False):
         self._model = model
         for index, asked in enumerate(self.wanted.choices):
             answer = None if self.wanted.answer is None else self.wanted.answer()
-            text = GrowingText(self._tokenizer, self.wanted.stops, with_special=answer is not None)
-            most = asked.sampling.max_tokens
+            most, fewest = asked.sampling.max_tokens, asked.sampling.min_tokens
+            text = GrowingText(self.tokenizer, self.wanted.stops, fewest, with_special=answer is not None)
             self._choices.append(_Choice(self, index, asked, text, answer, most))
             if self.caller is not None:
                 self.caller.begin_text(len(asked.prompt), most)
@@ -147,7 +181,8 @@ class GenerationCall(msgspec.Struct, eq=False):
             generation = self._dispatching.generate(
                 model,
                 choice,
-                *choice.asked,
+                choice.asked.prompt,
+                choice.asked.sampling,
                 arrived_ms=self._exchange.arrived_ms,
                 ttft_ms=ttft_ms,
                 tpot_ms=tpot_ms,
@@ -259,6 +294,9 @@ class CollectedTokens:
 
     def __init__(self) -> None:
         self.came: asyncio.Queue[int | Ending | Refused] = asyncio.Queue()
+
+    def scored(self, scores: list[TokenScores]) -> None:
+        """Leave scores: nobody asks for them."""
 
     def wrote(self, token: int) -> None:
         """Keep a token."""

@@ -3,6 +3,7 @@ Protocol. This module reads bodies and writes answers; it decides nothing else."
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +19,29 @@ from tenuto.deployments.entry.texts import Tokenizer
 from tenuto.deployments.entry.tool_calls import ToolAnswer, joined
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import GenerationLimits
-from tenuto.profiles.networks.generating import Sampling
+from tenuto.profiles.networks.generating import Sampling, TokenScores
+from tenuto.profiles.networks.grammars import ANY_OBJECT
 
 DONE = b"data: [DONE]\n\n"
 _MOST_STOPS = 16  # limit: each is looked for in every piece of text
 _LONGEST_STOP = 1000  # limit: characters; so much of a text is held back, and looked at again for each token
 _MOST_CONTAINERS = 1 << 15  # limit: lists and objects of a body, those in texts too; 350,000 take 140 ms
 _MOST_CHOICES = 128  # limit: generations that one request asks for; each is admitted, and has its memory, by itself
+_MOST_LIKELIEST = 20  # format: of the likeliest tokens that are shown, by OpenAI's reference
+_MOST_SCORES = 1 << 20  # limit: log probabilities of an answer that is kept until it ends; each takes 110 bytes
+_MOST_PROMPT_SCORES = 1 << 17  # limit: those of prompts, which travel in one message, in 15 bytes each
+_MOST_BIASED_BYTES = 1 << 15  # limit: of `logit_bias`, about 2000 tokens
+_MOST_BIAS = 100.0  # format: by OpenAI's reference
+_LEAST_LOGPROB = -9999.0  # format: OpenAI's for what JSON cannot hold
+_MOST_SCHEMA_BYTES = 1 << 16  # limit: of a JSON schema; 500 properties take 14 KiB
 _SEED_BITS = 63  # format: seeds are signed 64-bit integers to the clients' JSON readers and to torch
 _DEFAULT_TOKENS = 16  # format: of /v1/completions without `max_tokens`, by OpenAI's reference
 
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Choices = Annotated[int, Meta(ge=1, le=_MOST_CHOICES)]
 _Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
+_Bias = Annotated[float, Meta(ge=-_MOST_BIAS, le=_MOST_BIAS)]
+_Likeliest = Annotated[int, Meta(ge=0, le=_MOST_LIKELIEST)]
 _TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Stop = str | list[str] | None
@@ -53,11 +64,35 @@ class GenerateParameters(msgspec.Struct, forbid_unknown_fields=True):
     top_p: _TopP | None = None
     seed: _Seed | None = None
     stop: _Stop = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
+
+
+class AnyText(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """The format of an answer that may be any text."""
+
+
+class AnyObject(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+    """The format of an answer that is a JSON object."""
+
+
+class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """A JSON schema, which is always kept, whatever `strict` is."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class BySchema(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+    """The format of an answer that is JSON by a schema."""
+
+    json_schema: NamedSchema
 
 
 class _Asked(GenerateParameters, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both of OpenAI's bodies have. Some may have only their neutral value, which clients send: no
-    penalty, no log probabilities."""
+    """The fields that both of OpenAI's bodies have. Some may have only their neutral value, which clients send."""
 
     model: str
     stream: bool | None = None
@@ -65,8 +100,9 @@ class _Asked(GenerateParameters, kw_only=True, forbid_unknown_fields=True):
     n: _Choices | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # 100,000 entries, which nobody reads, take 40 ms. A default that is no factory has no place in a schema.
+    # 100,000 entries, which nobody wants, take 40 ms. A default that is no factory has no place in a schema.
     logit_bias: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
+    response_format: AnyText | AnyObject | BySchema | None = None
     user: str | None = None
 
 
@@ -74,9 +110,10 @@ class CompletionBody(_Asked, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/completions."""
 
     prompt: str | list[int | str | list[int]]
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     best_of: int | None = None
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: _Likeliest | None = None
     suffix: str | None = None
 
 
@@ -154,7 +191,7 @@ class ChatBody(_Asked, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
-    response_format: dict[str, str] | None = None
+    top_logprobs: _Likeliest | None = None
     # These change no answer.
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -174,7 +211,6 @@ class ChatBody(_Asked, kw_only=True, forbid_unknown_fields=True):
     store: Any = None
     tool_choice: Any = None
     tools: list[Tool] | None = None
-    top_logprobs: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -198,14 +234,11 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     exclude_input_in_output: bool | None = None
 
 
-# The only values that can be kept, besides null. A completion's `logprobs` is a number; its 0 asks for them, too.
+# The only values that can be kept, besides null.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
-    "echo": (False,),
-    "logprobs": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "include_obfuscation": (False,),
     "audio": (),
     "function_call": ("none", "auto"),
@@ -219,17 +252,19 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "tool_choice": ("none", "auto"),
-    "top_logprobs": (),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
 
 class AskedChoice(NamedTuple):
-    """One of the generations that a request asks for: one choice of its answer."""
+    """One of the generations that a request asks for: one choice of its answer. `echo` is the text of its prompt, if
+    the choice begins with it."""
 
     prompt: list[int]
     sampling: Sampling
+    echo: str | None = None
+    is_echo_only: bool = False  # no token is wanted, and one is made: without one nothing runs
 
 
 class Wanted(NamedTuple):
@@ -244,13 +279,22 @@ class Wanted(NamedTuple):
     answer: Callable[[], ToolAnswer] | None = None  # reads one that may call tools
 
 
+class ScoredToken(NamedTuple):
+    """A token, where it begins in its choice's text, and its scores; the first of a prompt has none."""
+
+    token: int
+    offset: int
+    scores: TokenScores | None
+
+
 class Piece(NamedTuple):
     """A part of a choice, or a whole one: its text, the tokens that are shown where there is no text, and why it
-    ends here."""
+    ends here. `scored` are its tokens with their scores, if these are asked for."""
 
     text: str
     tokens: Sequence[int] = ()
     finish: str | None = None
+    scored: Sequence[ScoredToken] | None = None
     said: Mapping[str, Any] | None = None  # of a chat with tools, in place of the text
 
     def of(self, said: Sequence[Mapping[str, Any]], *, has_calls: bool) -> Piece:
@@ -278,7 +322,7 @@ class Writer(msgspec.Struct):
     include_usage: bool = False
     has_usage_so_far: bool = False  # in every part of a stream
     so_far: Usage = Usage(0, 0)
-    tokenless: bool = False  # there is no tokenizer: the tokens themselves are shown
+    tokenizer: Tokenizer | None = None  # None: the tokens themselves are shown
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     kind = "text_completion"
@@ -313,11 +357,36 @@ class Writer(msgspec.Struct):
         return {"text": piece.text}
 
     def _choice(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        choice = {**said, "index": index, "logprobs": None, "finish_reason": piece.finish}
+        logprobs = None if piece.scored is None else self._logprobs(piece.scored)
+        choice = {**said, "index": index, "logprobs": logprobs, "finish_reason": piece.finish}
         return self._with_tokens(choice, piece.tokens)
 
     def _with_tokens(self, choice: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
-        return {**choice, "token_ids": list(tokens)} if self.tokenless else choice
+        return choice if self.tokenizer is not None else {**choice, "token_ids": list(tokens)}
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+        tokens, logprobs, tops = list[str](), list[float | None](), list[dict[str, float] | None]()
+        for token, _, scores in scored:
+            tokens.append(self._name(token))
+            if scores is None:
+                logprobs.append(None)
+                tops.append(None)
+                continue
+            logprobs.append(_finite(scores.logprob))
+            top: dict[str, float] = {}
+            for likely, logprob in (*scores.likeliest, (token, scores.logprob)):
+                top.setdefault(self._name(likely), _finite(logprob))  # tokens may look the same: the likeliest is shown
+            tops.append(top)
+        offsets = [each.offset for each in scored]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _name(self, token: int) -> str:
+        """Return a token as completions show it: bytes that are no character are named."""
+        if self.tokenizer is None:
+            return f"token_id:{token}"
+        text, data = self.tokenizer.token_text(token)
+        broken = data is not None and data != text.encode()
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data or b"") if broken else text
 
     def _event(self, choices: list[Any], **more: Any) -> bytes:
         if self.include_usage and not more:
@@ -339,6 +408,19 @@ class ChatWriter(Writer):
         """Return the chunks that say who speaks."""
         said = {"delta": {"role": "assistant", "content": ""}}
         return b"".join(self._event([self._choice(index, said, Piece(""))]) for index in range(choices))
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+        content = []
+        for token, _, scores in scored:
+            if scores is not None:
+                top = [self._shown(*each) for each in scores.likeliest]
+                content.append({**self._shown(token, scores.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _shown(self, token: int, logprob: float) -> dict[str, Any]:
+        assert self.tokenizer is not None  # there is no chat without
+        text, data = self.tokenizer.token_text(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
 
     def _answer(self, piece: Piece) -> dict[str, Any]:
         said: dict[str, Any] = {"content": piece.text} if piece.said is None else {"content": None, **piece.said}
@@ -404,8 +486,6 @@ def read_body(kind: type[BodyT], body: bytes | memoryview) -> BodyT:
             raise wrong or bad_field("", f"is wrong: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # of names, and of fields not asked for
         raise HttpError(400, f"the body is no JSON: {error}. Send an object, without NaN and Infinity.") from None
-    if isinstance(found, _Asked) and bytes(found.logit_bias) not in (b"{}", b"null"):
-        raise bad_field("logit_bias", "is not empty, and only {} can be kept here. Leave it out")
     if isinstance(found, _Asked):
         _check_neutral(found)
         if found.stream_options is not None:
@@ -527,7 +607,11 @@ def wanted(
         options, name = body, "prompt"
         writer = Writer(model, f"cmpl-{secrets.token_hex(12)}")
         prompts, temperature = _prompts(body, limits), 1.0
-        most, asked_as = body.max_tokens or _DEFAULT_TOKENS, "max_tokens"
+        most, asked_as = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens, "max_tokens"
+    echoes = isinstance(body, CompletionBody) and bool(body.echo)
+    is_echo_only = isinstance(body, CompletionBody) and not most
+    if is_echo_only and not echoes:
+        raise bad_field("max_tokens", "is 0, which is for `echo` alone. Ask for one at least")
     n = 1
     if not isinstance(body, GenerateBody):
         is_streamed, n = bool(body.stream), body.n or 1
@@ -536,20 +620,120 @@ def wanted(
                 raise bad_field("stream_options", "is for streams only. Leave it out, or set stream: true")
             writer.include_usage = bool(body.stream_options.include_usage)
             writer.has_usage_so_far = bool(body.stream_options.continuous_usage_stats)
-    writer.tokenless = tokenizer is None
+    writer.tokenizer = tokenizer
     stops = _stops(options.stop, "parameters.stop" if isinstance(body, GenerateBody) else "stop", tokenizer)
+    shared = _sampling(body, options, temperature, limits)
+    if shared.schema and answer is not None:
+        raise bad_field("response_format", "cannot be kept beside `tools`: calls are no such JSON. Leave one out")
     choices = []
     for number, text in enumerate(prompts):
         named = name if len(prompts) == 1 else f"{name}[{number}]"
         prompt = _tokens(text, named, tokenizer, is_chat=isinstance(body, ChatBody))
         seed = draw_seed() if options.seed is None else options.seed
-        sampling = Sampling(
-            _checked(prompt, most, named, asked_as, limits),
-            temperature if options.temperature is None else options.temperature,
-            1.0 if options.top_p is None else options.top_p,
-        )
-        choices += [AskedChoice(prompt, sampling._replace(seed=seed + index)) for index in range(n)]
+        most = _checked(prompt, most or int(is_echo_only), named, asked_as, limits)
+        if shared.min_tokens > most:
+            fewest = "parameters.min_tokens" if isinstance(body, GenerateBody) else "min_tokens"
+            raise bad_field(fewest, f"is {shared.min_tokens}, and `{asked_as}` is {most}. Ask for less")
+        echo = text if isinstance(text, str) else "" if tokenizer is None else tokenizer.decode(text)
+        for index in range(n):
+            sampling = shared._replace(max_tokens=most, seed=seed + index)
+            choices.append(AskedChoice(prompt, sampling, echo if echoes else None, is_echo_only))
+    if shared.logprobs is not None:
+        _check_scores(choices, 1 + shared.logprobs, is_streamed=is_streamed)
     return Wanted(choices, n, stops, is_streamed, writer, answer)
+
+
+def _sampling(
+    body: CompletionBody | ChatBody | GenerateBody,
+    options: GenerateParameters,
+    temperature: float,
+    limits: GenerationLimits,
+) -> Sampling:
+    """Return how all choices are made, without what each has for itself.
+
+    Args:
+        body: what is asked.
+        options: its options.
+        temperature: if the body says none.
+        limits: of the model.
+    """
+    bias: tuple[tuple[int, float], ...] = ()
+    schema, logprobs = "", None
+    if not isinstance(body, GenerateBody):
+        bias = _logit_bias(bytes(body.logit_bias), limits)
+        schema = _schema(body.response_format)
+        if isinstance(body, CompletionBody):
+            logprobs = body.logprobs
+        elif body.logprobs:
+            logprobs = body.top_logprobs or 0
+        elif body.top_logprobs:
+            raise bad_field("top_logprobs", "needs `logprobs: true`. Set that, or leave it out")
+    asked = {"logit_bias": bool(bias), "response_format": bool(schema), "logprobs": logprobs is not None}
+    for name, is_asked in asked.items():
+        if is_asked and name in limits.refuses:
+            raise bad_field(name, limits.refuses[name])
+    for name in ("min_tokens", "ignore_eos"):
+        if schema and getattr(options, name):
+            raise bad_field(name, "cannot be kept beside `response_format`: JSON ends where it ends. Leave one out")
+    return Sampling(
+        0,
+        temperature if options.temperature is None else options.temperature,
+        1.0 if options.top_p is None else options.top_p,
+        0,
+        options.min_tokens or 0,
+        bool(options.ignore_eos),
+        bias,
+        schema,
+        logprobs,
+        logprobs is not None and isinstance(body, CompletionBody) and bool(body.echo),
+    )
+
+
+def _logit_bias(sent: bytes, limits: GenerationLimits) -> tuple[tuple[int, float], ...]:
+    if len(sent) > _MOST_BIASED_BYTES:
+        raise bad_field("logit_bias", f"has {len(sent)} bytes, and may have {_MOST_BIASED_BYTES}. Name fewer tokens")
+    try:
+        found = msgspec.json.decode(sent, type=dict[int, _Bias] | None) or {}
+    except msgspec.DecodeError as error:
+        told = str(error).partition(" - at ")[0]
+        raise bad_field("logit_bias", f"is wrong: {told[:1].lower()}{told[1:]}. Give numbers by token ids") from None
+    wrong = next((token for token in found if not 0 <= token < limits.vocabulary), None)
+    if wrong is not None:
+        rule = f"names token {wrong}; the model knows 0 to {limits.vocabulary - 1}. Use its own tokenizer"
+        raise bad_field("logit_bias", rule)
+    return tuple((token, bias) for token, bias in found.items() if bias)
+
+
+def _schema(shape: AnyText | AnyObject | BySchema | None) -> str:
+    """Return the JSON schema of an answer; "" where any text will do."""
+    if isinstance(shape, AnyObject):
+        return ANY_OBJECT
+    if not isinstance(shape, BySchema):
+        return ""
+    try:
+        schema = json.dumps(shape.json_schema.schema or {}, separators=(",", ":"))
+    except RecursionError:
+        schema = " " * (_MOST_SCHEMA_BYTES + 1)
+    if len(schema) > _MOST_SCHEMA_BYTES:
+        rule = f"is deeper or larger than the {_MOST_SCHEMA_BYTES >> 10} KiB that it may have. Send a simpler one"
+        raise bad_field("response_format.json_schema.schema", rule)
+    return schema
+
+
+def _check_scores(choices: Sequence[AskedChoice], each: int, *, is_streamed: bool) -> None:
+    """Check how many log probabilities are asked for, with so many for each token."""
+    made = 0 if is_streamed else sum(choice.sampling.max_tokens for choice in choices) * each
+    if made > _MOST_SCORES:
+        rule = f"asks for up to {made} log probabilities, and a whole answer may have {_MOST_SCORES}"
+        raise bad_field("logprobs", f"{rule}. Stream it, or ask for fewer tokens")
+    read = sum(len(choice.prompt) for choice in choices if choice.sampling.prompt_logprobs) * each
+    if read > _MOST_PROMPT_SCORES:
+        rule = f"asks for {read} log probabilities of prompts, and a request may have {_MOST_PROMPT_SCORES}"
+        raise bad_field("logprobs", f"{rule}. Send shorter or fewer prompts")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
 
 
 def _prompts(body: CompletionBody, limits: GenerationLimits) -> list[str | list[int]]:

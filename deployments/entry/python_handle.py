@@ -325,7 +325,8 @@ class TenutoHandle:
         generation = self._dispatchers.generate(
             name,
             collected,
-            *asked.choices[0],
+            asked.choices[0].prompt,
+            asked.choices[0].sampling,
             ttft_ms=slo_ms if slo_ms is not None else math.inf if slo is None else slo.ttft_ms,
             tpot_ms=math.inf if slo is None else slo.tpot_ms,
             client_id=request_id,

@@ -33,6 +33,7 @@ from tenuto.deployments.entry.oip import (
 )
 from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody, Wanted, read_body, wanted
 from tenuto.deployments.entry.planned_model import ModelInterface, PlannedModel
+from tenuto.deployments.entry.schema_checks import SchemaChecks
 from tenuto.deployments.entry.splits import CopiedCall, Copies, Split, splits_of
 from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.security.guesses import Guesses
@@ -143,6 +144,7 @@ class InferenceService:
         self._id_prefix = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(_DECODERS, "decode")
+        self._schemas = SchemaChecks()
         self._decoding = 0
 
     # --- the plan -----------------------------------------------------------------------------------------------
@@ -406,9 +408,21 @@ class InferenceService:
             return self._wanted(body, route)
 
         if route.encoding is None and len(exchange.body) <= _TEXT_AT_ONCE_BYTES:
-            self._begin_generation(exchange, route, *read())
+            self._begin_checked(exchange, route, *read())
         else:
-            self._aside(exchange, read, lambda found: self._begin_generation(exchange, route, *found))
+            self._aside(exchange, read, lambda found: self._begin_checked(exchange, route, *found))
+
+    def _begin_checked(self, exchange: Exchange, route: Route, model: PlannedModel, asked: Wanted, own_id: str) -> None:
+        """Begin generations, when the schema that they keep is one that can be kept."""
+        schema = asked.choices[0].sampling.schema
+        if not schema or self._schemas.is_known(schema):
+            self._begin_generation(exchange, route, model, asked, own_id)
+            return
+        due_ms = exchange.arrived_ms + _ttft_ms(exchange, route, model)
+        checked = self._schemas.check(schema, due_ms)
+        self.wait_for(
+            exchange, checked, lambda _: self._begin_generation(exchange, route, model, asked, own_id), due_ms
+        )
 
     def _wanted(self, body: bytes, route: Route) -> tuple[PlannedModel, Wanted, str]:
         """Return the model that is asked, what it is asked for, and the id that the body gives the request."""
@@ -432,12 +446,12 @@ class InferenceService:
     def _begin_generation(
         self, exchange: Exchange, route: Route, model: PlannedModel, asked: Wanted, own_id: str
     ) -> None:
-        ttft_ms = min(model.ttft_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
+        ttft_ms = _ttft_ms(exchange, route, model)
         now_ms = self._clock() * 1000.0
         if self.lag.is_behind(now_ms - exchange.arrived_ms, ttft_ms, now_ms):
             raise _behind()
         if route.caller is not None:
-            most = sum(len(prompt) + sampling.max_tokens for prompt, sampling in asked.choices)
+            most = sum(len(choice.prompt) + choice.sampling.max_tokens for choice in asked.choices)
             wait_s = route.caller.text_wait_s(now_ms / 1000.0, most)
             if wait_s > 0.0:
                 reason = (
@@ -557,8 +571,14 @@ class InferenceService:
         for model in self._models.values():
             model.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._schemas.close()
         if self.traces is not None:
             self.traces.close()
+
+
+def _ttft_ms(exchange: Exchange, route: Route, model: PlannedModel) -> float:
+    """Return how long a first token may take."""
+    return min(model.ttft_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
 
 
 def _behind() -> HttpError:

@@ -3,23 +3,33 @@ string."""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateSyntaxError
 
 from tenuto.deployments.entry.tool_calls import ToolAnswer
 from tenuto.errors import EnvironmentFaultError, first_line, refused
 from tenuto.placement.workload import ModelSpec
+from tenuto.profiles.networks.generating import BYTES
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.places import check_path
 
-BYTES = "bytes"  # the tokenizer that needs no file
 _FILE = "tokenizer.json"  # format: where the tokenizers library saves one
 _BROKEN = "\ufffd"  # what a text ends with when its last character is not complete
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # the name of a token that is one byte
 _LONGEST_CHARACTER = 4  # format: bytes of the longest character in UTF-8
 _MOST_READ_AGAIN = 64  # limit: tokens that are decoded again for each new one; a character has at most four with text
+
+
+class TokenText(NamedTuple):
+    """A token by itself: its text, in which bytes that are no character are replaced, and its bytes, if it has any."""
+
+    text: str
+    data: bytes | None
 
 
 class Tokenizer(Protocol):
@@ -35,6 +45,9 @@ class Tokenizer(Protocol):
 
     def has_text(self, token: int, *, with_special: bool = False) -> bool:
         """Whether a token is part of texts: not when it is not known, or special."""
+
+    def token_text(self, token: int) -> TokenText:
+        """Return what one token is by itself; special ones have their names."""
 
     def read_calls(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> ToolAnswer:
         """Return what reads the answer to a chat with tools."""
@@ -67,6 +80,10 @@ class ByteTokenizer:
         """Every token is a byte."""
         del token, with_special
         return True
+
+    def token_text(self, token: int) -> TokenText:
+        """Return the byte of a token."""
+        return TokenText(self.decode([token]), bytes([token % 256]))
 
     def read_calls(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> ToolAnswer:
         """Raise: bytes call nothing."""
@@ -164,6 +181,16 @@ class FileTokenizer:
         """Whether a token is part of texts."""
         return (with_special or token not in self._special) and self._fast.id_to_token(token) is not None
 
+    def token_text(self, token: int) -> TokenText:
+        """Return what a token adds to a text. Some decoders drop the blank before the first one, so that the text of
+        the second of two equal ones is taken."""
+        name = self._fast.id_to_token(token)
+        if name is None:
+            return TokenText("", None)
+        first, both = (self._fast.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
+        text = both[len(first) :]
+        return TokenText(text, _bytes(name) if _BROKEN in text else text.encode())
+
     def read_calls(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> ToolAnswer:
         """Return what reads the answer to a chat with tools, by the tokenizer's `response_template`."""
         parser = self._whole.get_response_parser(self._answers, prefix=prompt, tools=list(tools))
@@ -188,6 +215,22 @@ class FileTokenizer:
                 f"do not fit the model's chat template ({first_line(error)})",
                 "Send the roles and the order that the template takes.",
             ) from error
+
+
+def _bytes(name: str) -> bytes | None:
+    """Return the bytes of a token by its name in the vocabulary, where its text has bytes that are no character."""
+    if _BYTE.fullmatch(name):  # of tokenizers that fall back to bytes
+        return bytes.fromhex(name[3:5])
+    alphabet = _byte_alphabet()
+    return bytes(alphabet[each] for each in name) if all(each in alphabet for each in name) else None
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """Return the bytes by the characters that stand for them in byte-level vocabularies."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def tokenizer_of(spec: ModelSpec) -> Tokenizer | None:
@@ -228,10 +271,15 @@ class GrowingText:
     held back until it is known.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), *, with_special: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), fewest: int = 0, *, with_special: bool = False
+    ) -> None:
+        """Begin without tokens; a stop string ends the text behind the `fewest` first ones only."""
         self._tokenizer = tokenizer
         self._with_special = with_special
         self._stops = stops
+        self._early = fewest  # tokens that are still to come before a stop string ends the text
+        self.length = 0  # characters that are complete, also of what is held back
         self._tokens: list[int] = []
         self._from = 0  # the next text is read from this token on: tokens before the new ones may change their text
         self._whole = 0  # so many tokens ended with a whole character
@@ -242,6 +290,7 @@ class GrowingText:
 
     def add(self, token: int) -> str:
         """Take a token, and return the text that it completes."""
+        self._early -= 1
         if self.is_stopped or not self._has_text(token):
             return ""
         self._tokens.append(token)
@@ -271,6 +320,7 @@ class GrowingText:
             broken = 1
         end = len(text) if is_last else len(text) - broken
         new = text[self._written : end]
+        self.length += len(new)
         self._written = max(self._written, end)
         if new and not broken:
             self._from, self._whole = self._whole, len(self._tokens)
@@ -293,7 +343,7 @@ class GrowingText:
         """Return the text that can be given out: with a stop string, everything up to the first one."""
         text = self._held + text
         at = min((found for stop in self._stops if (found := text.find(stop)) >= 0), default=-1)
-        if at >= 0:
+        if at >= 0 and self._early < 0:
             self.is_stopped, self._held = True, ""
             return text[:at]
         kept = 0 if is_last else max((_begun(text, stop) for stop in self._stops), default=0)

@@ -19,7 +19,7 @@ from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.messages import EndedSequence, Generated, HeldBlocks
 from tenuto.errors import is_lack_of_memory, new_incident
 from tenuto.outcome import Outcome, Rule
-from tenuto.profiles.networks.generating import Generator, StepRan
+from tenuto.profiles.networks.generating import Generator, StepRan, TokenScores
 
 _LATER_S = 0.001  # limit: until the scheduler is asked again that had nothing to run
 _DUE = "its first token could not be made in time; lower the rate, raise the SLO or add GPUs"
@@ -99,7 +99,10 @@ class OpenSequences:
             return
         self._open[number] = _Open(peer, message.number)
         self._numbers[peer, message.number] = number
-        self.generator.add(number, prompt, sampling, made)
+        try:
+            self.generator.add(number, prompt, sampling, made)
+        except ValueError as error:  # another gpu-let of the model would have kept it
+            self._end(number, self._unkept(str(error)))
 
     def leave(self, left: LeftSequences) -> None:
         """Forget sequences of clients that have left, and free their memory."""
@@ -134,22 +137,31 @@ class OpenSequences:
             return 0.0
         self._scheduler.done(step, tuple(ran.ended))
         self._send(ran)
+        for number, why in ran.failed.items():
+            self._end(number, self._unkept(why))
         return 0.0
+
+    def _unkept(self, why: str) -> Refused:
+        return Refused(Outcome.FAILED, f"this answer cannot go on: {why}", None, self._id, Rule.RAISED)
 
     def _send(self, ran: StepRan) -> None:
         """Send each dispatcher the tokens and the ends of its sequences, in one message."""
         tokens: defaultdict[Peer, list[tuple[int, int]]] = defaultdict(list)
         ended: defaultdict[Peer, list[EndedSequence]] = defaultdict(list)
+        scores: defaultdict[Peer, list[tuple[int, list[TokenScores]]]] = defaultdict(list)
         for number, token in ran.tokens.items():
             each = self._open[number]
             tokens[each.peer].append((each.number, token))
+        for number, found in ran.scores.items():
+            each = self._open[number]
+            scores[each.peer].append((each.number, found))
         for number, finish in ran.ended.items():
             each = self._open.pop(number)
             del self._numbers[each.peer, each.number]
             ended[each.peer].append(EndedSequence(each.number, finish.value, gpulet=self._id))
         held, execution_ms = self._held, ran.execution_ms
         for peer in tokens.keys() | ended.keys():
-            self._tell(peer, Generated(tokens[peer], ended[peer], held, execution_ms))
+            self._tell(peer, Generated(tokens[peer], ended[peer], held, execution_ms, scores[peer]))
             execution_ms = 0.0  # it is counted once
 
     def end_all(self, why: str = _GONE) -> None:

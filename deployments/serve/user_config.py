@@ -113,13 +113,14 @@ class GeneratesEntry(StrictModel):
         pairs = pairs_of(self.max_batch_tokens - decoding, self.kv_tokens)
         return self.steps.ms(self.max_batch_tokens - decoding, decoding, self.kv_tokens, pairs)
 
-    def limits(self, longest: int | None, vocabulary: int) -> GenerationLimits:
-        """Return what a sequence may be, of a model with so many positions (None: without end) and tokens."""
+    def limits(self, longest: int | None, vocabulary: int, refuses: Mapping[str, str]) -> GenerationLimits:
+        """Return what a sequence may be, of a model with so many positions (None: without end) and tokens, whose
+        generator `refuses` these fields."""
         room = self.blocks * self.block_tokens
         longest = min((most for most in (longest, self.longest_context) if most is not None), default=room)
         if longest < room:
-            return GenerationLimits(longest, vocabulary, "the model's positions")
-        return GenerationLimits(room, vocabulary, "the memory for its keys and values")
+            return GenerationLimits(longest, vocabulary, "the model's positions", refuses)
+        return GenerationLimits(room, vocabulary, "the memory for its keys and values", refuses)
 
 
 class ProgramEntry(StrictModel):

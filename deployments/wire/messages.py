@@ -19,7 +19,7 @@ from tenuto.deployments.wire.status import GatewayReport, GpuletMode, GpuletStat
 from tenuto.deployments.wire.tensors import RowOutput, most_batch_bytes, most_row_bytes
 from tenuto.outcome import Outcome, Rule
 from tenuto.profiles.networks.catalogue import ModelSignature
-from tenuto.profiles.networks.generating import Sampling
+from tenuto.profiles.networks.generating import Sampling, TokenScores
 
 MOST_BUNDLED_BYTES = 16 << 20  # limit: a bundle with this many bytes leaves at once
 
@@ -209,13 +209,15 @@ class Generated(_Message, tag=20):
     """What one step brought: the next token of each sequence that got one, and the sequences that ended with it.
 
     `held`: what the gpu-let's sequences hold after the step; from a dispatcher it is empty. `execution_ms`: how long
-    the step took; 0 where there was none, or where another dispatcher is told.
+    the step took; 0 where there was none, or where another dispatcher is told. `scores` are those of the tokens, for
+    sequences that ask for them; before those of a first token are those of the prompt.
     """
 
     tokens: list[tuple[int, int]]
     ended: list[EndedSequence]
     held: HeldBlocks = HeldBlocks()
     execution_ms: float = 0.0
+    scores: list[tuple[int, list[TokenScores]]] = []
 
 
 class GpuletCloses(_Message, tag=7):

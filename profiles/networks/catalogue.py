@@ -8,7 +8,7 @@ model of one's own is named `package.module:factory`; the factory returns a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -102,11 +102,12 @@ class TextInput:
 @dataclass(frozen=True)
 class GenerationLimits:
     """What one sequence of a generative model may be: the most tokens of prompt and answer together, `why` no more, and
-    the number of tokens that the model knows."""
+    the number of tokens that the model knows. `refuses` are fields of requests that cannot be kept, and why."""
 
     longest: int
     vocabulary: int
     why: str
+    refuses: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

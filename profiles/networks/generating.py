@@ -11,15 +11,43 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+BYTES = "bytes"  # the tokenizer that needs no file
+
 
 class Sampling(NamedTuple):
-    """How the tokens of one sequence are chosen. With a `temperature` of 0 the likeliest one is; otherwise one is drawn
-    with the sequence's own `seed` among the likeliest that have `top_p` of the probability."""
+    """How the tokens of one sequence are chosen, and what is reported of them. With a `temperature` of 0 the likeliest
+    one is; otherwise one is drawn with the sequence's own `seed` among the likeliest that have `top_p` of the
+    probability.
+
+    `logit_bias` is added to the scores of these tokens. With `schema` the text is JSON that keeps this JSON schema;
+    "" is any text. The end-of-text token cannot come before there are `min_tokens`, and with `ignores_end` it is a
+    token as any other. With `logprobs` the log probability of each token is reported, and those of so many of the
+    likeliest; with `prompt_logprobs` also those of the prompt's tokens.
+    """
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    min_tokens: int = 0
+    ignores_end: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    schema: str = ""
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether only the first four fields are asked for."""
+        return self == Sampling(*self[:4])
+
+
+class TokenScores(NamedTuple):
+    """What the model thought of a token: its log probability, before anything of `Sampling` changed it, and the
+    `likeliest` tokens at its place with theirs, the likeliest first."""
+
+    logprob: float
+    likeliest: list[tuple[int, float]]
 
 
 class Ending(StrEnum):
@@ -31,11 +59,18 @@ class Ending(StrEnum):
 
 @dataclass(slots=True)
 class StepRan:
-    """A step that ran: at most one new token by sequence, and the sequences that ended with it."""
+    """A step that ran: at most one new token by sequence, and the sequences that ended with it.
+
+    `scores` are those of the new tokens, for sequences that ask for them; before those of the first token are those of
+    the prompt, from its second token on. `failed` are sequences that cannot go on, though the step ran, and why; they
+    are forgotten.
+    """
 
     execution_ms: float
     tokens: dict[int, int] = field(default_factory=dict)
     ended: dict[int, Ending] = field(default_factory=dict)
+    scores: dict[int, list[TokenScores]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 class Generator(Protocol):
@@ -47,6 +82,7 @@ class Generator(Protocol):
 
     block_tokens: int
     blocks: int  # all that there are
+    refuses: dict[str, str]  # fields of requests that cannot be kept, by OpenAI's names, and why, as a sentence's end
 
     @property
     def free_blocks(self) -> int:
@@ -55,7 +91,11 @@ class Generator(Protocol):
     def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling, made: Sequence[int] = ()) -> None:
         """Take a sequence with a number that no open one has. Its prompt has at least one token; none of it runs
         yet. `made` are tokens that it has from elsewhere: steps run them with its prompt, and `max_tokens` counts
-        them. What is made of it then is what would have been made there."""
+        them. What is made of it then is what would have been made there.
+
+        Raises:
+            ValueError: it asks for what this generator `refuses`.
+        """
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
         """Run one step over these sequences, with so many tokens of each: those of its prompt that have not run, or

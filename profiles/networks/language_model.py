@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ import numpy as np
 import torch
 import transformers
 
-from tenuto.errors import EnvironmentFaultError, first_line, refused
-from tenuto.profiles.networks.generating import Ending, Sampling, StepRan
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, first_line, is_lack_of_memory, refused
+from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, TokenScores
+from tenuto.profiles.networks.grammars import GrammarError, Grammars
 from tenuto.profiles.networks.places import check_path
+from tenuto.profiles.networks.shaping import Shaping, scores_of
 from tenuto.profiles.networks.text_networks import load_complete, prepare_transformers
 
 _CHECKED = ("5.23",)  # releases of transformers whose private calls are those used below
+_NO_SCORES = "there was not enough memory for the log probabilities of its prompt"
 _RANDOM = "transformers/"  # sources of random weights: `transformers/llama`
 
 
@@ -79,17 +82,28 @@ def _from_folder(folder: Path, config: Mapping[str, Any]) -> Any:
 
 @dataclass(slots=True)
 class _Sequence:
-    """An open sequence, with the tokens that it has."""
+    """An open sequence, with the tokens that it has. `shaping` is what it asks beside temperature and top_p."""
 
     prompt: list[int]
     sampling: Sampling
     tokens: list[int]
+    shaping: Shaping | None = None
+    prompt_scores: list[TokenScores] = field(default_factory=list)  # before it has a token
 
 
 class LanguageModel:
     """See `tenuto.profiles.networks.generating.Generator`."""
 
-    def __init__(self, network: Any, *, device: str, blocks: int, block_tokens: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        network: Any,
+        *,
+        device: str,
+        blocks: int,
+        block_tokens: int,
+        max_batch_tokens: int,
+        tokenizer: str | None = None,
+    ) -> None:
         """Take what `load_language_model` returned, and reserve the memory of all blocks.
 
         Args:
@@ -98,6 +112,7 @@ class LanguageModel:
             blocks: how many there are.
             block_tokens: tokens of one of them.
             max_batch_tokens: the most tokens of one step.
+            tokenizer: of the texts that keep a schema; see `Grammars`.
 
         Raises:
             EnvironmentFaultError: this transformers is another release than the ones it was tried with.
@@ -140,7 +155,20 @@ class LanguageModel:
         )
         self._runner = batches.model_runner
         self._runner._sample = self._sample
+        self._runner.supports_logits_to_keep(network)  # is kept, so that a function can stand for the network
         self._open: dict[int, _Sequence] = {}
+        self._ran = StepRan(0.0)  # what the present step brings
+        self._scoring: set[int] = set()  # sequences whose prompts are to be scored
+        self.refuses: dict[str, str] = {}
+        self._grammars: Grammars | None = None
+        if tokenizer is None:
+            self.refuses["response_format"] = "needs a tokenizer, and the model has none. Give it `options.tokenizer`"
+        else:
+            try:
+                vocabulary = int(network.config.get_text_config().vocab_size)
+                self._grammars = Grammars(tokenizer, vocabulary, self._ends)
+            except (EnvironmentFaultError, InvalidInputError) as error:
+                self.refuses["response_format"] = f"cannot be kept: {first_line(error)}"
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -162,52 +190,73 @@ class LanguageModel:
 
     def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling, made: Sequence[int] = ()) -> None:
         """Take a sequence."""
-        self._open[sequence] = _Sequence(list(prompt), sampling, list(made))
+        shaping = None if sampling.is_plain else self._shaping(sampling, made)
+        self._open[sequence] = _Sequence(list(prompt), sampling, list(made), shaping)
+        if sampling.prompt_logprobs and not made:
+            self._scoring.add(sequence)
         self._turns.add(sequence, [*prompt, *made])
+
+    def _shaping(self, sampling: Sampling, made: Sequence[int]) -> Shaping:
+        if not sampling.schema:
+            return Shaping(sampling, self._ends, None)
+        if self._grammars is None:
+            raise ValueError(self.refuses["response_format"])
+        return Shaping(sampling, self._ends | self._grammars.ends, self._grammars.begin(sampling.schema, made))
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
         """Run one step."""
         begun_s = time.perf_counter()
         self._turns.chunks = chunks
-        batches = self._batches
+        batches, self._ran = self._batches, StepRan(0.0)
         if not batches.prepare_next_batch():
             raise ValueError("a step needs a sequence")
-        batches._generation_step(self.network)
+        batches._generation_step(self._scored if self._scoring else self.network)
         made = {
             int(each.state.request_id): each.state
             for each in batches.inputs_and_outputs.requests_in_batch
             if each.has_new_token
         }
         batches.update_batch()
-        ran = StepRan(0.0)
+        ran = self._ran
         for sequence, state in made.items():
             token, each = state.generated_tokens[-1], self._open[sequence]
-            if token in self._ends:
-                ran.ended[sequence] = Ending.STOP
+            if sequence in ran.failed:
                 continue
-            ran.tokens[sequence] = token
-            each.tokens.append(token)
-            if len(each.tokens) >= each.sampling.max_tokens:
-                ran.ended[sequence] = Ending.LENGTH
-        for sequence in ran.ended:
+            if token in (self._ends if each.shaping is None else each.shaping.ends):
+                ran.ended[sequence] = Ending.STOP
+            else:
+                ran.tokens[sequence] = token
+                each.tokens.append(token)
+                if len(each.tokens) >= each.sampling.max_tokens:
+                    ran.ended[sequence] = Ending.LENGTH
+                if each.shaping is not None:
+                    self._came(sequence, each.shaping, token)
+        for sequence in [*ran.ended, *ran.failed]:
             self.cancel(sequence)
         ran.execution_ms = (time.perf_counter() - begun_s) * 1000.0
         return ran
 
     def cancel(self, sequence: int) -> None:
         """Forget a sequence, and free its blocks at once."""
-        if self._open.pop(sequence, None) is not None:
+        each = self._open.pop(sequence, None)
+        if each is not None:
             self._turns.finish_request(str(sequence))
+            self._scoring.discard(sequence)
+            if each.shaping is not None and each.shaping.grammar is not None:
+                each.shaping.grammar.cancel()
 
     def preempt(self, sequence: int) -> None:
         """Free a sequence's blocks at once; it stays open."""
         each = self._open[sequence]
+        each.prompt_scores.clear()
         self._turns.finish_request(str(sequence))
         self._turns.add(sequence, [*each.prompt, *each.tokens])
 
     def close(self) -> None:
         """Release the model and all memory."""
         self._open.clear()
+        if self._grammars is not None:
+            self._grammars.close()
         del self._batches, self._runner, self._turns, self.network
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
@@ -216,10 +265,75 @@ class LanguageModel:
         tokens = torch.argmax(rows, dim=-1)
         making = [each for each in self._batches.inputs_and_outputs.requests_in_batch if each.has_new_token]
         for row, each in enumerate(making):
-            sequence = self._open[int(each.state.request_id)]
-            if sequence.sampling.temperature > 0.0:
+            number = int(each.state.request_id)
+            sequence = self._open[number]
+            if sequence.shaping is not None:
+                tokens[row] = self._shaped(number, sequence, sequence.shaping, rows[row])
+            elif sequence.sampling.temperature > 0.0:
                 tokens[row] = _drawn(rows[row].cpu(), sequence.sampling, len(sequence.tokens))
         output_ids[0, : len(tokens)].copy_(tokens)
+
+    def _shaped(self, number: int, sequence: _Sequence, shaping: Shaping, scores: torch.Tensor) -> int:
+        """Choose the next token of a sequence that asks for more than temperature and top_p, and score it."""
+        sampling, place = sequence.sampling, len(sequence.tokens)
+        if number in self._ran.failed:
+            return 0
+        try:
+            shaped = shaping.shaped(scores.cpu(), place)
+        except GrammarError as error:
+            self._ran.failed[number] = str(error)
+            return 0
+        token = _drawn(shaped, sampling, place) if sampling.temperature > 0.0 else int(shaped.argmax())
+        if sampling.logprobs is not None:
+            own = [] if token in shaping.ends else scores_of(scores[None], [token], sampling.logprobs)
+            self._ran.scores[number] = sequence.prompt_scores + own
+            sequence.prompt_scores = []
+            self._scoring.discard(number)
+        return token
+
+    def _came(self, number: int, shaping: Shaping, token: int) -> None:
+        """Go on by a sequence's schema, behind a token that is not its end."""
+        if shaping.grammar is None:
+            return
+        try:
+            shaping.grammar.take(token)
+        except GrammarError as error:
+            self._ran.failed[number] = str(error)
+            self._ran.ended.pop(number, None)
+        if shaping.grammar.is_complete:
+            self._ran.ended[number] = Ending.STOP
+
+    def _scored(self, **batch: Any) -> Any:
+        """Run the network in its own place, and also for the scores of prompts."""
+        at, rows, wanted = 0, list[int](), list[tuple[int, _Sequence, list[int]]]()
+        for each in self._batches.inputs_and_outputs.requests_in_batch:
+            number = int(each.state.request_id)
+            sequence = self._open[number]
+            first = len(sequence.prompt_scores) + 1
+            count = min(each.query_length, len(sequence.prompt) - first)
+            if number in self._scoring and count > 0:
+                rows += range(at, at + count)
+                wanted.append((number, sequence, sequence.prompt[first : first + count]))
+            at += each.query_length
+        keep = batch.get("logits_to_keep")
+        positions = torch.tensor(rows, device=batch["input_ids"].device)
+        try:
+            if keep is None:
+                out = self.network(**batch)
+                scores = out.logits[0, positions]
+            else:
+                out = self.network(**batch | {"logits_to_keep": torch.cat([keep, positions.to(keep.dtype)])})
+                scores, out.logits = out.logits[0, len(keep) :], out.logits[:, : len(keep)]
+            for _, sequence, tokens in wanted:
+                mine, scores = scores[: len(tokens)], scores[len(tokens) :]
+                sequence.prompt_scores += scores_of(mine, tokens, sequence.sampling.logprobs or 0)
+        except Exception as error:
+            if not is_lack_of_memory(error):
+                raise
+            # What the network has written it writes again: the others of the step need not know.
+            self._ran.failed.update({number: _NO_SCORES for number, *_ in wanted})
+            return self.network(**batch)
+        return out
 
 
 def _drawn(scores: torch.Tensor, sampling: Sampling, place: int) -> int:

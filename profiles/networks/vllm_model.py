@@ -15,13 +15,21 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from tenuto.errors import EnvironmentFaultError, first_line
-from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, blocks_of, longest_sequence
+from tenuto.profiles.networks.generating import (
+    BYTES,
+    Ending,
+    Sampling,
+    StepRan,
+    TokenScores,
+    blocks_of,
+    longest_sequence,
+)
 from tenuto.profiles.networks.text_networks import prepare_transformers
 
 # vLLM reads this when it makes an engine: without it the engine has a process of its own.
@@ -32,8 +40,9 @@ try:
     import vllm
 
     prepare_transformers()
-    from transformers import AutoConfig, GenerationConfig
-    from vllm.sampling_params import RequestOutputKind
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from vllm.config import StructuredOutputsConfig
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 except ImportError as error:
     raise EnvironmentFaultError(
         f"the runtime 'vllm' needs {error.name}, which is not installed. Make an environment of its own for it with "
@@ -59,6 +68,7 @@ class _Sequence:
     named: str = ""
     run: int = 0
     early: deque[int] = field(default_factory=deque)
+    scores: deque[TokenScores] = field(default_factory=deque)  # of the early tokens; before the first, of the prompt
     ending: Ending | None = None
 
     @property
@@ -81,6 +91,7 @@ class VllmModel:
         longest: int | None = None,
         dtype: str = "auto",
         seed: int = 0,
+        tokenizer: str | None = None,
     ) -> None:
         """Load a model, and reserve the memory of all blocks.
 
@@ -93,6 +104,7 @@ class VllmModel:
             longest: the most tokens of a sequence, if that is less than the model's positions.
             dtype: of weights, keys and values: `float32`, `float16`, `bfloat16`, or `auto` for that of the weights.
             seed: of draws without a seed of their own.
+            tokenizer: of the texts that keep a schema: a folder, or a file in one.
 
         Raises:
             EnvironmentFaultError: vLLM does not take the model, or makes fewer blocks.
@@ -102,12 +114,16 @@ class VllmModel:
         self._ends = _end_tokens(folder, self.config)
         kept_as: torch.dtype = (self.config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
         size = _bytes_per_token(self.config, kept_as)
+        tokenizer, self.refuses = _tokenizer(tokenizer)
         positions = (longest, longest_sequence(self.config), blocks * block_tokens)
         try:
             self._engine = vllm.LLMEngine.from_engine_args(
                 vllm.EngineArgs(
                     model=folder,
-                    skip_tokenizer_init=True,  # texts are made and read by the gateways
+                    tokenizer=tokenizer,
+                    skip_tokenizer_init=tokenizer is None,  # it is for schemas: gateways make and read the texts
+                    # What gateways check schemas with; vLLM's own choice depends on the schema.
+                    structured_outputs_config=StructuredOutputsConfig(backend="guidance"),
                     dtype=str(kept_as).removeprefix("torch."),
                     seed=seed,
                     kv_cache_memory_bytes=(blocks + _SPARE_BLOCKS) * block_tokens * size,
@@ -137,56 +153,75 @@ class VllmModel:
 
     def add(self, sequence: int, prompt: Sequence[int], sampling: Sampling, made: Sequence[int] = ()) -> None:
         """Take a sequence."""
+        if sampling.schema and "response_format" in self.refuses:
+            raise ValueError(self.refuses["response_format"])
         self._open[sequence] = _Sequence(list(prompt), sampling, list(made))
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
         """Run steps until each sequence that has read its prompt has its next token; mostly that is one step."""
         begun_s = time.perf_counter()
-        asked = []
+        ran, asked = StepRan(0.0), []
         for sequence, tokens in chunks:
             each = self._open[sequence]
             each.run += tokens
-            if not each.named:
-                self._hand_over(each)
+            try:
+                if not each.named:
+                    self._hand_over(each)
+            except ValueError as error:  # what is asked of this one
+                ran.failed[sequence] = first_line(error)
+                continue
             if each.is_read:
                 asked.append(sequence)
         waits = [self._open[sequence] for sequence in asked]
-        is_first = True
+        is_first = len(ran.failed) < len(chunks)
         while (is_first and not asked) or any(not each.early and each.ending is None for each in waits):
             if not self._engine.has_unfinished_requests():
                 raise RuntimeError("vLLM has ended a sequence without a word")
             for output in self._engine.step():
                 self._came(output)
             is_first = False
-        ran = StepRan(0.0)
         for sequence, each in zip(asked, waits, strict=True):
             if each.early:
                 ran.tokens[sequence] = each.early.popleft()
                 each.tokens.append(ran.tokens[sequence])
+            if each.scores:
+                ran.scores[sequence] = [each.scores.popleft() for _ in range(len(each.scores) - len(each.early))]
             # The token that ends a text is none of its tokens: its step brings the end alone.
             is_last = each.ending is Ending.LENGTH or sequence not in ran.tokens
             if not each.early and each.ending is not None and is_last:
                 ran.ended[sequence] = each.ending
-        for sequence in ran.ended:
+        for sequence in [*ran.ended, *ran.failed]:
             self.cancel(sequence)
         ran.execution_ms = (time.perf_counter() - begun_s) * 1000.0
         return ran
 
     def _hand_over(self, each: _Sequence) -> None:
-        """Let vLLM go on behind the tokens that a sequence has."""
-        each.named = str(next(self._names))
-        self._by_name[each.named] = each
-        sampling = each.sampling
+        """Let vLLM go on behind the tokens that a sequence has.
+
+        Raises:
+            ValueError: vLLM cannot keep what is asked.
+        """
+        sampling, made = each.sampling, len(each.tokens)
+        if sampling.schema and made:
+            raise ValueError("vLLM cannot go on amid a text that keeps a schema")
         params = vllm.SamplingParams(
-            max_tokens=sampling.max_tokens - len(each.tokens),
+            max_tokens=sampling.max_tokens - made,
+            min_tokens=max(0, sampling.min_tokens - made),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             seed=sampling.seed % 2**63,  # -1 is none to vLLM
-            stop_token_ids=sorted(self._ends),
+            stop_token_ids=[] if sampling.ignores_end else sorted(self._ends),
+            ignore_eos=sampling.ignores_end,
+            logit_bias=dict(sampling.logit_bias) or None,
+            logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.logprobs if sampling.prompt_logprobs and not made else None,
+            structured_outputs=StructuredOutputsParams(json=sampling.schema) if sampling.schema else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        self._engine.add_request(each.named, {"prompt_token_ids": [*each.prompt, *each.tokens]}, params)
+        name = str(next(self._names))
+        self._engine.add_request(name, {"prompt_token_ids": [*each.prompt, *each.tokens]}, params)
+        each.named, self._by_name[name] = name, each
 
     def _came(self, output: Any) -> None:
         """Keep what vLLM made."""
@@ -197,9 +232,16 @@ class VllmModel:
         tokens = list(part.token_ids)
         if output.finished:
             each.ending = Ending.STOP if part.finish_reason == "stop" else Ending.LENGTH
-            if tokens and tokens[-1] in self._ends:
+            if tokens and each.ending is Ending.STOP and tokens[-1] in self._ends:
                 tokens.pop()
         each.early += tokens
+        likeliest = each.sampling.logprobs
+        if likeliest is not None:
+            for token, told in zip(each.prompt, output.prompt_logprobs or (), strict=False):
+                if told is not None:  # nothing comes before the first
+                    each.scores.append(_scores(token, told, likeliest))
+            for token, told in zip(tokens, part.logprobs or (), strict=False):
+                each.scores.append(_scores(token, told, likeliest))
 
     def cancel(self, sequence: int) -> None:
         """Forget a sequence; vLLM frees its blocks before its next step."""
@@ -213,6 +255,7 @@ class VllmModel:
         self._take_back(each)
         each.named, each.run, each.ending = "", 0, None
         each.early.clear()
+        each.scores.clear()
 
     def _take_back(self, each: _Sequence) -> None:
         if self._by_name.pop(each.named, None) is not None and each.ending is None:
@@ -223,6 +266,25 @@ class VllmModel:
         self._open.clear()
         self._by_name.clear()
         del self._engine
+
+
+def _scores(token: int, told: Mapping[int, Any], likeliest: int) -> TokenScores:
+    """Return what vLLM tells of a token and of the likeliest ones at its place."""
+    first = sorted(told.items(), key=lambda item: item[1].logprob, reverse=True)[:likeliest]
+    return TokenScores(told[token].logprob, [(name, each.logprob) for name, each in first])
+
+
+def _tokenizer(place: str | None) -> tuple[str | None, dict[str, str]]:
+    """Return the folder of a tokenizer that vLLM can keep schemas with, or what cannot be kept without one."""
+    why = "needs a tokenizer in the model's folder of weights, or in `options.tokenizer`"
+    if place not in (None, BYTES):
+        folder = str(place if os.path.isdir(place) else os.path.dirname(place))
+        try:
+            if AutoTokenizer.from_pretrained(folder, local_files_only=True).is_fast:
+                return folder, {}
+        except (OSError, ValueError) as error:
+            why = f"needs a tokenizer that transformers can read ({first_line(error)})"
+    return None, {"response_format": why}
 
 
 def _bytes_per_token(config: Any, kept_as: torch.dtype) -> int:

@@ -1,7 +1,7 @@
 """vLLM as far as it is used: an engine in this process that decides by itself what a step holds, with the names and
 arguments of its release 0.33.0. Its tokens follow the prompt: each is the sum of all before it, modulo the vocabulary.
 
-Installed as the modules `vllm` and `vllm.sampling_params` by `installed`.
+Installed as the modules `vllm`, `vllm.config` and `vllm.sampling_params` by `installed`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ class RequestOutputKind(enum.Enum):
 
 
 @dataclass
+class StructuredOutputsParams:
+    json: str
+
+
+@dataclass
+class StructuredOutputsConfig:
+    backend: str
+
+
+@dataclass
 class SamplingParams:
     max_tokens: int
     temperature: float
@@ -34,6 +44,19 @@ class SamplingParams:
     stop_token_ids: list[int]
     detokenize: bool
     output_kind: RequestOutputKind
+    min_tokens: int
+    ignore_eos: bool
+    logit_bias: dict[int, float] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    structured_outputs: StructuredOutputsParams | None
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
 
 
 @dataclass
@@ -51,6 +74,8 @@ class EngineArgs:
     max_model_len: int
     async_scheduling: bool
     disable_log_stats: bool
+    tokenizer: str | None
+    structured_outputs_config: StructuredOutputsConfig
 
 
 @dataclass
@@ -86,6 +111,8 @@ class FakeEngine:
         tokens = prompt["prompt_token_ids"]
         assert request_id not in self.open
         assert len(tokens) + params.max_tokens <= self.args.max_model_len
+        if params.structured_outputs is not None and "not" in params.structured_outputs.json:
+            raise ValueError("Unimplemented keys: not")
         self.open[request_id] = _Request(request_id, list(tokens), params, len(tokens))
         return f"{request_id}-internal"
 
@@ -114,6 +141,10 @@ class FakeEngine:
             if each.unread:
                 continue
             token = sum(each.tokens) % VOCABULARY
+            for other, bias in (each.params.logit_bias or {}).items():
+                token = other if bias >= 100.0 else token
+            if len(each.made) < each.params.min_tokens and token in each.params.stop_token_ids:
+                token = (token + 1) % VOCABULARY
             each.tokens.append(token)
             each.made.append(token)
             finish = None
@@ -123,9 +154,25 @@ class FakeEngine:
                 finish = "length"
             if finish is not None:
                 del self.open[each.name]
-            part = SimpleNamespace(token_ids=[token], finish_reason=finish)
-            outputs.append(SimpleNamespace(request_id=each.name, outputs=[part], finished=finish is not None))
+            wants = each.params.logprobs, each.params.prompt_logprobs
+            told = None if wants[0] is None else [told_of(token, wants[0])]
+            part = SimpleNamespace(token_ids=[token], finish_reason=finish, logprobs=told)
+            prompt = None
+            if wants[1] is not None:
+                read = each.tokens[: -len(each.made)]
+                # With the first token alone, as it tells differences.
+                prompt = [None, *(told_of(one, wants[1]) for one in read[1:])] if len(each.made) == 1 else []
+            ended = finish is not None
+            outputs.append(
+                SimpleNamespace(request_id=each.name, outputs=[part], finished=ended, prompt_logprobs=prompt)
+            )
         return outputs
+
+
+def told_of(token: int, likeliest: int) -> dict[int, Logprob]:
+    """Return what it tells of a token: the token itself first, and then those that are as likely as they are low."""
+    first = {other: Logprob(-0.1 * (other + 1), other + 1) for other in range(likeliest)}
+    return {token: Logprob(-0.1 * (token + 1), token + 1)} | first
 
 
 def written(prompt: list[int], most: int, ends: tuple[int, ...] = ()) -> list[int]:
@@ -142,9 +189,11 @@ def written(prompt: list[int], most: int, ends: tuple[int, ...] = ()) -> list[in
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `import vllm` find this."""
-    module, sampling = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    module, sampling, config = (ModuleType(f"vllm{below}") for below in ("", ".sampling_params", ".config"))
     module.__dict__.update(LLMEngine=FakeEngine, EngineArgs=EngineArgs, SamplingParams=SamplingParams)
-    sampling.__dict__.update(RequestOutputKind=RequestOutputKind)
+    sampling.__dict__.update(RequestOutputKind=RequestOutputKind, StructuredOutputsParams=StructuredOutputsParams)
+    config.__dict__.update(StructuredOutputsConfig=StructuredOutputsConfig)
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", sampling)
     monkeypatch.delitem(sys.modules, "tenuto.profiles.networks.vllm_model", raising=False)

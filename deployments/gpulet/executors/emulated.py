@@ -72,8 +72,8 @@ class EmulatedExecutor:
             cost, slowdown = self._costs[program.name]
             return self._factor(program.name) * slowdown * cost.ms(prompt_tokens, sequences, context_tokens, pairs)
 
-        self._generators[program.name] = EmulatedGenerator(generates.blocks, generates.block_tokens, step_ms)
-        limits = generates.limits(None, _ANY_TOKEN)
+        made = self._generators[program.name] = EmulatedGenerator(generates.blocks, generates.block_tokens, step_ms)
+        limits = generates.limits(None, _ANY_TOKEN, made.refuses)
         signature = ModelSignature("tensor", (), (), platform="emulated", generates=limits)
         self._loaded[program.name] = _Emulated([], (0.0, 0.0), {program.name: signature})
 

@@ -17,6 +17,7 @@ from tenuto.profiles.generation import pairs_of
 from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, blocks_of
 
 _FIRST_LETTER, _LETTERS = 97, 26  # format: a to z in ASCII
+_MADE_UP = "cannot be kept on an emulated GPU, which makes up its tokens. Leave it out"
 _MOST_BETWEEN_S = 0.005  # limit: between two steps; more is no part of a step, such as a pause of the machine
 
 
@@ -46,6 +47,8 @@ class EmulatedGenerator:
                 its attention pairs; see `tenuto.profiles.generation.StepCost`.
         """
         self.blocks, self.block_tokens = blocks, block_tokens
+        # Its texts never end by themselves, so that `min_tokens` and `ignore_eos` are kept anyway.
+        self.refuses = dict.fromkeys(("logprobs", "logit_bias", "response_format"), _MADE_UP)
         self._step_ms = step_ms
         self._open: dict[int, _Sequence] = {}
         self._held = 0

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, ProgramEntry
@@ -97,7 +98,8 @@ class TorchExecutor:
         build = self._by_vllm if runtime == "vllm" else self._by_transformers
         with naming(member.name):
             made, config = build(member, parsed.checked_build(origin), dtype, generates)
-        limits = generates.limits(longest_sequence(config), int(config.get_text_config().vocab_size))
+        vocabulary = int(config.get_text_config().vocab_size)
+        limits = generates.limits(longest_sequence(config), vocabulary, made.refuses)
         made.add(0, [0], Sampling(2))
         for _ in range(2):
             made.step([(0, 1)])
@@ -120,6 +122,7 @@ class TorchExecutor:
             blocks=generates.blocks,
             block_tokens=generates.block_tokens,
             max_batch_tokens=generates.max_batch_tokens,
+            tokenizer=_tokenizer(options, member.weights_path or member.source),
         )
         return made, network.config
 
@@ -143,6 +146,7 @@ class TorchExecutor:
             longest=generates.longest_context,
             dtype=dtype,
             seed=options.seed,
+            tokenizer=_tokenizer(options, folder),
         )
         return made, made.config
 
@@ -236,3 +240,10 @@ def _other_weights(built_mib: float, profiled_mib: float | None) -> list[str]:
     built, profiled = (f"{mib:,.1f}" if mib >= 10.0 else f"{mib:.4g}" for mib in (built_mib, profiled_mib))
     told = f"its weights are {built} MiB, those of its profile {profiled} MiB"
     return [f"{told}: another network was measured, and what the plan expects need not hold; profile it again"]
+
+
+def _tokenizer(options: BuildOptions, weights: str | None) -> str | None:
+    """Return where the tokenizer of a model that generates is: as its options say, or beside its weights."""
+    if options.tokenizer is not None:
+        return options.tokenizer
+    return weights if weights is not None and (Path(weights) / "tokenizer.json").exists() else None

@@ -742,3 +742,181 @@ async def test_a_client_that_leaves_ends_all_choices(bench: Bench, is_streamed: 
     writer.transport.abort()
     await until(lambda: generator.free_blocks == BLOCKS)
     assert (await bench.status())["models"]["slow"]["cancelled"] == 4
+
+
+@pytest.fixture
+def directly() -> Any:
+    """What the model itself gives as log probabilities after each of some tokens."""
+    import torch
+
+    from tenuto.profiles.networks.language_model import load_language_model
+
+    network = load_language_model("transformers/llama", seed=3, config=TINY)
+
+    def logprobs(tokens: list[int]) -> Any:
+        with torch.no_grad():
+            return torch.log_softmax(network(torch.tensor([tokens])).logits[0].float(), dim=-1)
+
+    return logprobs
+
+
+async def test_log_probabilities_are_the_models_own_whole_and_streamed(
+    openai: Any, directly: Any, bench: Bench
+) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "real", "prompt": PROMPT, "max_tokens": 8, "seed": 4, "logprobs": 3, "echo": True}
+    whole = (await client.completions.create(**asked)).choices[0]
+    told, prompt = whole.logprobs, list(PROMPT.encode())
+    assert whole.text.startswith(PROMPT)
+    assert (told.token_logprobs[0], told.top_logprobs[0], len(told.tokens)) == (None, None, len(PROMPT) + 8)
+    assert "".join(told.tokens[: len(PROMPT)]) == PROMPT
+    assert told.text_offset[: len(PROMPT) + 1] == list(range(len(PROMPT) + 1))
+    own = directly(prompt)
+    expected = [float(own[place][token]) for place, token in enumerate(prompt[1:])]
+    assert told.token_logprobs[1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
+    for place, top in enumerate(told.top_logprobs[1 : len(prompt) + 1]):
+        assert max(top.values()) == pytest.approx(float(own[place].max()), abs=1e-4)
+        assert told.token_logprobs[place + 1] in top.values()
+    stream = [part.choices[0] async for part in await client.completions.create(**asked, stream=True)]
+    parts = [choice.logprobs for choice in stream if choice.logprobs]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [each for part in parts for each in getattr(part, name)] == getattr(told, name)
+    assert "".join(choice.text for choice in stream) == whole.text
+    alone = (await client.completions.create(**asked | {"max_tokens": 0})).choices[0]
+    assert (alone.text, alone.finish_reason) == (PROMPT, "length")
+    assert alone.logprobs.token_logprobs == told.token_logprobs[: len(PROMPT)]
+    chat = {"model": "real", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 4, "n": 2}
+    said = (await client.chat.completions.create(**chat, logprobs=True, top_logprobs=2)).choices
+    heard: list[list[Any]] = [[], []]
+    async for part in await client.chat.completions.create(**chat, logprobs=True, top_logprobs=2, stream=True):
+        heard[part.choices[0].index] += part.choices[0].logprobs.content if part.choices[0].logprobs else []
+    assert heard == [choice.logprobs.content for choice in said]
+    for choice in said:
+        text = b"".join(bytes(each.bytes) for each in choice.logprobs.content).decode(errors="replace")
+        assert (text, len(choice.logprobs.content)) == (choice.message.content, 6)
+        assert all(each.top_logprobs[0].logprob >= each.top_logprobs[1].logprob for each in choice.logprobs.content)
+    plain = (await client.chat.completions.create(**chat)).choices
+    assert [choice.message.content for choice in plain] == [choice.message.content for choice in said]
+    assert plain[0].logprobs is None
+    await client.close()
+
+
+async def test_a_bias_and_the_fewest_tokens_are_kept(openai: Any, bench: Bench) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "real", "prompt": PROMPT, "max_tokens": 6}
+    forced = await client.completions.create(**asked, logit_bias={"97": 100})
+    assert forced.choices[0].text == "aaaaaa"
+    free = (await client.completions.create(**asked, temperature=0)).choices[0].text
+    other = await client.completions.create(**asked, temperature=0, logit_bias={str(byte): -100 for byte in range(128)})
+    assert not set(free) & set(other.choices[0].text) & {chr(byte) for byte in range(128)}
+    stop = {"logit_bias": {"97": 100}, "stop": "aa"}
+    for fewest, text in ((0, ""), (1, ""), (2, "a"), (4, "aaa")):
+        found = await client.completions.create(**asked, **stop, extra_body={"min_tokens": fewest})
+        assert (found.choices[0].text, found.choices[0].finish_reason) == (text, "stop"), fewest
+    for ignored in (False, True):  # inference-perf says it, whatever it is
+        answer = await client.completions.create(**asked, extra_body={"ignore_eos": ignored, "min_tokens": 6})
+        assert answer.usage.completion_tokens == 6
+        emulated = await client.completions.create(
+            model="slow", prompt="x", max_tokens=5, extra_body={"ignore_eos": ignored, "min_tokens": 5}
+        )
+        assert emulated.usage.completion_tokens == 5
+    await client.close()
+
+
+async def test_an_emulated_gpu_makes_up_no_probabilities(openai: Any, bench: Bench) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    refused: tuple[dict[str, Any], ...] = (
+        {"logprobs": 1},
+        {"logit_bias": {"97": 1}},
+        {"extra_body": {"response_format": {"type": "json_object"}}},
+    )
+    for more in refused:
+        with pytest.raises(openai.BadRequestError, match="makes up its tokens"):
+            await client.completions.create(model="slow", prompt="x", max_tokens=3, **more)
+    echoed = await client.completions.create(model="slow", prompt=["x", "y"], max_tokens=3, n=2, echo=True)
+    texts = [choice.text for choice in echoed.choices]
+    assert [text[0] for text in texts] == ["x", "x", "y", "y"]
+    parts = [""] * 4
+    stream = await client.completions.create(model="slow", prompt=["x", "y"], max_tokens=3, n=2, echo=True, stream=True)
+    async for chunk in stream:
+        parts[chunk.choices[0].index] += chunk.choices[0].text
+    assert parts == texts
+    mute = (await bench.post("/v1/completions", model="mute", prompt=[5, 6], max_tokens=3, echo=True)).json()
+    assert (mute["choices"][0]["token_ids"][:2], len(mute["choices"][0]["token_ids"])) == ([5, 6], 5)
+    await client.close()
+
+
+SHOP = {
+    "type": "object",
+    "properties": {"open": {"type": "boolean"}, "seats": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["open", "seats"],
+    "additionalProperties": False,
+}
+
+
+async def test_an_answer_keeps_its_schema(openai: Any, bench: Bench) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    pytest.importorskip("llguidance")
+    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "Is it open?"}]
+    blanks = {str(blank): -100 for blank in b" \t\r\n"}  # of which a model that nobody trained writes many
+    asked: dict[str, Any] = {"model": "real", "messages": messages, "max_tokens": 200, "logit_bias": blanks}
+
+    def by(schema: Any) -> dict[str, Any]:
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "shop", "schema": schema}}}
+
+    answers = await client.chat.completions.create(**asked, **by(SHOP), n=4, temperature=2)
+    for choice in answers.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), SHOP)
+    stream = await client.chat.completions.create(**asked, **by(SHOP), stream=True, logprobs=True)
+    told = [part.choices[0] async for part in stream]
+    jsonschema.validate(json.loads("".join(each.delta.content or "" for each in told)), SHOP)
+    cut = await client.chat.completions.create(**asked | {"max_tokens": 4}, **by(SHOP))
+    assert (cut.choices[0].finish_reason, len(cut.choices[0].message.content)) == ("length", 4)
+    anything = await client.chat.completions.create(
+        **asked | {"max_tokens": 20}, response_format={"type": "json_object"}
+    )
+    assert anything.choices[0].message.content.startswith("{")
+    for schema, says in (
+        ({"not": {}}, "not"),
+        ({"type": "strin"}, "strin"),
+        ({"enum": []}, "cannot be kept"),
+        ({"type": "integer", "multipleOf": 100_000_007}, "more than 1 s"),  # it would take an hour
+    ):
+        with pytest.raises(openai.BadRequestError, match=says) as caught:
+            await client.chat.completions.create(**asked, **by(schema))
+        assert caught.value.param == "response_format"
+    await client.chat.completions.create(**asked, **by(SHOP))
+    await client.close()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_one_choice_that_fails_ends_its_request_and_the_other_choices(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    generator = bench.generator("b", "slow")
+    step = generator.step
+
+    def failing(chunks: Any) -> Any:
+        """Fail the sequence that came second, when it decodes beside the others."""
+        ran = step(chunks)
+        if len(ran.tokens) > 1:
+            number = sorted(ran.tokens)[1]
+            ran.failed[number] = "it is Sunday"
+        return ran
+
+    monkeypatch.setattr(generator, "step", failing)
+    asked = {"model": "slow", "prompt": ["x", "y", "z"], "max_tokens": 100, "stream": is_streamed}
+    answer = await bench.post("/v1/completions", **asked)
+    if is_streamed:
+        *_, last, done = [line for line in answer.text.split("\n\n") if line]
+        assert (answer.status_code, done) == (200, "data: [DONE]")
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        error = answer.json()["error"]
+        assert answer.status_code == 500
+    assert "it is Sunday" in error["message"]
+    await until(lambda: generator.free_blocks == BLOCKS)
+    model = (await bench.status())["models"]["slow"]
+    assert (model["failed"], model["cancelled"], model["ok"]) == (1, 2, 0)

@@ -16,10 +16,12 @@ import pytest
 from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.grpc_messages import AskedMessage, InferReader, InferRequest
 from tenuto.deployments.entry.openai import (
+    AskedChoice,
     ChatBody,
     CompletionBody,
     GenerateBody,
     Piece,
+    ScoredToken,
     TextPart,
     Usage,
     Wanted,
@@ -29,7 +31,7 @@ from tenuto.deployments.entry.openai import (
 )
 from tenuto.deployments.entry.texts import ByteTokenizer, Tokenizer
 from tenuto.profiles.networks.catalogue import GenerationLimits
-from tenuto.profiles.networks.generating import Sampling
+from tenuto.profiles.networks.generating import Sampling, TokenScores
 
 LIMITS = GenerationLimits(40, 256, "the model's positions")
 BYTES = ByteTokenizer()
@@ -51,7 +53,7 @@ def refused(kind: Any, document: Any, tokenizer: Tokenizer | None = BYTES) -> Ht
 
 def test_a_completion_has_openais_defaults() -> None:
     found = asked(CompletionBody, PLAIN)
-    assert found.choices == [([104, 105], Sampling(16, 1.0, 1.0, 77))]
+    assert found.choices == [AskedChoice([104, 105], Sampling(16, 1.0, 1.0, 77))]
     assert (found.stops, found.is_streamed) == ((), False)
 
 
@@ -96,7 +98,7 @@ def test_every_field_of_openais_own_may_be_null_or_as_if_it_were_missing() -> No
 
 def test_a_chat_takes_what_room_there_is() -> None:
     found = asked(ChatBody, CHAT)
-    ((prompt, sampling),) = found.choices
+    ((prompt, sampling, *_),) = found.choices
     assert bytes(prompt) == b"user: hi\nassistant: "
     assert sampling.max_tokens == 40 - len(prompt)
     parts = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
@@ -136,7 +138,6 @@ def test_tritons_clients_are_taken_as_they_ask() -> None:
         ({"temperature": 3}, "temperature", "<= 2.0"),
         ({"temperature": "hot"}, "temperature", "expected `float"),
         ({"top_p": 0}, "top_p", "> 0.0"),
-        ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"max_tokens": 39}, "max_tokens", "room for 38"),
         ({"n": 129}, "n", "<= 128"),
         ({"best_of": 4}, "best_of", "`n`, which is 1"),
@@ -144,9 +145,23 @@ def test_tritons_clients_are_taken_as_they_ask() -> None:
         ({"prompt": ["a", 1]}, "prompt", "mixes tokens and prompts"),
         ({"prompt": [1, "a"]}, "prompt", "mixes tokens and prompts"),
         ({"prompt": ["a", ""]}, "prompt[1]", "at least one"),
-        ({"logprobs": 0}, "logprobs", "can only be"),
+        ({"logprobs": 21}, "logprobs", "<= 20"),
+        ({"max_tokens": 0}, "max_tokens", "`echo` alone"),
+        ({"min_tokens": 17}, "min_tokens", "`max_tokens` is 16"),
+        ({"min_tokens": 3, "response_format": {"type": "json_object"}}, "min_tokens", "JSON ends where it ends"),
+        ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos", "JSON ends where it ends"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid value"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.name",
+            "missing",
+        ),
         ({"presence_penalty": 0.5}, "presence_penalty", "can only be"),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias", "only {}"),
+        ({"logit_bias": {"256": 1.0}}, "logit_bias", "0 to 255"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "<= 100"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": [1]}, "logit_bias", "token ids"),
         ({"stop": [""]}, "stop", "not empty"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"prompt": ""}, "prompt", "at least one"),
@@ -194,6 +209,8 @@ SAMPLING: dict[str, Any] = {
     "top_p": lambda value: is_number(value, 5e-324, 1),
     "seed": lambda value: is_whole(value, -(1 << 63), (1 << 63) - 1),
     "stop": lambda value: value in (None, "x", "1", "NaN", "\x00", "text", [], ["x"]),
+    "min_tokens": lambda value: is_whole(value, 0, 16),
+    "ignore_eos": none_or(False, True),
 }
 # The generate extension takes numbers as texts, and whole ones as 1.0.
 TRITONS_OWN = {
@@ -216,6 +233,8 @@ AS_TEXTS: dict[str, Any] = SAMPLING | {
     "temperature": lambda value: SAMPLING["temperature"](as_number(value)),
     "top_p": lambda value: SAMPLING["top_p"](as_number(value)),
     "seed": lambda value: SAMPLING["seed"](as_whole(value)),
+    "min_tokens": lambda value: SAMPLING["min_tokens"](as_whole(value)),
+    "ignore_eos": none_or(False, True, 0, 1, "1"),
 }
 ASKED: dict[str, Any] = SAMPLING | {
     "model": is_string,
@@ -225,6 +244,7 @@ ASKED: dict[str, Any] = SAMPLING | {
     "presence_penalty": lambda value: is_number(value, 0, 0),
     "frequency_penalty": lambda value: is_number(value, 0, 0),
     "logit_bias": none_or({}),
+    "response_format": none_or({"type": "text"}, {"type": "json_object"}),
     "user": lambda value: value is None or is_string(value),
 }
 EMPTY = none_or([])
@@ -237,8 +257,8 @@ BODIES: list[tuple[Any, str, dict[str, Any]]] = [  # the body, where in it the f
         | {
             "prompt": lambda value: (is_string(value) and value) or json.dumps(value) in PROMPTS,
             "best_of": lambda value: is_whole(value, 1, 1),
-            "echo": none_or(False),
-            "logprobs": none_or(),
+            "echo": none_or(False, True),
+            "logprobs": lambda value: is_whole(value, 0, 20),
             "suffix": none_or(""),
         },
     ),
@@ -249,15 +269,15 @@ BODIES: list[tuple[Any, str, dict[str, Any]]] = [  # the body, where in it the f
         | {
             "messages": lambda value: False,
             "max_completion_tokens": lambda value: is_whole(value, 1, 16),
-            "logprobs": none_or(False),
-            "response_format": none_or({"type": "text"}),
+            "logprobs": none_or(False, True),
+            "top_logprobs": none_or(0),
             **dict.fromkeys(
                 ("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
                 lambda value: value is None or is_string(value),
             ),
             "metadata": lambda value: value in (None, {}) or json.dumps(value).startswith('{"type"'),
             **dict.fromkeys(("audio", "moderation", "prediction", "prompt_cache_options"), none_or()),
-            **dict.fromkeys(("reasoning_effort", "top_logprobs", "web_search_options"), none_or()),
+            **dict.fromkeys(("reasoning_effort", "web_search_options"), none_or()),
             **dict.fromkeys(("function_call", "tool_choice"), none_or("none", "auto")),
             **dict.fromkeys(("functions", "tools"), none_or([])),
             "modalities": none_or(["text"]),
@@ -486,6 +506,88 @@ def test_answers_look_as_openais() -> None:
             "parameters": {"finish_reason": "stop"},
         },
     ]
+
+
+def test_what_shapes_a_text_is_read() -> None:
+    bias = {"logit_bias": {"5": -100, "6": 0.5, "7": 0}, "min_tokens": 2, "ignore_eos": True}
+    ((_, found, echo, _),) = asked(CompletionBody, {**PLAIN, **bias, "logprobs": 3, "echo": True}).choices
+    assert found == Sampling(16, 1.0, 1.0, 77, 2, True, ((5, -100.0), (6, 0.5)), "", 3, True)
+    assert echo == "hi"
+    assert asked(ChatBody, {**CHAT, "logprobs": True}).choices[0].sampling.logprobs == 0
+    assert asked(ChatBody, {**CHAT, "logprobs": True, "top_logprobs": 4}).choices[0].sampling.logprobs == 4
+    named = {"name": "x", "schema": {"type": "array"}, "strict": True}
+    for shape, schema in (
+        ({"type": "json_object"}, '{"type":"object"}'),
+        ({"type": "json_schema", "json_schema": named}, '{"type":"array"}'),
+    ):
+        assert asked(ChatBody, {**CHAT, "response_format": shape}).choices[0].sampling.schema == schema
+    (choice,) = asked(CompletionBody, {**PLAIN, "max_tokens": 0, "echo": True}).choices
+    assert (choice.is_echo_only, choice.sampling.max_tokens) == (True, 1)
+
+
+def test_what_a_generator_refuses_is_refused_by_its_name() -> None:
+    limits = GenerationLimits(40, 256, "", dict.fromkeys(("logprobs", "logit_bias", "response_format"), "is a lie"))
+    for more, name in (
+        ({"logprobs": 0}, "logprobs"),
+        ({"logit_bias": {"1": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ):
+        body = read_body(CompletionBody, json.dumps({**PLAIN, **more}).encode())
+        with pytest.raises(HttpError, match=f"'{name}' is a lie") as caught:
+            wanted(body, "m", BYTES, limits)
+        assert caught.value.param == name
+
+
+def test_scores_and_schemas_have_a_bound() -> None:
+    limits = GenerationLimits(1 << 17, 256, "")
+
+    def refused_field(kind: Any, **fields: Any) -> str | None:
+        with pytest.raises(HttpError) as caught:
+            wanted(read_body(kind, json.dumps({"model": "m", **fields}).encode()), "m", BYTES, limits)
+        assert caught.value.status == 400
+        return caught.value.param
+
+    message = [{"role": "user", "content": "hi"}]
+    assert refused_field(ChatBody, messages=message, logprobs=True, top_logprobs=20) == "logprobs"
+    assert refused_field(CompletionBody, prompt="x" * 7000, echo=True, logprobs=20) == "logprobs"
+    wide = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["x" * 70_000]}}}
+    place = "response_format.json_schema.schema"
+    assert refused_field(ChatBody, messages=message, response_format=wide) == place
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"items": deep}
+    wide["json_schema"] = {"name": "x", "schema": deep}
+    asked(ChatBody, {**CHAT, "response_format": wide})
+    biases = {str(token): 1 for token in range(8000)}
+    assert refused_field(CompletionBody, prompt="x", logit_bias=biases) == "logit_bias"
+
+
+def test_log_probabilities_look_as_openais() -> None:
+    whole = "é".encode()
+    scored = [
+        ScoredToken(97, 0, None),
+        ScoredToken(98, 1, TokenScores(-1.0, [(99, -0.5), (99 + 256, -0.7)])),
+        ScoredToken(whole[0], 2, TokenScores(-math.inf, [])),
+    ]
+    piece = Piece("abé", (), "stop", scored=scored)
+    plain = json.loads(asked(CompletionBody, {**PLAIN, "logprobs": 2}).writer.whole([piece], Usage(1, 3)))
+    assert plain["choices"][0]["logprobs"] == {
+        "tokens": ["a", "b", "bytes:\\xc3"],
+        "token_logprobs": [None, -1.0, -9999.0],
+        "top_logprobs": [None, {"c": -0.5, "b": -1.0}, {"bytes:\\xc3": -9999.0}],
+        "text_offset": [0, 1, 2],
+    }
+    (event,) = events(asked(ChatBody, {**CHAT, "logprobs": True}).writer.piece(0, piece))
+    top = [{"token": "c", "logprob": logprob, "bytes": [99]} for logprob in (-0.5, -0.7)]
+    assert event["choices"][0]["logprobs"] == {
+        "content": [
+            {"token": "b", "logprob": -1.0, "bytes": [98], "top_logprobs": top},
+            {"token": "\ufffd", "logprob": -9999.0, "bytes": [0xC3], "top_logprobs": []},
+        ],
+        "refusal": None,
+    }
+    mute = asked(CompletionBody, {"model": "m", "prompt": [1], "logprobs": 0}, None).writer
+    assert json.loads(mute.whole([piece], Usage(1, 3)))["choices"][0]["logprobs"]["tokens"][1] == "token_id:98"
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,71 @@ def test_a_step_that_fails_costs_its_sequences_and_not_the_engine(model: Generat
     assert list(model.step([(1, 2)]).tokens) == [1]
 
 
+def run_alone(model: Generator, prompt: list[int], sampling: Sampling, chunk: int) -> tuple[list[int], list[Any], Any]:
+    """Return the tokens of one sequence, its scores, and why it ended."""
+    model.add(7, prompt, sampling)
+    tokens, scores, left = [], list[Any](), len(prompt)
+    while True:
+        taken = min(chunk, left) or 1
+        ran = model.step([(7, taken)])
+        left -= min(taken, left)
+        tokens += ran.tokens.values()
+        scores += ran.scores.get(7, [])
+        if ran.ended or ran.failed:
+            assert model.free_blocks == BLOCKS
+            return tokens, scores, ran.ended.get(7) or ran.failed[7]
+
+
+@pytest.mark.parametrize("chunk", [2, 32])
+def test_scores_are_handed_on_with_their_tokens(model: Generator, chunk: int) -> None:
+    sampling = Sampling(3, logprobs=2, prompt_logprobs=True)
+    tokens, scores, _ = run_alone(model, [5, 6, 0, 1], sampling, chunk)
+    assert tokens == written([5, 6, 0, 1], 3)
+    expected = [-0.1 * (token + 1) for token in [6, 0, 1, *tokens]]
+    assert [each.logprob for each in scores] == expected
+    assert {tuple(each.likeliest) for each in scores} == {((0, -0.1), (1, -0.2))}
+    assert run_alone(model, [5], Sampling(2), chunk)[1] == []
+
+
+def test_what_shapes_a_text_is_vllms(model: Generator) -> None:
+    likely = ((END, 100.0),)
+    assert run_alone(model, [1], Sampling(5, logit_bias=likely), 8) == ([], [], Ending.STOP)
+    tokens, _, ending = run_alone(model, [1], Sampling(5, min_tokens=2, logit_bias=likely), 8)
+    assert (len(tokens), ending) == (2, Ending.STOP)
+    found = run_alone(model, [1], Sampling(5, ignores_end=True, logit_bias=likely), 8)
+    assert found == ([END] * 5, [], Ending.LENGTH)
+
+
+def test_a_schema_is_vllms_where_it_has_a_tokenizer(folder: str, tmp_path: Path) -> None:
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    schema = Sampling(4, schema='{"type":"object"}')
+    executor = TorchExecutor("cpu")
+    executor.load(program(folder), ())
+    limits = executor.signature("m").generates
+    assert limits is not None
+    assert "tokenizer" in limits.refuses["response_format"]
+    with pytest.raises(ValueError, match="tokenizer"):
+        executor.generator("m").add(0, [1], schema)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    executor.load(program(folder), ())
+    limits, engine = executor.signature("m").generates, ENGINES[-1]
+    assert limits is not None
+    assert (limits.refuses, engine.args.tokenizer, engine.args.skip_tokenizer_init) == ({}, folder, False)
+    assert engine.args.structured_outputs_config.backend == "guidance"
+    model = executor.generator("m")
+    model.add(0, [1, 2], schema)
+    model.step([(0, 1)])
+    (sent,) = engine.open.values()
+    assert sent.params.structured_outputs.json == schema.schema
+    model.step([(0, 1)])
+    model.preempt(0)  # vLLM would begin the schema anew
+    assert "amid" in model.step([(0, 3)]).failed[0]
+    tokens, _, why = run_alone(model, [1], schema._replace(schema='{"not": {}}'), 8)
+    assert (tokens, "Unimplemented" in why) == ([], True)
+    assert run_alone(model, [1], Sampling(3), 8)[0] == written([1], 3)
+
+
 def test_what_vllm_cannot_run_is_refused_with_the_cure(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = TorchExecutor("cpu")
     with pytest.raises(InvalidInputError, match="folder of weights"):
