@@ -50,13 +50,15 @@ class Http2Client:
         headers = [(":method", method), (":scheme", "http"), (":path", f"/{path}"), (":authority", "127.0.0.1")]
         given = [("content-type", "application/grpc"), ("te", "trailers")]
         names = {name for name, _ in more}
-        block = self._encoder.encode([*headers, *[each for each in given if each[0] not in names], *more])
+        block = self._encoder.encode(
+            [*headers, *[each for each in given if each[0] not in names], *more], huffman=False
+        )
         self.send_block(self._last, block, is_last=is_whole)
         return self._last
 
     def trailers(self, stream: int, headers: Iterable[tuple[str, str]], *, is_last: bool = True) -> None:
         """Send headers behind the messages of a call."""
-        self.send_block(stream, self._encoder.encode(list(headers)), is_last=is_last)
+        self.send_block(stream, self._encoder.encode(list(headers), huffman=False), is_last=is_last)
 
     def send_block(self, stream: int, block: bytes, *, is_last: bool) -> None:
         """Send a header block, in as many frames as it takes."""
