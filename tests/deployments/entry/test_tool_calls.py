@@ -22,13 +22,19 @@ from tenuto.profiles.networks.catalogue import GenerationLimits
 from tenuto.profiles.networks.generating import Ending, Generator, StepRan
 from tests.deployments.entry import test_generation
 from tests.deployments.entry.test_generation import SLO, SLOW, Bench
+from tests.instruments.chat_templates import WHY_NONE, chat_templates, response_template
 from tests.instruments.forking import ROOT
 
 tokenizers = pytest.importorskip("tokenizers")
 from transformers import PreTrainedTokenizerFast  # noqa: E402  # after the skip
 
-FOLDER = Path(__file__).parent / "chat_templates"
-ANSWERS: dict[str, Any] = json.loads((FOLDER / "response_templates.json").read_text())
+if not chat_templates():
+    pytest.skip(WHY_NONE, allow_module_level=True)
+ANSWERS = {
+    "qwen3": response_template("qwen3"),
+    "llama3_1": response_template("llama3"),
+    "gptoss": response_template("gptoss"),
+}
 ENDS = {"qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>", "gptoss": "<|return|>"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA}}
@@ -44,7 +50,7 @@ def save(folder: Path, name: str) -> Path:
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     made.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text((FOLDER / f"{name}.jinja").read_text())
+    (folder / "chat_template.jinja").write_text(chat_templates()[name])
     # As text, the token that ends answers is bytes here; no answer has it.
     settings = {"response_template": ANSWERS[name], "bos_token": "", "eos_token": ENDS[name]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
