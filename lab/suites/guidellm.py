@@ -36,10 +36,12 @@ def prepare(_arguments: argparse.Namespace, folder: Path):
         done = run([programs / "guidellm", "run", "--disable-progress", *asked])
         if done.returncode or not report.exists():
             return Case(name, "failed", last_line(done.stdout))
-        metrics = json.loads(report.read_text("utf-8"))["benchmarks"][0]["metrics"]
+        ran = json.loads(report.read_text("utf-8"))["benchmarks"][0]
+        metrics = ran["metrics"]
         totals = metrics["request_totals"]
         if totals["successful"] < REQUESTS or totals["errored"]:
-            return Case(name, "failed", f"{totals}; {last_line(done.stdout)}")
+            wrong = [str((each.get("info") or {}).get("error"))[:200] for each in ran["requests"]["errored"]]
+            return Case(name, "failed", f"{totals['successful']} of {REQUESTS} answered: {', '.join(set(wrong))}")
         ttft = metrics["time_to_first_token_ms"]["successful"]["mean"]
         tokens = metrics["output_token_count"]["successful"]["mean"]
         if tokens != OUTPUT_TOKENS:

@@ -45,7 +45,19 @@ def prepare(_arguments: argparse.Namespace, folder: Path):
         report.unlink(missing_ok=True)
         files = [f"tests/api_resources/{name}" for name in TESTS]
         done = run(
-            [programs / "python", "-m", "pytest", "-q", "--junit-xml", report, "-p", "no:cacheprovider", *files],
+            [
+                programs / "python",
+                "-m",
+                "pytest",
+                "-q",
+                "-o",
+                "addopts=",
+                "--junit-xml",
+                report,
+                "-p",
+                "no:cacheprovider",
+                *files,
+            ],
             environment={"TEST_API_BASE_URL": f"{server.url}/v1"},
             folder=sources,
             timeout_s=900.0,
