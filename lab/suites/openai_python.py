@@ -52,6 +52,7 @@ def prepare(_arguments: argparse.Namespace, folder: Path):
                 "-q",
                 "-o",
                 "addopts=",
+                "--tb=native",
                 "--junit-xml",
                 report,
                 "-p",
