@@ -37,6 +37,7 @@ class Http2Client:
         made = cls(*await asyncio.open_connection("127.0.0.1", port))
         made.writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         made.frame(_SETTINGS, 0, 0)
+        made.frame(WINDOW_UPDATE, 0, 0, struct.pack(">L", 1 << 30))  # it takes whatever comes
         return made
 
     def frame(self, kind: int, flags: int, stream: int, payload: bytes = b"") -> None:
