@@ -86,13 +86,20 @@ def _get(url: str, timeout_s: float, sent: bytes | None = None) -> tuple[int, by
         ) from error
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_arguments: Any, **_named: Any) -> None:
+        """Follow none: a deployment sends none, and the key would go along."""
+
+
 def open_directly(request: urllib.request.Request, timeout_s: float) -> Any:
-    """Open a URL of a deployment, whatever proxy the environment names: the key and the answer are no proxy's business.
+    """Open a URL of a deployment, whatever proxy the environment names: the key and the answer are no proxy's business,
+    nor that of another server.
 
     Raises:
-        OSError: nobody answers there, or with an error status (`urllib.error.HTTPError`).
+        OSError: nobody answers there, or with an error status or a redirect (`urllib.error.HTTPError`).
     """
-    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+    return opener.open(request, timeout=timeout_s)
 
 
 def model_metadata(url: str, model: str) -> dict[str, Any]:
