@@ -42,6 +42,7 @@ try:
     prepare_transformers()
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
     from vllm.config import StructuredOutputsConfig
+    from vllm.exceptions import VLLMError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 except ImportError as error:
     raise EnvironmentFaultError(
@@ -167,7 +168,7 @@ class VllmModel:
             try:
                 if not each.named:
                     self._hand_over(each)
-            except ValueError as error:  # what is asked of this one
+            except (ValueError, VLLMError) as error:  # what is asked of this one
                 ran.failed[sequence] = first_line(error)
                 continue
             if each.is_read:

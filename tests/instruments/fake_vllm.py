@@ -20,6 +20,10 @@ ENGINES: list[FakeEngine] = []
 VOCABULARY = 50
 
 
+class VLLMError(Exception):
+    pass
+
+
 class RequestOutputKind(enum.Enum):
     CUMULATIVE = 0
     DELTA = 1
@@ -112,7 +116,7 @@ class FakeEngine:
         assert request_id not in self.open
         assert len(tokens) + params.max_tokens <= self.args.max_model_len
         if params.structured_outputs is not None and "not" in params.structured_outputs.json:
-            raise ValueError("Unimplemented keys: not")
+            raise VLLMError("Unimplemented keys: not")
         self.open[request_id] = _Request(request_id, list(tokens), params, len(tokens))
         return f"{request_id}-internal"
 
@@ -190,6 +194,9 @@ def written(prompt: list[int], most: int, ends: tuple[int, ...] = ()) -> list[in
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `import vllm` find this."""
     module, sampling, config = (ModuleType(f"vllm{below}") for below in ("", ".sampling_params", ".config"))
+    errors = ModuleType("vllm.exceptions")
+    errors.__dict__.update(VLLMError=VLLMError)
+    monkeypatch.setitem(sys.modules, "vllm.exceptions", errors)
     module.__dict__.update(LLMEngine=FakeEngine, EngineArgs=EngineArgs, SamplingParams=SamplingParams)
     sampling.__dict__.update(RequestOutputKind=RequestOutputKind, StructuredOutputsParams=StructuredOutputsParams)
     config.__dict__.update(StructuredOutputsConfig=StructuredOutputsConfig)
