@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 
 from tenuto import __version__
@@ -17,8 +16,7 @@ from tenuto.deployments.entry.exchange import OPENAI, HttpError, openai_error
 from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, RequestGiven, TensorSpec
 from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody
 from tenuto.deployments.entry.service import WITHOUT_KEY, InferenceService
-from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes, plain_error
-from tenuto.deployments.operator.web_pages import add_docs
+from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes, make_api, plain_error
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.status import ModelStatus
 from tenuto.placement.versions import split_name, versioned
@@ -29,15 +27,7 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
     `watched`: also answers operators, when clients and operators are the same people.
     """
-    app = FastAPI(
-        title="Tenuto",
-        version=__version__,
-        description="Multi-model inference with latency SLOs.",
-        redirect_slashes=False,  # only the client knows the name by which it reached this server
-        docs_url=None,
-        redoc_url=None,
-    )
-    add_docs(app)
+    app = make_api("Tenuto", "Multi-model inference with latency SLOs.", _complete)
 
     @app.exception_handler(HttpError)
     async def _http_error(request: Request, error: HttpError) -> Response:
@@ -116,16 +106,6 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
     if watched is not None:
         add_operator_routes(app, watched)
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            schema["paths"].update(_hot_paths())
-            _add_security(schema)
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
     return app
 
 
@@ -243,8 +223,10 @@ _HEADERS = {
 _FAILURES = {
     400: "Malformed request; `error` says what to change.",
     404: "Unknown model.",
+    406: "An output holds NaN or infinite values, which JSON has not.",
     413: "The body exceeds the limit.",
     429: "Rejected: too many requests wait; see Retry-After.",
+    500: "The model raised an error for this request; the log says more under the name in `error`.",
     503: "Not ready, or the gpu-let died with the request.",
     504: "Expired: the deadline could not be met; the request was not executed.",
 }
@@ -254,30 +236,18 @@ _BODIES = (_INFER, CompletionBody, ChatBody, GenerateBody)
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 
 
-def _schemas(kinds: Sequence[Any]) -> dict[Any, Any]:
-    """Return the whole JSON schema of each type."""
-    wholes, parts = msgspec.json.schema_components(kinds, ref_template="{name}")
-
-    def inlined(node: Any) -> Any:
-        if isinstance(node, list):
-            return [inlined(each) for each in node]
-        if isinstance(node, dict):
-            node = parts[node["$ref"]] if "$ref" in node else node
-            return {key: inlined(value) for key, value in node.items() if key not in ("title", "default")}
-        return node
-
-    return {kind: inlined(whole) for kind, whole in zip(kinds, wholes, strict=True)}
-
-
-def _add_security(schema: dict[str, Any]) -> None:
-    """Say where the server is, and which paths need a key when clients have keys."""
-    schema["servers"] = [{"url": "/", "description": "This server."}]
-    schema.setdefault("components", {})["securitySchemes"] = {
+def _complete(document: dict[str, Any]) -> None:
+    """Add the paths that carry load, and which paths need a key when clients have keys."""
+    bodies, schemas = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
+    document["paths"].update(_hot_paths(dict(zip(_BODIES, bodies, strict=True))))
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(schemas)
+    components["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
     }
-    schema["security"] = [{"bearer": []}, {"key": []}, {}]  # none where clients have no keys
-    for path, methods in schema["paths"].items():
+    document["security"] = [{"bearer": []}, {"key": []}, {}]  # none where clients have no keys
+    for path, methods in document["paths"].items():
         for operation in methods.values():
             if path.encode().startswith(WITHOUT_KEY):
                 operation["security"] = []
@@ -285,9 +255,11 @@ def _add_security(schema: dict[str, Any]) -> None:
                 operation["responses"] |= {str(status): {"description": text} for status, text in _UNASKED.items()}
 
 
-def _hot_paths() -> dict[str, Any]:
-    """Return the documentation in /docs of the paths that carry load, which are answered elsewhere."""
-    bodies = _schemas(_BODIES)
+def _hot_paths(bodies: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the documentation of the paths that carry load, which are answered elsewhere.
+
+    `bodies`: the schema of each type of body.
+    """
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     headers = [
         {"name": name, "in": "header", "required": False, "schema": {"type": kind}, "description": text}
@@ -295,34 +267,36 @@ def _hot_paths() -> dict[str, Any]:
     ]
 
     def post(
-        summary: str, taken: Mapping[str, Any], answer: str, parameters: Sequence[Any] = (model, *headers)
+        name: str, summary: str, taken: Mapping[str, Any], answer: str, parameters: Sequence[Any] = (model, *headers)
     ) -> dict[str, Any]:
         told = {str(status): {"description": text} for status, text in {200: answer, **_FAILURES}.items()}
         body = {"required": True, "content": taken}
-        about = {"tags": ["inference"], "summary": summary, "parameters": list(parameters)}
+        about = {"tags": ["inference"], "operationId": name, "summary": summary, "parameters": list(parameters)}
         return {"post": {**about, "requestBody": body, "responses": told}}
 
-    def written(summary: str, body: type, parameters: Sequence[Any] = headers) -> dict[str, Any]:
+    def written(name: str, summary: str, body: type, parameters: Sequence[Any] = headers) -> dict[str, Any]:
         text = "The text that was generated, whole or as server-sent events."
-        return post(summary, {"application/json": {"schema": bodies[body]}}, text, parameters)
+        return post(name, summary, {"application/json": {"schema": bodies[body]}}, text, parameters)
 
     return {
         "/v2/models/{model}/infer": post(
+            "infer",
             "Open Inference Protocol v2 inference, JSON or binary tensors",
             {"application/json": {"schema": bodies[_INFER]}, "application/octet-stream": _BYTES},
             "Outputs; times and batch size in parameters.",
         ),
         "/predict/{model}": post(
+            "predict",
             "A raw image or plain text in, labels out",
             {"image/jpeg": _BYTES, "image/png": _BYTES, "text/plain": {"schema": {"type": "string"}}},
             "The most likely labels with their scores.",
         ),
-        "/v1/completions": written("A text that goes on, as OpenAI's interface has it", CompletionBody),
-        "/v1/chat/completions": written("The next message of a chat, as OpenAI's interface has it", ChatBody),
+        "/v1/completions": written("complete", "A text that goes on, as OpenAI's interface has it", CompletionBody),
+        "/v1/chat/completions": written("chat", "The next message of a chat, as OpenAI's interface has it", ChatBody),
         "/v2/models/{model}/generate": written(
-            "A text that goes on, by the generate extension", GenerateBody, [model, *headers]
+            "generate", "A text that goes on, by the generate extension", GenerateBody, [model, *headers]
         ),
         "/v2/models/{model}/generate_stream": written(
-            "The same, part by part as server-sent events", GenerateBody, [model, *headers]
+            "generate_stream", "The same, part by part as server-sent events", GenerateBody, [model, *headers]
         ),
     }

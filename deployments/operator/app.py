@@ -44,16 +44,7 @@ class Watched(Protocol):
 
 def make_operator_app(watched: Watched, is_local: Callable[[], bool] = lambda: True) -> FastAPI:
     """Return the operators' application. `is_local`: see `add_operator_routes`."""
-    app = FastAPI(
-        title="Tenuto for operators",
-        version=__version__,
-        description="What runs against what was planned.",
-        redirect_slashes=False,
-        docs_url=None,
-        redoc_url=None,
-    )
-    add_docs(app)
-
+    app = make_api("Tenuto for operators", "What runs against what was planned.", _complete)
     add_error_answers(app, "this port")
 
     @app.exception_handler(RequestValidationError)
@@ -74,6 +65,41 @@ def make_operator_app(watched: Watched, is_local: Callable[[], bool] = lambda: T
 
     add_operator_routes(app, watched, is_local)
     return app
+
+
+def make_api(title: str, description: str, complete: Callable[[dict[str, Any]], None]) -> FastAPI:
+    """Return an application that has /docs and no other route.
+
+    Args:
+        title: its name in its OpenAPI document.
+        description: what it is for.
+        complete: adds to the OpenAPI document what FastAPI does not know; called once.
+    """
+    app = FastAPI(
+        title=title,
+        version=__version__,
+        description=description,
+        license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        servers=[{"url": "/", "description": "This server."}],
+        responses={"4XX": {"description": "Refused: `error` says why."}},
+        redirect_slashes=False,  # only the client knows the name by which it reached this server
+        docs_url=None,
+        redoc_url=None,
+    )
+    add_docs(app)
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            complete(FastAPI.openapi(app))
+        assert app.openapi_schema is not None  # FastAPI keeps what it makes
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+def _complete(document: dict[str, Any]) -> None:
+    document["security"] = []  # operators need no key
 
 
 def plain_error(_path: str, text: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.oip import TensorSpec
 from tenuto.deployments.entry.routes import make_app
+from tenuto.deployments.operator.app import make_operator_app
 from tenuto.profiles.networks.catalogue import ImageInput
 from tests.instruments.plans import make_plan
 
@@ -88,3 +90,40 @@ async def test_shared_memory_of_clients_is_not_offered() -> None:
         answer = await asked.get("/v2/systemsharedmemory/status")
     assert answer.status_code == 404
     assert "Send tensors in the body" in answer.json()["error"]
+
+
+def references(node: Any) -> Iterator[str]:
+    """Yield what a part of an OpenAPI document refers to, also by discriminators, which can only choose among names."""
+    if isinstance(node, list):
+        for each in node:
+            yield from references(each)
+    elif isinstance(node, dict):
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"]
+        if "discriminator" in node:
+            chosen = set(node["discriminator"]["mapping"].values())
+            assert chosen == {each.get("$ref") for each in node["anyOf"]}
+            yield from chosen
+        for each in node.values():
+            yield from references(each)
+
+
+@pytest.mark.parametrize("which", ["clients", "operators", "both"])
+def test_the_openapi_document_is_whole(which: str) -> None:
+    """What clients are generated from: names of operations, schemas that exist, and an answer to what is wrong."""
+    service: Any = Service(is_up=True)
+    watched: Any = SimpleNamespace(status=None)
+    makers = {"clients": lambda: make_app(service), "both": lambda: make_app(service, watched)}
+    document = makers.get(which, lambda: make_operator_app(watched))().openapi()
+    assert document["info"]["license"]
+    assert document["servers"]
+    assert "security" in document
+    named = set(references(document))
+    assert named == {f"#/components/schemas/{name}" for name in document.get("components", {}).get("schemas", ())}
+    assert bool(named) == (which != "operators")
+    operations = [each for methods in document["paths"].values() for each in methods.values()]
+    assert len({each["operationId"] for each in operations}) == len(operations) > 7
+    for each in operations:
+        assert any(status.startswith("4") for status in each["responses"]), each["operationId"]
+        if each["tags"] == ["inference"]:
+            assert "500" in each["responses"]  # a model that raised an error
