@@ -33,6 +33,8 @@ LABORATORY = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text("utf-8"))
 BROUGHT = {
     "grpcio": "ray[serve]",
     "markupsafe": "jinja2",
+    "pydantic-core": "pydantic",
+    "requests": "opentelemetry-exporter-otlp-proto-http",
     "starlette": "fastapi",
     "sympy": "torch",
     "tokenizers": "transformers",

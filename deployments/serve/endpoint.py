@@ -98,8 +98,8 @@ def open_directly(request: urllib.request.Request, timeout_s: float) -> Any:
     Raises:
         OSError: nobody answers there, or with an error status or a redirect (`urllib.error.HTTPError`).
     """
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
-    return opener.open(request, timeout=timeout_s)
+    direct = urllib.request.ProxyHandler({})
+    return urllib.request.build_opener(direct, _NoRedirects).open(request, timeout=timeout_s)
 
 
 def model_metadata(url: str, model: str) -> dict[str, Any]:

@@ -47,7 +47,8 @@ MOVED = {"top": "tenuto status --watch", "capacity": "tenuto goodput"}
 BRINGS = {
     "tenuto[serve]": "PIL aiohttp cryptography fastapi httptools httpx orjson pynvml ray safetensors starlette sympy "
     "tokenizers torch torchvision transformers uvloop",
-    "tenuto[tracing]": "opentelemetry",
+    "tenuto[structured]": "llguidance",
+    "tenuto[tracing]": "opentelemetry requests",
     "tenuto[grpc]": "google grpc grpc_reflection jh2",
     "tenuto[onnx]": "onnx onnxruntime onnxscript",
     "tenuto[vllm]": "vllm",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, TenutoError
@@ -58,8 +59,9 @@ class Results:
         return found if isinstance(found, dict) else {}
 
     def write(self, name: str, data: Mapping[str, Any]) -> None:
-        """Write a JSON file."""
-        self.write_text(name, json.dumps(data, indent=2, default=str) + "\n")
+        """Write a JSON file. A number that is none becomes null."""
+        text = msgspec.json.format(msgspec.json.encode(data, enc_hook=str), indent=2)
+        self.write_text(name, text.decode() + "\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text file."""

@@ -35,7 +35,7 @@ def test_a_wrong_cost_is_named(wrong: object) -> None:
         {},
         {"dtype": "bf16", "channels_last": True, "pad_batches": True, "compile": True, "warmup_runs": 3},
         {"cuda_graphs": True, "compile": False},
-        {"cuda_graphs": "true", "warmup_runs": "3"},  # as `--option K=V` gives them
+        {"cuda_graphs": "true", "warmup_runs": 3},
         {"image_size": "large", "depth": [1], "copy_in_ms": 1.0},  # says how it is built, or is emulated
     ],
 )
