@@ -80,12 +80,15 @@ def make_tokenizer(folder: Path) -> None:
     """Write a tokenizer with a chat template and an end of text, as `save_pretrained` lays it.
 
     It is trained on the README. Each of its tokens is a text of its own, so that each can be sent as soon as it comes.
+    Its decoder is that of Llama 2, which llguidance knows; it does not know Metaspace.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=WORDS,
         initial_alphabet=[chr(code) for code in range(33, 127)],

@@ -163,13 +163,12 @@ def _tokenizer(place: str, vocabulary: int, ends: Collection[int]) -> LLTokenize
     file = Path(place) / "tokenizer.json" if Path(place).is_dir() else Path(place)
     try:
         return LLTokenizer(file.read_text(encoding="utf-8"), eos_token=sorted(ends) or None)
+    except OSError as error:
+        cure = "Give a folder or a tokenizer.json of the tokenizers library that exists on the gpu-let's node."
+        raise refused("tokenizer", str(file), f"cannot be read ({first_line(error)})", cure) from error
     except Exception as error:  # the package raises many
-        raise refused(
-            "tokenizer",
-            str(file),
-            f"cannot be read ({first_line(error)})",
-            "Give a folder or a tokenizer.json of the tokenizers library that exists on the gpu-let's node.",
-        ) from error
+        cure = "Give a tokenizer.json whose decoder is a ByteLevel, or a Sequence that has a ByteFallback."
+        raise refused("tokenizer", str(file), f"is none that llguidance knows ({first_line(error)})", cure) from error
 
 
 class _Bytes:

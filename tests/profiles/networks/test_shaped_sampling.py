@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles.networks.generating import Ending, Sampling, TokenScores
 
 pytest.importorskip("transformers")
 import torch
 
 from tenuto.profiles.networks import language_model
+from tenuto.profiles.networks.grammars import Grammars
 from tenuto.profiles.networks.language_model import LanguageModel, load_language_model
 from tests.profiles.networks.test_language_model import PROMPTS, TINY, generated
 
@@ -277,3 +279,22 @@ def test_without_the_package_or_a_tokenizer_a_schema_is_refused(monkeypatch: pyt
         with pytest.raises(ValueError, match=says):
             made.add(0, [1], Sampling(3, schema="{}"))
         made.close()
+
+
+def test_a_tokenizer_is_read_or_refused_with_what_is_to_be_changed(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    tokenizers = pytest.importorskip("tokenizers")
+    made, place = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])), tmp_path / "tokenizer.json"
+    with pytest.raises(InvalidInputError, match="exists on the gpu-let's node"):
+        Grammars(str(place), 1, [0])
+    made.decoder = tokenizers.decoders.Metaspace()
+    made.save(str(place))
+    with pytest.raises(InvalidInputError, match=r"llguidance knows .*Metaspace.* whose decoder is a ByteLevel"):
+        Grammars(str(place), 1, [0])
+    for decoder in (
+        tokenizers.decoders.ByteLevel(),
+        tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]),
+    ):
+        made.decoder = decoder
+        made.save(str(place))
+        Grammars(str(place), 1, [0]).close()
