@@ -255,8 +255,8 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
     """
     ids = np.array([gpulet.id for gpulet in result.system.gpulets] + [""], dtype=object)
     answered = ~np.isnan(result.answered_ms)
-    status = np.where(answered, Outcome.OK.http_status(), Outcome.EXPIRED.http_status()).astype(np.int32)
-    status[result.outcome == Outcome.REJECTED] = Outcome.REJECTED.http_status()
+    status = np.where(answered, Outcome.OK.http_status, Outcome.EXPIRED.http_status).astype(np.int32)
+    status[result.outcome == Outcome.REJECTED] = Outcome.REJECTED.http_status
     records = Records(
         request=np.arange(len(result.arrival_ms), dtype=np.int64),
         model=result.model,

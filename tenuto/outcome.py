@@ -25,9 +25,10 @@ class Outcome(IntEnum):
         """The outcome as a word, for files and messages."""
         return OUTCOMES[self]
 
-    def http_status(self, rule: Rule | None = None) -> int:
-        """Return the status of the HTTP answer. A failure by the rule `RAISED` gets 500, which no proxy sends again."""
-        return 500 if rule is Rule.RAISED else _HTTP_STATUS[self]
+    @property
+    def http_status(self) -> int:
+        """The status of the HTTP answer."""
+        return _HTTP_STATUS[self]
 
     @classmethod
     def of_http_status(cls, status: int) -> Outcome:

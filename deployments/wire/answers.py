@@ -57,6 +57,11 @@ def late_loop(execution_ms: float, planned_ms: float, late_ms: float) -> Loop:
     return Loop.MEASURED_TIMES if execution_ms - planned_ms >= late_ms else Loop.MARGIN
 
 
+def _http_status(outcome: Outcome, rule: Rule) -> int:
+    """Return the status of the HTTP answer. A model's error gets 500, which no proxy sends again."""
+    return 500 if rule is Rule.RAISED else outcome.http_status
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True):
     """A request that was not executed, or whose execution failed; `reason` says why and what to do."""
 
@@ -70,7 +75,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
     @property
     def http_status(self) -> int:
         """The status of the HTTP answer."""
-        return self.outcome.http_status(self.rule)
+        return _http_status(self.outcome, self.rule)
 
 
 @dataclass(slots=True)
@@ -125,7 +130,7 @@ class Answer:
     @property
     def http_status(self) -> int:
         """The status of the HTTP answer."""
-        return self.outcome.http_status(self.rule)
+        return _http_status(self.outcome, self.rule)
 
     @property
     def queue_ms(self) -> float:
