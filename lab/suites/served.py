@@ -33,6 +33,8 @@ NETWORK = {
     "intermediate_size": 128,
     "vocab_size": WORDS,
     "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": 0,  # the tokenizer's <end>; Llama's own would be a text of this tokenizer
 }
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

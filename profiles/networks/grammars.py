@@ -54,6 +54,10 @@ class Grammar:
         self._check(matcher)
         return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").view(np.bool_)
 
+    def may_end(self) -> bool:
+        """Return whether the text so far keeps the schema as a whole."""
+        return bool(self._matcher().is_accepting())
+
     def take(self, token: int) -> None:
         """Go on behind a token that is not the end; raises `GrammarError` when it may not come next."""
         matcher = self._matcher()

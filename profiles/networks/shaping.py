@@ -44,6 +44,8 @@ class Shaping:
             scores[self._ends] = _NEVER
         if self.grammar is not None:
             allowed = torch.from_numpy(self.grammar.allowed())[: len(scores)]
+            # A model's end may be a text of the tokenizer, such as a line's end, that the grammar allows inside.
+            allowed[self._ends[self._ends < len(allowed)]] &= self.grammar.may_end()
             if not allowed.any():
                 raise GrammarError("its schema allows no token of the model here")
             scores[len(allowed) :] = _NEVER

@@ -36,7 +36,7 @@ const cases = {
     if (!whole || !(usage.outputTokens >= 1)) throw new Error(JSON.stringify({ whole, usage }));
   },
   generateObject: async () => {
-    const { object } = await generateObject({ model, prompt: "Hello", schema, maxOutputTokens: 64, maxRetries: 0 });
+    const { object } = await generateObject({ model, prompt: "Hello", schema, maxOutputTokens: 256, maxRetries: 0 });
     if (typeof object.a !== "boolean") throw new Error(JSON.stringify(object));
   },
   "generateText, with a tool at hand": async () => {

@@ -41,7 +41,7 @@ const cases = {
   },
   "chat.completions.parse": async () => {
     const format = { type: "json_schema", json_schema: { name: "a", schema: { type: "object", properties: { a: { type: "boolean" } }, required: ["a"], additionalProperties: false }, strict: true } };
-    const answer = await client.chat.completions.parse({ model, messages, response_format: format, max_tokens: 32 });
+    const answer = await client.chat.completions.parse({ model, messages, response_format: format, max_tokens: 256 });
     if (typeof answer.choices[0].message.parsed?.a !== "boolean") throw new Error(JSON.stringify(answer));
   },
   "a stream that is left": async () => {

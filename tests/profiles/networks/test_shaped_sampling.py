@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from tenuto.profiles.networks import language_model
 from tenuto.profiles.networks.grammars import Grammars
 from tenuto.profiles.networks.language_model import LanguageModel, load_language_model
+from tenuto.profiles.networks.shaping import Shaping
 from tests.profiles.networks.test_language_model import PROMPTS, TINY, generated
 
 END = 7  # no token of texts: to the tokenizer of bytes it is the end, and none of JSON's bytes
@@ -298,3 +300,28 @@ def test_a_tokenizer_is_read_or_refused_with_what_is_to_be_changed(tmp_path: Pat
         made.decoder = decoder
         made.save(str(place))
         Grammars(str(place), 1, [0]).close()
+
+
+@pytest.mark.parametrize("end", ["\n", " ", "~"])
+def test_an_end_that_is_also_a_text_ends_no_schema_early(end: str, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = ["\n", *map(chr, range(32, 127))]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({each: n for n, each in enumerate(letters)}, []))
+    made.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    made.save(str(tmp_path / "tokenizer.json"))
+    properties = {"a": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
+    grammars, drawn = Grammars(str(tmp_path), len(letters), [letters.index(end)]), random.Random(0)
+    for _ in range(20):
+        grammar, written = grammars.begin(json.dumps(schema)), ""
+        shaping = Shaping(Sampling(256, schema=json.dumps(schema)), grammars.ends, grammar)
+        while not grammar.is_complete:
+            may_come = torch.isfinite(shaping.shaped(torch.zeros(len(letters)), len(written))).nonzero()[:, 0].tolist()
+            token = drawn.choice(may_come)
+            if token in shaping.ends:
+                break
+            written += letters[token]
+            grammar.take(token)
+        assert isinstance(json.loads(written)["a"], bool)
+    grammars.close()
