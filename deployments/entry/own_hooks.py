@@ -170,7 +170,13 @@ class OwnHooks:
 
     async def _run(self) -> None:
         while True:
-            process = _Process(self._most_bytes())
+            try:
+                process = _Process(self._most_bytes())
+            except OSError as error:  # no descriptors or processes are left
+                logger.error("the hooks of '%s' cannot be started: %s", self._model, error)
+                self._refuse_all(f"the hooks of '{self._model}' cannot be started now. Retry in a moment.")
+                await asyncio.sleep(AGAIN_S)
+                continue
             try:
                 await self._set_up(process)
                 self._broken = ""
@@ -255,7 +261,7 @@ class _Process:
     """One process of hooks and the way to it."""
 
     def __init__(self, most_bytes: int) -> None:
-        """Start it; it can import what this process can.
+        """Start it; it can import what this process can. Raises OSError when it cannot be started.
 
         `most_bytes`: of one of its answers.
         """
@@ -266,7 +272,11 @@ class _Process:
         self._line, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", _MODULE]
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=variables, process_group=0)
+            try:
+                self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=variables, process_group=0)
+            except OSError:
+                self._line.close()
+                raise
         self._line.setblocking(False)
 
     async def ask(self, asked: Asked, parts: Sequence[Buffer], longest_s: float) -> tuple[Said, memoryview]:

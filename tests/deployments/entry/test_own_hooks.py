@@ -92,6 +92,21 @@ async def test_what_a_hook_prints_is_not_taken_for_an_answer(bench: Bench) -> No
     assert (await predict(bench, b"print")).status_code == 200
 
 
+async def test_a_process_that_cannot_be_started_for_want_of_descriptors_is_started_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as short:
+        short.setattr(own_hooks.subprocess, "Popen", full)
+        await predict(bench, b"crash")
+        while (answer := await predict(bench, b"[1, 2]")).status_code == 200:
+            await asyncio.sleep(0.01)
+        assert (answer.status_code, "Retry" in answer.text) == (503, True)
+    await works_again(bench)
+
+
 async def test_a_client_is_told_what_is_wrong_with_its_body(bench: Bench) -> None:
     answer = await predict(bench, b"no list")
     assert (answer.status_code, answer.json()) == (400, {"error": "the body is no list of 2 numbers. Send JSON."})
