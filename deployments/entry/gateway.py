@@ -139,7 +139,7 @@ class Entry:
                 from tenuto.deployments.entry.grpc_calls import GrpcDoor
             except ImportError as error:
                 raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
-            self._grpc = GrpcDoor(self.service).connection
+            self._grpc = GrpcDoor(self.service, self.service.takes_bytes).connection
         if self._grpc is not None:
             await self._listen(self.server, wanted, self._grpc, is_shared=is_shared)
 

@@ -352,7 +352,7 @@ class Call:
             return
         body.hold()
         exchange.held = body
-        if body.slot is not None:
+        if body.slot is not None and isinstance(exchange.body, memoryview):  # typed contents do not lie as they came
             body.slot.hold()
             exchange.slot = body.slot
         self._open.add(exchange)
@@ -594,10 +594,12 @@ def _prefixed(answer: Message) -> bytes:
 class GrpcDoor:
     """What all calls of a gateway share."""
 
-    def __init__(self, service: Service) -> None:
-        """Take the service that answers."""
+    def __init__(
+        self, service: Service, takes_bytes: Callable[[str, str], bool] = lambda _model, _version: False
+    ) -> None:
+        """Take the service that answers; `takes_bytes`: see `InferReader`."""
         self.service = service
-        self.reader = InferReader()
+        self.reader = InferReader(takes_bytes)
         self.reflection = ReflectionServicer((SERVICE, HEALTH, REFLECTION), POOL)
         self._known: Kept[tuple[tuple[bytes, bytes, bool], ...], Opened] = Kept(KEPT_HEADS)
         self._heads: Kept[tuple[int, bytes, bytes], Head] = Kept(KEPT_HEADS)  # by metadata, method and URL

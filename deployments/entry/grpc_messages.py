@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from tenuto.deployments.entry.exchange import Head, HttpError
 from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.entry.oip import Given, OutputGiven, RequestGiven, TensorGiven, bytes_tensor
-from tenuto.deployments.wire.tensors import DATATYPES, Buffer
+from tenuto.deployments.wire.tensors import DATATYPES, Buffer, pack_elements
 from tenuto.profiles.networks.inputs import fitted
 
 Message = Any  # a class made at run time; protobuf has no type for its fields
@@ -47,6 +47,7 @@ _CONTENTS = {
     "UINT64": "uint64_contents",
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
 }
 _PARAMETERS: dict[type, str] = {bool: "bool_param", int: "int64_param", float: "double_param"}
 
@@ -84,12 +85,15 @@ class AskedMessage(NamedTuple):
 
 class InferReader:
     """Reads `ModelInferRequest`. Protobuf reads the description of the tensors, and not the tensors. A description that
-    clients send again and again is read once."""
+    clients send again and again is read once, unless what it means depends on the model."""
 
     _KEPT = 256  # limit: descriptions
     _LONGEST_KEPT_BYTES = 2048  # limit: of one
 
-    def __init__(self) -> None:
+    def __init__(self, takes_bytes: Callable[[str, str], bool] = lambda _model, _version: False) -> None:
+        """`takes_bytes`: whether a model, or a version of it, has inputs of bytes. BYTES for any other model is a
+        picture, a text or a generation."""
+        self._takes_bytes = takes_bytes
         self._known: Kept[tuple[Any, ...], AskedMessage] = Kept(self._KEPT)
 
     def read(self, data: memoryview) -> tuple[AskedMessage, Buffer]:
@@ -103,8 +107,13 @@ class InferReader:
         key = described, *[end - begin for begin, end in raws]
         asked = self._known.get(key)
         if asked is None:
-            asked = _asked(key, data, raws)
-            if asked.given is not None and len(described) <= self._LONGEST_KEPT_BYTES and not asked.id:
+            asked = _asked(key, data, raws, self._takes_bytes)
+            if (
+                asked.given is not None
+                and len(described) <= self._LONGEST_KEPT_BYTES
+                and not asked.id
+                and all(given.datatype != "BYTES" for given in asked.given.request.inputs)
+            ):
                 self._known.keep(key, asked)
         if asked.packed is not None:
             return asked, asked.packed
@@ -160,7 +169,9 @@ def _moved(data: memoryview, raws: Sequence[tuple[int, int]]) -> memoryview:
     return data[:to]
 
 
-def _asked(key: tuple[Any, ...], data: memoryview, raws: Sequence[tuple[int, int]]) -> AskedMessage:
+def _asked(
+    key: tuple[Any, ...], data: memoryview, raws: Sequence[tuple[int, int]], takes_bytes: Callable[[str, str], bool]
+) -> AskedMessage:
     """Return what a message asks for, when the same was not read before. Raises `HttpError` 400 for one that names no
     model."""
     try:
@@ -168,12 +179,14 @@ def _asked(key: tuple[Any, ...], data: memoryview, raws: Sequence[tuple[int, int
     except DecodeError:
         raise HttpError(400, _NO_MESSAGE) from None
     asked = AskedMessage(_path(said.model_name, said.model_version), said.id, None)
+    is_text = any(given.datatype == "BYTES" for given in said.inputs)
+    is_text = is_text and not takes_bytes(said.model_name, said.model_version)
     try:
-        if any(given.datatype == "BYTES" for given in said.inputs):
+        if is_text:
             return _texts(asked, said, [bytes(data[begin:end]) for begin, end in raws])
         return _tensors(asked, said, key, len(raws))
     except HttpError as error:  # whether the model is known is judged first
-        generates = any(given.name == "text_input" for given in said.inputs)
+        generates = is_text and any(given.name == "text_input" for given in said.inputs)
         return asked._replace(generates=generates, problem=error.kept())
 
 
@@ -255,6 +268,8 @@ def _packed(given: Message) -> bytes:
         raise HttpError(400, f"input '{given.name}' of {given.datatype or 'no datatype'} needs raw_input_contents.")
     if [name.name for name, _ in given.contents.ListFields()] not in ([field], []):
         raise HttpError(400, f"input '{given.name}' is {given.datatype}: give its values in {field} alone.")
+    if given.datatype == "BYTES":
+        return pack_elements(given.contents.bytes_contents)
     dtype = np.dtype(DATATYPES[given.datatype])
     wide = {"i": np.int64, "u": np.uint64}.get(dtype.kind, dtype)  # of fields: 32 or 64 bits
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,21 @@ import orjson
 from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import Slot
-from tenuto.deployments.wire.tensors import DATATYPES, Buffer, InputPart, OutputTensor
-from tenuto.profiles.networks.catalogue import TensorSignature
+from tenuto.deployments.wire.tensors import (
+    DATATYPES,
+    Buffer,
+    InputPart,
+    OutputTensor,
+    bytes_row,
+    element_ends,
+    pack_elements,
+    read_elements,
+)
+from tenuto.profiles.networks.catalogue import BYTES, TensorSignature
 from tenuto.profiles.networks.preprocess import largest
 
-_PROTOCOL_NAMES = {numpy_name: name for name, numpy_name in DATATYPES.items()}
+_PROTOCOL_NAMES = {BYTES: "BYTES", **{numpy_name: name for name, numpy_name in DATATYPES.items()}}
+_KNOWN_DATATYPES = {name: numpy_name for numpy_name, name in _PROTOCOL_NAMES.items()}
 _DTYPES = {numpy_name: np.dtype(numpy_name) for numpy_name in DATATYPES.values()}
 MAX_SAMPLES = 1024  # limit: of one request
 # limit: a picture of 3 x 224 x 224 floats takes 1.5 to 3 MiB; binary tensors have no such limit
@@ -54,11 +65,12 @@ class BadRequestError(Exception):
 
 
 class NotFiniteError(Exception):
-    """An answer holds NaN or infinite values, which JSON cannot carry; the message says what to do."""
+    """An answer holds NaN or infinite values, or bytes that are no text; JSON cannot carry these. The message says what
+    to do."""
 
-    def __init__(self, output: str) -> None:
+    def __init__(self, output: str, holds: str = "NaN or infinite values") -> None:
         super().__init__(
-            f"output '{output}' holds NaN or infinite values, which JSON cannot carry. Ask for binary data "
+            f"output '{output}' holds {holds}, which JSON cannot carry. Ask for binary data "
             "(parameter binary_data_output), and look at the model."
         )
 
@@ -77,7 +89,7 @@ class TensorSpec(TensorSignature):
         return math.prod(self.shape)
 
     def sample_bytes(self, dtype: str) -> int:
-        """Bytes of one sample in one of the dtypes."""
+        """Bytes of one sample in one of the dtypes of numbers."""
         return self.elements * _DTYPES[dtype].itemsize
 
     def dtype_of(self, datatype: Any) -> str:
@@ -86,7 +98,7 @@ class TensorSpec(TensorSignature):
         Raises:
             BadRequestError: it takes another.
         """
-        dtype = DATATYPES.get(datatype) if isinstance(datatype, str) else None
+        dtype = _KNOWN_DATATYPES.get(datatype) if isinstance(datatype, str) else None
         if dtype is None or (dtype != self.dtype and dtype not in self.accepts):
             taken = " or ".join(_PROTOCOL_NAMES[each] for each in (self.dtype, *self.accepts))
             raise BadRequestError(f"input '{self.name}' has datatype {datatype!r}; the model takes {taken}.")
@@ -132,17 +144,20 @@ class InferHeader:
             raise BadRequestError(
                 f"{surplus} bytes follow the last binary tensor. Correct the binary_data_size values."
             )
-        whole = []
+        whole: list[InputPart] = []
+        ends: dict[int, list[int]] = {}  # of the samples of inputs of bytes
         arena, offset = ("", 0) if slot is None else (slot.arena, slot.offset + at)
         for spec, dtype, source in self.tensors:
             if isinstance(source, range):
                 part = InputPart(binary[source.start : source.stop], dtype, arena, offset + source.start)
             else:
                 part = InputPart(source, dtype)
+            if dtype == BYTES:
+                ends[len(whole)] = _sample_ends(spec, part.data, self.count)
             if spec.below is not None:
                 _check_range(spec, part)
             whole.append(part)
-        return InferRequest(self, [whole] if self.count == 1 else _samples(whole, self.count))
+        return InferRequest(self, [whole] if self.count == 1 else _samples(whole, self.count, ends))
 
 
 class InferRequest(msgspec.Struct):
@@ -153,7 +168,8 @@ class InferRequest(msgspec.Struct):
 
 
 class _Tensor(NamedTuple):
-    """One input: `source` is its values, or where they lie in the binary part. `dtype`: "" for the signature's own."""
+    """One input: `source` is its values, or where they lie in the binary part. `dtype`: "" for the signature's own,
+    unless that is `bytes`."""
 
     spec: TensorSpec
     dtype: str
@@ -208,13 +224,14 @@ class RequestReader:
         """Prepare for a model's inputs."""
         self.inputs = inputs
         self._known = {spec.name: spec for spec in inputs}
+        self.takes_bytes = any(spec.dtype == BYTES for spec in inputs)
         kinds = {np.dtype(dtype).kind for spec in inputs for dtype in (spec.dtype, *spec.accepts)}
         self._decode = _DECODERS[kinds.pop()] if len(kinds) == 1 else _decode_as_text
-        # How each tensor of a plain request is named and packed; none if values have to be checked.
+        # How each tensor of a plain request is named and packed; none if values have to be checked, or are of bytes.
         self._plain = [
             ((spec.name, spec.datatype, [1, *spec.shape]), struct.Struct(f"<{spec.elements}{_CODES[spec.dtype]}").pack)
             for spec in inputs
-            if all(each.below is None for each in inputs)
+            if all(each.below is None and each.dtype != BYTES for each in inputs)
         ]
         # JSON parts in front of binary tensors: clients send the same one again and again.
         self._headers: Kept[bytes | tuple[Any, ...], InferHeader] = Kept(self._KEPT)
@@ -266,6 +283,11 @@ class RequestReader:
                 "JSON part as Inference-Header-Content-Length."
             )
         spec = self.inputs[0]
+        if spec.dtype == BYTES:
+            raise BadRequestError(
+                f"a body without a JSON part holds numbers; input '{spec.name}' takes BYTES. Send the length of the "
+                "JSON part as Inference-Header-Content-Length."
+            )
         each = spec.sample_bytes(spec.dtype)
         count, rest = divmod(size, each or 1)
         if rest or not 1 <= count <= MAX_SAMPLES:
@@ -287,7 +309,9 @@ class RequestReader:
     def _read_plain(self, given: RequestGiven[Any]) -> InferRequest | None:
         """Return a request that has only one sample's values, in flat lists of the signature's order and types. Most
         requests are like this. None for others, and for any with a fault."""
-        if given.id or given.parameters or given.outputs is not None or len(given.inputs) != len(self._plain):
+        if given.id or given.parameters or given.outputs is not None or len(given.inputs) != len(self.inputs):
+            return None
+        if not self._plain:
             return None
         parts = []
         for tensor, (said, pack) in zip(given.inputs, self._plain, strict=True):
@@ -323,7 +347,7 @@ class RequestReader:
                 except msgspec.ValidationError:
                     pass  # nested values, or something wrong
             else:
-                _check_size(text)
+                _check_size(text, _MOST_QUOTES + (2 * _MOST_JSON_VALUES if self.takes_bytes else 0))
             return _decode_as_text(text)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"this is no Open Inference Protocol v2 request: {error}.") from None
@@ -347,7 +371,7 @@ class RequestReader:
             dtype = spec.dtype_of(tensor.datatype)
             count = counts[name] = _batch_dimension(tensor.shape, spec)
             source = _source(tensor, spec, dtype, count, binary_bytes)
-            found[name] = _Tensor(spec, "" if dtype == spec.dtype else dtype, source)
+            found[name] = _Tensor(spec, "" if dtype == spec.dtype != BYTES else dtype, source)
             if isinstance(source, range):
                 binary_bytes = source.stop
         if len(found) < len(self._known):
@@ -362,11 +386,11 @@ class RequestReader:
         return max(counts.values(), default=0), [found[spec.name] for spec in self.inputs], binary_bytes
 
 
-def _check_size(text: Buffer) -> None:
+def _check_size(text: Buffer, most_quotes: int) -> None:
     """Refuse JSON that would take long to read, before reading it."""
     if len(text) > MOST_JSON_BYTES or _count(text, b",") > _MOST_JSON_VALUES:
         raise BadRequestError(JSON_TOO_LARGE)
-    if _count(text, b'"') > _MOST_QUOTES:
+    if _count(text, b'"') > most_quotes:
         raise BadRequestError("the JSON has more names than a request needs.")
 
 
@@ -375,11 +399,37 @@ def _count(text: Buffer, mark: bytes) -> int:
     return int(np.count_nonzero(np.frombuffer(text, np.uint8) == mark[0]))
 
 
-def _samples(whole: Sequence[InputPart], count: int) -> list[list[InputPart]]:
-    """Cut every tensor into those of its samples."""
+def _sample_ends(spec: TensorSpec, data: Buffer, count: int) -> list[int]:
+    """Return where each sample of an input of bytes ends.
+
+    Raises:
+        BadRequestError: the tensor has other elements than its shape says, or a sample is too long.
+    """
+    try:
+        all_ends = element_ends(data, count * spec.elements)
+    except ValueError as error:
+        raise BadRequestError(f"input '{spec.name}': {error}.") from None
+    ends = all_ends[spec.elements - 1 :: spec.elements] if spec.elements else [0] * count
+    longest = max(map(operator.sub, ends, [0, *ends]))
+    if longest > spec.most_bytes:
+        raise BadRequestError(
+            f"input '{spec.name}' has a sample of {longest} bytes, the lengths of its elements included; the model "
+            f"takes {spec.most_bytes}. Send less."
+        )
+    return ends
+
+
+def _samples(whole: Sequence[InputPart], count: int, ends: Mapping[int, Sequence[int]]) -> list[list[InputPart]]:
+    """Cut every tensor into those of its samples; `ends`: where these end in tensors of bytes, by their places."""
     parts: list[list[InputPart]] = [[] for _ in range(count)]
-    for part in whole:
+    for at, part in enumerate(whole):
         data = memoryview(part.data)
+        if at in ends:
+            start = 0
+            for mine, end in zip(parts, ends[at], strict=True):
+                mine.append(InputPart(data[start:end], part.dtype, part.arena, part.offset + start))
+                start = end
+            continue
         size = data.nbytes // count
         for sample in range(count):
             start = sample * size
@@ -433,7 +483,9 @@ def _source(tensor: TensorGiven[Any], spec: TensorSpec, dtype: str, count: int, 
         if size is not None:
             if tensor.data is not msgspec.UNSET:
                 raise BadRequestError(f"input '{spec.name}' has 'data' and binary data. Give one of them.")
-            expected = count * spec.sample_bytes(dtype)
+            if dtype == BYTES and type(size) is int and size >= 0:
+                return range(at, at + size)
+            expected = "some" if dtype == BYTES else count * spec.sample_bytes(dtype)
             if type(size) is not int or size != expected:
                 raise BadRequestError(
                     f"input '{spec.name}' announces {size!r} binary bytes; its shape needs {expected}."
@@ -442,6 +494,8 @@ def _source(tensor: TensorGiven[Any], spec: TensorSpec, dtype: str, count: int, 
     data = tensor.data
     if data is msgspec.UNSET:
         raise BadRequestError(f"input '{spec.name}' has neither 'data' nor binary data.")
+    if dtype == BYTES:
+        return _read_texts(data, spec, tensor.shape)
     try:
         if type(data) is not list:
             return _read_values(bytes(data), spec, dtype, tensor.shape)
@@ -497,6 +551,22 @@ def _read_values(text: bytes, spec: TensorSpec, dtype: str, shape: list[int]) ->
     return b"".join(parts)
 
 
+def _read_texts(data: Any, spec: TensorSpec, shape: list[int]) -> bytes:
+    """Return texts in JSON, nested or flat, as a tensor of bytes."""
+    try:
+        texts = np.array(data if type(data) is list else msgspec.json.decode(bytes(data)), object)
+        elements = [text.encode() for text in texts.flat]  # an element of ragged lists is a list
+    except (msgspec.DecodeError, RecursionError, AttributeError, UnicodeEncodeError):
+        raise BadRequestError(f"the data of input '{spec.name}' is not all BYTES values, which are texts.") from None
+    _check_count(len(elements), math.prod(shape), spec, shape)
+    whole = (1, *spec.shape) if len(shape) == len(spec.shape) else tuple(shape)
+    if texts.shape not in ((len(elements),), whole, whole[1:] if whole[0] == 1 else whole):
+        raise BadRequestError(
+            f"the data of input '{spec.name}' is not nested as shape {shape} is. Nest it so, or not at all."
+        )
+    return pack_elements(elements)
+
+
 def _check_nesting(text: bytes, spec: TensorSpec, shape: list[int]) -> None:
     """Refuse nested lists that are not as long as the shape says, each of them."""
     nested = text.translate(None, _SCALARS)
@@ -520,7 +590,7 @@ _SCALARS = b"0123456789+-.eEtrufals \t\r\n"
 # How the values of a tensor are packed.
 _CODES = dict(zip(DATATYPES.values(), "?BHIQbhiqefd", strict=True))
 # The readers by numpy's kind of the type, and readers of whole requests of models that have only this kind.
-_KINDS: dict[str, Any] = {"b": list[bool], "i": list[int], "u": list[int], "f": list[float]}
+_KINDS: dict[str, Any] = {"b": list[bool], "i": list[int], "u": list[int], "f": list[float], "S": list[str]}
 _VALUE_DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
     kind: msgspec.json.Decoder(values).decode for kind, values in _KINDS.items()
 }
@@ -557,10 +627,12 @@ def _requested(given: list[OutputGiven], *, binary: bool) -> list[RequestedOutpu
 
 def check_outputs(requested: Sequence[RequestedOutput], outputs: Sequence[TensorSpec]) -> None:
     """Raise `BadRequestError` when a requested output does not exist."""
-    known = [spec.name for spec in outputs]
+    known = {spec.name: spec for spec in outputs}
     for output in requested:
         if output.name not in known:
             raise BadRequestError(f"unknown output '{output.name}'. The model's outputs: {', '.join(known)}.")
+        if output.classification and known[output.name].dtype == BYTES:
+            raise BadRequestError(f"output '{output.name}' is of BYTES, which have no classes. Ask for it as it is.")
 
 
 def encode_response(
@@ -608,8 +680,10 @@ def _described(tensors: Sequence[OutputTensor], binary: list[Buffer] | None) -> 
     begin = _begin_output(first.name, first.dtype, (len(tensors), *first.shape))
     if binary is not None:
         binary += [t.data for t in tensors]
-        return b'%b"parameters":{"binary_data_size":%d}}' % (begin, first.data.nbytes * len(tensors))
+        return b'%b"parameters":{"binary_data_size":%d}}' % (begin, sum([t.data.nbytes for t in tensors]))
     values = first.data if len(tensors) == 1 else b"".join([t.data for t in tensors])
+    if first.dtype == BYTES:
+        return b'%b"data":%b}' % (begin, _texts(first.name, values, len(tensors) * math.prod(first.shape)))
     return b'%b"data":%b}' % (begin, _numbers(first.name, np.frombuffer(values, _DTYPES[first.dtype])))
 
 
@@ -617,11 +691,14 @@ class JsonRows:
     """The outputs of one batch as JSON, row by row; the parts that rows have in common are made once."""
 
     def __init__(self, executed: Executed) -> None:
-        self._outputs = [
+        self._outputs: list[tuple[str, bytes, Any, int]] = [
             (
                 output.name,
                 _begin_output(output.name, output.dtype, (1, *output.shape)),
-                np.frombuffer(data, _DTYPES[output.dtype]).reshape(executed.rows, -1 if output.row_bytes else 0),
+                [bytes_row(data, row * output.row_bytes) for row in range(executed.rows)]
+                if output.dtype == BYTES
+                else np.frombuffer(data, _DTYPES[output.dtype]).reshape(executed.rows, -1 if output.row_bytes else 0),
+                math.prod(output.shape),
             )
             for output, data in zip(executed.outputs, executed.data, strict=True)
         ]
@@ -629,7 +706,11 @@ class JsonRows:
     def text(self, row: int) -> bytes:
         """Return one row, as all outputs of a request of one sample; raises `NotFiniteError`."""
         return b",".join(
-            [b'%b"data":%b}' % (begin, _numbers(name, values[row])) for name, begin, values in self._outputs]
+            [
+                b'%b"data":%b}'
+                % (begin, _texts(name, values[row], count) if type(values) is list else _numbers(name, values[row]))
+                for name, begin, values, count in self._outputs
+            ]
         )
 
 
@@ -639,6 +720,14 @@ def _numbers(output: str, values: np.ndarray[Any, Any]) -> bytes:
     if b"null" in numbers:  # a number that is not finite is written so
         raise NotFiniteError(output)
     return numbers
+
+
+def _texts(output: str, values: Buffer, count: int) -> bytes:
+    """Return a tensor of bytes as JSON; raises `NotFiniteError` if an element is no text in UTF-8."""
+    try:
+        return orjson.dumps([element.decode() for element in read_elements(values, count)])
+    except UnicodeDecodeError:
+        raise NotFiniteError(output, "bytes that are no text in UTF-8") from None
 
 
 @functools.lru_cache
@@ -663,8 +752,7 @@ def _plain(value: Any) -> Any:
 
 def bytes_tensor(texts: Iterable[str]) -> bytes:
     """Return texts as the values of a BYTES tensor: each behind its length in four bytes."""
-    encoded = [text.encode() for text in texts]
-    return b"".join([len(text).to_bytes(4, "little") + text for text in encoded])
+    return pack_elements([text.encode() for text in texts])
 
 
 def _classified(

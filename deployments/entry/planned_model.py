@@ -54,12 +54,11 @@ class ModelInterface:
 
     def postprocess(self, outputs: Sequence[OutputTensor]) -> Any:
         """Return the most likely classes of one request."""
-        arrays = {t.name: np.frombuffer(t.data, dtype=t.dtype).reshape(t.shape) for t in outputs}
-        return Classifier(self.signature).postprocess(arrays)
+        return Classifier(self.signature).postprocess({t.name: t.array for t in outputs})
 
 
 def _specs(tensors: Sequence[TensorSignature]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(t.name, t.dtype, t.shape, t.below, t.accepts) for t in tensors)
+    return tuple(TensorSpec(t.name, t.dtype, t.shape, t.below, t.accepts, t.most_bytes) for t in tensors)
 
 
 def _part(spec: TensorSpec, array: np.ndarray[Any, Any]) -> InputPart:

@@ -33,13 +33,14 @@ from tenuto.deployments.wire.answers import Answer, Refused
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.peer import Finder
 from tenuto.deployments.wire.status import Served
-from tenuto.deployments.wire.tensors import Buffer, InputPart
+from tenuto.deployments.wire.tensors import Buffer, InputPart, pack_elements
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, UnavailableError, refused
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.versions import by_model, split_name, versioned
-from tenuto.profiles.networks.catalogue import GenerationLimits
+from tenuto.profiles.networks.catalogue import BYTES, GenerationLimits, TensorSignature
 from tenuto.profiles.networks.generating import Ending
+from tenuto.profiles.networks.inputs import packed_bytes
 
 _SLOT_BYTES = 1 << 14  # derived: below it a copy costs less than shared memory, as for bodies of HTTP
 _ARENA_BYTES = 1 << 28  # limit: of the memory that a handle shares with gpu-lets; beyond it tensors are sent
@@ -195,7 +196,7 @@ class TenutoHandle:
         answer = await self.submit(model, parts, slo_ms, request_id, version)
         if answer.outcome is not Outcome.OK:
             raise RequestFailedError(model, answer)
-        return {t.name: np.frombuffer(t.data, dtype=t.dtype).reshape(t.shape) for t in answer.outputs}
+        return {t.name: t.array for t in answer.outputs}
 
     def submit(
         self,
@@ -205,7 +206,8 @@ class TenutoHandle:
         request_id: str = "",
         version: str | None = None,
     ) -> asyncio.Future[Answer]:
-        """Send one request with raw little-endian buffers, one per input, and return the future of its answer.
+        """Send one request with raw little-endian buffers, one per input, and return the future of its answer. In a
+        buffer of bytes each element has its length in front, in four bytes.
 
         Cancelling the future frees its place. Raises KeyError for an unknown model.
         """
@@ -213,7 +215,8 @@ class TenutoHandle:
         name = split.choose(self._copies.draw()) if split else versioned(model, version) if version else model
         spec_slo_ms = self._plan.model(name).slo_ms if slo_ms is None else slo_ms
         reserve_ms = self._margin.reserve_ms(spec_slo_ms, 0.0)
-        placed, slot = self._placed(parts)
+        signature = self._dispatchers.signature(name)
+        placed, slot = self._placed(parts, () if signature is None else signature.inputs)
         future = ask(
             self._dispatchers, name, placed, memory=slot, slo_ms=slo_ms, client_id=request_id, reserve_ms=reserve_ms
         )
@@ -340,21 +343,24 @@ class TenutoHandle:
         finally:
             self._dispatchers.leave(generation)
 
-    def _placed(self, parts: Sequence[Buffer]) -> tuple[list[InputPart], Slot | None]:
+    def _placed(
+        self, parts: Sequence[Buffer], inputs: Sequence[TensorSignature]
+    ) -> tuple[list[InputPart], Slot | None]:
         """Put large inputs where gpu-lets of this machine can read them: one copy instead of four."""
+        dtypes = [tensor.dtype if tensor.dtype == BYTES else "" for tensor in inputs] or [""] * len(parts)
         views = [memoryview(part).cast("B") for part in parts]
         size = sum(len(view) for view in views)
         if size < _SLOT_BYTES:
-            return [InputPart(view) for view in views], None
+            return [InputPart(view, dtype) for view, dtype in zip(views, dtypes, strict=True)], None
         if self._arena is None:
             self._arena = Arena(_ARENA_BYTES)
         slot = self._arena.take(size)
         if slot is None:
-            return [InputPart(view) for view in views], None
+            return [InputPart(view, dtype) for view, dtype in zip(views, dtypes, strict=True)], None
         placed, at = [], 0
-        for view in views:
+        for view, dtype in zip(views, dtypes, strict=True):
             slot.data[at : at + len(view)] = view
-            placed.append(InputPart(slot.data[at : at + len(view)], "", slot.arena, slot.offset + at))
+            placed.append(InputPart(slot.data[at : at + len(view)], dtype, slot.arena, slot.offset + at))
             at += len(view)
         return placed, slot
 
@@ -396,6 +402,18 @@ def _parts(interface: ModelInterface, inputs: Mapping[str, Any]) -> list[memoryv
     for tensor in interface.inputs:
         if tensor.name not in inputs:
             problems.append(Problem(f"inputs.{tensor.name}", None, "is missing", "Give one array per input."))
+            continue
+        if tensor.dtype == BYTES:
+            elements = np.asarray(inputs[tensor.name], object)
+            if elements.shape != tensor.shape or not all(type(each) is bytes for each in elements.flat):
+                rule = f"must be {list(tensor.shape)} bytes objects, one sample without a batch dimension"
+                found = f"{type(inputs[tensor.name]).__name__} {list(elements.shape)}"
+                problems.append(Problem(f"inputs.{tensor.name}", found, rule, "Encode texts, and send samples alone."))
+            elif (size := packed_bytes(elements.ravel())) > tensor.most_bytes:
+                rule = f"must take at most {tensor.most_bytes} bytes, the lengths of its elements included"
+                problems.append(Problem(f"inputs.{tensor.name}", size, rule, "Send less."))
+            else:
+                parts.append(memoryview(pack_elements(elements.flat)))
             continue
         array = np.asarray(inputs[tensor.name])
         if array.shape != tensor.shape or not np.can_cast(array.dtype, tensor.dtype, casting="same_kind"):

@@ -20,6 +20,7 @@ from tenuto.deployments.operator.app import Watched, add_error_answers, add_oper
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.status import ModelStatus
 from tenuto.placement.versions import split_name, versioned
+from tenuto.profiles.networks.catalogue import BYTES
 
 
 def make_app(service: InferenceService, watched: Watched | None = None) -> FastAPI:
@@ -185,7 +186,8 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
 
 
 def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
-    return {"name": tensor.name, "data_type": f"TYPE_{tensor.datatype}", "dims": list(tensor.shape)}
+    data_type = "TYPE_STRING" if tensor.dtype == BYTES else f"TYPE_{tensor.datatype}"
+    return {"name": tensor.name, "data_type": data_type, "dims": list(tensor.shape)}
 
 
 def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:

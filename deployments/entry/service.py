@@ -190,6 +190,11 @@ class InferenceService:
         """
         return self._ready(self._known(name, version))
 
+    def takes_bytes(self, name: str, version: str) -> bool:
+        """Return whether a model, or a version of it, is known to have inputs of bytes."""
+        model = self._models.get(self.name(name, version))
+        return model is not None and model.interface is not None and model.interface.signature.takes_bytes
+
     def versions(self, name: str) -> list[str]:
         """Return the versions of a model of the plan."""
         return [model.version for model in self._models.values() if model.model == name]
@@ -386,7 +391,11 @@ class InferenceService:
         call: InferCall
         call, encoding = self._call(exchange, route, model, slo_ms), route.encoding
         json_bytes = len(exchange.body) if route.json_length is None else route.json_length
-        if encoding is None and (json_bytes <= JSON_AT_ONCE_BYTES or exchange.given is not None):
+        if model.reader.takes_bytes:  # each element is looked at, wherever it lies
+            is_short = len(exchange.body) <= JSON_AT_ONCE_BYTES
+        else:
+            is_short = json_bytes <= JSON_AT_ONCE_BYTES or exchange.given is not None
+        if encoding is None and is_short:
             call.begin()
             return
         limit = MOST_JSON_BYTES if route.json_length is None else self.max_body_bytes

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from tenuto.deployments.wire.tensors import OutputTensor, RowOutput
+from tenuto.deployments.wire.tensors import OutputTensor, RowOutput, bytes_row
 from tenuto.outcome import Outcome, Rule
+from tenuto.profiles.networks.catalogue import BYTES
 
 
 class Loop(StrEnum):
@@ -46,7 +47,12 @@ class Executed:
     def tensors(self, row: int) -> list[OutputTensor]:
         """Return the outputs of one request as views; nothing is copied."""
         return [
-            OutputTensor(name, dtype, shape, data[row * size : (row + 1) * size])
+            OutputTensor(
+                name,
+                dtype,
+                shape,
+                data[row * size : (row + 1) * size] if dtype != BYTES else bytes_row(data, row * size),
+            )
             for (name, dtype, shape, size), data in zip(self.outputs, self.data, strict=True)
         ]
 

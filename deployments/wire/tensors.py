@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from struct import Struct
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from tenuto.profiles.networks.catalogue import DTYPES, TensorSignature
+from tenuto.profiles.networks.catalogue import BYTES, DTYPES, TensorSignature
+from tenuto.profiles.networks.inputs import LENGTH_BYTES
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 Blocks = dict[str, list[Array]]
 Buffer = bytes | bytearray | memoryview
 
-# The Open Inference Protocol's names of the types that are served, and numpy's: BOOL, UINT8, INT64, FP32, … BYTES and
-# BF16 are not accepted: numpy has no type of fixed width for them.
+# The Open Inference Protocol's names of the numbers that are served, and numpy's: BOOL, UINT8, INT64, FP32, … BF16 is
+# not accepted: numpy has no type for it. BYTES is no number: `BYTES` of the catalogue.
 DATATYPES = {dtype.upper().replace("FLOAT", "FP"): dtype for dtype in DTYPES}
 
 
@@ -27,7 +29,7 @@ class InputPart(msgspec.Struct):
 
     `data` is sent when the receiver cannot map `arena`. `arena` and `offset` say where the same bytes lie in shared
     memory (see `tenuto.deployments.wire.arena`); `arena` is "" for bytes that do not. `dtype` is numpy's name; "" for
-    the type in the signature.
+    the type in the signature, except for `bytes`, which is always said: such tensors differ in length.
     """
 
     data: Buffer
@@ -42,16 +44,25 @@ class InputPart(msgspec.Struct):
 
 
 class OutputTensor(msgspec.Struct):
-    """One output of one request: name, numpy dtype name, shape without the batch dimension, raw little-endian bytes."""
+    """One output of one request: name, numpy dtype name, shape without the batch dimension, raw little-endian bytes. In
+    a tensor of `bytes` each element has its length in front."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
 
+    @property
+    def array(self) -> Array:
+        """Its values; those of numbers as a view."""
+        if self.dtype == BYTES:
+            return _objects(self.data, self.shape)
+        return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
+
 
 class RowOutput(NamedTuple):
-    """The description of one output of a batch on the wire. The body is cut by `row_bytes`."""
+    """The description of one output of a batch on the wire. The body is cut by `row_bytes`. A row of `bytes` begins
+    with its own length in four bytes, and is padded to the longest of its batch."""
 
     name: str
     dtype: str
@@ -59,10 +70,64 @@ class RowOutput(NamedTuple):
     row_bytes: int
 
 
+_LENGTH = Struct("<I")  # format: of the Open Inference Protocol: the length in front of an element of bytes
+
+
+def bytes_row(data: memoryview, at: int) -> memoryview:
+    """Return the tensor of bytes of the row that begins at `at`, without its padding."""
+    (length,) = _LENGTH.unpack_from(data, at)
+    return data[at + LENGTH_BYTES : at + LENGTH_BYTES + length]
+
+
+def pack_elements(elements: Iterable[bytes]) -> bytes:
+    """Return a tensor of bytes as it travels: each element behind its length in four bytes."""
+    return b"".join([_LENGTH.pack(len(element)) + element for element in elements])
+
+
+def element_ends(data: Buffer, count: int) -> list[int]:
+    """Return where each of the `count` elements of a tensor of bytes ends.
+
+    Raises:
+        ValueError: there are fewer or more elements.
+    """
+    ends, at, size = [], 0, memoryview(data).nbytes
+    for _ in range(count):
+        if at + LENGTH_BYTES > size:
+            break
+        at += LENGTH_BYTES + _LENGTH.unpack_from(data, at)[0]
+        ends.append(at)
+    if at != size or len(ends) != count:
+        raise ValueError(f"{size} bytes do not hold {count} elements, each behind its length in four bytes")
+    return ends
+
+
+def read_elements(data: Buffer, count: int) -> list[bytes]:
+    """Return the `count` elements of a tensor of bytes. Raises `ValueError` if there are fewer or more."""
+    whole, begin, elements = memoryview(data), 0, []
+    for end in element_ends(whole, count):
+        elements.append(bytes(whole[begin + LENGTH_BYTES : end]))
+        begin = end
+    return elements
+
+
+def _objects(data: Buffer, shape: tuple[int, ...]) -> Array:
+    """Return a tensor of bytes as an array of objects."""
+    array = np.empty(math.prod(shape), object)
+    array[:] = read_elements(data, array.size)
+    return array.reshape(shape)
+
+
 def pack_outputs(outputs: Arrays, rows: int) -> tuple[list[RowOutput], list[memoryview]]:
     """Return the description of a model's outputs and their buffers, in the same order."""
     described, buffers = [], []
     for name, array in outputs.items():
+        if array.dtype == object:
+            packed = [pack_elements(row) for row in array.reshape(rows, math.prod(array.shape[1:])).tolist()]
+            longest = max(map(len, packed))
+            described.append(RowOutput(name, BYTES, array.shape[1:], LENGTH_BYTES + longest))
+            padded = b"".join([_LENGTH.pack(len(row)) + row.ljust(longest, b"\0") for row in packed])
+            buffers.append(memoryview(padded))
+            continue
         flat = np.ascontiguousarray(array).reshape(-1)
         described.append(RowOutput(name, array.dtype.name, array.shape[1:], array.nbytes // rows))
         buffers.append(flat.view(np.uint8).data)
@@ -84,7 +149,14 @@ _WIDEST_BYTES = 8  # format: the widest element: clients may send wider numbers 
 
 def most_row_bytes(tensors: Sequence[TensorSignature]) -> int:
     """Return how many bytes the inputs, or the outputs, of one request take at most."""
-    return sum([math.prod(t.shape) * max(_WIDEST_BYTES, np.dtype(t.dtype).itemsize) for t in tensors])
+    return sum(
+        [
+            LENGTH_BYTES + t.most_bytes
+            if t.dtype == BYTES
+            else math.prod(t.shape) * max(_WIDEST_BYTES, np.dtype(t.dtype).itemsize)
+            for t in tensors
+        ]
+    )
 
 
 def most_batch_bytes(largest: Mapping[str, int], row_bytes: Mapping[str, int]) -> int:
@@ -99,11 +171,14 @@ def most_batch_bytes(largest: Mapping[str, int], row_bytes: Mapping[str, int]) -
 
 
 def input_blocks(signature: Sequence[TensorSignature], rows: int, parts: Iterator[InputPart]) -> Blocks:
-    """Return a member's inputs as arrays of one row each, without copying. `parts` are ordered by input, then by
+    """Return a member's inputs as arrays of one row each; numbers are not copied. `parts` are ordered by input, then by
     row."""
     blocks: Blocks = {}
     for tensor in signature:
         shape, mine = (1, *tensor.shape), itertools.islice(parts, rows)
+        if tensor.dtype == BYTES:
+            blocks[tensor.name] = [_objects(part.data, shape) for part in mine]
+            continue
         blocks[tensor.name] = [np.frombuffer(part.data, part.dtype or tensor.dtype).reshape(shape) for part in mine]
     return blocks
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.wire.tensors import DATATYPES
+from tenuto.deployments.wire.tensors import DATATYPES, pack_elements
 from tenuto.errors import InvalidInputError, refused
 from tenuto.files import read_file
 from tenuto.loadgen.sender import Body
@@ -24,8 +24,8 @@ _LARGEST_TOKEN = 20_000  # limit: smaller than the vocabulary of every model in 
 def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, binary: bool = True) -> list[Body]:
     """Return eight bodies, one sample each.
 
-    Floats are standard normal, as normalised images are. Whole numbers are token ids. An input with `mask` in its name
-    is all ones.
+    Floats are standard normal, as normalised images are. Whole numbers are token ids, in BYTES written as text. An
+    input with `mask` in its name is all ones.
 
     Args:
         metadata: the server's answer to GET /v2/models/{model}.
@@ -41,22 +41,24 @@ def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, 
         described: list[dict[str, Any]] = []
         parts: list[bytes] = []
         for tensor in inputs:
-            dtype = DATATYPES.get(tensor["datatype"])
+            is_bytes = tensor["datatype"] == "BYTES"
+            dtype = "int64" if is_bytes else DATATYPES.get(tensor["datatype"])
             shape = [1, *tensor["shape"][1:]]
             if dtype is None or any(size < 1 for size in shape):
                 raise InvalidInputError(
                     f"input '{tensor['name']}' of '{metadata['name']}' ({tensor['datatype']} {tensor['shape']}) "
                     "cannot be generated. "
-                    "Only fixed shapes of numbers are."
+                    "Only fixed shapes of numbers and of BYTES are."
                 )
             values = _values(tensor["name"], np.dtype(dtype), shape, generator)
             entry: dict[str, Any] = {"name": tensor["name"], "datatype": tensor["datatype"], "shape": shape}
+            texts = [str(value) for value in values.ravel().tolist()] if is_bytes else []
             if binary:
-                data = values.tobytes()
+                data = pack_elements(text.encode() for text in texts) if is_bytes else values.tobytes()
                 entry["parameters"] = {"binary_data_size": len(data)}
                 parts.append(data)
             else:
-                entry["data"] = values.ravel().tolist()
+                entry["data"] = texts if is_bytes else values.ravel().tolist()
             described.append(entry)
         if not binary:
             text = json.dumps({"inputs": described}, separators=(",", ":")).encode()

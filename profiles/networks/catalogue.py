@@ -38,6 +38,7 @@ DTYPES = (
     "float32",
     "float64",
 )
+BYTES = "bytes"  # the type of tensors whose elements are strings of bytes, each of a length of its own
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class TensorSignature:
 
     `below` bounds integer inputs: every value must be in [0, below). An identifier outside an embedding table is an
     error on the CPU, and on a GPU it destroys the whole CUDA context, so it is checked before anything runs. `accepts`
-    are further dtypes in which the input may come; they are converted as the first step.
+    are further dtypes in which the input may come; they are converted as the first step. With the dtype `bytes`, one
+    sample takes at most `most_bytes` on the wire: its elements, each with four bytes of length in front.
     """
 
     name: str
@@ -54,12 +56,17 @@ class TensorSignature:
     shape: tuple[int, ...]
     below: int | None = None
     accepts: tuple[str, ...] = ()
+    most_bytes: int = 1 << 20  # limit: a page of text takes a few KiB; a batch holds up to as many samples as planned
 
     def __post_init__(self) -> None:
         """Raise `InvalidInputError` for a type that is not served."""
         for dtype in (self.dtype, *self.accepts):
-            if dtype not in DTYPES:
-                raise refused(f"tensor {self.name}: dtype", dtype, "is not served", f"Served: {', '.join(DTYPES)}.")
+            if dtype not in DTYPES and dtype != BYTES:
+                served = ", ".join((*DTYPES, BYTES))
+                raise refused(f"tensor {self.name}: dtype", dtype, "is not served", f"Served: {served}.")
+        if BYTES in (self.dtype, *self.accepts) and (self.below is not None or self.accepts):
+            rule = "has 'below' or 'accepts', which only numbers have"
+            raise refused(f"tensor {self.name}: dtype", BYTES, rule, "Leave them out.")
 
 
 @dataclass(frozen=True)
@@ -127,13 +134,29 @@ class ModelSignature:
     platform: str = "pytorch"
     generates: GenerationLimits | None = None
 
+    def __post_init__(self) -> None:
+        """Raise `InvalidInputError` for a classifier with tensors of bytes."""
+        if self.kind != "tensor" and self.has_bytes:
+            raise refused("signature.kind", self.kind, "has a tensor of bytes", "Say `tensor`, or use other types.")
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether an input is of bytes."""
+        return any(tensor.dtype == BYTES for tensor in self.inputs)
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether an input or an output is of bytes."""
+        return any(tensor.dtype == BYTES for tensor in (*self.inputs, *self.outputs))
+
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A torch module in evaluation mode with its signature: what `build` and a user's own factory return.
 
     The module is called with one tensor per input, in the signature's order, each with a leading batch dimension, and
-    returns one tensor, or a tuple of tensors in the order of the outputs. A row of an output must depend only on the
+    returns one tensor, or a tuple of tensors in the order of the outputs. Tensors of bytes are numpy arrays of objects,
+    each of them `bytes`. A row of an output must depend only on the
     same row of the inputs, because requests of different clients share a batch. If there is an `onnx_file`, it runs
     instead of the module, which is empty then.
     """

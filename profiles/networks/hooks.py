@@ -55,6 +55,9 @@ def load_hooks(source: str, signature: ModelSignature) -> Hooks:
     Raises:
         InvalidInputError: they cannot be imported or made, are no hooks, or come from a package that is not allowed.
     """
+    if signature.has_bytes:
+        rule = "are for tensors of numbers, and the model has some of bytes"
+        raise refused("hooks", source, rule, "Leave them out; the model is asked at /v2/models/{model}/infer.")
     factory = imported(source, "hooks")
     try:
         made: Hooks = factory(signature)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tenuto.errors import refused
-from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
+from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 """One model's tensors by name, each with a leading batch dimension."""
@@ -16,6 +16,8 @@ Arrays = dict[str, "np.ndarray[Any, Any]"]
 Blocks = Mapping[str, Sequence["np.ndarray[Any, Any]"]]
 """One model's inputs by name, each as a list of arrays; their rows, one array after another, are the batch. Every
 request arrives in memory of its own, and need not be joined with others before the copy to a device."""
+
+LENGTH_BYTES = 4  # format: of the Open Inference Protocol: the length in front of an element of bytes
 
 
 def as_blocks(arrays: Arrays) -> Blocks:
@@ -25,9 +27,11 @@ def as_blocks(arrays: Arrays) -> Blocks:
 
 def blank_inputs(signature: ModelSignature, rows: int, *, pixels: bool = False) -> Arrays:
     """Return a batch of zeros, but with ones in attention masks. With `pixels`, pictures are uint8 if the model takes
-    them so."""
+    them so. Elements of bytes are the text `0`."""
     return {
-        t.name: np.full((rows, *t.shape), 1 if t.name == "attention_mask" else 0, dtype=_dtype(t, pixels))
+        t.name: np.full((rows, *t.shape), b"0", dtype=object)
+        if t.dtype == BYTES
+        else np.full((rows, *t.shape), 1 if t.name == "attention_mask" else 0, dtype=_dtype(t, pixels))
         for t in signature.inputs
     }
 
@@ -48,10 +52,12 @@ def _dtype(tensor: TensorSignature, pixels: bool) -> np.dtype[Any]:
 
 def random_inputs(signature: ModelSignature, rows: int, seed: int = 0, *, pixels: bool = False) -> Arrays:
     """Return a batch of seeded noise: identifiers from the whole vocabulary, every position attended; `pixels` as in
-    `blank_inputs`."""
+    `blank_inputs`. Elements of bytes stay blank."""
     generator = np.random.default_rng(seed)
     inputs = blank_inputs(signature, rows, pixels=pixels)
     for tensor in signature.inputs:
+        if tensor.dtype == BYTES:
+            continue
         dtype, shape = _dtype(tensor, pixels), (rows, *tensor.shape)
         if np.issubdtype(dtype, np.floating):
             inputs[tensor.name] = generator.standard_normal(shape, dtype=np.float32).astype(dtype)
@@ -99,3 +105,8 @@ def check_range(spec: TensorSignature, array: np.ndarray[Any, Any]) -> np.ndarra
                 "Use the model's own tokenizer.",
             )
     return array
+
+
+def packed_bytes(elements: Collection[bytes]) -> int:
+    """Return how many bytes elements take on the wire, each behind its length."""
+    return LENGTH_BYTES * len(elements) + sum(map(len, elements))

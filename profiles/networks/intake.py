@@ -44,9 +44,10 @@ class Intake:
             mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (pictures.mean, pictures.std))
             self._pictures = (-mean / std).to(device), (1.0 / (255.0 * std)).to(device)
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the batch as the network takes it. A tensor that has the right form already is not copied."""
-        return [self._as_wanted(tensor) for tensor in tensors]
+    def __call__(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the batch as the network takes it. A tensor that has the right form already is not copied; numpy's
+        arrays of bytes stay as they are."""
+        return [self._as_wanted(each) if isinstance(each, self._torch.Tensor) else each for each in tensors]
 
     def _as_wanted(self, tensor: torch.Tensor) -> torch.Tensor:
         is_other = self._dtype_of(tensor) != tensor.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -94,6 +95,8 @@ class LoneModel:
                 "CUDA graphs need an NVIDIA GPU; this is a CPU",
                 "Remove the option; `compile: true` works on a CPU.",
             )
+        if loaded.signature.has_bytes:
+            options = _for_bytes(name, options)
         signature = with_pixels(loaded.signature, preferred=options.uint8_input)
         self.signatures: Mapping[str, ModelSignature] = {name: signature}
         self.notes: list[str] = []
@@ -222,6 +225,22 @@ class LoneModel:
     def facts(self) -> dict[str, float | int]:
         """Return nothing, as nothing was merged."""
         return {}
+
+
+def _for_bytes(name: str, options: ChosenOptions) -> ChosenOptions:
+    """Return the options of a model with tensors of bytes, of which only Python can make others.
+
+    Raises:
+        InvalidInputError: an option asks for more.
+    """
+    if options.compile or options.graphs_are_asked_for or options.runtime != "torch":
+        raise refused(
+            f"options of {name}",
+            "compile, cuda_graphs or runtime",
+            "the model has tensors of bytes, which only PyTorch's plain forward pass can take",
+            "Remove these options.",
+        )
+    return replace(options, cuda_graphs=False, fold_batch_norms=False)
 
 
 def size_mib(module: torch.nn.Module) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, TenutoError, first_line, is_lack_of_memory
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, TenutoError, first_line, is_lack_of_memory, refused
 from tenuto.profiles.networks.model_options import PLAIN, ModelOptions, RunOptions
 from tenuto.profiles.networks.network import LoneModel
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
@@ -79,6 +79,16 @@ def _built(member: Member) -> LoadedModel:
         return build(member.source or member.name, weights_path=member.weights_path, options=options.build)
 
 
+def _built_to_merge(member: Member) -> LoadedModel:
+    """Return a model that is to run as one with others; raises `InvalidInputError` for one with tensors of bytes."""
+    from tenuto.profiles.networks.merging.merged_network import CURE
+
+    loaded = _built(member)
+    if loaded.signature.has_bytes:
+        raise refused("model", member.name, "has tensors of bytes, so that it merges with no other", CURE)
+    return loaded
+
+
 @contextlib.contextmanager
 def naming(model: str) -> Iterator[None]:
     """Have errors name the model that cannot be built: a gpu-let has several, and each may have files."""
@@ -110,7 +120,9 @@ def _joint_network(
     inside = {name for cluster in clusters for name in cluster.names}
     with _on(streams):
         alone = [
-            LoneModel(m.name, _built(m), _device(streams), PLAIN.chosen(None)) for m in members if m.name not in inside
+            LoneModel(m.name, _built_to_merge(m), _device(streams), PLAIN.chosen(None))
+            for m in members
+            if m.name not in inside
         ]
         signatures = {name: signature for each in alone for name, signature in each.signatures.items()}
         signatures |= {} if merged is None else merged.signatures
@@ -132,7 +144,7 @@ def merge_members(members: Sequence[Member], file: str) -> None:
 
     from tenuto.profiles.networks.merging.merged_network import Merged
 
-    merged = Merged.of({member.name: _built(member) for member in members})
+    merged = Merged.of({member.name: _built_to_merge(member) for member in members})
     for cluster in merged.clusters:
         cluster.settle("cpu")
     torch.save(merged, file)

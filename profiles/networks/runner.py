@@ -10,6 +10,7 @@ can overlap but the taking of the inputs. torch is imported when a runner is mad
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +20,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tenuto.errors import refused
-from tenuto.profiles.networks.catalogue import ImageInput, ModelSignature, TensorSignature
+from tenuto.profiles.networks.catalogue import BYTES, ImageInput, ModelSignature, TensorSignature
 from tenuto.profiles.networks.cpu_share import cpu_cores
-from tenuto.profiles.networks.inputs import Arrays, Blocks, as_blocks, blank_inputs, check_range, fitted, takes_pixels
+from tenuto.profiles.networks.inputs import (
+    Arrays,
+    Blocks,
+    as_blocks,
+    blank_inputs,
+    check_range,
+    fitted,
+    packed_bytes,
+    takes_pixels,
+)
 from tenuto.profiles.networks.network import Network
 from tenuto.profiles.networks.preprocess import normalised
 
@@ -205,14 +215,15 @@ class ProgramRunner:
         if self._streams is None:
             given: dict[str, list[Any]] = {name: [] for name in rows}
             for (name, _, _), mine in blocks.items():
-                given[name].append(self._torch.from_numpy(_as_one(mine)))
+                whole = _as_one(mine)
+                given[name].append(whole if whole.dtype == object else self._torch.from_numpy(whole))
             now_s = time.monotonic()
             return StagedBatch(rows, given, (now_s - began_s) * 1000.0, now_s)
         if not self._free:
             raise RuntimeError(f"{self._streams.depth} batches are staged already; finish one first")
         torch, slot, stream = self._torch, self._free.popleft(), self._streams.copy_in
         try:
-            filled = {key: self._fill(slot, key, mine) for key, mine in blocks.items()}
+            filled = {key: self._fill(slot, key, mine) for key, mine in blocks.items() if key[2] != "object"}
             now_s = time.monotonic()
             # A thread waits for the last event. With few cores it must sleep, as a spinning one takes a whole core.
             waits = [False] * 4 + [cpu_cores() <= _FEW_CORES]
@@ -220,7 +231,11 @@ class ProgramRunner:
             tensors: dict[str, list[Any]] = {name: [] for name in rows}
             with torch.inference_mode(), torch.cuda.stream(stream):
                 events[0].record(stream)
-                for key, count in filled.items():
+                for key, mine in blocks.items():
+                    count = filled.get(key)
+                    if count is None:
+                        tensors[key[0]].append(_as_one(mine))
+                        continue
                     target = slot.device[key][:count]
                     target.copy_(slot.pinned[key][:count], non_blocking=True)
                     tensors[key[0]].append(target)
@@ -249,11 +264,16 @@ class ProgramRunner:
                 streams.copy_out.wait_event(ended)
                 # The memory is new every time: the answer leaves the process from it while the next batch comes back.
                 for name, answer in batch.answers.items():
-                    host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in answer)
-                    for target, tensor in zip(host, answer, strict=True):
-                        target.copy_(tensor, non_blocking=True)
-                    batch.host[name] = host
+                    batch.host[name] = tuple(self._copied_out(each) for each in answer)
                 out.record(streams.copy_out)
+
+    def _copied_out(self, output: Any) -> Any:
+        """Begin to copy an output to pinned memory; an array of bytes lies in the host's memory already."""
+        if not isinstance(output, self._torch.Tensor):
+            return output
+        target = self._torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+        target.copy_(output, non_blocking=True)
+        return target
 
     def finish(self, batch: StagedBatch) -> tuple[dict[str, Arrays], BatchTimes]:
         """Wait for a batch and return its outputs, which the caller may keep, and the times of its steps.
@@ -305,7 +325,9 @@ class ProgramRunner:
         signature = self.signatures[name]
         more = self.network.padded(rows) - rows
         for spec in signature.inputs:
-            given = _of_one_type(spec, signature.image, [check_range(spec, block) for block in inputs[spec.name]])
+            given = inputs[spec.name]
+            if spec.dtype != BYTES:
+                given = _of_one_type(spec, signature.image, [check_range(spec, block) for block in given])
             if more > 0:
                 came = given[0].dtype
                 blank = blank_inputs(signature, more, pixels=came == np.uint8)[spec.name]
@@ -348,6 +370,9 @@ def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows
         )
     outputs = {}
     for spec, tensor in zip(signature.outputs, answer, strict=True):
+        if spec.dtype == BYTES:
+            outputs[spec.name] = _bytes_output(spec, tensor, rows)
+            continue
         is_half = tensor.is_floating_point() and tensor.element_size() < _WHOLE_BYTES  # numpy has no bfloat16
         array = (tensor.float() if is_half else tensor).numpy()[:rows]
         if array.shape != (rows, *spec.shape):
@@ -363,6 +388,28 @@ def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows
             rule = f"the model returned another type: {error}"
             raise refused(f"output {spec.name}", spec.dtype, rule, "Correct the model's signature.") from None
     return outputs
+
+
+def _bytes_output(spec: TensorSignature, output: Any, rows: int) -> Array:
+    """Return an output of bytes as an array of objects, without the padding.
+
+    Raises:
+        InvalidInputError: it has another shape or other elements than `bytes`, or a sample is longer than the signature
+            allows.
+    """
+    array = np.asarray(output, object)[:rows] if isinstance(output, np.ndarray) else np.empty(0, object)
+    if array.shape != (rows, *spec.shape) or not all(type(each) is bytes for each in array.flat):
+        raise refused(
+            f"output {spec.name}",
+            f"{type(output).__name__} {list(getattr(output, 'shape', ()))}",
+            f"the signature says an array of bytes objects of shape {[rows, *spec.shape]}",
+            "Return numpy.array(..., dtype=object) with elements of type bytes, or correct the model's signature.",
+        )
+    for row in array.reshape(rows, math.prod(spec.shape)):
+        if (size := packed_bytes(row)) > spec.most_bytes:
+            rule = f"a sample takes at most {spec.most_bytes} bytes, the lengths of its elements included"
+            raise refused(f"output {spec.name}", size, rule, "Shorten it, or raise `most_bytes` in the signature.")
+    return array
 
 
 def _of_one_type(spec: TensorSignature, image: ImageInput | None, blocks: Sequence[Array]) -> Sequence[Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
@@ -34,6 +35,39 @@ def scale(*, factor: float = 2.0, width: int = 4, weights_path: str | None = Non
 def triple(*, width: int = 4) -> LoadedModel:
     """A second model, where two are needed."""
     return scale(factor=3.0, width=width)
+
+
+class AddTexts(torch.nn.Module):
+    """Adds and subtracts whole numbers that are written as text, as `simple_string` of Triton's examples does."""
+
+    def forward(self, left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        read = np.vectorize(int, otypes=[object])
+        write = np.vectorize(lambda number: b"%d" % number, otypes=[object])
+        return write(read(left) + read(right)), write(read(left) - read(right))
+
+
+def add_texts() -> LoadedModel:
+    """Two inputs and two outputs of sixteen strings of bytes."""
+    names = ("INPUT0", "INPUT1", "OUTPUT0", "OUTPUT1")
+    tensors = [TensorSignature(name, "bytes", (16,)) for name in names]
+    return LoadedModel(AddTexts(), ModelSignature("tensor", tuple(tensors[:2]), tuple(tensors[2:])))
+
+
+class SameBytes(torch.nn.Module):
+    """Returns strings of bytes as they came, with the number that came beside them."""
+
+    def forward(self, texts: np.ndarray, number: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
+        assert all(type(each) is bytes for each in texts.flat)
+        return texts, number
+
+
+def same_bytes(*, shape: tuple[int, ...] = (2, 2), most_bytes: int = 4096) -> LoadedModel:
+    """Strings of bytes and a number, in and out."""
+    ways = [
+        (TensorSignature(text, "bytes", tuple(shape), most_bytes=most_bytes), TensorSignature(number, "int32", (1,)))
+        for text, number in (("x", "n"), ("y", "m"))
+    ]
+    return LoadedModel(SameBytes(), ModelSignature("tensor", *ways))
 
 
 def wrong_signature() -> LoadedModel:

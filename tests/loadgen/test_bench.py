@@ -192,8 +192,8 @@ def test_no_models() -> None:
 
 
 def test_an_input_that_cannot_be_generated() -> None:
-    models = {"m": signature(4, datatype="BYTES")}
-    with fake_server(models) as server, pytest.raises(InvalidInputError, match="BYTES"):
+    models = {"m": signature(4, datatype="FP8")}
+    with fake_server(models) as server, pytest.raises(InvalidInputError, match="FP8"):
         run_bench([spec()], options(server.url))
 
 

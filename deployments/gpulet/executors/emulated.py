@@ -22,7 +22,7 @@ from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, Pr
 from tenuto.errors import InvalidInputError, refused
 from tenuto.files import parse_json, read_text
 from tenuto.profiles.generation import StepCost
-from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, lookup, with_pixels
+from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature, lookup, with_pixels
 from tenuto.profiles.networks.generating import Generator
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 
@@ -116,9 +116,9 @@ class EmulatedExecutor:
         return self.zeros(rows), (time.perf_counter() - started) * 1000.0
 
     def zeros(self, rows: Mapping[str, int]) -> dict[str, Arrays]:
-        """Return outputs for a batch, all zeros."""
+        """Return outputs for a batch, all zeros; those of bytes are empty."""
         return {
-            model: {t.name: np.zeros((count, *t.shape), dtype=t.dtype) for t in self.signature(model).outputs}
+            model: {t.name: _zeros(t, (count, *t.shape)) for t in self.signature(model).outputs}
             for model, count in rows.items()
             if count
         }
@@ -158,6 +158,10 @@ class EmulatedExecutor:
         """Forget all programs."""
         self._loaded.clear()
         self._generators.clear()
+
+
+def _zeros(tensor: TensorSignature, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    return np.full(shape, b"", object) if tensor.dtype == BYTES else np.zeros(shape, tensor.dtype)
 
 
 def _copy_times_ms(program: ProgramEntry, table: Sequence[float]) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from tenuto.profiles.networks.preprocess import normalised
 from tenuto.profiles.networks.programs import lone_program
 from tenuto.profiles.networks.runner import BatchTimes, StagedBatch
 from tests.instruments.fake_cuda import COPY_MS, KERNELS_MS, FakeCuda, LateNet, late_model
+from tests.instruments.own_models import same_bytes
 from tests.instruments.small_networks import SMALL
 
 
@@ -81,6 +82,29 @@ def run_two_deep(runner: Alone, count: int, size: int = 2) -> list[tuple[dict[st
 def test_every_batch_gets_its_own_results_while_another_is_under_way(cuda: FakeCuda) -> None:
     for number, (outputs, _) in enumerate(run_two_deep(streamed(cuda), 7)):
         np.testing.assert_array_equal(outputs["y"], np.full((2, 2), 2.0 * number + 1))
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (9, 0)])
+def test_strings_stay_on_the_host_while_the_numbers_beside_them_go_to_the_device(
+    cuda: FakeCuda, capability: tuple[int, int]
+) -> None:
+    """On newer GPUs the defaults are CUDA graphs and folded batch norms, which strings rule out."""
+    cuda.capability = capability
+    runner = Alone(same_bytes(shape=(2,)), [1, 2, 3, 4])
+    runner.runner.warm_up(1)
+    texts = [np.array([[b"", b"\0"], [b"%d" % number, b"a\0"]], object) for number in range(5)]
+    numbers = [np.full((2, 1), number, np.int32) for number in range(5)]
+    under_way: deque[StagedBatch] = deque()
+    found = []
+    for x, n in zip(texts, numbers, strict=True):
+        under_way.append(runner.stage({"x": x, "n": n}, 2))
+        runner.launch(under_way[-1])
+        if len(under_way) == 2:
+            found.append(runner.finish(under_way.popleft())[0])
+    found += [runner.finish(rest)[0] for rest in under_way]
+    assert [(each["y"].tolist(), each["m"].tolist()) for each in found] == [
+        (x.tolist(), n.tolist()) for x, n in zip(texts, numbers, strict=True)
+    ]
 
 
 def test_the_fake_notices_a_buffer_that_is_overwritten_in_use(cuda: FakeCuda) -> None:
