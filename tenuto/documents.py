@@ -210,7 +210,7 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
     schema: dict[str, Any] = {}
     for fault in error.errors(include_url=False, include_context=is_short, include_input=is_short):
         context = fault.get("ctx", {})
-        if fault["type"] == "too_short" and len(fault["input"]) >= context["min_length"]:
+        if is_short and fault["type"] == "too_short" and len(fault["input"]) >= context["min_length"]:
             continue  # pydantic counts only entries without a fault, and names those with one, too
         inner = context.get("error")
         # A part in parentheses names the form of a value (see LatencyField); it is no key of the file.

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
 
 from tenuto.cli import main
 from tenuto.deployments.process.apart import run_apart
-from tenuto.documents import dump_yaml, load_document
+from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.files import MOST_DEPTH, MOST_ENTRIES, parse_json, parse_number, parse_yaml
 from tenuto.placement import Workload
@@ -216,3 +217,12 @@ def test_files_are_read_in_one_place() -> None:
         and any(isinstance(node, ast.Call) and reads(node) for node in ast.walk(ast.parse(file.read_text("utf-8"))))
     }
     assert found == {*OTHERS, "tenuto/files.py"}
+
+
+def test_an_empty_list_beside_thousands_of_faults_is_a_fault_like_them() -> None:
+    class Lists(StrictModel):
+        first: list[int] = Field(min_length=1)
+        then: list[int]
+
+    with pytest.raises(InvalidInputError, match=r"first: (.|\n)*10002 problems"):
+        parse_document(Lists, {"first": [], "then": ["x"] * 10_001})

@@ -118,7 +118,7 @@ def test_both_models_answer_through_either_gateway_and_the_id_is_found(url: str)
     assert all(entry["dispatched_ms"] <= entry["end_ms"] <= entry["answered_ms"] + 0.1 for entry in found)
     assert post(f"{url}/v2/models/left/infer", BODY, X_SLO_Ms="5")[0] == 504
     status = get_json(f"{url}/status")
-    assert {name: model["expired"] for name, model in status["models"].items()} == {"left": 2, "right": 0}
+    assert {name: model["expired"] for name, model in status["models"].items()} == {"left": 1, "right": 0}
     assert get_json(f"{url}/status/queue") == {"left": 0, "right": 0}
     assert pids(url).keys() == {"n0/0/a", "n0/1/a"}
     assert Plan.from_data(status["plan"]) == make_plan()

@@ -108,7 +108,7 @@ def test_merged_models_answer_as_the_models_by_themselves(url: str) -> None:
     assert facts["memory_after_mib"] < facts["memory_before_mib"]
     assert facts["worst_error"] <= 1e-5
     assert list(status["models"]) == ["base", "tuned"]
-    assert all(status["models"][name]["ok"] == 48 for name in ("base", "tuned"))
+    assert all(status["models"][name]["inferences"] == 48 for name in ("base", "tuned"))
     metadata = get_json(f"{url}/v2/models/tuned")
     assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, CLASSES]}]
     assert get_json(f"{url}/v2/models/base/ready")["ready"] is True
