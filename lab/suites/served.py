@@ -129,6 +129,8 @@ def plan(tokenizer: Path, writers: Sequence[str] = ()) -> dict[str, Any]:
     for name, source, options in (
         ("simple", "simple", {}),
         ("simple_int8", "simple", {"datatype": "int8"}),
+        ("simple_string", "texts", {}),
+        ("simple_identity", "identity", {}),
         ("densenet_onnx", "pictures", {}),
     ):
         # An SLO that a busy machine meets too: these are asked for what they answer, not how fast.

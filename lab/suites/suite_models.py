@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 
 from tenuto.profiles.networks.catalogue import ImageInput, LoadedModel, ModelSignature, TensorSignature
 
+Strings = np.ndarray[Any, Any]
 WIDTH = 16  # format: of Triton's `simple`
 
 
@@ -22,6 +26,29 @@ def simple(*, datatype: str = "int32") -> LoadedModel:
     names = ("INPUT0", "INPUT1"), ("OUTPUT0", "OUTPUT1")
     inputs, outputs = (tuple(TensorSignature(name, datatype, (WIDTH,)) for name in side) for side in names)
     return LoadedModel(SumAndDifference(), ModelSignature("tensor", inputs, outputs))
+
+
+class WrittenSumAndDifference(torch.nn.Module):
+    """The sum and the difference of two tensors of numbers that are written as texts."""
+
+    def forward(self, first: Strings, second: Strings) -> tuple[Strings, Strings]:
+        """Return both as texts."""
+        one, other = (np.vectorize(int, otypes=[object])(texts) for texts in (first, second))
+        write = np.vectorize(lambda number: str(number).encode(), otypes=[object])
+        return write(one + other), write(one - other)
+
+
+def texts() -> LoadedModel:
+    """Return Triton's `simple_string`."""
+    names = ("INPUT0", "INPUT1"), ("OUTPUT0", "OUTPUT1")
+    inputs, outputs = (tuple(TensorSignature(name, "bytes", (WIDTH,)) for name in side) for side in names)
+    return LoadedModel(WrittenSumAndDifference(), ModelSignature("tensor", inputs, outputs))
+
+
+def identity() -> LoadedModel:
+    """Return Triton's `simple_identity`."""
+    inputs, outputs = ((TensorSignature(name, "bytes", (WIDTH,)),) for name in ("INPUT0", "OUTPUT0"))
+    return LoadedModel(torch.nn.Identity(), ModelSignature("tensor", inputs, outputs))
 
 
 class Pooled(torch.nn.Module):
