@@ -124,8 +124,9 @@ class Controller:
             if self.mode == "act":
                 self._changing.apply(plan, told.text)
             return
-        obstacle = self._obstacle(saves_only=worth.only_saves)
-        if worth.only_saves and reasons.keys() & {Reason.SLO, Reason.OVERLOAD}:
+        is_saving = worth.only_saves and Reason.WORKLOAD not in reasons  # an operator asks for more than to save
+        obstacle = self._obstacle(saves_only=is_saving)
+        if is_saving and reasons.keys() & {Reason.SLO, Reason.OVERLOAD}:
             obstacle = "GPUs are not given up while requests are lost"
         if obstacle is not None:
             questions.forget_answer()  # asked again when nothing stands against it

@@ -297,6 +297,18 @@ def test_changes_are_limited_per_hour_and_cool_down_before_they_save() -> None:
     assert len(desk.applied) > count
 
 
+def test_a_model_that_is_removed_right_after_a_change_waits_for_no_cool_down() -> None:
+    desk = Desk(ONE, GPUS, {"change": {"cool_down_s": 300}, "rates": {"settle_s": 1}})
+    desk.rates["a"] = 700.0
+    desk.answer = pays(TWO)
+    desk.look(10)
+    assert desk.controller.plan.to_data() == TWO.to_data()
+    desk.answer = pays(make_plan({"n0/0/a": (100.0, ["a"])}), saves=True)
+    desk.controller.edit({"b": None})
+    desk.look(20)
+    assert [spec.name for spec in desk.controller.plan.models] == ["a"]
+
+
 @pytest.mark.parametrize("busy", [0.05, 0.4])
 def test_a_model_that_is_added_is_served_also_where_another_plan_would_save_gpus(busy: float) -> None:
     running = make_plan({"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["b"])}, rate_rps=busy * 100.0)
