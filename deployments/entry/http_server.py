@@ -185,9 +185,7 @@ class HttpServer:
         self.turns = Turns(asyncio.get_running_loop())
         self.heads = KnownHeads()
         self._bodies = BodyMemory(limits)
-        self._strangers_bodies = BodyMemory(
-            limits, _STRANGERS_PART
-        )  # of clients without a key, where clients have keys
+        self._strangers_bodies = BodyMemory(limits, _STRANGERS_PART)  # of clients without a key, where others have one
         self._accounts: dict[str, Account] = {}  # by key
         self.turned_away: Counter[str] = Counter()  # by reason: requests whose body was not wanted
         # Whoever is called with bytes in it uses them before the loop reads again.

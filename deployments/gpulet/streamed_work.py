@@ -131,7 +131,5 @@ class StreamedWork(Generic[Work]):
             self._room.release()
             try:
                 self._done(work, outputs, times, queued_ms + times.wait_ms)
-            except (
-                BaseException
-            ) as error:  # an error here must not end the thread: it answers the batches behind this one
+            except BaseException as error:  # the thread must not end: it answers the batches behind this one
                 self._failed(work, error)

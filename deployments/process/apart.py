@@ -19,9 +19,7 @@ from tenuto.errors import EnvironmentFaultError, TenutoError, first_line
 T = TypeVar("T")
 
 LIMIT_S = 30.0  # limit: imports on a busy machine take some 10 s, and a file within its bounds 5 s
-_MOST_BYTES = (
-    4 << 30
-)  # limit: of the address space, of which libraries take 1 GiB; a file within its bounds takes 1 GiB
+_MOST_BYTES = 4 << 30  # limit: of the address space; libraries take 1 GiB of it, and a file within its bounds 1 GiB
 
 
 def run_apart(call: Callable[..., T], *arguments: Any, limit_s: float = LIMIT_S) -> T:
