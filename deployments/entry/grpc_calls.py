@@ -316,22 +316,24 @@ class Call:
         if is_compressed and not self.opened.is_gzip:
             raise HttpError(400, "a message is compressed, and grpc-encoding does not say how. Say gzip.")
         self._is_compressed = bool(is_compressed)
-        most = _MOST_COLD_BYTES if self.is_cold else server.limits.most_body_bytes
-        most = min(most, _MOST_INFLATED_BYTES) if is_compressed else most
-        if size > most:
-            raise too_large(most)
+        if size > self._most_bytes():
+            raise too_large(self._most_bytes())
         return IncomingBody(server.arena, self._account, size)
 
     def _inflated(self, body: IncomingBody) -> IncomingBody:
         """Return a message that came compressed; it counts with the bytes that it has now. Raises `HttpError`."""
         server = self.server
-        most = _MOST_COLD_BYTES if self.is_cold else min(server.limits.most_body_bytes, _MOST_INFLATED_BYTES)
-        data = inflated(body.data, b"gzip", most)
+        data = inflated(body.data, b"gzip", self._most_bytes())
         plain = IncomingBody(server.arena, self._account, len(data))
         plain.take(data)
         server.turns.spend(0, len(data))
         body.release()
         return plain
+
+    def _most_bytes(self) -> int:
+        """Return how many bytes the message may have that comes, and how many when it is inflated."""
+        most = _MOST_COLD_BYTES if self.is_cold else self.server.limits.most_body_bytes
+        return min(most, _MOST_INFLATED_BYTES) if self._is_compressed else most
 
     def take(self, body: IncomingBody) -> None:
         """Take a message. Raises `HttpError` or `DecodeError`."""
