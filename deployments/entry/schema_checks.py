@@ -9,6 +9,7 @@ import importlib.util
 from functools import partial
 
 from tenuto.deployments.entry.exchange import HttpError
+from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.entry.own_hooks import HookFaultError, OwnHooks
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.profiles.networks.grammars import CHECKED_S, NEEDED, SCHEMA_HOOKS, SchemaHooks
@@ -23,7 +24,7 @@ class SchemaChecks:
 
     def __init__(self) -> None:
         self._hooks: OwnHooks | None = None
-        self._known: dict[bytes, None] = {}  # digests, the oldest first
+        self._known: Kept[bytes, None] = Kept(_MOST_KNOWN)  # digests
 
     def is_known(self, schema: str) -> bool:
         """Whether a schema was found to be one that can be kept."""
@@ -52,9 +53,7 @@ class SchemaChecks:
     def _checked(self, schema: str, checked: asyncio.Future[None], made: asyncio.Future[list[InputPart]]) -> None:
         error = None if made.cancelled() else made.exception()
         if error is None:
-            self._known[_digest(schema)] = None
-            if len(self._known) > _MOST_KNOWN:
-                del self._known[next(iter(self._known))]
+            self._known.keep(_digest(schema), None)
         if checked.done():  # the client has left
             return
         if error is None:
