@@ -14,11 +14,10 @@ from jinja2 import TemplateSyntaxError
 from tenuto.deployments.entry.tool_calls import ToolAnswer
 from tenuto.errors import EnvironmentFaultError, first_line, refused
 from tenuto.placement.workload import ModelSpec
-from tenuto.profiles.networks.generating import BYTES
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.places import check_path
+from tenuto.profiles.networks.tokenizer_files import BYTE_TOKENIZER, TOKENIZER_FILE, tokenizer_file, tokenizer_place
 
-_FILE = "tokenizer.json"  # format: where the tokenizers library saves one
 _BROKEN = "\ufffd"  # what a text ends with when its last character is not complete
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # the name of a token that is one byte
 _LONGEST_CHARACTER = 4  # format: bytes of the longest character in UTF-8
@@ -115,11 +114,10 @@ class FileTokenizer:
                 "texts need the package 'transformers'. Run: pip install transformers"
             ) from error
         check_path(place, "tokenizer")
-        path = Path(place)
-        file = path / _FILE if path.is_dir() else path
+        file = tokenizer_file(place)
         try:
             file.stat()
-            if file.name == _FILE:
+            if file.name == TOKENIZER_FILE:
                 self._whole = PreTrainedTokenizerFast.from_pretrained(str(file.parent), local_files_only=True)
             else:
                 self._whole = PreTrainedTokenizerFast(tokenizer_file=str(file))
@@ -245,7 +243,7 @@ def tokenizer_of(spec: ModelSpec) -> Tokenizer | None:
 
 def place_of(spec: ModelSpec) -> Path:
     """Return the file or folder in which the tokenizer of a model may be."""
-    return Path(_named(spec) or spec.weights_path or spec.source or BYTES)
+    return Path(_named(spec) or spec.weights_path or spec.source or BYTE_TOKENIZER)
 
 
 def _named(spec: ModelSpec) -> str | None:
@@ -255,13 +253,10 @@ def _named(spec: ModelSpec) -> str | None:
 
 def open_tokenizer(named: str | None, weights: str | None) -> Tokenizer | None:
     """Return the tokenizer with this name or at this place, else that of a folder of weights, if it has one."""
-    if named == BYTES:
+    if named == BYTE_TOKENIZER:
         return ByteTokenizer()
-    if named is not None:
-        return FileTokenizer(named)
-    if weights is not None and (Path(weights) / _FILE).exists():
-        return FileTokenizer(weights)
-    return None
+    place = tokenizer_place(named, weights)
+    return None if place is None else FileTokenizer(place)
 
 
 class GrowingText:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-BYTES = "bytes"  # the tokenizer that needs no file
-
 
 class Sampling(NamedTuple):
     """How the tokens of one sequence are chosen, and what is reported of them. With a `temperature` of 0 the likeliest

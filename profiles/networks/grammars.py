@@ -10,15 +10,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, first_line, refused
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
-from tenuto.profiles.networks.generating import BYTES
 from tenuto.profiles.networks.places import check_path
+from tenuto.profiles.networks.tokenizer_files import BYTE_TOKENIZER, tokenizer_file
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -120,7 +119,7 @@ class SchemaHooks:
 
     def __init__(self, signature: ModelSignature) -> None:
         del signature
-        self._tokenizer = _tokenizer(BYTES, 256, ())
+        self._tokenizer = _tokenizer(BYTE_TOKENIZER, 256, ())
 
     def preprocess(self, schema: bytes) -> dict[str, Any]:
         """Prepare a schema; raises `InvalidInputError` when it cannot be kept."""
@@ -161,10 +160,10 @@ def _tokenizer(place: str, vocabulary: int, ends: Collection[int]) -> LLTokenize
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError as error:
         raise EnvironmentFaultError(NEEDED) from error
-    if place == BYTES:
+    if place == BYTE_TOKENIZER:
         return LLTokenizer(TokenizerWrapper(_Bytes(vocabulary, sorted(ends))))
     check_path(place, "tokenizer")
-    file = Path(place) / "tokenizer.json" if Path(place).is_dir() else Path(place)
+    file = tokenizer_file(place)
     try:
         return LLTokenizer(file.read_text(encoding="utf-8"), eos_token=sorted(ends) or None)
     except OSError as error:

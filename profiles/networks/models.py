@@ -28,6 +28,7 @@ from tenuto.profiles.networks.exported import load_exported
 from tenuto.profiles.networks.generating import longest_sequence
 from tenuto.profiles.networks.model_options import BuildOptions
 from tenuto.profiles.networks.places import check_path, imported
+from tenuto.profiles.networks.tokenizer_files import tokenizer_file, tokenizer_place
 
 if TYPE_CHECKING:
     import torch
@@ -136,13 +137,12 @@ def _from_directory(
     pad_id = config.pad_token_id
     if pad_id is None:
         pad_id = config.pad_token_id = config.eos_token_id or 0
-    own = directory / "tokenizer.json"
     text = TextInput(
         sequence_length=length,
         vocabulary_size=int(config.vocab_size),
         pad_id=int(pad_id),
         padding_side="left" if config.model_type == "xlnet" else "right",
-        tokenizer_path=_tokenizer(options.tokenizer) or (str(own.resolve()) if own.exists() else None),
+        tokenizer_path=_tokenizer(tokenizer_place(options.tokenizer, str(directory))),
     )
     classes = int(config.num_labels)
     labels = options.labels or tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(classes))
@@ -288,7 +288,7 @@ def _check_length(config: Any, length: int, name: str) -> None:
 def _tokenizer(path: str | None) -> str | None:
     if path is None:
         return None
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    file = tokenizer_file(path)
     if not file.exists():
         raise refused(
             "options.tokenizer", path, "no such file", "Give a local tokenizer.json of the tokenizers library."

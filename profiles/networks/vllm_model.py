@@ -21,16 +21,9 @@ from itertools import count
 from typing import Any
 
 from tenuto.errors import EnvironmentFaultError, first_line
-from tenuto.profiles.networks.generating import (
-    BYTES,
-    Ending,
-    Sampling,
-    StepRan,
-    TokenScores,
-    blocks_of,
-    longest_sequence,
-)
+from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, TokenScores, blocks_of, longest_sequence
 from tenuto.profiles.networks.text_networks import prepare_transformers
+from tenuto.profiles.networks.tokenizer_files import BYTE_TOKENIZER, tokenizer_file
 
 # vLLM reads this when it makes an engine: without it the engine has a process of its own.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -278,8 +271,8 @@ def _scores(token: int, told: Mapping[int, Any], likeliest: int) -> TokenScores:
 def _tokenizer(place: str | None) -> tuple[str | None, dict[str, str]]:
     """Return the folder of a tokenizer that vLLM can keep schemas with, or what cannot be kept without one."""
     why = "needs a tokenizer in the model's folder of weights, or in `options.tokenizer`"
-    if place not in (None, BYTES):
-        folder = str(place if os.path.isdir(place) else os.path.dirname(place))
+    if place is not None and place != BYTE_TOKENIZER:
+        folder = str(tokenizer_file(place).parent)
         try:
             if AutoTokenizer.from_pretrained(folder, local_files_only=True).is_fast:
                 return folder, {}

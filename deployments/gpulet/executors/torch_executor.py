@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, ProgramEntry
@@ -25,6 +24,7 @@ from tenuto.profiles.networks.model_options import BuildOptions, ModelOptions
 from tenuto.profiles.networks.places import check_path
 from tenuto.profiles.networks.programs import Member, load_program, naming
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
+from tenuto.profiles.networks.tokenizer_files import tokenizer_place
 
 logger = logging.getLogger("ray.serve")
 
@@ -122,7 +122,7 @@ class TorchExecutor:
             blocks=generates.blocks,
             block_tokens=generates.block_tokens,
             max_batch_tokens=generates.max_batch_tokens,
-            tokenizer=_tokenizer(options, member.weights_path or member.source),
+            tokenizer=tokenizer_place(options.tokenizer, member.weights_path or member.source),
         )
         return made, network.config
 
@@ -146,7 +146,7 @@ class TorchExecutor:
             longest=generates.longest_context,
             dtype=dtype,
             seed=options.seed,
-            tokenizer=_tokenizer(options, folder),
+            tokenizer=tokenizer_place(options.tokenizer, folder),
         )
         return made, made.config
 
@@ -240,10 +240,3 @@ def _other_weights(built_mib: float, profiled_mib: float | None) -> list[str]:
     built, profiled = (f"{mib:,.1f}" if mib >= 10.0 else f"{mib:.4g}" for mib in (built_mib, profiled_mib))
     told = f"its weights are {built} MiB, those of its profile {profiled} MiB"
     return [f"{told}: another network was measured, and what the plan expects need not hold; profile it again"]
-
-
-def _tokenizer(options: BuildOptions, weights: str | None) -> str | None:
-    """Return where the tokenizer of a model that generates is: as its options say, or beside its weights."""
-    if options.tokenizer is not None:
-        return options.tokenizer
-    return weights if weights is not None and (Path(weights) / "tokenizer.json").exists() else None
