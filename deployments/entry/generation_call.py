@@ -14,7 +14,8 @@ from tenuto.deployments.dispatch.in_flight import OpenGeneration
 from tenuto.deployments.entry.call import SharedService
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.exchange import JSON, Exchange, HttpError, fail
-from tenuto.deployments.entry.openai import AskedChoice, Piece, ScoredToken, Usage, Wanted
+from tenuto.deployments.entry.openai import AskedChoice, Wanted
+from tenuto.deployments.entry.openai_answers import Piece, ScoredToken, Usage
 from tenuto.deployments.entry.texts import GrowingText, Tokenizer
 from tenuto.deployments.entry.tool_calls import ToolAnswer, joined
 from tenuto.deployments.entry.traces import Traced

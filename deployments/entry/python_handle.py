@@ -22,7 +22,8 @@ from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.generation_call import CollectedTokens
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.oip import BadRequestError, parse_slo
-from tenuto.deployments.entry.openai import CompletionBody, Wanted, made_body, wanted
+from tenuto.deployments.entry.openai import Wanted, wanted
+from tenuto.deployments.entry.openai_bodies import CompletionBody, made_body
 from tenuto.deployments.entry.planned_model import ModelInterface
 from tenuto.deployments.entry.splits import Copies, Split, splits_of
 from tenuto.deployments.entry.texts import GrowingText, Tokenizer, tokenizer_of

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from tenuto import __version__
 from tenuto.deployments.entry.exchange import OPENAI, HttpError, openai_error
 from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, RequestGiven, TensorSpec
-from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody
+from tenuto.deployments.entry.openai_bodies import ChatBody, CompletionBody, GenerateBody
 from tenuto.deployments.entry.service import WITHOUT_KEY, InferenceService
 from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes, make_api, plain_error
 from tenuto.deployments.security.keys import Caller

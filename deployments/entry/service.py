@@ -31,7 +31,8 @@ from tenuto.deployments.entry.oip import (
     BadRequestError,
     InferRequest,
 )
-from tenuto.deployments.entry.openai import ChatBody, CompletionBody, GenerateBody, Wanted, read_body, wanted
+from tenuto.deployments.entry.openai import Wanted, wanted
+from tenuto.deployments.entry.openai_bodies import ChatBody, CompletionBody, GenerateBody, read_body
 from tenuto.deployments.entry.planned_model import ModelInterface, PlannedModel
 from tenuto.deployments.entry.schema_checks import SchemaChecks
 from tenuto.deployments.entry.splits import CopiedCall, Copies, Split, splits_of

@@ -15,19 +15,15 @@ import pytest
 
 from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.grpc_messages import AskedMessage, InferReader, InferRequest
-from tenuto.deployments.entry.openai import (
-    AskedChoice,
+from tenuto.deployments.entry.openai import AskedChoice, Wanted, wanted
+from tenuto.deployments.entry.openai_answers import Piece, ScoredToken, Usage
+from tenuto.deployments.entry.openai_bodies import (
     ChatBody,
     CompletionBody,
     GenerateBody,
-    Piece,
-    ScoredToken,
     TextPart,
-    Usage,
-    Wanted,
     made_body,
     read_body,
-    wanted,
 )
 from tenuto.deployments.entry.texts import ByteTokenizer, Tokenizer
 from tenuto.profiles.networks.catalogue import GenerationLimits

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.openai import ChatBody, read_body, wanted
+from tenuto.deployments.entry.openai import wanted
+from tenuto.deployments.entry.openai_bodies import ChatBody, read_body
 from tenuto.deployments.entry.texts import ByteTokenizer, FileTokenizer
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
