@@ -15,9 +15,9 @@ pytest.importorskip("hpack")
 pytest.importorskip("tritonclient.grpc.aio")
 messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
 
-from tests.deployments.entry.test_grpc import Served  # noqa: E402
 from tests.instruments.http2_client import INFER, WINDOW_UPDATE, Http2Client, message  # noqa: E402
 from tests.instruments.live import PATIENCE_S  # noqa: E402
+from tests.instruments.served_grpc import Served  # noqa: E402
 
 STREAM = "inference.GRPCInferenceService/ModelStreamInfer"
 Fault = Callable[[Http2Client], int]
@@ -88,11 +88,7 @@ FAULTS: dict[str, Fault] = {
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     made = Served()
-    await made.gpulet.start()
-    await made.follow()
-    async with asyncio.timeout(PATIENCE_S):
-        while not await made.is_ready():
-            await asyncio.sleep(0.005)
+    await made.start()
     yield made
     await made.close()
 

@@ -20,6 +20,7 @@ from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.wire.arena import Arena
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S
+from tests.instruments.served_grpc import Served
 
 LIMIT = 1 << 20
 
@@ -105,7 +106,6 @@ pytest.importorskip("jh2")
 pytest.importorskip("hpack")
 pytest.importorskip("tritonclient.grpc.aio")
 
-from tests.deployments.entry.test_grpc import Served  # noqa: E402
 from tests.instruments.http2_client import INFER, Http2Client, message  # noqa: E402
 
 HEALTH = "grpc.health.v1.Health/Check"
@@ -120,12 +120,8 @@ class Attacked(Served):
 
     async def begin(self, *, has_keys: bool) -> None:
         self.has_keys = has_keys
-        await self.gpulet.start()
         entries = [{"name": key, "sha256": hashlib.sha256(key.encode()).hexdigest(), "models": ["m"]} for key in KEYS]
-        await self.follow(**({"keys": entries} if has_keys else {}))
-        async with asyncio.timeout(PATIENCE_S):
-            while not await self.is_ready():
-                await asyncio.sleep(0.005)
+        await self.start(**({"keys": entries} if has_keys else {}))
         self.entry.server.limits.unfinished_bytes = LIMIT << 3
         self.writers: list[asyncio.StreamWriter] = []
 

@@ -14,8 +14,8 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.deployments.entry.test_grpc import Served
 from tests.instruments.live import PATIENCE_S
+from tests.instruments.served_grpc import Served
 
 grpc = pytest.importorskip("grpc")
 messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
@@ -27,11 +27,7 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     made = Served()
-    await made.gpulet.start()
-    await made.follow()
-    async with asyncio.timeout(PATIENCE_S):
-        while not await made.is_ready():
-            await asyncio.sleep(0.005)
+    await made.start()
     yield made
     await made.close()
 
