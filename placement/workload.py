@@ -351,7 +351,7 @@ def generation_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> Generat
     found = profile_of(spec, gpu_type, profiles).generation
     if found is None:
         rule = f"its profile on {gpu_type} has no `generation`, the cost of steps"
-        cure = "Make one with `tenuto profile --from-requests`, or leave `generates` away."
+        cure = "Make one with `tenuto profile --generates`, or leave `generates` away."
         raise refused(f"models.{spec.name}.generates", spec.profile_row, rule, cure)
     return found
 

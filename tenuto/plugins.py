@@ -26,7 +26,12 @@ LABORATORY: dict[str, frozenset[str]] = {
         }
     ),
     ARRIVALS: frozenset({"azure_2019", "azure_2021"}),
-    VERBS: frozenset({"advice", "compare", "estimate", "experiment", "interference", "kernels", "lab", "partition"}),
+    VERBS: frozenset(
+        {
+            *("advice", "compare", "estimate", "experiment", "fit-requests"),
+            *("interference", "kernels", "lab", "partition"),
+        }
+    ),
 }
 """The names that `tenuto-lab` registers, by group; a test of the laboratory compares both lists."""
 

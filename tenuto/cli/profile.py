@@ -22,7 +22,7 @@ from tenuto.cli.common import (
     progress_console,
     say,
 )
-from tenuto.cli.from_requests import FromRequests, from_requests_arguments
+from tenuto.cli.profile_generation import measure_steps
 from tenuto.cli.tables import number, print_table
 from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, raise_if_any, refused
@@ -84,11 +84,10 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     "on which predictions agree within PCT percent. Default: measure everything.",
 )
 @click.option(
-    "--generates",
-    is_flag=True,
-    help="MODEL writes text: time its steps, up to --max-sequences (16) and --max-batch-tokens (512).",
+    "--generates", is_flag=True, help="MODEL writes text: time its steps, up to --max-sequences and --max-batch-tokens."
 )
-@from_requests_arguments
+@click.option("--max-sequences", type=int, metavar="N", help="With --generates: sequences of a step. Default: 16.")
+@click.option("--max-batch-tokens", type=int, metavar="N", help="With --generates: tokens of a step. Default: 512.")
 @output_option("Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.")
 @json_option
 def command(
@@ -96,8 +95,9 @@ def command(
     time_limit_s: float | None,
     resume: bool,
     output: str | None,
-    served: FromRequests,
     generates: bool,
+    max_sequences: int | None,
+    max_batch_tokens: int | None,
     **asked: Any,
 ) -> int:
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
@@ -108,15 +108,19 @@ def command(
     With --generates, what is measured is a step of a language model: a folder that save_pretrained wrote, or
     transformers/TYPE with random weights.
 
-    With --from-requests nothing is measured: what steps of a model that generates cost follows from a log of requests
-    that an engine served.
+    What an engine served needs no measuring: `tenuto fit-requests` of the laboratory (pip install tenuto-lab) fits what
+    steps cost to the log of its requests.
 
     Example: tenuto profile resnet50 mobilenet_v2 bert --batch-sizes 1,2,4,8 -o cpu.yaml
     """
+    steps = {"max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
     if generates:
-        return served.measure(models, output, {**asked, "resume": resume, "time_limit_s": time_limit_s})
-    if served.is_asked:
-        return served.run(models, asked["names"], output)
+        return measure_steps(models, output, {**asked, **steps, "resume": resume, "time_limit_s": time_limit_s})
+    raise_if_any(
+        Problem(f"--{key.replace('_', '-')}", value, "belongs to --generates", "Leave it out, or give --generates.")
+        for key, value in steps.items()
+        if value is not None
+    )
     if not models:
         raise refused("MODEL", None, "name at least one model", "Write for example `tenuto profile resnet50`.")
     requests = _requests(models, asked.pop("names"), asked)

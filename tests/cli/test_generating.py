@@ -1,4 +1,4 @@
-"""Models that generate, from the command line: a profile from a log, and a trace in virtual time."""
+"""Models that generate, from the command line: a trace in virtual time."""
 
 import json
 from pathlib import Path
@@ -118,37 +118,5 @@ def test_what_is_missing_is_named(folder: Path, keys: dict[str, Any], said: str)
     (folder / "times.csv").write_text("time_ms\n1\n")
     (folder / "zero.csv").write_text("time_ms,prompt_tokens,output_tokens\n1,5,0\n")
     result = tenuto(folder, "simulate", "w.yaml", "--gpus", "NEW-GPU:1", "--profiles", "p.yaml")
-    assert isinstance(result.exception, InvalidInputError)
-    assert said in str(result.exception)
-
-
-def test_a_profile_comes_from_a_log(folder: Path) -> None:
-    lines = ["queued_s,input_tokens,output_tokens,first_token_s,last_token_s"]
-    for at, prompt in ((0, 100), (1, 300)):
-        first = at + 0.01 + prompt * 5e-5
-        lines.append(f"{at},{prompt},5,{first},{first + 0.04}")
-    (folder / "log.csv").write_text("\n".join(lines))
-    words = ("--from-requests", "log.csv", "--gpu", "NEW-GPU", "--name", "llama", "-o", "p.yaml")
-    result = tenuto(folder, "profile", *words)
-    assert result.exit_code == 0, result.output
-    assert "warning: the log has 2 requests" in result.stderr
-    simulated(folder, "--duration-s", "3")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "name at least one model"),
-        ("--gpu a100", "--from-requests: is missing"),
-        ("--from-requests t.csv --name m", "--gpu: is missing"),
-        ("--from-requests t.csv --gpu a100", "must name one model"),
-        ("resnet50 --from-requests t.csv --gpu a100 --name m", "is measured"),
-        ("--from-requests t.csv --gpu a100 --name m --max-sequences 0", "at least 1"),
-        ("--from-requests t.csv --gpu a100 --name m --max-batch-tokens 9 --max-sequences 10", "above"),
-        ("--from-requests t.csv --gpu a100 --name m", "has no column queued_s"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(folder: Path, words: str, said: str) -> None:
-    result = tenuto(folder, "profile", *words.split())
     assert isinstance(result.exception, InvalidInputError)
     assert said in str(result.exception)

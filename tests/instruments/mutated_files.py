@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tenuto.batching.fitting.request_file import read_requests
 from tenuto.cli.deploying import read_deployment
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.security.keys import read_keys
@@ -71,9 +70,6 @@ _KEYS = (
 )
 _CONTROL = b"mode: act\ninterval_s: 5\nattainment: 0.95\nstandby_pct: 10\ngpus: {v100: {min: 1, max: 4}}\nwhen: {}\n"
 _TRACE = b"time_ms,model,prompt_tokens,output_tokens\n0,a,1,2\n1.5,b,10,20\n1e3,a,7,9\n"
-_REQUESTS = (
-    b"queued_s,input_tokens,output_tokens,first_token_s,last_token_s\n0,10,20,0.5,2\n1,20,5,1.5,2.25\n2,9,1,3,3\n"
-)
 _KERNEL = {
     "ph": "X",
     "cat": "kernel",
@@ -116,7 +112,6 @@ READERS: dict[str, Reader] = {
     "control": Reader(ControlSettings.load, _CONTROL),
     "partition": Reader(read_partition, b"assignment: {resnet50: 0, vgg19: 1}\n"),
     "trace": Reader(read_trace, _TRACE, ".csv"),
-    "requests": Reader(read_requests, _REQUESTS, ".csv"),
     "kernels": Reader(load_chrome_trace, _CHROME, ".json"),
     "result": Reader(
         lambda path: load_document(path.parent), (FORMATS / "run" / "result.json").read_bytes(), file="result.json"

@@ -230,7 +230,7 @@ def test_a_tiny_model_is_measured_on_the_processor(tmp_path: Path) -> None:
         (["resnet50", "bert", "--generates"], "must be one model"),
         (["transformers/llama", "--generates", "--shares", "0,50"], "above 0, up to 100"),
         (["transformers/llama", "--generates", "--max-sequences", "600"], "--max-batch-tokens"),
-        (["transformers/llama", "--generates", "--gpu", "a100"], "belongs to --from-requests"),
+        (["transformers/llama", "--max-sequences", "8"], "belongs to --generates"),
         (["no-such-folder", "--generates"], "neither a folder nor a type of network"),
     ],
 )

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.batching.fitting.from_requests import ServedLog
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.files import csv_rows, parse_number
 from tenuto.placement.generates import MOST_TOKENS
+from tenuto_lab.generation.request_fit import ServedLog
 
 COLUMNS = ("queued_s", "input_tokens", "output_tokens", "first_token_s", "last_token_s")
 _TOKENS = COLUMNS[1:3]

@@ -1,16 +1,18 @@
 """Costs fitted to a log predict requests that the log does not have, and a log that tells too little says so."""
 
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tenuto.batching.core.step_scheduler import UNLIMITED, StepLimits
-from tenuto.batching.fitting.from_requests import ServedLog, fit_requests
-from tenuto.batching.fitting.request_file import COLUMNS, read_requests
 from tenuto.batching.virtual.virtual_steps import VirtualSteps, run_log
 from tenuto.errors import InvalidInputError
 from tenuto.profiles import StepCost
+from tenuto_lab.generation.request_fit import ServedLog, fit_requests
+from tenuto_lab.generation.request_log import COLUMNS, read_requests
+from tests.instruments.mutated_files import Reader, is_accepted, mutated
 
 COST = StepCost.line(9.0, 0.06, 0.05, 6e-5, 1e-6)
 
@@ -96,3 +98,10 @@ def test_requests_of_one_moment_stay_in_the_order_of_the_log(tmp_path: Path) -> 
     file = tmp_path / "log.csv"
     file.write_text("\n".join([",".join(COLUMNS), "0,30,5,0.1,0.5", "0,20,9,0.4,0.9", "0,25,9,0.4,0.9"]))
     assert read_requests(file).prompt_tokens.tolist() == [30, 20, 25]
+
+
+def test_mutated_logs_are_accepted_or_refused(tmp_path: Path) -> None:
+    reader = Reader(read_requests, "\n".join([",".join(COLUMNS), *GOOD]).encode(), ".csv")
+    assert is_accepted(reader, reader.valid, tmp_path)
+    for seed in range(20):
+        is_accepted(reader, mutated(reader.valid, random.Random(seed)), tmp_path)

@@ -8,6 +8,7 @@ apart only as far as its load varied, so they are held near the proportions that
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,7 @@ _LEAST = 1e-6  # limit: residuals of a thousandth are rounding
 _OF_EACH, _OF_MEAN = 0.5, 2.0  # limit: weights of a request's residual and of the mean, which is what is judged
 _SAMPLES = 256  # limit: costs that are tried before the best are improved
 _IMPROVED = 2  # limit: of these
+_SCALES = (0.3, 1.0, 1.0, 1.0, 1.0, 0.1)  # limit: of the search's first steps
 _LEAST_STEP = 1e-3  # limit: of logarithms; a search that has become so narrow is over
 _FAR = 10.0  # limit: of one residual
 _SIMULATED = 900_000  # limit: requests simulated for one fit
@@ -205,57 +207,39 @@ def fit_requests(
 
 
 class _Search:
-    """CMA-ES (Hansen, The CMA evolution strategy: a tutorial, 2016, with its default constants): points are drawn
-    around a mean, and mean and covariance follow those with the least loss. It needs no slopes, which the times do not
-    have, as steps are whole. `best` is the least loss so far, and its point."""
+    """CMA-ES (Hansen, The CMA evolution strategy: a tutorial, 2016) from a point. It needs no slopes: the
+    times have none, as steps are whole. `best` is the least loss so far, and its point."""
 
     def __init__(self, fit: _Fit, setting: _Setting, point: Array, moves_memory: bool, step: float = 0.4) -> None:
         self.setting, self._fit, self._rest = setting, fit, point
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # cma would draw with matplotlib
+            import cma
         self._moved = count = 6 if setting.has_memory_limit and moves_memory else 5
         self.best = (fit.loss(setting, point), point)
-        self._mean, self._step = point[:count].copy(), step
-        scale = np.array([0.3, 1.0, 1.0, 1.0, 1.0, 0.1])[:count]
-        self._covariance = np.diag(scale * scale)
-        self._path, self._long_path = np.zeros(count), np.zeros(count)
-        self._random = np.random.default_rng(0)
+        generator = np.random.default_rng(0)
+        self._strategy = cma.CMAEvolutionStrategy(
+            point[:count],
+            step,
+            {
+                "CMA_stds": _SCALES[:count],
+                "popsize": 7 + int(3 * math.log(count)),
+                "randn": lambda *shape: generator.standard_normal(shape),
+                "seed": math.nan,  # the numbers are those of the generator above
+                "verbose": -9,
+            },
+        )
 
     def run(self, rounds: int) -> None:
         """Do so many rounds, as far as the limit of simulated requests allows."""
-        count = self._moved
-        drawn = 4 + int(3 * math.log(count)) + 3
-        kept = drawn // 2
-        weights = math.log(kept + 0.5) - np.log(np.arange(1, kept + 1))
-        weights /= weights.sum()
-        mass = 1.0 / float(weights @ weights)
-        path_rate, long_rate = (mass + 2) / (count + mass + 5), (4 + mass / count) / (count + 4 + 2 * mass / count)
-        one, many = 2 / ((count + 1.3) ** 2 + mass), 2 * (mass - 2 + 1 / mass) / ((count + 2) ** 2 + mass)
-        damping = 1 + path_rate + 2 * max(0.0, math.sqrt((mass - 1) / (count + 1)) - 1)
-        usual = math.sqrt(count) * (1 - 1 / (4 * count) + 1 / (21 * count * count))
         for _ in range(rounds):
-            if self._fit.left <= 0 or self._step < _LEAST_STEP:
+            if self._fit.left <= 0 or self._strategy.sigma < _LEAST_STEP:
                 return
-            values, axes = np.linalg.eigh(self._covariance)
-            root = axes * np.sqrt(np.maximum(values, 1e-20))
-            normal = self._random.standard_normal((drawn, count))
-            moves = normal @ root.T
-            points = self._mean + self._step * moves
-            losses = [self._fit.loss(self.setting, np.append(some, self._rest[count:])) for some in points]
-            order = np.argsort(losses)
-            if losses[order[0]] < self.best[0]:
-                self.best = (losses[order[0]], np.append(points[order[0]], self._rest[count:]))
-            chosen = moves[order[:kept]]
-            move = weights @ chosen
-            self._mean = self._mean + self._step * move
-            whitened = axes @ ((axes.T @ move) / np.sqrt(np.maximum(values, 1e-20)))
-            self._path = (1 - path_rate) * self._path + math.sqrt(path_rate * (2 - path_rate) * mass) * whitened
-            self._long_path = (1 - long_rate) * self._long_path + math.sqrt(long_rate * (2 - long_rate) * mass) * move
-            self._covariance = (
-                (1 - one - many) * self._covariance
-                + one * np.outer(self._long_path, self._long_path)
-                + many * (chosen.T * weights) @ chosen
-            )
-            length = float(np.linalg.norm(self._path))
-            self._step *= math.exp(min(1.0, path_rate / damping * (length / usual - 1)))
+            points = self._strategy.ask()
+            wholes = [np.append(point, self._rest[self._moved :]) for point in points]
+            losses = [self._fit.loss(self.setting, whole) for whole in wholes]
+            self._strategy.tell(points, losses)
+            self.best = min(self.best, *zip(losses, wholes, strict=True), key=lambda pair: pair[0])
 
 
 def _scaled(log: ServedLog, shape: Array, used: Array, running: Array) -> Array:
@@ -318,26 +302,24 @@ def _told(fit: _Fit, setting: _Setting, point: Array, kv_tokens: int | None) -> 
         for name, mine, real in zip(names, log.figures(first, last), measured, strict=True)
         if len(real)
     }
-    warnings = []
+    doubts = []
     if len(log) < _ENOUGH:
-        warnings.append(f"the log has {len(log)} requests; {_ENOUGH} and more tell the costs apart")
+        doubts.append(f"the log has {len(log)} requests; {_ENOUGH} and more tell the costs apart")
     used, running = _in_use(log)
     if running.max() < 2:
-        warnings.append("no two requests ran at once: what a sequence and its context cost is guessed by proportion")
+        doubts.append("no two requests ran at once: what a sequence and its context cost is guessed by proportion")
     elif running.max() < 2.0 * max(1.0, float(running.min())):
-        warnings.append("the load hardly varied: costs of a step and of a sequence are hard to tell apart")
+        doubts.append("the load hardly varied: costs of a step and of a sequence are hard to tell apart")
     if not setting.has_memory_limit:
-        warnings.append(
+        doubts.append(
             f"memory never ran out: it holds at least {int(used.max()):,} tokens; say how many with --kv-tokens"
         )
     if _waits(log)[0]:
         waited_s = float(log.first_ms[0] - log.queued_ms[0]) / 1000.0
-        warnings.append(
-            f"the first request waited {waited_s:.1f} s: begin the log when nothing runs, with a warm engine"
-        )
+        doubts.append(f"the first request waited {waited_s:.1f} s: begin the log when nothing runs, with a warm engine")
     worst = max(abs(error) for error in errors.values())
     if worst > 5.0:
-        warnings.append(f"the log does not come out as it was: a mean is off by {worst:.0f} %; check the limits given")
+        doubts.append(f"the log does not come out as it was: a mean is off by {worst:.0f} %; check the limits given")
     steps = StepsAt.model_validate(_rounded(StepCost.line(*np.exp(point[:5]))).model_dump())
     kv = kv_tokens or (int(math.exp(point[5])) if setting.has_memory_limit else None)
     generation = Generation(
@@ -346,7 +328,7 @@ def _told(fit: _Fit, setting: _Setting, point: Array, kv_tokens: int | None) -> 
         steps=(steps,),
         errors={f"{name}_pct": error for name, error in errors.items()},
     )
-    return Fitted(generation, errors, setting.max_sequences, tuple(warnings))
+    return Fitted(generation, errors, setting.max_sequences, tuple(doubts))
 
 
 def _rounded(cost: StepCost) -> StepCost:

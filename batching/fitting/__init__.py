@@ -1,1 +1,0 @@
-"""What a program that generates costs, fitted to logs of requests that were served."""
