@@ -180,8 +180,7 @@ def _lengths(
 
 
 def _notes(models: Sequence[ModelSpec]) -> tuple[str, ...]:
-    recorded = ((spec, process_of(spec.arrival.process)) for spec in models)
-    drawn = [spec.name for spec, process in recorded if process is not None and process.is_drawn(spec.arrival)]
+    drawn = [spec.name for spec in models if process_of(spec.arrival.process).is_drawn(spec.arrival)]
     if not drawn:
         return ()
     return (

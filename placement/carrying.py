@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.placement.arrivals.arrival_processes import HAVE_LENGTHS, usual_lengths
+from tenuto.placement.arrivals.arrival_processes import usual_lengths
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import ModelOnGpu, context_mib_of
 from tenuto.placement.generates import Generates, Lengths, TokenSlo
@@ -171,7 +171,7 @@ def with_lengths(spec: ModelSpec) -> ModelSpec:
         InvalidInputError: the trace cannot be read.
     """
     generates = spec.generates
-    if generates is None or spec.arrival.process not in HAVE_LENGTHS:
+    if generates is None:
         return spec
     names = ("prompt_tokens", "output_tokens")
     traced = dict(zip(names, usual_lengths(spec.name, spec.arrival), strict=True))

@@ -12,6 +12,7 @@ from tenuto.documents import Fault, ProblemsBelow, StrictModel, dump_yaml, load_
 from tenuto.errors import Problem, one_of, refused
 from tenuto.placement.application import Application
 from tenuto.placement.arrivals.arrival import Arrival
+from tenuto.placement.arrivals.arrival_processes import PROCESSES
 from tenuto.placement.generates import Generates, TokenSlo
 from tenuto.placement.versions import FIRST, completed, split_name, split_problems
 from tenuto.profiles import Generation, LatencyTable, LinearLatency, ModelProfile, Profiles
@@ -148,11 +149,11 @@ class ModelSpec(StrictModel):
         if self.latency is not None:
             raise Fault("generates, and has an inline latency", "Give a profile with `generation` instead.")
         lengths = (self.generates.prompt_tokens, self.generates.output_tokens)
-        if self.arrival.process not in ("trace", "servegen") and None in lengths:
+        process = PROCESSES.get(self.arrival.process)
+        if process is not None and process.tokens is None and None in lengths:
             raise Fault(
                 "generates, and does not say how long prompts and outputs are",
-                "Give `prompt_tokens` and `output_tokens` in `generates`, a trace that has these columns, or process: "
-                "servegen.",
+                "Give `prompt_tokens` and `output_tokens` in `generates`, or a trace that has these columns.",
             )
         return self
 

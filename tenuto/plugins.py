@@ -25,7 +25,7 @@ LABORATORY: dict[str, frozenset[str]] = {
             *("decode-first", "least-slack", "prefill-first", "round-robin"),
         }
     ),
-    ARRIVALS: frozenset({"azure_2019", "azure_2021"}),
+    ARRIVALS: frozenset({"azure_2019", "azure_2021", "servegen"}),
     VERBS: frozenset(
         {
             *("advice", "compare", "estimate", "experiment", "fit-requests"),

@@ -179,10 +179,7 @@ OTHERS = {
         ("profiles/gpu_types.py", "profiles/mig_instances.py", "profiles/networks/catalogue.py", "profiles/shipped.py"),
         "our own data",
     ),
-    **dict.fromkeys(
-        ("placement/arrivals/servegen.py", "placement/interference/contention.py", "tenuto/quickstart.py"),
-        "our own data",
-    ),
+    **dict.fromkeys(("placement/interference/contention.py", "tenuto/quickstart.py"), "our own data"),
     "deployments/entry/grpc_messages.py": "our own data",
     **dict.fromkeys(("deployments/wire/liveness.py", "deployments/wire/arena.py", "mps/processes.py"), "/proc"),
     **dict.fromkeys(("deployments/process/foreground.py", "deployments/machines/environment.py"), "/proc"),

@@ -26,7 +26,7 @@ from tenuto.documents import Fault, StrictModel
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.files import csv_rows, parse_number
 from tenuto.placement.arrivals.arrival import Arrival
-from tenuto.placement.arrivals.arrival_processes import Recorded
+from tenuto.placement.arrivals.arrival_processes import ArrivalProcess
 
 Times = NDArray[np.float64]
 _MINUTE_S, _DAY_MIN = 60.0, 1440  # unit
@@ -240,4 +240,4 @@ def _line_error(path: Path, line: int, value: str, rule: str) -> InvalidInputErr
     return InvalidInputError(Problem(f"{path}: line {line}", value, rule, _CURE))
 
 
-AZURE_2019 = AZURE_2021 = Recorded(AzureOptions, azure_times, _is_drawn)
+AZURE_2019 = AZURE_2021 = ArrivalProcess(AzureOptions, azure_times, reads_file=True, is_drawn=_is_drawn)

@@ -1,6 +1,6 @@
 """When requests arrive: one function per file key `arrival.process`.
 
-Other packages add processes that read their arrivals from files, by entry points of the group `tenuto.arrivals`.
+Other packages add theirs, an `ArrivalProcess` each, by entry points of the group `tenuto.arrivals`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.files import csv_rows, parse_number
 from tenuto.placement.arrivals.arrival import Arrival
-from tenuto.placement.arrivals.servegen import ServegenOptions, client_arrivals, client_tokens, usual_tokens
 from tenuto.placement.generates import MOST_TOKENS
 from tenuto.plugins import ARRIVALS, cure_of_unknown, entry_point, registered
 
@@ -65,9 +64,6 @@ class TraceOptions(StrictModel):
     rescale: StrictBool = False
 
 
-Process = Callable[[float, float, Any, np.random.Generator], Times]
-
-
 def _poisson(rate_rps: float, duration_s: float, _options: NoOptions, generator: np.random.Generator) -> Times:
     return _renewal(lambda count: generator.exponential(1.0 / rate_rps, count), rate_rps, duration_s)
 
@@ -77,8 +73,16 @@ def _uniform(rate_rps: float, duration_s: float, _options: NoOptions, generator:
     return np.arange(generator.random() / rate_rps, duration_s, 1.0 / rate_rps)
 
 
-def _gamma(rate_rps: float, duration_s: float, shape: float, generator: np.random.Generator) -> Times:
+def _gamma(
+    _model: str,
+    rate_rps: float,
+    duration_s: float,
+    arrival: Arrival,
+    _options: NoOptions,
+    generator: np.random.Generator,
+) -> Times:
     """Gamma-distributed gaps: shape k, scale 1/(k*rate); the coefficient of variation is k**-0.5."""
+    shape = arrival.shape or (arrival.cv or 1.0) ** -2
     return _renewal(lambda count: generator.gamma(shape, 1.0 / (shape * rate_rps), count), rate_rps, duration_s)
 
 
@@ -115,10 +119,6 @@ def _steps(rate_rps: float, duration_s: float, options: StepsOptions, generator:
     return np.concatenate(parts) if parts else np.empty(0)
 
 
-def _servegen(rate_rps: float, duration_s: float, options: ServegenOptions, generator: np.random.Generator) -> Times:
-    return client_arrivals(rate_rps, duration_s, options, generator)[0]
-
-
 def _renewal(gaps: Callable[[int], Times], rate_rps: float, duration_s: float) -> Times:
     """Sum independent gaps until the duration is passed."""
     expected = rate_rps * duration_s
@@ -129,46 +129,45 @@ def _renewal(gaps: Callable[[int], Times], rate_rps: float, duration_s: float) -
     return times[times < duration_s]
 
 
-# Processes that draw times, and the options of all processes: traces are read instead.
-PROCESSES: Mapping[str, tuple[Process, type[StrictModel]]] = {
-    "poisson": (_poisson, NoOptions),
-    "uniform": (_uniform, NoOptions),
-    "gamma": (_gamma, NoOptions),
-    "on_off": (_on_off, OnOffOptions),
-    "diurnal": (_diurnal, DiurnalOptions),
-    "steps": (_steps, StepsOptions),
-    "servegen": (_servegen, ServegenOptions),
-}
+Tokens = tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]  # of prompts and of outputs; None: not known
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A process that reads its arrivals from the file at `arrival.path`.
+class ArrivalProcess:
+    """How the arrivals of a model come to be.
 
-    `read` is called with the model's name, its rate in requests per second, the duration in seconds, the arrival, the
-    options as `options` and a generator, and returns what `arrival_times` does. `is_drawn` says whether the times of an
-    arrival are drawn, as from counts, rather than recorded.
+    Attributes:
+        options: the schema of `arrival.options`.
+        times: called with the model's name, its rate in requests per second, the duration in seconds, the arrival, its
+            options and a generator; returns what `arrival_times` does.
+        reads_file: whether `arrival.path` must name a file.
+        is_drawn: whether the times of an arrival that reads a file are drawn, as from counts, rather than recorded.
+        tokens: called as `times` is, with a generator in the same state, and a generator of lengths; returns the tokens
+            of the same requests. None: the process knows no lengths.
+        usual_tokens: called with the model's name, the arrival and its options; returns the tokens of many requests,
+            for a plan. A process has both or none.
     """
 
     options: type[StrictModel]
-    read: Callable[[str, float, float, Arrival, Any, np.random.Generator], Times]
+    times: Callable[[str, float, float, Arrival, Any, np.random.Generator], Times]
+    reads_file: bool = False
     is_drawn: Callable[[Arrival], bool] = lambda _arrival: False
+    tokens: Callable[[str, float, float, Arrival, Any, np.random.Generator, np.random.Generator], Tokens] | None = None
+    usual_tokens: Callable[[str, Arrival, Any], Tokens] | None = None
 
 
-def process_of(name: str, where: str = "arrival") -> Recorded | None:
-    """Return the process of that name when it reads a file; None when it draws. `where` names it in errors.
+def process_of(name: str, where: str = "arrival") -> ArrivalProcess:
+    """Return the process of that name. `where` names it in errors.
 
     Raises:
         InvalidInputError: no such process; the message lists the known ones.
     """
     if name in PROCESSES:
-        return None
-    if name == "trace":
-        return Recorded(TraceOptions, _trace_times)
+        return PROCESSES[name]
     try:
-        return cast(Recorded, entry_point(ARRIVALS, name).load())
+        return cast(ArrivalProcess, entry_point(ARRIVALS, name).load())
     except KeyError:
-        cure = cure_of_unknown(ARRIVALS, name, (*PROCESSES, "trace", *registered(ARRIVALS)))
+        cure = cure_of_unknown(ARRIVALS, name, (*PROCESSES, *registered(ARRIVALS)))
         raise refused(f"{where}.process", name, "unknown arrival process", cure) from None
 
 
@@ -188,23 +187,16 @@ def arrival_times(
         InvalidInputError: unknown process or option, or an unusable trace; the message names line and cure.
     """
     where = f"models.{model}.arrival"
-    recorded = process_of(arrival.process, where)
-    kind = recorded.options if recorded is not None else PROCESSES[arrival.process][1]
-    options = _checked(where, arrival, kind)
-    if recorded is not None:
-        return recorded.read(model, rate_rps, duration_s, arrival, options, generator)
-    draw, _ = PROCESSES[arrival.process]
-    if arrival.process == "gamma":
-        return draw(rate_rps, duration_s, arrival.shape or (arrival.cv or 1.0) ** -2, generator)
-    return draw(rate_rps, duration_s, options, generator)
+    process = process_of(arrival.process, where)
+    return process.times(model, rate_rps, duration_s, arrival, _checked(where, arrival, process), generator)
 
 
-def _checked(where: str, arrival: Arrival, kind: type[StrictModel]) -> StrictModel:
+def _checked(where: str, arrival: Arrival, process: ArrivalProcess) -> StrictModel:
     """Return the options of the arrival's process; raise `InvalidInputError` with everything that is wrong."""
     problems: list[Problem] = []
     options = None
     try:
-        options = parse_document(kind, arrival.options, origin=f"{where}.options")
+        options = parse_document(process.options, arrival.options, origin=f"{where}.options")
     except InvalidInputError as error:
         problems += error.problems
     given = [key for key in ("shape", "cv") if getattr(arrival, key) is not None]
@@ -214,7 +206,7 @@ def _checked(where: str, arrival: Arrival, kind: type[StrictModel]) -> StrictMod
     elif len(given) != 1 and arrival.process == "gamma":
         rule = "gives both shape and cv" if given else "gamma needs shape or cv"
         problems.append(Problem(where, None, rule, "Give one: cv = shape**-0.5."))
-    if (arrival.path is not None) != (arrival.process not in PROCESSES):
+    if (arrival.path is not None) != process.reads_file:
         rule = "a path belongs to process: trace, and a trace needs one"
         problems.append(Problem(f"{where}.path", arrival.path, rule, "Give both or neither."))
     if problems or options is None:
@@ -297,10 +289,6 @@ def _rows(model: str, arrival: Arrival) -> Trace:
     return Trace(trace.times_s[mine], None, *(None if column is None else column[mine] for column in columns))
 
 
-Tokens = tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]  # of prompts and of outputs; None: not known
-HAVE_LENGTHS = ("trace", "servegen")
-
-
 def arrival_tokens(
     model: str,
     rate_rps: float,
@@ -313,31 +301,24 @@ def arrival_tokens(
 
     `generator` is in the state that it had there; `of_lengths` draws the lengths.
     """
-    if arrival.process == "trace":
-        return trace_tokens(model, arrival)
-    if arrival.process != "servegen":
+    where = f"models.{model}.arrival"
+    process = process_of(arrival.process, where)
+    if process.tokens is None:
         return None, None
-    options = _servegen_options(model, arrival)
-    _, places = client_arrivals(rate_rps, duration_s, options, generator)
-    return (
-        client_tokens("prompt_tokens", options, places, of_lengths),
-        client_tokens("output_tokens", options, places, of_lengths),
-    )
+    options = _checked(where, arrival, process)
+    return process.tokens(model, rate_rps, duration_s, arrival, options, generator, of_lengths)
 
 
 def usual_lengths(model: str, arrival: Arrival) -> Tokens:
-    """Return tokens as the arrivals of a process that knows lengths have them, for a plan."""
-    if arrival.process == "trace":
-        return trace_tokens(model, arrival)
-    options = _servegen_options(model, arrival)
-    return usual_tokens("prompt_tokens", options), usual_tokens("output_tokens", options)
+    """Return tokens as the arrivals of a process have them, for a plan; None where it knows no lengths."""
+    where = f"models.{model}.arrival"
+    process = process_of(arrival.process, where)
+    if process.usual_tokens is None:
+        return None, None
+    return process.usual_tokens(model, arrival, _checked(where, arrival, process))
 
 
-def _servegen_options(model: str, arrival: Arrival) -> ServegenOptions:
-    return cast(ServegenOptions, _checked(f"models.{model}.arrival", arrival, ServegenOptions))
-
-
-def trace_tokens(model: str, arrival: Arrival) -> Tokens:
+def _trace_tokens(model: str, arrival: Arrival) -> Tokens:
     """Return the tokens of prompts and outputs in a model's lines of a trace; None for a column it does not have.
 
     Raises:
@@ -360,3 +341,30 @@ def _trace_times(
         span = float(times[-1]) or 1.0
         times = times * (times.size / span / rate_rps)
     return times[times < duration_s]
+
+
+def _drawn(
+    options: type[StrictModel], draw: Callable[[float, float, Any, np.random.Generator], Times]
+) -> ArrivalProcess:
+    """Return the process that draws times from a rate, a duration, its options and a generator."""
+    return ArrivalProcess(
+        options,
+        lambda _model, rate_rps, duration_s, _arrival, given, generator: draw(rate_rps, duration_s, given, generator),
+    )
+
+
+PROCESSES: Mapping[str, ArrivalProcess] = {
+    "poisson": _drawn(NoOptions, _poisson),
+    "uniform": _drawn(NoOptions, _uniform),
+    "gamma": ArrivalProcess(NoOptions, _gamma),
+    "on_off": _drawn(OnOffOptions, _on_off),
+    "diurnal": _drawn(DiurnalOptions, _diurnal),
+    "steps": _drawn(StepsOptions, _steps),
+    "trace": ArrivalProcess(
+        TraceOptions,
+        _trace_times,
+        reads_file=True,
+        tokens=lambda model, _rate_rps, _duration_s, arrival, *_: _trace_tokens(model, arrival),
+        usual_tokens=lambda model, arrival, _options: _trace_tokens(model, arrival),
+    ),
+}

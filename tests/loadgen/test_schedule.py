@@ -105,3 +105,15 @@ def test_all_problems_at_once() -> None:
     with pytest.raises(InvalidInputError) as caught:
         make_schedule([A], -1.0, -1, -1.0)
     assert len(caught.value.problems) == 3
+
+
+def test_a_trace_that_is_cut_says_so(tmp_path: object) -> None:
+    file = f"{tmp_path}/t.csv"
+    with open(file, "w", encoding="utf-8") as stream:
+        stream.write("time_ms\n0\n5000\n9000\n")
+    spec = ModelSpec.model_validate(
+        {"name": "m", "rate_rps": 1, "slo_ms": 9, "arrival": {"process": "trace", "path": file}}
+    )
+    assert make_schedule([spec], 10.0, 0).notes == ()
+    (note,) = make_schedule([spec], 6.0, 0).notes
+    assert "only the first 6 of 9 s" in note

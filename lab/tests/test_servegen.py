@@ -8,8 +8,8 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.schedule import make_schedule
 from tenuto.placement import ModelSpec
-from tenuto.placement.arrivals.servegen import ServegenOptions, client_arrivals, client_tokens, published
 from tenuto.placement.carrying import with_lengths
+from tenuto_lab.servegen import ServegenOptions, client_arrivals, client_tokens, published
 
 
 def writes(**options: object) -> ModelSpec:
@@ -107,15 +107,3 @@ def test_a_schedule_is_the_same_for_a_seed_and_has_lengths() -> None:
 def test_what_cannot_be_drawn_is_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(InvalidInputError, match=says):
         make_schedule([writes(**options)], 10.0, 0)
-
-
-def test_a_trace_that_is_cut_says_so(tmp_path: object) -> None:
-    file = f"{tmp_path}/t.csv"
-    with open(file, "w", encoding="utf-8") as stream:
-        stream.write("time_ms\n0\n5000\n9000\n")
-    spec = ModelSpec.model_validate(
-        {"name": "m", "rate_rps": 1, "slo_ms": 9, "arrival": {"process": "trace", "path": file}}
-    )
-    assert make_schedule([spec], 10.0, 0).notes == ()
-    (note,) = make_schedule([spec], 6.0, 0).notes
-    assert "only the first 6 of 9 s" in note

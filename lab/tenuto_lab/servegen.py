@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from tenuto.documents import Fault, StrictModel
+from tenuto.placement.arrivals.arrival import Arrival
+from tenuto.placement.arrivals.arrival_processes import ArrivalProcess, Tokens
 from tenuto.placement.generates import Lengths
 
 Times = NDArray[np.float64]
 Rows = NDArray[np.int64]
-_FILE = Path(__file__).parent.parent / "data" / "servegen.csv"
+_FILE = Path(__file__).parent / "data" / "servegen.csv"
 _HOUR_S = 3600.0  # unit
 _SAMPLE = 20_000  # limit: lengths that stand for all of a category; their median is known to about 2 %
 
@@ -165,3 +167,37 @@ def usual_tokens(key: Literal["prompt_tokens", "output_tokens"], options: Serveg
     rates = np.array([client.mean_rps for client in options.clients])
     places = generator.choice(len(rates), _SAMPLE, p=rates / rates.sum())
     return client_tokens(key, options, places, generator)
+
+
+def _times(
+    _model: str,
+    rate_rps: float,
+    duration_s: float,
+    _arrival: Arrival,
+    options: ServegenOptions,
+    generator: np.random.Generator,
+) -> Times:
+    return client_arrivals(rate_rps, duration_s, options, generator)[0]
+
+
+def _tokens(
+    _model: str,
+    rate_rps: float,
+    duration_s: float,
+    _arrival: Arrival,
+    options: ServegenOptions,
+    generator: np.random.Generator,
+    of_lengths: np.random.Generator,
+) -> Tokens:
+    _, places = client_arrivals(rate_rps, duration_s, options, generator)
+    return (
+        client_tokens("prompt_tokens", options, places, of_lengths),
+        client_tokens("output_tokens", options, places, of_lengths),
+    )
+
+
+def _usual_tokens(_model: str, _arrival: Arrival, options: ServegenOptions) -> Tokens:
+    return usual_tokens("prompt_tokens", options), usual_tokens("output_tokens", options)
+
+
+SERVEGEN = ArrivalProcess(ServegenOptions, _times, tokens=_tokens, usual_tokens=_usual_tokens)
