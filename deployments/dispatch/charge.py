@@ -1,5 +1,7 @@
 """Which dispatcher of a sub-cluster is in charge of its gpu-lets. Dispatchers learn of each other only from gpu-lets.
 
+This is leader election with failover and fencing: the term fences off a former leader, so that there is no split brain.
+
 A dispatcher in charge has a *term*: a number, and the names of the gateways that reach it (none, once the dispatcher is
 gone). Of two terms, gpu-lets obey the one with the higher number. When another dispatcher gets requests, it takes
 charge only if all gateways of the present term reach it too, or if more gateways reach it. So two dispatchers never

@@ -146,6 +146,9 @@ class Dispatcher:
         """Give the core a request whose tensors are not read yet. When `asker.refused` is called before this returns,
         the tensors need not be read. Otherwise `start` or `cancel` must follow at once.
 
+        This is the admission control: a request is refused at once when the queue is full, or when its deadline cannot
+        be met even by a batch of its own that starts now.
+
         Args:
             model: a model of the plan.
             asker: is told how the request ended.

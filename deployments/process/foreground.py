@@ -1,6 +1,8 @@
 """The process in the foreground of a command that serves. A process behind it does the serving, because a call of Ray
 can block for ever or end its process.
 
+This is where SIGTERM becomes a graceful shutdown (drain).
+
 The foreground does so little that nothing can block it: it takes signals, keeps limits, watches the processes below it,
 and ends them. It holds no lock and asks nothing of Ray. It can end every process below it, also one whose parent was
 killed (`PR_SET_CHILD_SUBREAPER`).

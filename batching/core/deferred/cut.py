@@ -1,4 +1,4 @@
-"""Rule 3: which batch is cut from a queue, and how long it may be.
+"""Rule 3: which batch is cut from a queue, and how long it may be; with it the batch's latest start and its priority.
 
 A batch is cut by the window rule of Symphony's program (`gathering.py`): requests at the front are given up when they
 keep the batch below `defend` times the staggered size. This is where the numbers learned while serving are applied: how
