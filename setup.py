@@ -10,7 +10,7 @@ from setuptools import Extension, setup
 
 COMPILED = {
     "batching/core": "by_deadline gathering gpulets scheduler staggered symphony system",
-    "batching/core/deferred": "admission cut deferring due keeping_free lineup looking loss waiting",
+    "batching/core/deferred": "allowance cut deferring due keeping_free lineup looking loss waiting",
     "batching/rehearsal": "budget memory observer replay",
 }
 

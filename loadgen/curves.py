@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from tenuto.batching.virtual.goodput import Goal
+from tenuto.batching.virtual.criterion import Goal
 from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.simulated import Simulation

@@ -16,7 +16,7 @@ from tenuto.batching.core.build import everywhere, from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.virtual.goodput import Goal, HostedModels, Stop, Trial, never, try_load
+from tenuto.batching.virtual.criterion import Goal, HostedModels, Stop, Trial, never, try_load
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import SCHEMA

@@ -18,7 +18,7 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, TenutoError
 from tenuto.loadgen.result_folder import write_files
 from tenuto.mps.faults import FaultLog
 from tenuto.placement import Cluster
-from tenuto.profiles.measuring.book import ProfileBook
+from tenuto.profiles.measuring.profile_writer import ProfileWriter
 from tenuto.profiles.shipped import load_shipped
 
 ROOT = Path(__file__).parents[1]
@@ -88,10 +88,10 @@ def _save(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _book(path: Path) -> ProfileBook:
-    book = ProfileBook(path, command="a test")
-    book.profile = load_shipped("thesis-v100")
-    return book
+def _book(path: Path) -> ProfileWriter:
+    writer = ProfileWriter(path, command="a test")
+    writer.profile = load_shipped("thesis-v100")
+    return writer
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))

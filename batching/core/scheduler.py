@@ -25,9 +25,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from mypy_extensions import mypyc_attr
 
+from tenuto.batching.core.scheduler_status import SchedulerStatus
 from tenuto.batching.core.step_scheduler import StepOrder
 from tenuto.batching.core.system import INF, ByFields, GeneratingGpulet, NetworkDelay, System
-from tenuto.batching.core.told import SchedulerStatus
 from tenuto.options import options_of_dataclass, read_options
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from tenuto.batching.core.deferred import DeferredScheduler
 from tenuto.batching.core.deferred.deferring import Known
 from tenuto.batching.core.scheduler import Scheduler
-from tenuto.batching.core.told import SchedulerStatus
+from tenuto.batching.core.scheduler_status import SchedulerStatus
 from tenuto.batching.rehearsal.budget import Budget
 from tenuto.batching.rehearsal.memory import Judge, Seen
 from tenuto.batching.rehearsal.replay import Replay, Replayed, Setting

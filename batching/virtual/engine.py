@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Reject, Scheduler
+from tenuto.batching.core.scheduler_status import SchedulerStatus
 from tenuto.batching.core.step_scheduler import TRIES, emptiest
 from tenuto.batching.core.system import INF, GeneratingGpulet
-from tenuto.batching.core.told import SchedulerStatus
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.batching.rehearsal.replay import Replay
 from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch, EmulatedGpulets

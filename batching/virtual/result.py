@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto.batching.core.scheduler_status import SchedulerStatus
 from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
-from tenuto.batching.core.told import SchedulerStatus
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
 from tenuto.batching.virtual.writing import Writing
 from tenuto.outcome import OUTCOMES, Outcome

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from tenuto.batching.core.scheduler import Dispatch, Refusal, Scheduler
+from tenuto.batching.core.scheduler_status import SchedulerStatus
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.core.told import SchedulerStatus
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.deployments.dispatch.core_time import LEAST_PATIENCE_MS, CoreTime
 from tenuto.deployments.dispatch.in_flight import Batch, Request
@@ -49,7 +49,7 @@ class DrivenScheduler:
         self.time = CoreTime(clock, self.wake)
         self._on_refusals, self._on_dispatch = on_refusals, on_dispatch
         self.scheduler: Scheduler = UnplannedScheduler()
-        self.number = 0  # of the plan that it schedules
+        self.plan_number = 0
         self._ratios = LatencyRatios()
         self._rehearsals: Rehearsals | None = None  # of the scheduler
         self._runner = RehearsalRunner(compute)
@@ -68,7 +68,7 @@ class DrivenScheduler:
         scheduler.update_network(self.way.told)
         scheduler.drain()
         self.scheduler, self._rehearsals = scheduler, rehearsals_of(scheduler)
-        self.number += 1
+        self.plan_number += 1
         self._ratios.restart()
 
     def tick(self) -> None:

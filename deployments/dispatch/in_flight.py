@@ -103,7 +103,7 @@ class Batch:
     """A batch from its dispatch until its answer. Times are ms: `sent_ms` on the clock, the others in the core's time.
 
     `members` are its models with their number of rows, in the order of the requests, which is by model. `start_ms` and
-    `finish_ms` are the core's estimates. `generation` counts the plans: it tells under which plan the batch was made.
+    `finish_ms` are the core's estimates. `plan_number` counts the plans: it tells under which plan the batch was made.
     `rerun` is what this batch is a part of, if it is run again.
     """
 
@@ -111,7 +111,7 @@ class Batch:
     program: int
     name: str
     requests: list[Request]
-    generation: int
+    plan_number: int
     sent_ms: float
     start_ms: float
     finish_ms: float

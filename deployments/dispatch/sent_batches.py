@@ -94,7 +94,7 @@ class SentBatches:
             requests.sort(key=lambda request: request.name)
         gpulet = self.fleet[decision.gpulet]
         times = core.time.clock_ms, decision.start_ms, decision.finish_ms
-        batch = Batch(next(self._numbers), decision.program, program.name, requests, core.number, *times)
+        batch = Batch(next(self._numbers), decision.program, program.name, requests, core.plan_number, *times)
         if requests:
             self._begin(gpulet, batch)
         else:
@@ -241,7 +241,7 @@ class SentBatches:
         gpulet.batches += 1
         gpulet.busy_ms += ran.execution_ms
         shares_clock = gpulet.connection.shares_memory
-        if gpulet.index is not None and batch.generation == core.number:
+        if gpulet.index is not None and batch.plan_number == core.plan_number:
             gpulet.predicted_ms += core.learn(batch, ran, gpulet.index, now, shares_clock=shares_clock)
         self._done(gpulet, batch, now)
         # The gpu-let is idle, so the next batch is sent before the answers of this one are taken apart.
@@ -275,7 +275,7 @@ class SentBatches:
             return
         if not gpulet.is_used:
             self._offer(gpulet, now)
-        elif gpulet.index is not None and batch.generation == self._core.number:
+        elif gpulet.index is not None and batch.plan_number == self._core.plan_number:
             self._core.scheduler.batch_done(now, gpulet.index)
 
     def _batch_failed(self, gpulet: AttachedGpulet, failed: BatchFailed) -> None:
@@ -304,7 +304,7 @@ class SentBatches:
         core = self._core
         while rerun.parts:
             part = [request for request in rerun.parts.pop() if self._requests.is_open(request)]
-            if gpulet.index is None or not gpulet.is_used or batch.generation != core.number:
+            if gpulet.index is None or not gpulet.is_used or batch.plan_number != core.plan_number:
                 self._retry_or_fail(part, now, rerun.reason)
                 continue
             if not rerun.runs_left:
@@ -320,7 +320,7 @@ class SentBatches:
             if timely:
                 rerun.runs_left -= 1
                 times = core.time.clock_ms, now, now + took_ms
-                again = next(self._numbers), batch.program, batch.name, timely, batch.generation, *times, rerun
+                again = next(self._numbers), batch.program, batch.name, timely, batch.plan_number, *times, rerun
                 self._begin(gpulet, Batch(*again))
                 return True
         return False

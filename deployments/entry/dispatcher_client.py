@@ -23,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, Samples, TokenAsker
-from tenuto.deployments.operator.merged_status import merge_dispatchers
+from tenuto.deployments.operator.combined_status import combine_dispatchers
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.bundles import Bundler, Places, clock_ahead_ms, unpack_answers
@@ -520,7 +520,7 @@ class DispatcherClient:
     async def status(self) -> DispatchingStatus:
         """Return the status of all dispatchers that schedule as one."""
         reports = await self._all(self._scheduling(), AskStatus, DispatchingStatus)
-        return merge_dispatchers(reports, self._plan, self.gpulets())
+        return combine_dispatchers(reports, self._plan, self.gpulets())
 
     async def waiting(self) -> dict[str, int]:
         """Return how many requests of every model wait for a batch."""

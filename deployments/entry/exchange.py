@@ -99,7 +99,7 @@ class Head:
     `headers` are by lower-case name. `is_old`: HTTP/1.0. `length` is that of the body, unless the body comes in chunks.
     `expects`: the client sends the body when it is asked for. `is_agreed`: llhttp agrees that a request with this head
     ends where `length` says, and has read on behind it. `route` is where the service found that the request leads, by
-    the plan of `generation`.
+    the plan of `plan_number`.
     """
 
     method: bytes
@@ -112,7 +112,7 @@ class Head:
     is_old: bool = False
     is_agreed: bool = False
     route: Any = None
-    generation: int = -1
+    plan_number: int = -1
 
 
 class Exchange(msgspec.Struct, eq=False):

@@ -37,9 +37,9 @@ from tenuto.deployments.entry.planned_model import ModelInterface, PlannedModel
 from tenuto.deployments.entry.schema_checks import SchemaChecks
 from tenuto.deployments.entry.splits import CopiedCall, Copies, Split, splits_of
 from tenuto.deployments.entry.traces import Traces
+from tenuto.deployments.security.cross_site import refusal_reason
 from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
-from tenuto.deployments.security.site import why_foreign
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -141,7 +141,7 @@ class InferenceService:
         self._models: dict[str, PlannedModel] = {}
         self._splits: dict[str, Split] = {}  # of models that have versions
         self._draw, self._copies = draw, Copies(draw)
-        self._generation = 0
+        self._plan_number = 0
         self._id_prefix = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(_DECODERS, "decode")
@@ -155,7 +155,7 @@ class InferenceService:
         gpu-lets hold."""
         plan = dispatching.plan
         self._dispatching, self._plan = dispatching, plan
-        self._generation += 1
+        self._plan_number += 1
         known, self._models = self._models, {}
         if plan is not None:
             for spec in plan.models:
@@ -245,7 +245,7 @@ class InferenceService:
     def refusal(self, exchange: Exchange) -> HttpError | None:
         """Return why a request is refused before its body; called once, when its head is there."""
         head = exchange.head
-        route: Route = head.route if head.generation == self._generation else self._route(head)
+        route: Route = head.route if head.plan_number == self._plan_number else self._route(head)
         problem = route.problem
         if problem is None and route.caller is None:
             return None
@@ -263,7 +263,7 @@ class InferenceService:
     def handle(self, exchange: Exchange) -> None:
         """Answer a request whose body is there."""
         head = exchange.head
-        route: Route = head.route if head.generation == self._generation else self._route(head)
+        route: Route = head.route if head.plan_number == self._plan_number else self._route(head)
         problem = route.problem or exchange.problem
         if problem is not None:
             fail(exchange, problem)
@@ -297,14 +297,14 @@ class InferenceService:
                 route = route._replace(caller=caller)
         except HttpError as error:
             route = Route(lambda _exchange, _route: None, problem=error.kept())
-        head.route, head.generation = route, self._generation
+        head.route, head.plan_number = route, self._plan_number
         return route
 
     def _check_site(self, head: Head) -> None:
         """Raise `HttpError` 403 if the page of another site may have asked and only this machine may ask."""
         if self.host_names is not None:
             said = {name: head.headers[key].decode("latin-1") for name, key in _SITE.items() if key in head.headers}
-            reason = why_foreign(said, self.host_names)
+            reason = refusal_reason(said, self.host_names)
             if reason is not None:
                 raise HttpError(403, reason)
 

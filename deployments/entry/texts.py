@@ -14,8 +14,8 @@ from jinja2 import TemplateSyntaxError
 from tenuto.deployments.entry.tool_calls import ToolAnswer
 from tenuto.errors import EnvironmentFaultError, first_line, refused
 from tenuto.placement.workload import ModelSpec
+from tenuto.profiles.networks.import_factory import check_path
 from tenuto.profiles.networks.model_options import ModelOptions
-from tenuto.profiles.networks.places import check_path
 from tenuto.profiles.networks.tokenizer_files import BYTE_TOKENIZER, TOKENIZER_FILE, tokenizer_file, tokenizer_place
 
 _BROKEN = "\ufffd"  # what a text ends with when its last character is not complete

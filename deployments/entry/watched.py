@@ -19,7 +19,7 @@ from tenuto.deployments.entry.exchange import HttpError
 from tenuto.deployments.entry.http_server import HttpServer
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.machines.devices import DeviceFigures
-from tenuto.deployments.operator.merged_status import merge_system
+from tenuto.deployments.operator.combined_status import combine_system
 from tenuto.deployments.process.ray_address import cluster_address
 from tenuto.deployments.serve.config import application_name
 from tenuto.deployments.wire.status import EndedRequest, GatewayReport, GatewayStatus, SystemStatus
@@ -60,7 +60,7 @@ class WatchedGateway:
         reports = await self._all()
         beside = await self._beside.read()
         strays = sorted(beside.gpulets - {application_name(gpulet.id) for gpulet in found.gpulets})
-        merged = merge_system(found, reports, beside.controller, version=__version__, now_s=time.time())
+        merged = combine_system(found, reports, beside.controller, version=__version__, now_s=time.time())
         return replace(merged, cluster=cluster_address(), strays=strays)
 
     async def waiting(self) -> dict[str, int]:

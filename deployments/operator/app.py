@@ -19,7 +19,7 @@ from tenuto import __version__
 from tenuto.deployments.operator.exposition import CONTENT_TYPE, render_metrics
 from tenuto.deployments.operator.live_view import LiveView
 from tenuto.deployments.operator.web_pages import add_docs, live_page
-from tenuto.deployments.security.site import why_foreign
+from tenuto.deployments.security.cross_site import refusal_reason
 from tenuto.deployments.wire.status import EndedRequest, SystemStatus
 
 _MOST_REQUESTS = 4096  # limit: requests of the log in one answer
@@ -133,7 +133,7 @@ def add_operator_routes(app: FastAPI, watched: Watched, is_local: Callable[[], b
     view = LiveView(watched.status)
 
     async def refuse_foreign(request: Request) -> None:
-        reason = why_foreign(request.headers) if is_local() else None
+        reason = refusal_reason(request.headers) if is_local() else None
         if reason is not None:
             raise HTTPException(403, reason)
 

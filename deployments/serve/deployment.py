@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -18,6 +18,7 @@ from tenuto.deployments.serve.config import (
     application_name,
     dispatcher_name,
 )
+from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.deployments.serve.sub_clusters import cut_plan, fits_plan, parted
 from tenuto.deployments.serve.user_config import (
     HANGS_S,
@@ -112,7 +113,7 @@ class Deployment(StrictModel):
 
     plan: PlanField
     name: Annotated[str, Field(pattern=r"^[\w.-]{0,63}$")] = ""  # no address
-    executor: Literal["auto", "torch", "emulated"] = "auto"
+    executor: ExecutorChoice = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
     proxy_port: int | None = None

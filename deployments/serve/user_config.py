@@ -14,6 +14,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.process.limits import GENERATIONS_END_S, REQUESTS_END_S
 from tenuto.deployments.security.keys import KeyEntry, read_keys
+from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import refused
 from tenuto.placement import Plan
@@ -62,7 +63,7 @@ class GpuletSpec(StrictModel):
     gpu: Placed
     share_pct: Annotated[float, Field(gt=0, le=100)] | None = None
     memory_mib: Annotated[float, Field(gt=0)] | None = None
-    executor: Literal["auto", "torch", "emulated"] = "auto"
+    executor: ExecutorChoice = "auto"
     mps: Literal["off", "auto", "required"] = "auto"
     cuda_mps: bool = False
     streaming: bool = False

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tenuto.batching.core.told import SchedulerStatus
+from tenuto.batching.core.scheduler_status import SchedulerStatus
 from tenuto.mps.others import OtherProcess
 from tenuto.outcome import OUTCOMES
 from tenuto.profiles.networks.catalogue import ModelSignature

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tenuto import version
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.virtual.goodput import Criterion, Goal, Trial
+from tenuto.batching.virtual.criterion import Criterion, Goal, Trial
 from tenuto.batching.virtual.highest_rate import SearchLimits, find_highest_rate
 from tenuto.profiles.shipped import load_shipped
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tenuto.batching.core.told import SchedulerStatus, describe_schedulers
+from tenuto.batching.core.scheduler_status import SchedulerStatus, describe_schedulers
 from tenuto.loadgen.report import sections
 from tenuto.loadgen.report.palette import styles_for
 from tenuto.loadgen.report.series import predictions

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.measure import Measurement
 from tenuto.profiles.measuring.memory_meter import MemoryMeter
 from tenuto.profiles.measuring.profile_worker import describe_machine
+from tenuto.profiles.measuring.profile_writer import ProfileWriter
 from tenuto.profiles.measuring.timing import Timing, fit_points
 from tenuto.profiles.networks.catalogue import LoadedModel
 from tenuto.profiles.networks.cpu_share import cpu_threads
@@ -55,7 +55,7 @@ class JointTimes:
 
 
 def measure_into(
-    book: ProfileBook,
+    writer: ProfileWriter,
     merged: list[MergedModels],
     models: dict[str, LoadedModel],
     *,
@@ -89,9 +89,9 @@ def measure_into(
             network.settle(torch.device("cpu"))
             gc.collect()
             memory_mib = measure_memory(network, batch_sizes, meter)
-        book.machine(machine)
+        writer.machine(machine)
         for name, profile in profiles_of(network, times, memory_mib, sources, options).items():
-            book.finish(Measurement(name, profile, machine))
+            writer.finish(Measurement(name, profile, machine))
     return measured
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, first_line, refused
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
-from tenuto.profiles.networks.places import check_path
+from tenuto.profiles.networks.import_factory import check_path
 from tenuto.profiles.networks.runtimes import ONNX_TYPES
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, first_line, refused
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
-from tenuto.profiles.networks.places import check_path
+from tenuto.profiles.networks.import_factory import check_path
 from tenuto.profiles.networks.tokenizer_files import BYTE_TOKENIZER, tokenizer_file
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import numpy as np
 
 from tenuto.errors import first_line, refused
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
+from tenuto.profiles.networks.import_factory import imported
 from tenuto.profiles.networks.inputs import Arrays, check_range, fitted
-from tenuto.profiles.networks.places import imported
 from tenuto.profiles.networks.preprocess import Array, Prediction, postprocess, preprocess
 
 

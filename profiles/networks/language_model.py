@@ -21,7 +21,7 @@ import transformers
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, first_line, is_lack_of_memory, refused
 from tenuto.profiles.networks.generating import Ending, Sampling, StepRan, TokenScores
 from tenuto.profiles.networks.grammars import GrammarError, Grammars
-from tenuto.profiles.networks.places import check_path
+from tenuto.profiles.networks.import_factory import check_path
 from tenuto.profiles.networks.shaping import Shaping, scores_of
 from tenuto.profiles.networks.text_networks import load_complete, prepare_transformers
 

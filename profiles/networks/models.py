@@ -26,8 +26,8 @@ from tenuto.profiles.networks.catalogue import (
 )
 from tenuto.profiles.networks.exported import load_exported
 from tenuto.profiles.networks.generating import longest_sequence
+from tenuto.profiles.networks.import_factory import check_path, imported
 from tenuto.profiles.networks.model_options import BuildOptions
-from tenuto.profiles.networks.places import check_path, imported
 from tenuto.profiles.networks.tokenizer_files import tokenizer_file, tokenizer_place
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def build(
 
     Raises:
         InvalidInputError: unknown model, wrong options, weights that are unsafe to read or do not fit, or a place that
-            is not allowed (`tenuto.profiles.networks.places`).
+            is not allowed (`tenuto.profiles.networks.import_factory`).
         EnvironmentFaultError: torch, torchvision or transformers is not installed.
     """
     options = dict(options or {})

@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 from click.core import ParameterSource
 
 from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, headed, tell
+from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.errors import EnvironmentFaultError, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Plan
@@ -342,7 +343,7 @@ _serving = (
         ),
         click.option(
             "--executor",
-            type=click.Choice(["auto", "torch", "emulated"]),
+            type=click.Choice(get_args(ExecutorChoice)),
             help="Run models with torch, or emulate GPUs.  [default: as in PLAN, else auto]",
         ),
         click.option("--scheduler", default="deferred", metavar="NAME", help="Batching scheduler of the dispatcher."),

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from tenuto.batching.virtual.goodput import Criterion, Goal, Trial
+from tenuto.batching.virtual.criterion import Criterion, Goal, Trial
 from tenuto.batching.virtual.highest_rate import HighestRate, SearchLimits, find_highest_rate
 from tenuto.cli.common import ProgressLine, command_line, printed_as_json, say, tell
 from tenuto.cli.tables import print_run

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tenuto.batching.core.told import describe_schedulers
+from tenuto.batching.core.scheduler_status import describe_schedulers
 from tenuto.cli.tables import number, percent
 from tenuto.deployments.operator.live_view import LiveStatus
 from tenuto.deployments.operator.window import ModelFigures

@@ -24,8 +24,8 @@ from tenuto.cli.common import (
 from tenuto.cli.tables import print_table
 from tenuto.errors import Problem, one_of, raise_if_any, refused
 from tenuto.options import split_pairs
-from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.memory_meter import ResidentMemory
+from tenuto.profiles.measuring.profile_writer import ProfileWriter
 from tenuto.profiles.networks.cpu_share import calm_openmp
 
 
@@ -91,7 +91,7 @@ def command(
     ]
     raise_if_any(problems)
     parsed = split_pairs(options)
-    book = None if output is None else ProfileBook(Path(output), command=shlex.join(command_line()), resume=True)
+    writer = None if output is None else ProfileWriter(Path(output), command=shlex.join(command_line()), resume=True)
 
     calm_openmp(os.environ)
     from tenuto.profiles.measuring.merged_programs import measure_into, measure_joint
@@ -120,10 +120,10 @@ def command(
         apart, together = timed.apart.median_ms, timed.together.median_ms
         cluster |= {"apart_ms": apart, "together_ms": together, "pays": together < 0.98 * apart}
         del found, network
-    if book is not None and merged:
+    if writer is not None and merged:
         loaded.clear()
         joint = measure_into(
-            book,
+            writer,
             merged,
             models_by_name,
             sources=sources,
@@ -136,7 +136,7 @@ def command(
         )
         for cluster, times in zip(data["clusters"], joint, strict=True):
             cluster["joint"] = [one.to_data() for one in times]
-        notice(f"wrote {book.path}")
+        notice(f"wrote {writer.path}")
     if not printed_as_json(data):
         _print(data)
     return 0 if data["clusters"] else 1

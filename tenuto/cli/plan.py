@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
@@ -20,6 +20,7 @@ from tenuto.cli.common import (
 )
 from tenuto.cli.tables import print_table
 from tenuto.cli.watching import planning_watched
+from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
@@ -104,7 +105,7 @@ class _Faults:
 )
 @click.option(
     "--executor",
-    type=click.Choice(["auto", "torch", "emulated"]),
+    type=click.Choice(get_args(ExecutorChoice)),
     default="auto",
     help="Whether gpu-lets of the written plan run models with torch, or emulate GPUs.",
 )

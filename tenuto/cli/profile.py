@@ -27,8 +27,8 @@ from tenuto.cli.tables import number, print_table
 from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, raise_if_any, refused
 from tenuto.mps.gpu_shares import shares_of
-from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, measure_model
+from tenuto.profiles.measuring.profile_writer import ProfileWriter
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 
@@ -126,18 +126,18 @@ def command(
     requests = _requests(models, asked.pop("names"), asked)
     if time_limit_s is not None and not time_limit_s > 0:
         raise refused("--time-limit-s", time_limit_s, "must be above 0", "Give seconds.")
-    book = ProfileBook(None if output is None else Path(output), command=shlex.join(command_line()), resume=resume)
+    writer = ProfileWriter(None if output is None else Path(output), command=shlex.join(command_line()), resume=resume)
     until = None if time_limit_s is None else time.monotonic() + time_limit_s
     with shares_of(asked["device"], needed=any(share < 100 for share in asked["shares"])) as given:
-        finished, fault = _measure(requests, book, until, given)
-    if book.profile is None:
+        finished, fault = _measure(requests, writer, until, given)
+    if writer.profile is None:
         raise fault or EnvironmentFaultError(
             "the time limit was over before anything was measured. Give more seconds with --time-limit-s."
         )
-    profile = book.profile
+    profile = writer.profile
     if not printed_as_json(profile.model_dump(mode="json", by_alias=True, exclude_none=True)):
         _print(profile)
-    notice(f"wrote {book.path} ({finished} of {len(requests)} models)")
+    notice(f"wrote {writer.path} ({finished} of {len(requests)} models)")
     if isinstance(fault, TenutoError):
         notice(f"error: {fault}")
         return fault.exit_code
@@ -176,10 +176,10 @@ def _requests(models: tuple[str, ...], names: tuple[str, ...], asked: Mapping[st
 
 
 def _measure(
-    requests: list[MeasureRequest], book: ProfileBook, until: float | None, shares: Shares | None
+    requests: list[MeasureRequest], writer: ProfileWriter, until: float | None, shares: Shares | None
 ) -> tuple[int, BaseException | None]:
     """Measure one model after another; after Ctrl-C or a fault, return how many are finished, and the reason."""
-    before = {request.row: book.before(request.row, request) for request in requests}
+    before = {request.row: writer.before(request.row, request) for request in requests}
     have = {
         name: {(p.batch_size, p.share_pct) for p in known.points} if known else set() for name, known in before.items()
     }
@@ -201,7 +201,7 @@ def _measure(
             progress.update(task, description=f"{name}: building")
 
             def on_point(point: ProfilePoint, name: str = name, request: MeasureRequest = request) -> None:
-                book.point(name, request, point)
+                writer.point(name, request, point)
                 text = f"{name}: batch {point.batch_size} at {point.share_pct:g} %: {number(point.latency_ms, 2)} ms"
                 progress.update(task, advance=1, description=text)
                 if not console.is_terminal:
@@ -211,13 +211,13 @@ def _measure(
                 measurement = measure_model(
                     replace(request, time_limit_s=remaining_s),
                     on_point=on_point,
-                    on_machine=book.machine,
+                    on_machine=writer.machine,
                     before=before[name],
                     shares=shares,
                 )
             except (KeyboardInterrupt, TenutoError) as fault:
                 return finished, fault
-            book.finish(measurement)
+            writer.finish(measurement)
             finished += STOPPED not in measurement.profile.doubts
             done += left[name]
             progress.update(task, completed=done)

@@ -39,9 +39,9 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
         rule = f"must be from 1 to --max-batch-tokens ({batch})"
         problems.append(Problem("--max-sequences", sequences, rule, "Lower it, or raise the other."))
     raise_if_any(problems)
-    from tenuto.profiles.measuring.book import ProfileBook
     from tenuto.profiles.measuring.events import Machine
     from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest
+    from tenuto.profiles.measuring.profile_writer import ProfileWriter
     from tenuto.profiles.measuring.step_worker import StepRequest, StepsTimed, measure_generation
 
     (source,) = models
@@ -49,8 +49,8 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
     origin = f"options of {source}"
     options = ModelOptions.parse(parse_pairs(asked["options"]), origin).checked_build(origin)
     path = None if output is None else Path(output)
-    book = ProfileBook(path, command=shlex.join(command_line()), resume=asked["resume"])
-    known = book.before(name, MeasureRequest(source))
+    writer = ProfileWriter(path, command=shlex.join(command_line()), resume=asked["resume"])
+    known = writer.before(name, MeasureRequest(source))
     before = () if known is None or known.generation is None else known.generation.steps
     told = () if known is None else known.doubts
     before = tuple(steps for steps in before if _stopped_at(steps.share_pct) not in told)
@@ -60,7 +60,7 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
 
     def keep(machine: Machine, timed: Sequence[StepsTimed]) -> None:
         nonlocal is_kept
-        book.machine(machine)
+        writer.machine(machine)
         doubts = [doubt for doubt in told if any(doubt.startswith(f"{s.share_pct:g} %: ") for s in before)]
         doubts += [
             f"{each.steps.share_pct:g} %: other work disturbed {', '.join(each.disturbed)}"
@@ -75,7 +75,7 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
             kv_bytes_per_token=one.kv_bytes_per_token, longest_context=one.longest_context, steps=tuple(steps)
         )
         row = ModelProfile(weights_mib=round(one.weights_mib, 3), generation=generation, doubts=tuple(doubts))
-        book.finish(Measurement(name, row, machine))
+        writer.finish(Measurement(name, row, machine))
         is_kept = True
 
     same = {key: asked[key] for key in ("device", "budget_s", "weights_path", "seed")}
@@ -89,9 +89,9 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
                 )
         except (KeyboardInterrupt, TenutoError) as raised:
             fault = raised
-    if book.profile is None or not is_kept:
+    if writer.profile is None or not is_kept:
         raise fault or EnvironmentFaultError("nothing was measured")
-    report_profile(book.profile, book.path)
+    report_profile(writer.profile, writer.path)
     if isinstance(fault, TenutoError):
         notice(f"error: {fault}")
         return fault.exit_code

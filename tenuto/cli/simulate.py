@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.batching.core.told import describe_schedulers
+from tenuto.batching.core.scheduler_status import describe_schedulers
 from tenuto.cli.common import command_line, notice, printed_as_json, say, tell
 from tenuto.cli.tables import percent, print_run, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments

@@ -71,7 +71,7 @@ def _watch(look: Callable[[], LiveStatus], every_s: float, sort: str) -> None:
 
 
 def _print(status: SystemStatus) -> None:
-    from tenuto.batching.core.told import describe_schedulers
+    from tenuto.batching.core.scheduler_status import describe_schedulers
     from tenuto.deployments.operator.window import mean_ms
 
     print_table(

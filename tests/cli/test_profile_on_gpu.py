@@ -12,7 +12,7 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.profiles import Profile, ProfilePoint
-from tenuto.profiles.measuring.book import ProfileBook
+from tenuto.profiles.measuring.profile_writer import ProfileWriter
 from tenuto.profiles.networks.model_options import RunOptions
 from tests.instruments.virtual_gpu import CONTEXT_MIB, SMS, UUID, VirtualGpu, fake_nvml
 
@@ -143,15 +143,15 @@ def test_batches_that_the_line_predicts_are_left_out(run: Run) -> None:
 
 
 def test_ctrl_c_keeps_the_points_and_resume_measures_the_rest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = ProfileBook.point
+    keep = ProfileWriter.point
 
-    def interrupted(book: ProfileBook, row: str, request: Any, point: ProfilePoint) -> None:
-        keep(book, row, request, point)
+    def interrupted(writer: ProfileWriter, row: str, request: Any, point: ProfilePoint) -> None:
+        keep(writer, row, request, point)
         if (point.batch_size, point.share_pct) == (1, 50.0):
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ProfileBook, "point", interrupted)
+        patch.setattr(ProfileWriter, "point", interrupted)
         code, _, err = run("--batch-sizes", "1,2", "--shares", "50,100")
     assert code == 130, err
     before = points()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tenuto.batching.core.build import NO_DELAY
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
-from tenuto.batching.virtual.goodput import Goal, HostedModels, Trial, try_load
+from tenuto.batching.virtual.criterion import Goal, HostedModels, Trial, try_load
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import raise_if_any
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tenuto.batching.core.deferred.due import Holding
-from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
+from tenuto.batching.core.deferred.waiting import WaitingPool, WaitingQueue
 from tenuto.batching.core.gathering import window
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.system import INF
@@ -26,12 +26,12 @@ WORST_FIRST = 1e6  # derived: requests per ms, more than any batch serves, so th
 class Cutter:
     """Cuts the batch that a queue would run now."""
 
-    def __init__(self, gpulets: Gpulets[Place], holding: Holding, *, evens_out: bool) -> None:
+    def __init__(self, gpulets: Gpulets[WaitingPool], holding: Holding, *, evens_out: bool) -> None:
         self._gpulets = gpulets
         self._holding = holding
         self._evens_out = evens_out
 
-    def cut(self, queue: WaitingQueue, pool: Place, gpulet: int, now: float) -> None:
+    def cut(self, queue: WaitingQueue, pool: WaitingPool, gpulet: int, now: float) -> None:
         """Cut the batch that the queue would run now on this gpu-let of the pool."""
         program, deadlines, gpulets = queue.program, queue.deadlines, self._gpulets
         batch = queue.batch
@@ -60,15 +60,15 @@ class Cutter:
         batch.way_ms = ctrl_ms + data_ms * size
         batch.latest = head - (batch.way_ms + factor * run[size])
         batch.density = queue.worth * size / (factor * run[size])
-        batch.level = queue.priority
+        batch.effective_priority = queue.priority
         if queue.allowance.borrowed:
             batch.density *= 1.0 - queue.allowance.borrowed
             if queue.allowance.exceeds and queue.allowance.owed < size:
-                batch.level -= BORROWED
+                batch.effective_priority -= BORROWED
         if self._evens_out:
             batch.density += WORST_FIRST * round(queue.loss.share / ORDINARY_LOSS)
 
-    def longest_beside_ms(self, queues: Sequence[WaitingQueue], pool: Place, now: float) -> float:
+    def longest_beside_ms(self, queues: Sequence[WaitingQueue], pool: WaitingPool, now: float) -> float:
         """Return how long a program that exceeds its plan may run on the last idle gpu-let of a pool, in ms: no longer
         than each program that keeps to its plan can wait. A program for which another gpu-let ends in time sets no
         bound."""

@@ -32,15 +32,15 @@ from tenuto.batching.core.deferred.due import Holding
 from tenuto.batching.core.deferred.keeping_free import kept_until
 from tenuto.batching.core.deferred.lineup import is_short, line_up, rank
 from tenuto.batching.core.deferred.looking import look_at
-from tenuto.batching.core.deferred.waiting import Place, Waiting, WaitingQueue
+from tenuto.batching.core.deferred.waiting import Waiting, WaitingPool, WaitingQueue
 from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.gathering import longest_within
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.scheduler import Reject, SchedulerOptions
+from tenuto.batching.core.scheduler_status import SchedulerStatus
 from tenuto.batching.core.staggered import ArrivalRate
 from tenuto.batching.core.step_scheduler import StepOrder
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, GeneratingGpulet, NetworkDelay, System
-from tenuto.batching.core.told import SchedulerStatus
 
 LATELY_MS = 10_000.0  # derived: how long a lost request counts as lost lately: twice the window of the offered rate
 EVERY_LOOK = 6  # derived: from measurements: the fixed time of a look, as many times the time it takes per program
@@ -74,7 +74,7 @@ class Known(NamedTuple):
     lost: tuple[int, ...]
 
 
-class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
+class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
     """The scheduler of this module. Invariant: when a gpu-let is idle that can serve a due batch in time, the batch
     does not wait, unless its program exceeds its plan.
 
@@ -89,7 +89,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
     def __init__(self, system: System, options: SchedulerOptions | None = None, known: Known | None = None) -> None:
         """`known`: what another scheduler learned; by default the plan's numbers stand."""
         chosen = self.options = options if isinstance(options, DeferredOptions) else DeferredOptions()
-        gpulets = Gpulets(system, Place)
+        gpulets = Gpulets(system, WaitingPool)
         for gpulet in known.lost if known is not None else ():
             gpulets.lose(gpulet)
         weighted = system.objective == "weighted"
@@ -265,7 +265,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
         if self._gpulets.done(gpulet, now_ms) and was_short:
             self._touch([pool], now_ms)
 
-    def _touch(self, pools: list[Place], now: float) -> None:
+    def _touch(self, pools: list[WaitingPool], now: float) -> None:
         """Look at once at the queues that wait for some pools."""
         if self._waiting.touch(pools):
             self.next_wake_ms = now
@@ -382,7 +382,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
             del losing[program]
         return [self._queues[program] for program in losing]
 
-    def _opening(self, queue: WaitingQueue, now: float, way_ms: float) -> tuple[Place, int, float]:
+    def _opening(self, queue: WaitingQueue, now: float, way_ms: float) -> tuple[WaitingPool, int, float]:
         """Return the pool and the gpu-let for the next batch of a queue, and when a batch may be sent there. When a
         gpu-let is idle, that is now. Otherwise it is `way_ms` before one ends, where `way_ms` is the longest way of all
         batches: so the most urgent batch gets the gpu-let, and not the one with the longest way."""
@@ -395,7 +395,7 @@ class DeferredScheduler(DeadlineScheduler[Place, WaitingQueue]):
                 found, found_gpulet, soonest = pool, gpulet, at
         return found, found_gpulet, soonest - way_ms
 
-    def _dispatch(self, queue: WaitingQueue, pool: Place, now: float) -> bool:
+    def _dispatch(self, queue: WaitingQueue, pool: WaitingPool, now: float) -> bool:
         """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
         defended, waiting = queue.costs.defend_on.get(pool.index, queue.costs.defend), len(queue.ids)
         skip, size = self._cut(queue, pool, defended, now)

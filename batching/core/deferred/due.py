@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
+from tenuto.batching.core.deferred.waiting import WaitingPool, WaitingQueue
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.staggered import staggered_batch
 from tenuto.batching.core.system import INF
@@ -24,7 +24,7 @@ class Holding:
     """How long batches are held: `hold` and `defend`, and the bounds on holding for each program. `has_defended`: the
     front of a queue was given up for the size of a batch, so that another `defend` may decide otherwise."""
 
-    def __init__(self, gpulets: Gpulets[Place], hold: float, defend: float, save_above: float) -> None:
+    def __init__(self, gpulets: Gpulets[WaitingPool], hold: float, defend: float, save_above: float) -> None:
         self.hold, self.defend = hold, defend
         self.has_defended = False
         self.save_above = save_above

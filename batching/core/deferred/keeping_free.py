@@ -23,16 +23,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import exp, expm1
 
-from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
+from tenuto.batching.core.deferred.waiting import WaitingPool, WaitingQueue
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.system import INF
 
 
 def kept_until(
     queue: WaitingQueue,
-    pool: Place,
+    pool: WaitingPool,
     losing: Iterable[WaitingQueue],
-    gpulets: Gpulets[Place],
+    gpulets: Gpulets[WaitingPool],
     now: float,
     *,
     is_tight: bool,

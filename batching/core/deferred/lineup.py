@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 
-from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
+from tenuto.batching.core.deferred.waiting import WaitingPool, WaitingQueue
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
 
 
@@ -54,7 +54,7 @@ def line_up(waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
                 batch.run_ms = run_ms
                 insort(free, batch.end)
                 if found.least:
-                    heappush(found.least, (batch.level, batch.density, number, queue))
+                    heappush(found.least, (batch.effective_priority, batch.density, number, queue))
                 spare = (batch.due if batch.due > now else now) - start
                 for pool in pools:
                     if spare < pool.slack:
@@ -65,12 +65,14 @@ def line_up(waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
                         passing_ms = spare
                 break
             # A batch can take the place of another one only on its own gpu-lets.
-            least, least_of = (batch.level, batch.density, number, queue), found
+            least, least_of = (batch.effective_priority, batch.density, number, queue), found
             for pool in pools:
                 if not pool.least:
                     lined = enumerate(waiting[:number])
                     pool.least = [
-                        (q.batch.level, q.batch.density, place, q) for place, q in lined if q.batch.placed is pool
+                        (q.batch.effective_priority, q.batch.density, place, q)
+                        for place, q in lined
+                        if q.batch.placed is pool
                     ]
                     heapify(pool.least)
                 if pool.least and pool.least[0] < least:
@@ -94,7 +96,7 @@ def _latest(queue: WaitingQueue) -> float:
     return queue.batch.latest
 
 
-def _find_frees(waiting: list[WaitingQueue], now: float) -> list[Place]:
+def _find_frees(waiting: list[WaitingQueue], now: float) -> list[WaitingPool]:
     """Find when gpu-lets become free, for each pool that a waiting batch can use; at most one gpu-let per batch."""
     most = len(waiting)
     found = list(dict.fromkeys([pool for queue in waiting for pool in queue.pools]))
@@ -115,7 +117,7 @@ def _find_frees(waiting: list[WaitingQueue], now: float) -> list[Place]:
     return found
 
 
-def _soonest(queue: WaitingQueue) -> tuple[Place, float]:
+def _soonest(queue: WaitingQueue) -> tuple[WaitingPool, float]:
     """Return the pool of a queue on which its batch would end first by the plan, and how long it would run there."""
     found, found_ms = queue.pools[0], 0.0
     batch, least = queue.batch, INF
@@ -140,5 +142,5 @@ def rank(queue: WaitingQueue) -> tuple[bool, float, float]:
     """Return the sort key of batches that may start: those in the plan by their latest start, then the others."""
     batch = queue.batch
     if batch.is_out:
-        return True, -batch.level, -batch.density
+        return True, -batch.effective_priority, -batch.density
     return False, batch.latest, 0.0

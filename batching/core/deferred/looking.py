@@ -4,12 +4,12 @@ have come due. Nothing is decided here: to look more often would change no decis
 from __future__ import annotations
 
 from tenuto.batching.core.deferred.due import Holding
-from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
+from tenuto.batching.core.deferred.waiting import WaitingPool, WaitingQueue
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.system import INF
 
 
-def look_at(queue: WaitingQueue, gpulets: Gpulets[Place], holding: Holding, now: float) -> float:
+def look_at(queue: WaitingQueue, gpulets: Gpulets[WaitingPool], holding: Holding, now: float) -> float:
     """Return when to look at a queue that got another request; INF if an event comes first that brings a look
     anyway."""
     pools, watch, size = queue.pools, queue.watch, len(queue.ids)

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from tenuto.batching.core.by_deadline import Queue
-from tenuto.batching.core.deferred.admission import Allowance
+from tenuto.batching.core.deferred.allowance import Allowance
 from tenuto.batching.core.deferred.loss import Loss
 from tenuto.batching.core.gathering import longest_within
 from tenuto.batching.core.gpulets import Gpulets, Pool
@@ -23,7 +23,7 @@ ORDER = attrgetter("order")
 
 
 @dataclass(slots=True, eq=False)
-class Place(Pool):
+class WaitingPool(Pool):
     """A pool, and what waits for it.
 
     `alone` is the part of the time that its gpu-lets would be busy if every request ran alone. `crowd` is the number of
@@ -88,24 +88,24 @@ class CutBatch:
     a request comes or goes.
     """
 
-    pool: Place | None = None
+    pool: WaitingPool | None = None
     size: int = 0
     factor: float = 1.0
     way_ms: float = 0.0  # how long its data is on the way
     latest: float = INF
     due: float = INF
     density: float = 0.0  # worth of its requests per ms
-    level: int = 0  # the priority, lowered while the program exceeds its plan
+    effective_priority: int = 0  # lowered while the program exceeds its plan
     cut_until: float = -INF
     is_open: bool = False  # a gpu-let can take it now
     # In the line-up:
     is_out: bool = False
-    placed: Place | None = None  # the pool on which it was placed
+    placed: WaitingPool | None = None  # the pool on which it was placed
     run_ms: float = 0.0
     end: float = 0.0
 
 
-class WaitingQueue(Queue[Place]):
+class WaitingQueue(Queue[WaitingPool]):
     """A queue, what is known and planned of its program, and the batch it would run now."""
 
     __slots__ = (
@@ -126,7 +126,7 @@ class WaitingQueue(Queue[Place]):
         "worth",
     )
 
-    def __init__(self, program: int, pools: list[Place], offered: Model, worth: float) -> None:
+    def __init__(self, program: int, pools: list[WaitingPool], offered: Model, worth: float) -> None:
         super().__init__(program, pools)
         self.worth = worth  # of one request
         self.priority = offered.priority
@@ -144,7 +144,7 @@ class WaitingQueue(Queue[Place]):
         self.seen = 0  # the number of the last search that found it
         self.is_weighed = False  # a timer will look whether its requests have stopped
 
-    def adopt_costs(self, gpulets: Gpulets[Place], budget_ms: float, longest_slo_ms: float) -> None:
+    def adopt_costs(self, gpulets: Gpulets[WaitingPool], budget_ms: float, longest_slo_ms: float) -> None:
         """Take over what batches of the program cost now, and what follows from that."""
         costs, batch, pools = self.costs, self.batch, self.pools
         gpulets.order(self.program)
@@ -161,7 +161,7 @@ class WaitingQueue(Queue[Place]):
             costs.longest = max(1, *longest)
             costs.gpulets = max(1, sum([pool.size for pool in pools]))
 
-    def larger(self) -> list[Place]:
+    def larger(self) -> list[WaitingPool]:
         """Return the pools on which larger batches are planned than on the fastest one."""
         most = len(self.pools[0].run[self.program])
         return [pool for pool in self.pools[1:] if len(pool.run[self.program]) > most]
@@ -191,12 +191,12 @@ class Watch:
 class Waiting:
     """Which queues wait together, and when to look at them."""
 
-    def __init__(self, queues: list[WaitingQueue], gpulets: Gpulets[Place]) -> None:
+    def __init__(self, queues: list[WaitingQueue], gpulets: Gpulets[WaitingPool]) -> None:
         self._queues = queues
         self._gpulets = gpulets
         self._is_shared = len(queues) != 1  # a program by itself has one watch, and needs no heap
         self._watches: list[tuple[float, int, Watch]] = []  # a heap by time; stale unless it is the watch's `at`
-        self._touched: list[Place] = []  # pools whose waiting queues must be looked at at once
+        self._touched: list[WaitingPool] = []  # pools whose waiting queues must be looked at at once
         self._pushed = self._order = self._search = 0
 
     def wait(self, queue: WaitingQueue) -> None:
@@ -218,7 +218,7 @@ class Waiting:
             self._pushed += 1
             heappush(self._watches, (at, self._pushed, watch))
 
-    def touch(self, pools: Iterable[Place]) -> bool:
+    def touch(self, pools: Iterable[WaitingPool]) -> bool:
         """Look at once at the queues that wait for some pools; False if none wait."""
         touched = [pool for pool in pools if pool.waiting]
         self._touched += touched

@@ -19,9 +19,9 @@ from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.cpu_share import calm_openmp, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, pick_device
 from tenuto.profiles.networks.generating import Generator, Sampling, longest_sequence
+from tenuto.profiles.networks.import_factory import check_path
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.model_options import BuildOptions, ModelOptions
-from tenuto.profiles.networks.places import check_path
 from tenuto.profiles.networks.programs import Member, load_program, naming
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
 from tenuto.profiles.networks.tokenizer_files import tokenizer_place

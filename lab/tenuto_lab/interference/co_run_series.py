@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import combinations_with_replacement
 
 from tenuto.errors import TenutoError, refused
-from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.measure import MeasureRequest, Shares, row_name
+from tenuto.profiles.measuring.profile_writer import ProfileWriter
 from tenuto.profiles.measuring.telemetry import Telemetry
 from tenuto_lab.interference.co_run import CoRunRequest, measure_co_run
 
@@ -84,7 +84,7 @@ def _middle(batch_sizes: tuple[int, ...]) -> int:
 
 def measure_co_runs(
     requests: Sequence[MeasureRequest],
-    book: ProfileBook,
+    writer: ProfileWriter,
     kinds: Iterable[str],
     *,
     seconds: float,
@@ -97,7 +97,7 @@ def measure_co_runs(
 
     Args:
         requests: the models, with the batch sizes and shares of their grid.
-        book: the file.
+        writer: the file.
         kinds: of `KINDS`.
         seconds: of each co-run.
         until: time on the monotonic clock after which none begins.
@@ -107,8 +107,8 @@ def measure_co_runs(
     """
     have = (
         Counter()
-        if book.profile is None
-        else Counter(_key((p.model, p.batch_size, p.share_pct) for p in run.parts) for run in book.profile.co_runs)
+        if writer.profile is None
+        else Counter(_key((p.model, p.batch_size, p.share_pct) for p in run.parts) for run in writer.profile.co_runs)
     )
     plan = planned_co_runs(requests, kinds)
     try:
@@ -121,8 +121,8 @@ def measure_co_runs(
                 say("time limit reached before the co-runs ended; run it again to continue")
                 return None
             made = measure_co_run(parts, seconds=seconds, shares=shares, telemetry=telemetry)
-            if book.profile is not None:
-                book.replace(book.profile.model_copy(update={"co_runs": (*book.profile.co_runs, made)}))
+            if writer.profile is not None:
+                writer.replace(writer.profile.model_copy(update={"co_runs": (*writer.profile.co_runs, made)}))
             text = " + ".join(f"{p.model} b{p.batch_size} {p.share_pct:g} %: {p.latency_ms:.1f} ms" for p in made.parts)
             say(f"co-run {number} of {len(plan)}: {text}")
     except (KeyboardInterrupt, TenutoError) as fault:

@@ -13,8 +13,8 @@ from tenuto.documents import parse_pairs
 from tenuto.errors import InvalidInputError, Problem, TenutoError
 from tenuto.mps.gpu_shares import shares_of
 from tenuto.profiles import Profile
-from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.measure import MeasureRequest
+from tenuto.profiles.measuring.profile_writer import ProfileWriter
 from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, first_visible_uuid
 from tenuto_lab.interference.co_run_series import KINDS, measure_co_runs
 
@@ -79,11 +79,11 @@ def _measure(
     ]
     for request in requests:
         request.check()
-    book = ProfileBook(Path(profile), command=shlex.join(command_line()), resume=True)
+    writer = ProfileWriter(Path(profile), command=shlex.join(command_line()), resume=True)
     with shares_of(device, needed=True) as of_gpu:
         fault = measure_co_runs(
             requests,
-            book,
+            writer,
             asked,
             seconds=seconds,
             until=None if time_limit_s is None else time.monotonic() + time_limit_s,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tenuto.batching.core.deferred.cut import Cutter
 from tenuto.batching.core.deferred.due import Holding
-from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
+from tenuto.batching.core.deferred.waiting import WaitingPool, WaitingQueue
 from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.system import NetworkDelay
 from tests.instruments.systems import everywhere_linear
@@ -25,8 +25,8 @@ class Case(NamedTuple):
     """A model of 2 ms a request and 5 ms a batch on one gpu-let, and what waits for it."""
 
     queue: WaitingQueue
-    pool: Place
-    gpulets: Gpulets[Place]
+    pool: WaitingPool
+    gpulets: Gpulets[WaitingPool]
 
     @property
     def run(self) -> list[float]:
@@ -42,7 +42,7 @@ def waiting(left_ms: Sequence[int], factor: float = 1.0, ctrl_ms: float = 0.0, d
     """Return requests that have so many ms left of 100; batches take `factor` times as long as planned."""
     network = NetworkDelay(ctrl_ms=ctrl_ms, data_ms_per_request=data_ms)
     system = everywhere_linear([("m", 2.0, 5.0, SLO_MS, None)], 1, network)
-    gpulets = Gpulets(system, Place)
+    gpulets = Gpulets(system, WaitingPool)
     gpulets.correct(0, 0, factor)
     pool = gpulets.pools[0]
     queue = WaitingQueue(0, [pool], system.models[0], worth=1.0)

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tenuto.batching.core.deferred.lineup import line_up
-from tenuto.batching.core.deferred.waiting import Place, WaitingQueue
+from tenuto.batching.core.deferred.waiting import WaitingPool, WaitingQueue
 from tenuto.batching.core.system import Model
 
 NOW = 100.0
@@ -32,13 +32,13 @@ def waiting_for(ends: list[int], drawn: list[tuple[int, int, int, int, int]], *,
     run = {program: [0.0, float(batch[0])] for program, batch in enumerate(drawn)}
     count = len(ends) + idle
     busy = sorted((NOW + end, gpulet) for gpulet, end in enumerate(ends))
-    pool = Place(0, {}, count, list(range(count)), run, list(range(len(ends), count)), busy)
+    pool = WaitingPool(0, {}, count, list(range(count)), run, list(range(len(ends), count)), busy)
     queues = []
     for program, (_, wait_ms, held_ms, level, density) in enumerate(drawn):
         queue = WaitingQueue(program, [pool], Model(f"m{program}", 100.0, None), 1.0)
         queue.costs.run = run[program]
         batch = queue.batch
-        batch.pool, batch.size, batch.level, batch.density = pool, 1, level, float(density)
+        batch.pool, batch.size, batch.effective_priority, batch.density = pool, 1, level, float(density)
         batch.latest, batch.due = NOW + wait_ms, NOW + held_ms
         queues.append(queue)
     return queues
@@ -79,7 +79,7 @@ def test_of_batches_of_one_length_on_one_gpulet_no_choice_is_worth_more(
     queues = waiting_for([end], [(length, *rest) for _, *rest in drawn])
 
     def worth(chosen: list[WaitingQueue]) -> float:
-        return sum(1e6 * (1 + each.batch.level) + each.batch.density for each in chosen)
+        return sum(1e6 * (1 + each.batch.effective_priority) + each.batch.density for each in chosen)
 
     line_up(queues, NOW)
     kept = [queue for queue in queues if not queue.batch.is_out]

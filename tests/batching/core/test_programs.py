@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import SCHEDULERS, make_scheduler
-from tenuto.batching.virtual.goodput import Goal, Trial
+from tenuto.batching.virtual.criterion import Goal, Trial
 from tenuto.batching.virtual.highest_rate import SearchLimits, find_highest_rate
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError

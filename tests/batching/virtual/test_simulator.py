@@ -11,7 +11,7 @@ from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.symphony import SymphonyScheduler
 from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler, scheduler_class
-from tenuto.batching.virtual.goodput import Goal, Trial
+from tenuto.batching.virtual.criterion import Goal, Trial
 from tenuto.batching.virtual.highest_rate import HighestRate, SearchLimits, find_highest_rate
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError

@@ -15,8 +15,8 @@ from tenuto.deployments.entry.hook_process import Done, Faulty, Postprocess, Pre
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.hooks import Classifier, answer_json, load_hooks, made_inputs, try_hooks
+from tenuto.profiles.networks.import_factory import FACTORIES
 from tenuto.profiles.networks.model_options import run_option_problems
-from tenuto.profiles.networks.places import FACTORIES
 
 OWN = "tests.instruments.own_hooks"
 SIGNATURE = ModelSignature(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.profiles.networks.places import imported
+from tenuto.profiles.networks.import_factory import imported
 from tenuto.profiles.networks.torchvision_import import imagenet_categories, import_torchvision
 
 

@@ -1,4 +1,4 @@
-"""What a scheduler tells operators of its own choices; see `Scheduler.status`."""
+"""A scheduler's settings and their last change, for operators; see `Scheduler.status`."""
 
 from __future__ import annotations
 

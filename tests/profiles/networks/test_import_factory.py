@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tenuto.errors import InvalidInputError
+from tenuto.profiles.networks.import_factory import FACTORIES, MODEL_PATHS, check_factory, check_path
 from tenuto.profiles.networks.models import build
-from tenuto.profiles.networks.places import FACTORIES, MODEL_PATHS, check_factory, check_path
 
 
 def test_a_factory_elsewhere_is_refused_before_its_module_is_imported(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tenuto.batching.core.deferred.admission import Allowance
+from tenuto.batching.core.deferred.allowance import Allowance
 
 RPS = 40.0
 

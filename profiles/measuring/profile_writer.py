@@ -11,7 +11,7 @@ from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureReque
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 
-class ProfileBook:
+class ProfileWriter:
     """Collects what is measured. Invariant: the file on disk, once there is one, is complete and valid."""
 
     def __init__(self, path: Path | None, *, command: str, resume: bool = False) -> None:

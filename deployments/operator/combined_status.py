@@ -1,4 +1,4 @@
-"""The reports of several dispatchers and gateways, merged into one status for operators."""
+"""The reports of several dispatchers and gateways, combined into one status for operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tenuto.deployments.wire.status import (
 from tenuto.placement import Plan
 
 
-def merge_dispatchers(
+def combine_dispatchers(
     reports: Sequence[DispatchingStatus], plan: Plan | None, gpulets: Sequence[GpuletStatus]
 ) -> DispatchingStatus:
     """Return one report: the models and schedulers of all, the largest delays, and the sum of all advice."""
@@ -45,7 +45,7 @@ def merge_dispatchers(
     )
 
 
-def merge_system(
+def combine_system(
     found: DispatchingStatus,
     reports: Sequence[GatewayReport],
     controller: ControllerStatus | None,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 
 
-def why_foreign(headers: Mapping[str, str], names: Collection[str] = ()) -> str | None:
+def refusal_reason(headers: Mapping[str, str], names: Collection[str] = ()) -> str | None:
     """Return why a request may come from a page of another site; None if it does not.
 
     Such a page can let its own name point to 127.0.0.1 (DNS rebinding); then Host has that name. It can also send
