@@ -29,7 +29,7 @@ def copy_ms_per_request(model: ModelProfile, batch_size: int, share_pct: float) 
 
 def hidden_copies_ms(plan: Plan, program: Program) -> float:
     """Return how much of a batch's latency streaming hides, in ms per request; joint batches do not stream."""
-    return 0.0 if program.is_merged else _copies_ms(plan, program.members[0])
+    return 0.0 if program.is_joint else _copies_ms(plan, program.members[0])
 
 
 def _copies_ms(plan: Plan, replica: Replica) -> float:

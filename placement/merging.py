@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement.costs import latency_up_to, memory_of
+from tenuto.placement.merged_groups import why_apart, why_unmergeable
 from tenuto.placement.plan import Plan
 from tenuto.placement.program import MOST_MERGED, Gpulet, MergedGroup, Program, Replica, program_name
-from tenuto.placement.rules import why_apart, why_unmergeable
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.networks.catalogue import lookup

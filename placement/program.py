@@ -137,8 +137,8 @@ class Program:
         return cls(group.name, tuple(members), largest, latency, slowdown, memory, basis)
 
     @property
-    def is_merged(self) -> bool:
-        """Whether the program runs several models at once."""
+    def is_joint(self) -> bool:
+        """Whether the program has several members."""
         return len(self.members) > 1
 
     @property
@@ -149,13 +149,13 @@ class Program:
     @property
     def weights_mib(self) -> float | None:
         """The part of the memory that every batch needs; None if it is not known."""
-        return None if self.is_merged else self.members[0].weights_mib
+        return None if self.is_joint else self.members[0].weights_mib
 
     @property
     def latency_ms(self) -> float | None:
         """The latency of a batch of the largest size beside the neighbours; None if it is not known."""
         if self.latency is None:
-            return None if self.is_merged else self.members[0].latency_ms
+            return None if self.is_joint else self.members[0].latency_ms
         return self.latency.at(self.batch_size) * self.slowdown
 
     @property
@@ -207,6 +207,11 @@ class Gpulet(StrictModel):
             elif group.name not in found:
                 found[group.name] = Program.merged(group, [replicas[name] for name in group.models])
         return tuple(found.values())
+
+    @property
+    def joint_models(self) -> tuple[tuple[str, ...], ...]:
+        """The models of each program that has several members."""
+        return tuple(group.models for group in self.merge)
 
     def only(self, names: Container[str]) -> Gpulet | None:
         """Return the gpu-let with those of its models that are among some names, merged where all of a group are; None

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tenuto.errors import InvalidInputError, Problem, one_of
+from tenuto.errors import Problem, one_of
 from tenuto.placement.cluster import Placed, first_overlap, node_of
-from tenuto.placement.program import Gpulet, program_name
+from tenuto.placement.merged_groups import group_problems, member_option_problems
+from tenuto.placement.program import Gpulet
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LatencyTable, ModelProfile
 from tenuto.profiles.gpu_types import FAST_CAPABILITY, GPU_TYPES, capability_of_type
 from tenuto.profiles.mig_instances import instance_profiles, instance_type_of, mig_types
-from tenuto.profiles.networks.catalogue import lookup
-from tenuto.profiles.networks.model_options import run_differences, run_option_problems, unmergeable_options
+from tenuto.profiles.networks.model_options import run_differences, run_option_problems
 
 
 def plan_problems(
@@ -32,12 +32,12 @@ def plan_problems(
         origin: what the paths of problems begin with.
     """
     on_cpu = {r.name for g in gpulets if "cpu" in map(gpu_types.get, g.gpus) for r in g.models}
-    groups = dict.fromkeys(group.models for gpulet in gpulets for group in gpulet.merge)
+    groups = dict.fromkeys(models for gpulet in gpulets for models in gpulet.joint_models)
     return [
         *_reference_problems(gpu_types, gpulets, origin),
         *_together_problems(gpu_types, gpulets, origin),
         *_replica_problems(gpulets, models, origin),
-        *_merge_problems(gpulets, models, origin),
+        *group_problems(gpulets, models, origin),
         *option_problems(models, groups, on_cpu, f"{origin}: "),
     ]
 
@@ -175,101 +175,6 @@ def room_problems(
     return found
 
 
-# --- models that run as one program -----------------------------------------------------------------------------
-
-
-def _merge_problems(gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], origin: str) -> list[Problem]:
-    """Return what is wrong with merged groups.
-
-    A group's models are resident on its gpu-let, have a network to merge, and belong to one group. They share one
-    queue, so every gpu-let that holds one of them holds all.
-    """
-    found: list[Problem] = []
-    seen: set[str] = set()
-    for index, gpulet in enumerate(gpulets):
-        resident = {replica.name for replica in gpulet.models}
-        counts = Counter(name for group in gpulet.merge for name in group.models)
-        for place, group in enumerate(gpulet.merge):
-            where = f"{origin}: gpulets.{index}.merge.{place}"
-            for name in group.models:
-                if name not in resident:
-                    known = ", ".join(sorted(resident)) or "(none)"
-                    rule = f"no such model on gpu-let {gpulet.id}"
-                    found.append(Problem(where, name, rule, f"Resident there: {known}."))
-                elif counts[name] > 1:
-                    found.append(Problem(where, name, "is in two merged groups", "Keep it in one of them."))
-                    counts[name] = 1
-            if isinstance(group.latency, LatencyTable) and (group.batch_size or 0) > group.latency.largest:
-                rule = f"above the largest batch of its latency ({group.latency.largest})"
-                cure = "Lower it, or measure larger batches with `tenuto merge -o`."
-                found.append(Problem(f"{where}.batch_size", group.batch_size, rule, cure))
-            if group.name not in seen and resident.issuperset(group.models):
-                seen.add(group.name)  # a plan may hold one group on thousands of gpu-lets
-                found += _group_problems(gpulets, models, group.models, where)
-    return found
-
-
-def _group_problems(
-    gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], group: Sequence[str], where: str
-) -> list[Problem]:
-    """Return what is wrong with a group on any gpu-let."""
-    rule, cure = "has no network to merge: no source, and not in the catalogue", "Give its `source`, or remove it."
-    found = [Problem(where, spec.name, rule, cure) for spec in models if spec.name in group and not has_network(spec)]
-    apart = why_apart(gpulets, group)
-    if apart:
-        found.append(Problem(where, program_name(group), apart, "Merge them wherever they are, or nowhere."))
-    elif not all(_merges(gpulet, group) for gpulet in gpulets):
-        rule = "is merged on one gpu-let and not on another, but both share one queue"
-        cure = "Give every gpu-let that holds these models the same `merge`."
-        found.append(Problem(where, program_name(group), rule, cure))
-    return found
-
-
-def _merges(gpulet: Gpulet, models: Sequence[str]) -> bool:
-    """Return whether a gpu-let with these models has them as a group; True when it has none of them."""
-    resident = {replica.name for replica in gpulet.models}
-    return not resident & set(models) or any(group.models == tuple(models) for group in gpulet.merge)
-
-
-def why_apart(gpulets: Iterable[Gpulet], models: Sequence[str]) -> str | None:
-    """Return why models cannot share one queue: some gpu-let holds some of them but not all. None when they can."""
-    wanted, hosts = set(models), []
-    for gpulet in gpulets:
-        held = wanted & {replica.name for replica in gpulet.models}
-        if held:
-            hosts.append((gpulet.id, held))
-    missing = wanted - {name for _, held in hosts for name in held}
-    if missing:
-        return f"{', '.join(sorted(missing))} is on no gpu-let"
-    partly = [(place, held) for place, held in hosts if held != wanted]
-    if not partly:
-        return None
-    shown = "; ".join(f"{place} holds {', '.join(sorted(held))}" for place, held in partly[:3])
-    more = f" and {len(partly) - 3} more" if len(partly) > 3 else ""
-    return f"not every gpu-let that holds one of them holds all ({shown}{more}), and they would share one queue"
-
-
-def why_unmergeable(models: Iterable[ModelSpec]) -> str | None:
-    """Return why models cannot be merged: one has no network, or options that a merged program lacks."""
-    asked = list(models)
-    without = [spec.name for spec in asked if not has_network(spec)]
-    if without:
-        return f"{', '.join(without)} has no network to merge; give its `source`"
-    refused = [f"`{key}: {value}` of {s.name}" for s in asked for key, value in unmergeable_options(s.options).items()]
-    return f"a merged program knows no {', no '.join(refused)}" if refused else None
-
-
-def has_network(spec: ModelSpec) -> bool:
-    """Return whether a model names a network: its source, or its name in the catalogue."""
-    if spec.source is not None:
-        return True
-    try:
-        lookup(spec.network)
-    except InvalidInputError:
-        return False
-    return True
-
-
 # --- options of how a model is run ------------------------------------------------------------------------------
 
 
@@ -277,7 +182,7 @@ def option_problems(
     models: Sequence[ModelSpec], groups: Iterable[Sequence[str]], on_cpu: set[str], prefix: str = ""
 ) -> list[Problem]:
     """Return what is wrong with the options of models: wrong values, contradictions, CUDA graphs on a CPU, and options
-    that a merged program refuses. Options of a network or a user's factory are not checked.
+    that a program of several members refuses. Options of a network or a user's factory are not checked.
 
     Args:
         models: the models with options.
@@ -293,9 +198,7 @@ def option_problems(
         path = f"{prefix}models.{index}.options"
         found += run_option_problems(spec.options, path, on_cpu=spec.name in on_cpu)
         if spec.name in group_of:
-            rule = f"is not possible for a model that is merged ({program_name(group_of[spec.name])})"
-            cure = "Remove it, or the group from `merge`: the models are then served one by one."
-            found += [Problem(f"{path}.{k}", v, rule, cure) for k, v in unmergeable_options(spec.options).items()]
+            found += member_option_problems(spec, group_of[spec.name], path)
     return found
 
 

@@ -522,7 +522,7 @@ class _Adding:
             for gpulet in gpulets:
                 if any(replica.steps is not None for replica in gpulet.models):
                     continue
-                if not gpulet.merge and all(replica.name != name for replica in gpulet.models):
+                if not gpulet.joint_models and all(replica.name != name for replica in gpulet.models):
                     yield from self._place(name, gpu, gpulet, gpulets)
             left_pct = int(100.0 - sum(gpulet.effective_share_pct for gpulet in gpulets) + 1e-6)
             if left_pct > 0:

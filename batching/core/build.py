@@ -23,6 +23,7 @@ from tenuto.placement import Cluster, ModelSpec, Plan, Workload, profile_of
 from tenuto.placement.copy_times import hidden_copies_ms, longest_copies_ms
 from tenuto.placement.expectation.outlook import provided_rps
 from tenuto.placement.generates import Generates
+from tenuto.placement.program import program_name
 from tenuto.placement.workload import generation_of
 from tenuto.profiles import Latency, LatencyTable, Profiles
 
@@ -113,8 +114,8 @@ def _programs(plan: Plan) -> tuple[ScheduledProgram, ...]:
     """Return the programs of a plan, in the order of their first models. A model that no gpu-let holds is a program of
     its own."""
     position = {spec.name: place for place, spec in enumerate(plan.models)}
-    merged = {group.name: group.models for gpulet in plan.gpulets for group in gpulet.merge}
-    found = {name: models for name, models in merged.items() if position.keys() >= set(models)}
+    joint = {program_name(models): models for gpulet in plan.gpulets for models in gpulet.joint_models}
+    found = {name: models for name, models in joint.items() if position.keys() >= set(models)}
     taken = {name for models in found.values() for name in models}
     found |= {name: (name,) for name in position if name not in taken}
     programs = (ScheduledProgram(name, tuple(position[model] for model in models)) for name, models in found.items())

@@ -27,8 +27,8 @@ def raised(plan: Plan, workload: Workload, profiles: Profiles, gpus: Sequence[Gp
 
     On each gpu-let all batches grow by one factor. They grow while a round of all batches and one more batch ends
     within every model's SLO (gpulet, section 4: duty cycle + l(b) <= SLO), the batches were profiled, and memory
-    allows. Then single models' batches grow where room is left, shortest SLO first. Merged programs stay as they are,
-    and so do gpu-lets whose batches already break that rule.
+    allows. Then single models' batches grow where room is left, shortest SLO first. Gpu-lets with a joint program stay
+    as they are, and so do gpu-lets whose batches already break that rule.
     """
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     memory = {gpu.type: gpu.memory_mib for gpu in gpus}
@@ -51,7 +51,7 @@ def raised(plan: Plan, workload: Workload, profiles: Profiles, gpus: Sequence[Gp
 def _raised(
     gpulet: Gpulet, specs: Mapping[str, ModelSpec], profiles: Profiles, gpu_type: str, room_mib: float
 ) -> Gpulet:
-    if gpulet.merge or not specs.keys() >= {replica.name for replica in gpulet.models}:
+    if gpulet.joint_models or not specs.keys() >= {replica.name for replica in gpulet.models}:
         return gpulet
     share_pct = gpulet.effective_share_pct
 

@@ -42,7 +42,7 @@ def standbys(
 ) -> tuple[Standby, ...]:
     """Return the larger standby process of every gpu-let that can have one.
 
-    A gpu-let has none when its GPU is full (share or memory), it holds merged programs, or no larger share of its
+    A gpu-let has none when its GPU is full (share or memory), it holds a joint program, or no larger share of its
     models was profiled.
 
     Args:
@@ -108,7 +108,7 @@ def still_fitting(waiting: Sequence[Standby], plan: Plan, gpus: Sequence[Gpu]) -
 
 
 def _larger(gpulet: Gpulet, more_pct: float, plan: Plan, profiles: Profiles, gpu_type: str) -> Gpulet | None:
-    if gpulet.share_pct is None or gpulet.merge or more_pct < LEAST_PCT:
+    if gpulet.share_pct is None or gpulet.joint_models or more_pct < LEAST_PCT:
         return None
     share_pct = gpulet.share_pct + float(int(more_pct))
     models = []

@@ -154,7 +154,7 @@ class LocalReplica:
             mode=self._programs.mode(is_shared=self._shared is not None),
             cuda_mps=None if self._shared is None else self._shared.status(),
             programs=self._programs.largest_batches(),
-            merged=self.executor.merged(),
+            merged=self.executor.facts(),
             signatures=self._programs.signatures(),
             node_id=_node_id(),
         )

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
-from tenuto.deployments.gpulet.merging_process import merge_elsewhere
+from tenuto.deployments.gpulet.preparing_process import prepare_elsewhere
 from tenuto.deployments.serve.user_config import GeneratesEntry, ProgramEntry
 from tenuto.deployments.wire.status import GpuletMode
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
@@ -38,7 +38,7 @@ class ResidentPrograms:
         self._executor = executor
         self._streaming = streaming
         self._entries: dict[str, ProgramEntry] = {}
-        self._merging: dict[str, asyncio.Task[None]] = {}
+        self._preparing: dict[str, asyncio.Task[None]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -57,16 +57,16 @@ class ResidentPrograms:
     ) -> None:
         """Unload and load until exactly the wanted programs are resident; unchanged ones are not touched.
 
-        A program of several models first runs their single graphs, until the merged graph takes their place.
+        A program of several models first runs their single graphs, until the prepared network takes their place.
 
         Args:
             wanted: the entries of the wanted programs.
             on_worker: runs a function on the worker thread, and raises what the function raised.
-            changed: called when a merged program has replaced its single graphs.
+            changed: called when the prepared network has replaced the single graphs.
         """
         names = {entry.name for entry in wanted}
         for name in [name for name in self._entries if name not in names]:
-            await self._stop_merging(name)
+            await self._stop_preparing(name)
             await on_worker(functools.partial(self._executor.unload, name))
             del self._entries[name]
         for entry in wanted:
@@ -78,19 +78,19 @@ class ResidentPrograms:
                 await on_worker(functools.partial(self._executor.retime, entry))
                 continue  # its open sequences go on
             started = time.monotonic()
-            await self._stop_merging(entry.name)
-            merges = len(entry.members) > 1 and not self.is_emulated
+            await self._stop_preparing(entry.name)
+            is_joint = len(entry.members) > 1 and not self.is_emulated
             try:
                 await on_worker(functools.partial(self._load, entry))
             except EnvironmentFaultError:
-                if not merges:
+                if not is_joint:
                     raise
-                # The plan may have counted the memory of the merged program only.
-                logger.warning("gpu-let %s: the graphs of %s do not fit before they are merged", self._id, entry.name)
-                await self._load_merged(entry, on_worker)
+                # The plan may have counted the memory of the prepared network only.
+                logger.warning("gpu-let %s: the graphs of %s do not fit side by side", self._id, entry.name)
+                await self._load_prepared(entry, on_worker)
             else:
-                if merges:
-                    self._merging[entry.name] = asyncio.create_task(self._switch(entry, on_worker, changed))
+                if is_joint:
+                    self._preparing[entry.name] = asyncio.create_task(self._switch(entry, on_worker, changed))
             self._entries[entry.name] = entry
             took_s = time.monotonic() - started
             logger.info(
@@ -98,36 +98,36 @@ class ResidentPrograms:
             )
 
     async def close(self) -> None:
-        """Stop all merging that is under way."""
-        for name in list(self._merging):
-            await self._stop_merging(name)
+        """Stop all preparing that is under way."""
+        for name in list(self._preparing):
+            await self._stop_preparing(name)
 
-    async def _stop_merging(self, name: str) -> None:
-        task = self._merging.pop(name, None)
+    async def _stop_preparing(self, name: str) -> None:
+        task = self._preparing.pop(name, None)
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _load_merged(self, entry: ProgramEntry, on_worker: OnWorker) -> None:
+    async def _load_prepared(self, entry: ProgramEntry, on_worker: OnWorker) -> None:
         with tempfile.TemporaryDirectory(prefix="tenuto-") as folder:
-            file = f"{folder}/merged"
-            await merge_elsewhere([Member(m.name, m.source, m.weights_path, m.options) for m in entry.members], file)
+            file = f"{folder}/network"
+            await prepare_elsewhere([Member(m.name, m.source, m.weights_path, m.options) for m in entry.members], file)
             await on_worker(functools.partial(self._load, entry, file))
 
     async def _switch(self, entry: ProgramEntry, on_worker: OnWorker, changed: Callable[[], None]) -> None:
-        """Replace the single graphs of a program by the merged one, between two batches. If that fails, log why."""
+        """Replace the single graphs of a program by the prepared network, between two batches, or log why not."""
         started = time.monotonic()
         try:
-            await self._load_merged(entry, on_worker)
+            await self._load_prepared(entry, on_worker)
         except Exception as error:
             logger.error("gpu-let %s: %s goes on with single graphs: %s", self._id, entry.name, error)
             if entry.name not in self._executor.ways():
                 await on_worker(functools.partial(self._load, entry))
         else:
-            logger.info("gpu-let %s: %s is merged (%.1f s)", self._id, entry.name, time.monotonic() - started)
+            logger.info("gpu-let %s: %s is one program (%.1f s)", self._id, entry.name, time.monotonic() - started)
         changed()
 
-    def _load(self, entry: ProgramEntry, merged_file: str | None = None) -> None:
+    def _load(self, entry: ProgramEntry, prepared_file: str | None = None) -> None:
         """Build or rebuild one program and warm up the batch sizes from 1 to the planned one."""
         if entry.name in self._entries:
             self._executor.unload(entry.name)
@@ -140,7 +140,7 @@ class ResidentPrograms:
             return
         largest = entry.batch_size
         sizes = range(1, largest + 1) if self.is_emulated else captured_sizes(largest)
-        self._executor.load(entry, sizes, merged_file)
+        self._executor.load(entry, sizes, prepared_file)
         try:
             self._try_hooks(entry)
         except InvalidInputError:

@@ -1,7 +1,7 @@
 """The two threads of a gpu-let that streams. The first stages and launches batches; the second answers them.
 
-At most two batches are under way: one executes, and one is staged behind it. Loading, unloading and batches of merged
-models happen between batches, on the first thread, as in a gpu-let that does not stream.
+At most two batches are under way: one executes, and one is staged behind it. Loading, unloading and joint batches
+happen between batches, on the first thread, as in a gpu-let that does not stream.
 """
 
 from __future__ import annotations

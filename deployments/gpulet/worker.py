@@ -291,7 +291,7 @@ class WorkerThread:
 
 
 def _streamable(item: _Item) -> ArrivedBatch | None:
-    """Return the item if it is a batch that can be streamed. Batches of merged models cannot."""
+    """Return the item if it is a batch that can be streamed. Joint batches cannot."""
     if isinstance(item, ArrivedBatch) and item.message.members[0][0] == item.program:
         return item
     return None

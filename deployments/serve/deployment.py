@@ -414,7 +414,7 @@ def _entry(plan: Plan, program: Program) -> ProgramEntry:
         MemberEntry(name=spec.name, source=_source(spec), weights_path=spec.weights_path, options=spec.options)
         for spec in specs
     )
-    first = None if program.is_merged else program.members[0]
+    first = None if program.is_joint else program.members[0]
     return ProgramEntry(
         name=program.name,
         batch_size=program.batch_size,

@@ -135,8 +135,8 @@ def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:
             "copies": (replica.copy_in_ms, replica.copy_out_ms),
         }
     for program in gpulet.programs:
-        if program.is_merged:
-            found[f"merged {program.name}"] = {"batch size": program.batch_size, "latency": program.latency}
+        if program.is_joint:
+            found[f"program {program.name}"] = {"batch size": program.batch_size, "latency": program.latency}
     return found
 
 

@@ -154,7 +154,7 @@ def predictions(run: Run) -> list[Prediction]:
 def _predicted_ms(plan: Plan, gpulet: Gpulet, model: str, batch_sizes: NDArray[np.int32]) -> Floats:
     replica = next(r for r in gpulet.models if r.name == model)
     program = next(program for program in gpulet.programs if model in program.models)
-    latency = program.latency or (None if program.is_merged else plan.model(model).latency)
+    latency = program.latency or (None if program.is_joint else plan.model(model).latency)
     slowdown = program.slowdown
     sizes, index = np.unique(batch_sizes, return_inverse=True)
     values = np.full(sizes.size, np.nan)

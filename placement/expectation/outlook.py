@@ -290,7 +290,7 @@ def told(gpulet: Gpulet) -> tuple[object, ...]:
     return (
         gpulet.share_pct,
         tuple((r.name, r.batch_size, r.slowdown, r.latency_ms, r.kv_tokens) for r in gpulet.models),
-        tuple(group.models for group in gpulet.merge),
+        gpulet.joint_models,
         len(gpulet.gpus),
     )
 

@@ -1,4 +1,4 @@
-"""A plan as an SVG picture: one bar per GPU, its gpu-lets side by side by share, one colour per model. A merged program
+"""A plan as an SVG picture: one bar per GPU, its gpu-lets side by side by share, one colour per model. A joint program
 has one label over all its models' colours. MIG instances are framed, as wide as their compute.
 
 The picture needs no other file and is readable on light and dark pages. Its colours can be told apart with every common
@@ -21,7 +21,7 @@ from tenuto.placement.shown.table import totals_of, why_unserved
 PALETTE = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#D55E00", "#0072B2", "#DDCC77", "#882255", "#44AA99")
 LIGHT_TEXT_ON = {"#0072B2", "#882255"}  # the other colours carry dark text with a contrast above 5
 MOST_SINGLE_BARS = 64  # limit: above, GPUs with the same gpu-lets share one bar
-MERGED = "#e7ebef"  # behind the label of a merged program, whose models' colours are a strip below it
+JOINT = "#e7ebef"  # behind the label of a program of several members, whose models' colours are a strip below it
 LETTERS = 169  # limit: letters of a line below the bars, 1080 pixels at 11 pixels a letter and 0.58 of that its width
 
 
@@ -117,13 +117,13 @@ def _colours(plan: Plan) -> dict[str, str]:
 def _fills(program: Program, colours: Mapping[str, str]) -> tuple[str, str, Sequence[str]]:
     """Return the colours of a program's box, of its label, and of the strip below it, if any."""
     shown = [colours.get(replica.name, PALETTE[0]) for replica in program.members]
-    if program.is_merged or shown[0] not in PALETTE:
-        return MERGED, "#1b1f24", shown
+    if program.is_joint or shown[0] not in PALETTE:
+        return JOINT, "#1b1f24", shown
     return shown[0], "#ffffff" if shown[0] in LIGHT_TEXT_ON else "#1b1f24", ()
 
 
 def _tooltip(gpulet: Gpulet, program: Program, plan: Plan) -> str:
-    batch = "one merged program, joint batch" if program.is_merged else "batch"
+    batch = "one program, joint batch" if program.is_joint else "batch"
     facts = [f"{program.name} on {gpulet.id}: {batch} {program.batch_size}"]
     facts.append("unrestricted" if gpulet.share_pct is None else f"share {gpulet.share_pct:g} %")
     facts += [f"on {len(gpulet.gpus)} GPUs together: {', '.join(gpulet.gpus)}"] if gpulet.also_on else []
@@ -151,7 +151,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "dashed frame: unrestricted gpu-let" + ("; models in one frame take turns" if turns else "")
     if any(gpu.instance is not None for gpu in plan.gpus):
         yield "heavy frame: MIG instance, as wide as its part of the GPU's 7 GPCs"
-    if any(gpulet.merge for gpulet in plan.gpulets):
-        yield "several colours under one label: models that run as one merged program"
+    if any(gpulet.joint_models for gpulet in plan.gpulets):
+        yield "several colours under one label: models that run as one program"
     if plan.streaming:
         yield "streaming: each gpu-let takes the next batch while one executes"

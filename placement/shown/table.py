@@ -11,7 +11,7 @@ from tenuto.placement.plan import Plan
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One replica, or one merged group as `a+b`: where it is, what it runs and what is expected of it; None where
+    """One program, with several members as `a+b`: where it is, what it runs and what is expected of it; None where
     unknown.
 
     `share_pct` None: the gpu-let is unrestricted. `latency_ms` is that of one full batch beside its neighbours;
@@ -46,7 +46,7 @@ class PlanTotals:
 
 
 def rows_of(plan: Plan) -> list[PlanRow]:
-    """Return a row per replica or merged group, in the order of GPUs, gpu-lets and models of the plan. A gpu-let on
+    """Return a row per program, in the order of GPUs, gpu-lets and models of the plan. A gpu-let on
     several GPUs has a row on each, and its rate on the first."""
     slos = {spec.name: spec.slo_ms for spec in plan.models}
     rows = []
@@ -122,7 +122,7 @@ def losses_told(plan: Plan) -> list[str]:
 def compare_rows(plans: Mapping[str, Plan]) -> list[tuple[str, dict[str, str]]]:
     """Return plans side by side: for each model a text by policy, `replicas×batch on share: expected rps`.
 
-    Replicas with the same batch and share are counted together. A merged model (`in a+b`) has the joint batch. An
+    Replicas with the same batch and share are counted together. A member of `a+b` (`in a+b`) has the joint batch. An
     unserved model reads `-`.
     """
     names = list(dict.fromkeys(spec.name for plan in plans.values() for spec in plan.models))
@@ -133,13 +133,13 @@ def _summary(plan: Plan, model: str) -> str:
     kinds: dict[tuple[int, float | None, str], int] = {}
     for gpulet in plan.hosts_of(model):
         program = next(program for program in gpulet.programs if model in program.models)
-        key = (program.batch_size, gpulet.share_pct, program.name if program.is_merged else "")
+        key = (program.batch_size, gpulet.share_pct, program.name if program.is_joint else "")
         kinds[key] = kinds.get(key, 0) + 1
     if not kinds:
         return "-"
     shown = ", ".join(
-        f"{count}×b{batch}" + (f"@{share:g}%" if share is not None else "") + (f" in {merged}" if merged else "")
-        for (batch, share, merged), count in sorted(kinds.items(), key=str)
+        f"{count}×b{batch}" + (f"@{share:g}%" if share is not None else "") + (f" in {joint}" if joint else "")
+        for (batch, share, joint), count in sorted(kinds.items(), key=str)
     )
     expected = plan.expected.models.get(model)
     return f"{shown}: {expected.goodput_rps:,.6g} rps" if expected else shown

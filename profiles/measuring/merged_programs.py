@@ -21,8 +21,8 @@ from tenuto.profiles.measuring.timing import Timing, fit_points
 from tenuto.profiles.networks.catalogue import LoadedModel
 from tenuto.profiles.networks.cpu_share import cpu_threads
 from tenuto.profiles.networks.inputs import Blocks, as_blocks, random_inputs
+from tenuto.profiles.networks.merging.joint_network import MergedNetwork, even_split
 from tenuto.profiles.networks.merging.merge import MergedModels
-from tenuto.profiles.networks.merging.merged_network import MergedNetwork, even_split
 from tenuto.profiles.networks.model_options import PLAIN
 from tenuto.profiles.networks.programs import lone_program
 from tenuto.profiles.networks.runner import ProgramRunner

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, TenutoError, first_line, is_lack_of_memory, refused
-from tenuto.profiles.networks.model_options import PLAIN, ModelOptions, RunOptions
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, TenutoError, first_line, is_lack_of_memory
+from tenuto.profiles.networks.model_options import ModelOptions, RunOptions
 from tenuto.profiles.networks.network import LoneModel
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from tenuto.profiles.networks.catalogue import LoadedModel
-    from tenuto.profiles.networks.merging.merged_network import Merged, MergedNetwork
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def load_program(
     members: Sequence[Member],
     batch_sizes: Sequence[int],
     streams: Streams | None = None,
-    merged_file: str | None = None,
+    prepared_file: str | None = None,
 ) -> ProgramRunner:
     """Build a program on CUDA if `streams` are given, else on the CPU, and run every batch size as warm-up.
 
@@ -41,9 +41,9 @@ def load_program(
         members: one model, or several that run as one.
         batch_sizes: the planned sizes; they count the rows of all members.
         streams: the streams of the process, on the first visible CUDA device.
-        merged_file: the file that `merge_members` wrote. Without it, several members run as single graphs in turn. With
-            it, only one batch runs as warm-up: requests wait meanwhile, and the single graphs have already warmed up
-            most things.
+        prepared_file: the file that `prepare_program` wrote. Without it, several members run as single graphs in turn.
+            With it, only one batch runs as warm-up: requests wait meanwhile, and the single graphs have already warmed
+            up most things.
 
     Raises:
         InvalidInputError: an unknown model or option, or weights that do not fit.
@@ -57,8 +57,14 @@ def load_program(
         if len(members) == 1:
             runner = lone_program(name, _built(members[0]), options[name].run, batch_sizes, streams)
         else:
-            runner = ProgramRunner(_joint_network(members, batch_sizes, streams, merged_file), streams)
-        if merged_file is None:
+            from tenuto.profiles.networks.merging.joint_network import load_joint_network
+
+            runs = {member: mine.run for member, mine in options.items()}
+            built = {member.name: functools.partial(_built, member) for member in members}
+            with _on(streams):
+                network = load_joint_network(built, runs, batch_sizes, _device(streams), prepared_file)
+            runner = ProgramRunner(network, streams)
+        if prepared_file is None:
             runner.warm_up(max(mine.run.warmup_runs for mine in options.values()))
         else:
             runner.warm_up_with(runner.network.warm_up_rows()[len(batch_sizes) - 1])  # the largest joint batch
@@ -79,16 +85,6 @@ def _built(member: Member) -> LoadedModel:
         return build(member.source or member.name, weights_path=member.weights_path, options=options.build)
 
 
-def _built_to_merge(member: Member) -> LoadedModel:
-    """Return a model that is to run as one with others; raises `InvalidInputError` for one with tensors of bytes."""
-    from tenuto.profiles.networks.merging.merged_network import CURE
-
-    loaded = _built(member)
-    if loaded.signature.has_bytes:
-        raise refused("model", member.name, "has tensors of bytes, so that it merges with no other", CURE)
-    return loaded
-
-
 @contextlib.contextmanager
 def naming(model: str) -> Iterator[None]:
     """Have errors name the model that cannot be built: a gpu-let has several, and each may have files."""
@@ -105,49 +101,17 @@ def naming(model: str) -> Iterator[None]:
         ) from error
 
 
-def _joint_network(
-    members: Sequence[Member], batch_sizes: Sequence[int], streams: Streams | None, merged_file: str | None
-) -> MergedNetwork:
-    import torch
-
-    from tenuto.profiles.networks.merging.merged_network import MergedNetwork, check_run_options
-
-    for member in members:
-        check_run_options(member.name, ModelOptions.parse(member.options, f"options of {member.name}").run)
-    # A process of ours wrote this file from the members of the plan, so it is as trusted as their sources.
-    merged: Merged | None = None if merged_file is None else torch.load(merged_file, weights_only=False)
-    clusters = () if merged is None else merged.clusters
-    inside = {name for cluster in clusters for name in cluster.names}
-    with _on(streams):
-        alone = [
-            LoneModel(m.name, _built_to_merge(m), _device(streams), PLAIN.chosen(None))
-            for m in members
-            if m.name not in inside
-        ]
-        signatures = {name: signature for each in alone for name, signature in each.signatures.items()}
-        signatures |= {} if merged is None else merged.signatures
-        ordered = {member.name: signatures[member.name] for member in members}
-        network = MergedNetwork([*clusters, *alone], ordered, batch_sizes, None if merged is None else merged.report)
-        network.settle(_device(streams))
-    return network
-
-
-def merge_members(members: Sequence[Member], file: str) -> None:
-    """Merge models on the CPU as far as possible, and write the result to a file for `load_program`.
+def prepare_program(members: Sequence[Member], file: str) -> None:
+    """Make one network of the members of a program on the CPU, and write it to a file for `load_program`.
 
     PyTorch changes modules for the whole process while it traces, so call this in a process that serves nothing.
 
     Raises:
         InvalidInputError: no two of the models merge, a model or option is unknown, or weights do not fit.
     """
-    import torch
+    from tenuto.profiles.networks.merging.joint_network import write_joint_network
 
-    from tenuto.profiles.networks.merging.merged_network import Merged
-
-    merged = Merged.of({member.name: _built_to_merge(member) for member in members})
-    for cluster in merged.clusters:
-        cluster.settle("cpu")
-    torch.save(merged, file)
+    write_joint_network({member.name: functools.partial(_built, member) for member in members}, file)
 
 
 def lone_program(

@@ -95,8 +95,8 @@ def command(
 
     calm_openmp(os.environ)
     from tenuto.profiles.measuring.merged_programs import measure_into, measure_joint
+    from tenuto.profiles.networks.merging.joint_network import MergedNetwork
     from tenuto.profiles.networks.merging.merge import merge_models
-    from tenuto.profiles.networks.merging.merged_network import MergedNetwork
     from tenuto.profiles.networks.models import build
 
     meter = ResidentMemory()

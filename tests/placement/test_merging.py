@@ -300,9 +300,9 @@ def test_the_memory_ledger_counts_a_merged_program_once_where_it_is_known() -> N
 def test_a_new_group_is_a_change_in_place() -> None:
     merged, apart = Plan.from_data(PLAN), Plan.from_data(with_merge())
     (change,) = diff(apart, merged)
-    assert (change.kind, change.reasons) == ("reconfigure", ("merged a+b: added",))
+    assert (change.kind, change.reasons) == ("reconfigure", ("program a+b: added",))
     (change,) = diff(merged, apart)
-    assert change.reasons == ("merged a+b: removed",)
+    assert change.reasons == ("program a+b: removed",)
     assert diff(merged, merged)[0].kind == "unchanged"
 
 

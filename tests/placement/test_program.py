@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.loadgen.report.palette import styles_for
 from tenuto.placement import Plan
-from tenuto.placement.shown.picture import MERGED, MOST_SINGLE_BARS, draw
+from tenuto.placement.shown.picture import JOINT, MOST_SINGLE_BARS, draw
 from tenuto.placement.shown.table import compare_rows, rows_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -43,11 +43,11 @@ MIXED = {
 def test_a_group_is_one_program_where_its_first_model_stands() -> None:
     (gpulet,) = plan(MIXED).gpulets
     merged, plain = gpulet.programs
-    assert (merged.name, merged.is_merged, merged.batch_size, merged.rate_rps) == ("cats+dogs", True, 16, 100)
+    assert (merged.name, merged.is_joint, merged.batch_size, merged.rate_rps) == ("cats+dogs", True, 16, 100)
     assert [member.name for member in merged.members] == ["cats", "dogs"]
     assert merged.memory_mib == 200  # the sum, as equal weights were not measured
     assert merged.latency_ms == pytest.approx(1.5 * (16 + 3 * 4))  # worst: nine and seven, in three batches
-    assert (plain.name, plain.is_merged, plain.batch_size) == ("plain", False, 8)
+    assert (plain.name, plain.is_joint, plain.batch_size) == ("plain", False, 8)
     group = {"models": ["cats", "dogs"], "batch_size": 6, "memory_mib": 120, "latency": LINE}
     unknown = [replica("cats", rate_rps=None), replica("dogs")]
     (measured,) = plan({"models": unknown, "merge": [group]}).gpulets[0].programs
@@ -79,17 +79,17 @@ def test_the_picture_has_one_label_over_the_colours_of_a_group() -> None:
     assert shown.count("cats+dogs") == 1
     assert "b16 · 60 %" in shown
     assert not {"cats", "dogs"} & set(shown)
-    assert "several colours under one label: models that run as one merged program" in shown
+    assert "several colours under one label: models that run as one program" in shown
     assert any(text.startswith("streaming:") for text in shown)
     root = ElementTree.fromstring(svg)
     strip = [r for r in root.iter(f"{SVG}rect") if r.get("class") == "strip"]
     assert len({r.get("fill") for r in strip}) == 2
-    (back,) = [r for r in root.iter(f"{SVG}rect") if r.get("fill") == MERGED]
+    (back,) = [r for r in root.iter(f"{SVG}rect") if r.get("fill") == JOINT]
     assert back.get("width") == "100%"
     assert [r.get("width") for r in strip] == ["50.0%"] * 2
     tips = ["".join(t.itertext()) for g in root.iter(f"{SVG}g") for t in g.iter(f"{SVG}title")]
     assert tips == [
-        "cats+dogs on n0/0/a: one merged program, joint batch 16, share 60 %, takes turns with plain, "
+        "cats+dogs on n0/0/a: one program, joint batch 16, share 60 %, takes turns with plain, "
         "42 ms of 80 ms SLO, 100 rps, 200 MiB",
         "plain on n0/0/a: batch 8, share 60 %, takes turns with cats+dogs, 12 ms of 100 ms SLO, 6 ms of it copies that "
         "overlap, 50 rps, 100 MiB",

@@ -20,10 +20,10 @@ class Executor(Protocol):
 
     device: str
 
-    def load(self, program: ProgramEntry, batch_sizes: Sequence[int], merged_file: str | None = None) -> None:
+    def load(self, program: ProgramEntry, batch_sizes: Sequence[int], prepared_file: str | None = None) -> None:
         """Build a program and warm up every batch size, so that the first request is not the slowest.
 
-        A program of several models is merged as `merged_file` says, if it is given; see `load_program`.
+        `prepared_file`: the network of a program with several members; see `load_program`.
         """
 
     def unload(self, program: str) -> None:
@@ -49,11 +49,11 @@ class Executor(Protocol):
             rows: the number of rows by member; members without rows may be left out.
         """
 
-    def merged(self) -> dict[str, Any]:
-        """Return figures of merging for each program of several models, for the status."""
+    def facts(self) -> dict[str, Any]:
+        """Return figures of each program with several members, for the status."""
 
     def ways(self) -> dict[str, str]:
-        """Return how each program really runs: plain, merged, cuda_graphs, compile, emulated, or another runtime."""
+        """Return how each program really runs: plain, cuda_graphs, compile, emulated, or another runtime."""
 
     def sm_count(self) -> int | None:
         """Return how many multiprocessors this process may use; None if the device has none."""

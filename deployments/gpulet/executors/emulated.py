@@ -47,13 +47,13 @@ class EmulatedExecutor:
         self._generators: dict[str, EmulatedGenerator] = {}
         self._costs: dict[str, tuple[StepCost, float]] = {}  # of steps, and the slowdown by neighbours
 
-    def load(self, program: ProgramEntry, batch_sizes: Sequence[int], merged_file: str | None = None) -> None:
+    def load(self, program: ProgramEntry, batch_sizes: Sequence[int], prepared_file: str | None = None) -> None:
         """Take the latency from the plan, and signatures from the options or the catalogue. Nothing is built.
 
         Raises:
             InvalidInputError: the plan has no latency for this program, or copies take longer than a batch.
         """
-        del merged_file
+        del prepared_file
         if program.generates is not None:
             self._load_generating(program, program.generates)
             return
@@ -123,8 +123,8 @@ class EmulatedExecutor:
             if count
         }
 
-    def merged(self) -> dict[str, Any]:
-        """Return the programs of several models without figures, as nothing is really merged."""
+    def facts(self) -> dict[str, Any]:
+        """Return the programs of several models without figures, as none is really built."""
         return {name: {} for name, program in self._loaded.items() if len(program.signatures) > 1}
 
     def ways(self) -> dict[str, str]:

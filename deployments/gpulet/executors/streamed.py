@@ -19,7 +19,7 @@ from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner, StagedBat
 
 
 class StreamingExecutor(Protocol):
-    """Runs batches of programs with one model. (Batches of merged programs cannot be streamed.)
+    """Runs batches of programs with one model. (Joint batches cannot be streamed.)
 
     At most `STREAMED_DEPTH` batches are between `stage` and `finish`. One thread stages and launches batches, another
     finishes them in the same order. Models are only loaded and unloaded while no batch is under way.

@@ -168,26 +168,25 @@ def _group(
     models: dict[str, CapturedModel], anchor: WeightedOperator, others: list[tuple[float, WeightedOperator]]
 ) -> SharedOperator | None:
     members, similarity = [anchor], 1.0
-    part: Submatrix | None = None
+    shared: SharedOperator | None = None
     for alike, other in sorted(others, key=lambda pair: -pair[0]):
-        weights = [matrix(models[m.model], m) for m in (*members, other)]
-        trial = shared_submatrix(weights, EQUAL_ABS_DIFF, whole_rows=anchor.is_grouped)
-        largest = max(weight.numel() for weight in weights)
-        whole = all(w.shape == weights[0].shape for w in weights) and trial.parameters == largest
-        biases = [None if m.bias is None else models[m.model].weights[m.bias] for m in (*members, other)]
-        if trial.parameters * len(weights) < OMEGA * sum(w.numel() for w in weights) or (
-            anchor.is_grouped and not (whole and all(_same(bias, biases[0]) for bias in biases))
-        ):
+        together = [*members, other]
+        weights = [matrix(models[m.model], m) for m in together]
+        biases = [None if m.bias is None else models[m.model].weights[m.bias] for m in together]
+        part = shared_submatrix(weights, EQUAL_ABS_DIFF, whole_rows=anchor.is_grouped)
+        are_equal = (
+            all(weight.shape == weights[0].shape for weight in weights)
+            and part.parameters == weights[0].numel()
+            and all(_same(bias, biases[0]) for bias in biases)
+        )
+        if part.parameters * len(weights) < OMEGA * sum(w.numel() for w in weights):
             continue
-        members.append(other)
-        part, similarity = trial, min(similarity, alike)
-    if part is None:
-        return None
-    weights = [matrix(models[m.model], m) for m in members]
-    biases = [None if m.bias is None else models[m.model].weights[m.bias] for m in members]
-    whole = all(w.shape == weights[0].shape for w in weights) and part.parameters == weights[0].numel()
-    whole = whole and all(_same(bias, biases[0]) for bias in biases) and len({m.outline for m in members}) == 1
-    return SharedOperator({m.model: m for m in members}, part, similarity, whole)
+        if anchor.is_grouped and not are_equal:
+            continue
+        members, similarity = together, min(similarity, alike)
+        is_whole = are_equal and len({m.outline for m in members}) == 1
+        shared = SharedOperator({m.model: m for m in members}, part, similarity, is_whole)
+    return shared
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -271,8 +271,8 @@ def test_an_emulated_group_takes_the_groups_time_and_answers_each_member() -> No
         "b": {"s": (1, 1), "z": (1, 3)},
     }
     assert executor.signature("b") == SIGNATURES["b"]
-    assert list(executor.merged()) == ["a+b"]
+    assert list(executor.facts()) == ["a+b"]
     executor.unload("a+b")
-    assert executor.merged() == {}
+    assert executor.facts() == {}
     with pytest.raises(KeyError):
         executor.signature("a")

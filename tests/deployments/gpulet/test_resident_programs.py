@@ -46,11 +46,11 @@ class Slowly(TorchExecutor):
         self.loads: list[bool] = []
         self.fails = fails
 
-    def load(self, program: ProgramEntry, batch_sizes: Sequence[int], merged_file: str | None = None) -> None:
-        self.loads.append(merged_file is not None)
+    def load(self, program: ProgramEntry, batch_sizes: Sequence[int], prepared_file: str | None = None) -> None:
+        self.loads.append(prepared_file is not None)
         if len(self.loads) - 1 in self.fails:
             raise EnvironmentFaultError("it does not fit")
-        super().load(program, batch_sizes, merged_file)
+        super().load(program, batch_sizes, prepared_file)
 
 
 def outputs_of(executor: TorchExecutor, program: ProgramEntry, images: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_batches_are_answered_while_merging_and_after_without_a_gap() -> None:
                     assert np.abs(logits - right[name]).max() <= 1e-5 * np.abs(right[name]).max()
                 await asyncio.sleep(0.02)  # leaves the processor to the process that merges
         assert list(dict.fromkeys(ways)) == ["single graphs", "merged"]
-        assert executor.merged()["base+tuned"]["operators_after"] > 0
+        assert executor.facts()["base+tuned"]["operators_after"] > 0
 
     asyncio.run(run())
 
@@ -111,12 +111,12 @@ def test_models_that_do_not_merge_go_on_as_single_graphs_and_the_log_names_the_c
 
 def pretend_to_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     async def written(_members: Any, file: str) -> None:
-        from tenuto.profiles.networks.programs import Member, merge_members
+        from tenuto.profiles.networks.programs import Member, prepare_program
 
         sources = [Member(name, f"tests.deployments.residual_networks:{name}") for name in ("base", "tuned")]
-        await asyncio.to_thread(merge_members, sources, file)
+        await asyncio.to_thread(prepare_program, sources, file)
 
-    monkeypatch.setattr(resident_programs, "merge_elsewhere", written)
+    monkeypatch.setattr(resident_programs, "prepare_elsewhere", written)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_program_that_goes_takes_its_merging_along(monkeypatch: pytest.MonkeyP
         finally:
             ended.append(True)
 
-    monkeypatch.setattr(resident_programs, "merge_elsewhere", never)
+    monkeypatch.setattr(resident_programs, "prepare_elsewhere", never)
 
     async def run() -> None:
         executor = Slowly()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -148,3 +148,55 @@ def check_run_options(name: str, options: RunOptions) -> None:
         for key, value in unmergeable_options(options.model_dump(exclude_unset=True)).items()
     ]
     raise_if_any(problems)
+
+
+def write_joint_network(members: Mapping[str, Callable[[], LoadedModel]], file: str) -> None:
+    """Merge models, each of which is built by a function, on the CPU; write the result for `load_joint_network`.
+
+    Raises:
+        InvalidInputError: no two of the models merge, or one cannot be built.
+    """
+    merged = Merged.of({name: _built_to_merge(name, build) for name, build in members.items()})
+    for cluster in merged.clusters:
+        cluster.settle("cpu")
+    torch.save(merged, file)
+
+
+def load_joint_network(
+    members: Mapping[str, Callable[[], LoadedModel]],
+    options: Mapping[str, RunOptions],
+    batch_sizes: Sequence[int],
+    device: torch.device,
+    file: str | None,
+) -> MergedNetwork:
+    """Return the network of several models on a device: merged as the file of `write_joint_network` says, the others,
+    or without a file all, as single graphs.
+
+    Raises:
+        InvalidInputError: an option that a merged program refuses, or a model that cannot be built.
+    """
+    for name, run in options.items():
+        check_run_options(name, run)
+    # A process of ours wrote this file from the members of the plan, so it is as trusted as their sources.
+    merged: Merged | None = None if file is None else torch.load(file, weights_only=False)
+    clusters = () if merged is None else merged.clusters
+    inside = {name for cluster in clusters for name in cluster.names}
+    alone = [
+        LoneModel(name, _built_to_merge(name, build), device, PLAIN.chosen(None))
+        for name, build in members.items()
+        if name not in inside
+    ]
+    signatures = {name: signature for each in alone for name, signature in each.signatures.items()}
+    signatures |= {} if merged is None else merged.signatures
+    ordered = {name: signatures[name] for name in members}
+    network = MergedNetwork([*clusters, *alone], ordered, batch_sizes, None if merged is None else merged.report)
+    network.settle(device)
+    return network
+
+
+def _built_to_merge(name: str, build: Callable[[], LoadedModel]) -> LoadedModel:
+    """Return a model that is to run as one with others; raises `InvalidInputError` for one with tensors of bytes."""
+    loaded = build()
+    if loaded.signature.has_bytes:
+        raise refused("model", name, "has tensors of bytes, so that it merges with no other", CURE)
+    return loaded

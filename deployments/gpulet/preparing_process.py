@@ -1,4 +1,5 @@
-"""Merges the models of a program in a process of its own, while their single graphs answer requests (USHER, section 4).
+"""Makes one network of a program's members in a process of its own, while their single graphs answer requests (USHER,
+section 4).
 
 PyTorch changes modules for the whole process while it traces, so a gpu-let cannot trace beside the batches it runs.
 """
@@ -15,16 +16,16 @@ from typing import Any
 import msgspec
 
 from tenuto.profiles.measuring.worker_process import WorkerProcess, serve_parent
-from tenuto.profiles.networks.programs import Member, merge_members
+from tenuto.profiles.networks.programs import Member, prepare_program
 
-WORKER = ["-m", "tenuto.deployments.gpulet.merging_process"]
+WORKER = ["-m", "tenuto.deployments.gpulet.preparing_process"]
 
 
-async def merge_elsewhere(members: Sequence[Member], file: str) -> None:
-    """Run `merge_members` in a process that sees no GPU and has low priority. When this call is cancelled, it ends.
+async def prepare_elsewhere(members: Sequence[Member], file: str) -> None:
+    """Run `prepare_program` in a process that sees no GPU and has low priority. When this call is cancelled, it ends.
 
     Raises:
-        TenutoError: the error of `merge_members`, or the process was killed.
+        TenutoError: the error of `prepare_program`, or the process was killed.
     """
     environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = WorkerProcess([*WORKER, file], environment, "+".join(member.name for member in members))
@@ -36,7 +37,7 @@ async def merge_elsewhere(members: Sequence[Member], file: str) -> None:
         await loop.run_in_executor(None, process.end)
 
 
-def _merge(report: Callable[[Any], None]) -> None:
+def _prepare(report: Callable[[Any], None]) -> None:
     del report  # only errors are reported, which `serve_parent` does
     os.nice(10)
     members = msgspec.json.decode(sys.stdin.buffer.readline(), type=list[Member])
@@ -44,7 +45,7 @@ def _merge(report: Callable[[Any], None]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    merge_members(members, sys.argv[1])
+    prepare_program(members, sys.argv[1])
 
 
 def _end_with_parent() -> None:
@@ -53,8 +54,8 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Merge what the parent names, for as long as it is there."""
-    serve_parent(_merge)
+    """Prepare the program that the parent names, for as long as the parent lives."""
+    serve_parent(_prepare)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 from tenuto.profiles.networks.inputs import as_blocks
-from tenuto.profiles.networks.merging.merged_network import Merged, MergedNetwork, even_split
-from tenuto.profiles.networks.programs import Member, load_program, merge_members
+from tenuto.profiles.networks.merging.joint_network import Merged, MergedNetwork, even_split
+from tenuto.profiles.networks.programs import Member, load_program, prepare_program
 from tenuto.profiles.networks.runner import ProgramRunner
 from tests.instruments.mergeable import Attention, Convolutional
 
@@ -150,7 +150,7 @@ def test_models_that_do_not_merge_are_refused_with_the_cure(others: tuple[Callab
 
 
 def member(name: str, factory: str, **options: object) -> Member:
-    return Member(name, f"tests.profiles.networks.merging.test_merged_network:{factory}", options=options)
+    return Member(name, f"tests.profiles.networks.merging.test_joint_network:{factory}", options=options)
 
 
 def three_members() -> list[Member]:
@@ -159,9 +159,9 @@ def three_members() -> list[Member]:
 
 def test_single_graphs_and_merged_ones_answer_alike_and_what_does_not_merge_stays_single(tmp_path: Path) -> None:
     file = str(tmp_path / "merged")
-    merge_members(three_members(), file)
+    prepare_program(three_members(), file)
     models = {"a": base(), "b": head(), "c": unlike()}
-    single, merged = load_program(three_members(), [1, 4]), load_program(three_members(), [1, 4], merged_file=file)
+    single, merged = load_program(three_members(), [1, 4]), load_program(three_members(), [1, 4], prepared_file=file)
     for runner in (single, merged):
         assert list(runner.signatures) == ["a", "b", "c"]
         for sizes in ({"a": 1, "b": 2, "c": 1}, {"b": 4}, {"c": 2, "a": 2}):
