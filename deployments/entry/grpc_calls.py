@@ -24,6 +24,8 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+from h2.exceptions import ProtocolError
+from h2.utilities import HeaderValidationFlags, validate_headers
 
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, inflated, too_large, unexpected
 from tenuto.deployments.entry.framing import KEPT_HEADS, LONGEST_KEPT_HEAD_BYTES
@@ -40,8 +42,7 @@ from tenuto.deployments.entry.grpc_messages import (
     message,
     to_answer,
 )
-from tenuto.deployments.entry.header_blocks import Headers, flaw, literal
-from tenuto.deployments.entry.http2 import MOST_CALLS, CallStream, Http2Connection
+from tenuto.deployments.entry.http2 import MOST_CALLS, CallStream, Headers, Http2Connection
 from tenuto.deployments.entry.http_server import MOST_PIPELINED, UNREAD_BYTES, HttpServer, Service, many
 from tenuto.deployments.entry.incoming import IncomingBody, unfinished
 from tenuto.deployments.entry.kept import Kept
@@ -50,22 +51,20 @@ from tenuto.deployments.wire.tensors import Buffer
 _MESSAGE_S = 60.0  # limit: until a call's message has come, as for a body of HTTP
 _MOST_COLD_BYTES = 1 << 16  # limit: of a message that carries no load, as of such a body of HTTP
 _PREFIX = Struct(">BL")  # format: of a message: whether it is compressed, and its length
-_HEAD = b"\x88%b%b" % (  # format: `:status: 200` is the eighth of HPACK's table
-    literal(b"content-type", b"application/grpc"),
-    literal(b"grpc-accept-encoding", b"identity,gzip"),
-)
-_NO_GRPC = b"\x08\x03415"  # format: the value of `:status`
-_TRAILERS = literal(b"grpc-status", b"0")
+_HEAD = ((b":status", b"200"), (b"content-type", b"application/grpc"), (b"grpc-accept-encoding", b"identity,gzip"))
+_NO_GRPC = ((b":status", b"415"),)
+_TRAILERS = ((b"grpc-status", b"0"),)
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_MS = {b"H": 3.6e6, b"M": 6e4, b"S": 1e3, b"m": 1.0, b"u": 1e-3, b"n": 1e-6}  # format: of `grpc-timeout`
 # What of a call's metadata goes on as a header; whatever else is there says nothing to this server.
 _SAID = frozenset((b"authorization", b"x-api-key", b"x-slo-ms", b"x-request-start", b"traceparent"))
-_READ = _SAID | {b":method", b":path", b"content-type", b"content-length", b"grpc-timeout", b"grpc-encoding"}
+_READ = _SAID | {b":method", b":path", b"content-type", b"grpc-timeout", b"grpc-encoding"}
 # gRPC's codes, by the status of HTTP that means the same.
 _CODES = {400: 3, 401: 16, 403: 7, 404: 5, 406: 11, 413: 8, 429: 8, 501: 12, 503: 14, 504: 4}  # format
 _INTERNAL = 13  # format: likewise
 _LONGEST_TOLD = 4096  # limit: bytes of a reason; clients of gRPC take 8 KiB of trailers, and lose longer ones
 _PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")
+_OF_REQUEST = HeaderValidationFlags(is_client=False, is_trailer=False, is_response_header=False, is_push_promise=False)
 _ENCODINGS = frozenset((b"identity", b"gzip"))
 _COMPRESSED = "is not taken. Use gzip, or send messages as they are (grpc-encoding: identity)."
 _MOST_INFLATED_BYTES = 1 << 20  # limit: of a compressed message, inflated: 3 ms of the loop or less
@@ -79,7 +78,6 @@ class Opened(NamedTuple):
 
     number: int
     path: bytes
-    length: int | None
     said: dict[bytes, bytes]
     patience_ms: float
     problem: HttpError | None
@@ -101,13 +99,13 @@ def _opened(number: int, headers: Headers) -> Opened:
         problem = HttpError(501, f"grpc-encoding {encoding.decode('latin-1')!r} {_COMPRESSED}")
     if found.get(b":method") != b"POST" or not found.get(b"content-type", b"").startswith(b"application/grpc"):
         problem = HttpError(415, "this port speaks gRPC. HTTP has a port of its own.")
-    wrong = flaw(headers)
-    if wrong:
-        problem = HttpError(400, f"malformed metadata: {wrong}")
+    try:
+        for _ in validate_headers(headers, _OF_REQUEST):
+            pass
+    except ProtocolError as error:
+        problem = HttpError(400, f"malformed metadata: {error}")
     said = {key: value for key, value in found.items() if key in _SAID}
-    length = None if wrong or b"content-length" not in found else int(found[b"content-length"])
-    is_gzip = encoding == b"gzip"
-    return Opened(number, found.get(b":path", b""), length, said, patience_ms, problem, is_gzip)
+    return Opened(number, found.get(b":path", b""), said, patience_ms, problem, encoding == b"gzip")
 
 
 class GrpcExchange(Exchange, eq=False):
@@ -186,7 +184,7 @@ class Call:
     def __init__(self, door: GrpcDoor, stream: CallStream, opened: Opened) -> None:
         """Take what the calls share, the stream and its metadata. A client without the right key is refused here."""
         self.door, self.server, self.stream, self.opened = door, stream.connection.server, stream, opened
-        stream.head, stream.length = _HEAD, opened.length
+        stream.head = _HEAD
         self.is_over = False
         self._is_admitted = False  # the key's rate has let in a message that has not come yet
         self._has_ended = False  # no more messages come
@@ -289,7 +287,7 @@ class Call:
         turns.spend(MOST_CALLS - most)
         if self._waits:
             (turns.wait if most and not self._open else turns.wait_behind)(self)  # who asks once goes first
-        self.stream.taken(before - len(came))
+        self.stream.acknowledge(before - len(came))
         if self._has_ended and not self._open and not self._waits and not self.is_over:
             self.complete()
 
@@ -415,7 +413,7 @@ class Call:
             name, _, value = line.partition(b": ")
             if name != b"content-type":
                 trailers.append((name, value))
-        stream.send(b"", b"".join([literal(*each) for each in dict(trailers).items()]))
+        stream.send(b"", tuple(dict(trailers).items()))
         self.forget()
 
     def left(self) -> None:
@@ -603,7 +601,7 @@ class GrpcDoor:
         self.service = service
         self.reader = InferReader(takes_bytes)
         self.reflection = ReflectionServicer((SERVICE, HEALTH, REFLECTION), POOL)
-        self._known: Kept[tuple[tuple[bytes, bytes, bool], ...], Opened] = Kept(KEPT_HEADS)
+        self._known: Kept[Headers, Opened] = Kept(KEPT_HEADS)
         self._heads: Kept[tuple[int, bytes, bytes], Head] = Kept(KEPT_HEADS)  # by metadata, method and URL
         self._numbers = itertools.count()
         named: dict[str, Callable[[GrpcDoor, CallStream, Opened], Call]] = {
@@ -626,11 +624,10 @@ class GrpcDoor:
 
     def _begin(self, stream: CallStream, headers: Headers) -> Call:
         """Begin a call."""
-        key = tuple(headers)
-        opened = self._known.get(key)
+        opened = self._known.get(headers)
         if opened is None:
             opened = _opened(next(self._numbers), headers)
-            if sum([len(name) + len(value) for name, value, _ in key]) <= LONGEST_KEPT_HEAD_BYTES:
-                self._known.keep(key, opened)
+            if sum([len(name) + len(value) for name, value in headers]) <= LONGEST_KEPT_HEAD_BYTES:
+                self._known.keep(headers, opened)
         made = self._calls.get(opened.path, NoCall)
         return (made if opened.problem is None else NoCall)(self, stream, opened)

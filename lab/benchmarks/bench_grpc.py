@@ -26,10 +26,12 @@ from serving import closed_loop, heading, synthetic_plan
 from triton_rival import WHEEL, installed, triton
 
 from tenuto.deployments.control.operations import begin, end_all
-from tenuto.deployments.entry import http2
 from tenuto.deployments.entry.grpc_messages import InferRequest, InferResponse
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.instruments import http2_frames as http2
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 TICKS_PER_S = 100.0

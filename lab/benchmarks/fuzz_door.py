@@ -336,8 +336,8 @@ def _conversation_case(chance: random.Random) -> bytes:
 
 def _call_case(chance: random.Random) -> bytes:
     """One call, whose frames are as they should be; its metadata and its messages need not be."""
-    from tenuto.deployments.entry import header_blocks, http2
     from tenuto.deployments.entry.grpc_messages import COLD, SERVICE, InferRequest
+    from tests.instruments import http2_frames as http2
 
     paths = [f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"] * 6
     paths += [f"{SERVICE}/{name}" for name in COLD] + ["no.Such/Call", "x/../y"]
@@ -385,7 +385,7 @@ def _call_case(chance: random.Random) -> bytes:
     }.items():
         if chance.random() < 0.05:
             said[name] = chance.choice(values)
-    block = b"".join(header_blocks.literal(name.encode(), value.encode()) for name, value in said.items())
+    block = b"".join(http2.literal(name.encode(), value.encode()) for name, value in said.items())
     body = b"".join(sent)
     frames = [http2.frame(http2.DATA, 0, 1, body[at : at + 9000]) for at in range(0, len(body), 9000)]
     begun = http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0) + http2.frame(http2.HEADERS, 4, 1, block)
@@ -479,11 +479,11 @@ def frames_of(answer: bytes) -> Iterator[tuple[int, int, int, bytes]]:
 
 
 def _verdict_of_frames(case: Case, answer: bytes) -> str:
-    from jh2.hpack import Decoder
+    from hpack import Decoder
 
-    from tenuto.deployments.entry import http2
     from tenuto.deployments.entry.grpc_messages import InferResponse
     from tests.deployments.entry.test_http2_differential import InvalidBodyLengthError, theirs
+    from tests.instruments import http2_frames as http2
 
     bodies: dict[int, bytes] = {}
     others: set[int] = set()
@@ -492,7 +492,7 @@ def _verdict_of_frames(case: Case, answer: bytes) -> str:
         if kind == http2.DATA:
             bodies[stream] = bodies.get(stream, b"") + payload
         elif kind == http2.HEADERS:
-            said = {name: value for name, value, *_ in decoder.decode(payload, True)}
+            said = dict(decoder.decode(payload, raw=True))
             status = said.get(b"grpc-status")
             if said.get(b":status") == b"415":
                 others.add(stream)  # not gRPC; the status behind it is for who reads no other
@@ -507,12 +507,12 @@ def _verdict_of_frames(case: Case, answer: bytes) -> str:
             elif status is not None:
                 word = "answered"
         elif kind == http2.GOAWAY and payload[4:8] != bytes(4):
-            word = word or ("refused by HTTP/2" if payload[8:] else "!unclear end")
+            word = word or "refused by HTTP/2"
     if case.kind == "call":
         return word or "!no answer"
     whole = [body[5:] for body in bodies.values() if len(body) == 5 + int.from_bytes(body[1:5], "big")]
     told = {InferResponse.FromString(body).id for body in whole}
-    with contextlib.suppress(InvalidBodyLengthError):  # ends a connection of h2, and here a call
+    with contextlib.suppress(InvalidBodyLengthError):  # of a call that may be over here
         if not told <= theirs(case.sent)[0]:
             return "!answered what h2 refuses"
     return word or "closed"

@@ -46,7 +46,6 @@ from fuzz_door import KINDS, Case, send
 from jh2.hpack import Decoder
 
 from tenuto.deployments.control.operations import begin
-from tenuto.deployments.entry import header_blocks, http2
 from tenuto.deployments.entry.grpc_messages import SERVICE, InferRequest
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
@@ -55,6 +54,9 @@ from tenuto.deployments.serve.user_config import Entrance
 from tenuto.documents import write_whole
 from tenuto.placement import Plan
 from tenuto.profiles.generation import StepCost
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.instruments import http2_frames as http2
 
 KINDS_OF_PROCESS = {
     "gpu-let": "ServeReplica:gpulet-",
@@ -218,7 +220,7 @@ class Clients:
         data = asked.SerializeToString()
         said = {":method": "POST", ":scheme": "http", ":path": f"/{SERVICE}/ModelInfer", ":authority": "localhost"}
         said |= {"te": "trailers", "content-type": "application/grpc"}
-        block = b"".join(header_blocks.literal(name.encode(), value.encode()) for name, value in said.items())
+        block = b"".join(http2.literal(name.encode(), value.encode()) for name, value in said.items())
         reader, writer = await asyncio.open_connection("127.0.0.1", self._grpc_port)
         writer.write(
             http2.PREFACE

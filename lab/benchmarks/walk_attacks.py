@@ -35,10 +35,12 @@ import yaml
 from hpack import Decoder, Encoder
 from serving import BODY, PATH, heading, synthetic_plan
 
-from tenuto.deployments.entry import header_blocks, http2
 from tenuto.deployments.entry.grpc_messages import SERVICE, InferRequest
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.profiles.generation import StepCost
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.instruments import http2_frames as http2
 
 _KEY, _GUEST, _PAID = "the key of the honest client", "the key of another client", "a key of 100 tokens a second"
 _MIB = 1 << 20
@@ -489,7 +491,7 @@ def said(key: str | None = _KEY, name: str = f"{SERVICE}/ModelInfer") -> list[tu
 
 def block_of(headers: list[tuple[str, str]]) -> bytes:
     """Return a header block."""
-    return b"".join(header_blocks.literal(name.encode(), value.encode()) for name, value in headers)
+    return b"".join(http2.literal(name.encode(), value.encode()) for name, value in headers)
 
 
 def called(stream: int = 1, key: str | None = _KEY, name: str = f"{SERVICE}/ModelInfer") -> bytes:
@@ -606,7 +608,7 @@ def attacks_by_http2(port: int) -> Iterator[tuple[str, Callable[[], str]]]:
     )
     yield "gRPC: without a key on 100", lambda: framed(port, _BEGUN + strangers, connections=100)
     head = http2.frame(http2.HEADERS, 0, 1, block_of(said()))
-    on = http2.frame(http2.CONTINUATION, 0, 1, header_blocks.literal(b"a", b"b" * 100) * 150)
+    on = http2.frame(http2.CONTINUATION, 0, 1, http2.literal(b"a", b"b" * 100) * 150)
     yield "gRPC: 100 MiB of CONTINUATION", lambda: framed(port, _BEGUN + head, on * (100 * _MIB // len(on)))
     empty = http2.frame(http2.CONTINUATION, 0, 1) * _MIB
     yield "gRPC: a million empty ones", lambda: framed(port, _BEGUN + head, empty)

@@ -15,7 +15,7 @@ from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
 grpc = pytest.importorskip("grpc")
-pytest.importorskip("jh2")
+pytest.importorskip("h2")
 client = pytest.importorskip("tritonclient.grpc.aio")
 
 PLAN = make_plan(("a", ("m",)), slo_ms=60_000.0)

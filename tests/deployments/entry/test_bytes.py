@@ -37,7 +37,7 @@ from tests.instruments.live import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 grpc = pytest.importorskip("grpc")
-pytest.importorskip("jh2")
+pytest.importorskip("h2")
 messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
 
 MOST_BYTES = 100_000  # of a sample of the model that returns what it is given

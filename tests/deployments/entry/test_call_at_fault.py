@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 pytest.importorskip("grpc")
-pytest.importorskip("jh2")
+pytest.importorskip("h2")
 pytest.importorskip("hpack")
 pytest.importorskip("tritonclient.grpc.aio")
 messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
@@ -64,10 +64,20 @@ FAULTS: dict[str, Fault] = {
         INFER, ("more", "x" * 20_000), is_whole=True
     ),
     "trailers of 20 KiB": begun(lambda client, stream: client.trailers(stream, [("more", "x" * 20_000)])),
+    "a name in capitals": whole(("More", "x")),
+    "a field of HTTP/1.1": whole(("connection", "close")),
+    "trailers with a path": begun(lambda client, stream: client.trailers(stream, [(":path", "/")])),
+    "a window that is too large": begun(widened((1 << 31) - 1)),
+    "data behind its end": begun(
+        lambda client, stream: client.data(stream, asked(), is_last=True),
+        lambda client, stream: client.data(stream, b"more"),
+    ),
+}
+# What the library takes for a fault of the connection, as RFC 9113 (5.4) lets it.
+ENDS_ALL: dict[str, Fault] = {
     "trailers that are not the end": begun(
         lambda client, stream: client.trailers(stream, [("more", "x")], is_last=False)
     ),
-    "trailers with a path": begun(lambda client, stream: client.trailers(stream, [(":path", "/")])),
     "a length that is short": whole(("content-length", "3")),
     "a length that is long": whole(("content-length", "3000")),
     "a length that is none": whole(("content-length", "x")),
@@ -77,11 +87,6 @@ FAULTS: dict[str, Fault] = {
         path=STREAM,
     ),
     "a window that does not grow": begun(widened(0)),
-    "a window that is too large": begun(widened((1 << 31) - 1)),
-    "data behind its end": begun(
-        lambda client, stream: client.data(stream, asked(), is_last=True),
-        lambda client, stream: client.data(stream, b"more"),
-    ),
 }
 
 
@@ -121,4 +126,12 @@ async def test_a_header_block_without_end_is_not_kept(served: Served) -> None:
     stream = client.begin(INFER, *((f"more-{n}", "x" * 10_000) for n in range(200)))
     async with asyncio.timeout(PATIENCE_S):
         assert (await client.hear(stream)).startswith(("goaway", "lost"))
+    client.leave()
+
+
+@pytest.mark.parametrize("name", ENDS_ALL)
+async def test_what_breaks_the_protocol_of_a_call_ends_the_connection(served: Served, name: str) -> None:
+    client = await Http2Client.connect(served.grpc_port)
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await client.hear(ENDS_ALL[name](client))).startswith("goaway")
     client.leave()

@@ -26,7 +26,7 @@ from tenuto.errors import InvalidInputError
 from tests.deployments.entry.test_generation import Bench, plan
 from tests.instruments.live import PATIENCE_S
 
-pytest.importorskip("jh2")
+pytest.importorskip("h2")
 hpack = pytest.importorskip("hpack")
 messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
 

@@ -297,7 +297,7 @@ async def test_a_client_that_leaves_frees_its_memory_within_two_steps(
 async def test_tritons_client_gets_a_message_for_each_piece_and_frees_memory_when_it_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("jh2")
+    pytest.importorskip("h2")
     triton = pytest.importorskip("tritonclient.grpc.aio")
     bench = Bench()
     bench.grpc_port = unused_port()

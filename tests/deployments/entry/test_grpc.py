@@ -22,7 +22,7 @@ from tests.instruments.live import PATIENCE_S
 from tests.instruments.served_grpc import Served
 
 grpc = pytest.importorskip("grpc")
-pytest.importorskip("jh2")
+pytest.importorskip("h2")
 client = pytest.importorskip("tritonclient.grpc.aio")
 messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
 

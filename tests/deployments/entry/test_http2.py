@@ -6,23 +6,26 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 jh2 = pytest.importorskip("jh2.connection")
-http2 = pytest.importorskip("tenuto.deployments.entry.http2")
-header_blocks = pytest.importorskip("tenuto.deployments.entry.header_blocks")
 
+
+from hpack import Decoder  # noqa: E402
 from jh2.config import H2Configuration  # noqa: E402
 from jh2.events import ConnectionTerminated, DataReceived, ResponseReceived, StreamReset, TrailersReceived  # noqa: E402
 
 from tenuto.deployments.entry.grpc_calls import GrpcDoor  # noqa: E402
 from tenuto.deployments.entry.grpc_messages import InferRequest, InferResponse  # noqa: E402
+from tenuto.deployments.entry.http2 import MOST_STREAMS  # noqa: E402
 from tenuto.deployments.entry.http_server import HttpServer  # noqa: E402
 from tenuto.deployments.entry.open_connections import Limits  # noqa: E402
 from tenuto.deployments.wire.arena import Arena  # noqa: E402
+from tests.instruments import http2_frames as http2  # noqa: E402
 
 ANSWER = b'{"model_name":"m","model_version":"1","outputs":[{"name":"y","datatype":"UINT8","shape":[%d],'
 ANSWER += b'"parameters":{"binary_data_size":%d}}]}'
@@ -34,7 +37,7 @@ HEADERS = [
     ("content-type", "application/grpc"),
     ("te", "trailers"),
 ]
-BLOCK = b"".join(header_blocks.literal(name.encode(), value.encode()) for name, value in HEADERS)
+BLOCK = b"".join(http2.literal(name.encode(), value.encode()) for name, value in HEADERS)
 
 
 class Service:
@@ -101,6 +104,7 @@ class Bench:
         self.server = HttpServer(self.service, self.arena, Limits(unfinished_bytes=1 << 26))  # type: ignore[arg-type]
         self._door = GrpcDoor(self.service)  # type: ignore[arg-type]
         self.connection, self.line = self.connected()
+        self._decoder = Decoder()
 
     def connected(self) -> tuple[Any, Line]:
         """A new client."""
@@ -131,14 +135,25 @@ class Bench:
         raise AssertionError("never read")
 
     def frames(self) -> list[tuple[int, int, int, bytes]]:
-        """Kind, flags, stream and payload of what was sent, which is taken."""
+        """Kind, flags, stream and payload of what was sent, which is taken. A header block is told line by line."""
         self.connection.write_out()  # the turn has ended
         data, self.line.to_client, found, at = self.line.to_client, b"", [], 0
         while at < len(data):
             size, number = int.from_bytes(data[at : at + 3], "big"), int.from_bytes(data[at + 5 : at + 9], "big")
-            found.append((data[at + 3], data[at + 4], number, data[at + 9 : at + 9 + size]))
+            payload = data[at + 9 : at + 9 + size]
+            if data[at + 3] == http2.HEADERS:
+                payload = b"\n".join(b": ".join(each) for each in self._decoder.decode(payload, raw=True))
+            found.append((data[at + 3], data[at + 4], number, payload))
             at += 9 + size
         return found
+
+    def resets(self) -> dict[int, int]:
+        """The codes with which calls ended, by their numbers: the first one of each, as others follow late data."""
+        codes: dict[int, int] = {}
+        for kind, _, stream, payload in self.frames():
+            if kind == http2.RST_STREAM:
+                codes.setdefault(stream, int.from_bytes(payload, "big"))
+        return codes
 
     def ended_with(self) -> int | None:
         """The code of the GOAWAY that was sent."""
@@ -222,7 +237,7 @@ async def test_another_authors_client_is_answered(bench: Bench, size: int, piece
         assert list(told.raw_output_contents) == [bytes(size)]
 
 
-BOMB = b"\x40\x01a\x7f\x81\x1e" + bytes(4000) + b"\xbe" * 9000  # a header of 4 KB, 9,001 times
+BOMB = b"\x40\x01a\x7f\x81\x1e" + bytes(3968) + b"\xbe" * 9000  # a header of 4 KB, 9,001 times
 MALFORMED: list[tuple[str, bytes, int]] = [
     ("no preface", b"GET / HTTP/1.1\r\n\r\n" * 2, 1),
     ("a long frame", begun() + (1 << 20).to_bytes(3, "big") + bytes(6), 6),
@@ -240,9 +255,9 @@ MALFORMED: list[tuple[str, bytes, int]] = [
     ("all padding", begun() + http2.frame(http2.HEADERS, 12, 1, b"\xff" + BLOCK), 1),
     ("a continuation of nothing", begun() + http2.frame(http2.CONTINUATION, 4, 1, BLOCK), 1),
     ("a ping within headers", begun() + http2.frame(http2.HEADERS, 0, 1, BLOCK) + http2.frame(6, 0, 0, bytes(8)), 1),
-    ("headers that end too soon", begun() + http2.frame(http2.HEADERS, 5, 1, b"\x40\x0a"), 9),
-    ("an index of nothing", begun() + http2.frame(http2.HEADERS, 5, 1, b"\xff\xff\x7f"), 9),
-    ("a header bomb", begun() + http2.frame(http2.HEADERS, 5, 1, BOMB), 9),
+    ("headers that end too soon", begun() + http2.frame(http2.HEADERS, 5, 1, b"\x40\x0a"), 1),
+    ("an index of nothing", begun() + http2.frame(http2.HEADERS, 5, 1, b"\xff\xff\x7f"), 1),
+    ("a header bomb", begun() + http2.frame(http2.HEADERS, 5, 1, BOMB), 11),
 ]
 
 
@@ -253,10 +268,11 @@ async def test_what_breaks_the_protocol_ends_the_connection(bench: Bench, data: 
     assert bench.server.turned_away["malformed"] == 1
 
 
-async def test_a_continuation_flood_ends_with_the_header_block(bench: Bench) -> None:
-    flood = http2.frame(http2.HEADERS, 0, 1, BLOCK) + http2.frame(http2.CONTINUATION, 0, 1, b"\x82" * 100) * 10_000
+@pytest.mark.parametrize("size", [0, 100, 2000])
+async def test_a_continuation_flood_ends_with_the_header_block(bench: Bench, size: int) -> None:
+    flood = http2.frame(http2.HEADERS, 0, 1, BLOCK) + http2.frame(http2.CONTINUATION, 0, 1, b"\x82" * size) * 10_000
     await bench.all_came(begun() + flood)
-    assert bench.ended_with() == 11
+    assert bench.ended_with() in (1, 11)  # h2 counts frames, and this server bytes
     assert len(bench.service.asked) == 0
 
 
@@ -294,14 +310,13 @@ async def test_a_flood_of_frames_is_read_a_few_in_a_turn(bench: Bench, flood: by
 async def test_at_most_so_many_calls_are_under_way(bench: Bench) -> None:
     bench.service.waits = True
     await bench.all_came(begun() + b"".join(map(call, range(1, 401, 2))))
-    assert len(bench.service.asked) == http2.MOST_STREAMS
-    refused = [payload for kind, _, _, payload in bench.frames() if kind == http2.RST_STREAM]
-    assert refused == [number(7)] * (200 - http2.MOST_STREAMS)
+    assert len(bench.service.asked) == MOST_STREAMS
+    assert bench.resets() == dict.fromkeys(range(2 * MOST_STREAMS + 1, 401, 2), 7)
     for exchange in list(bench.service.asked):
         bench.service.answer(exchange)
     bench.service.waits = False
     await bench.all_came(call(401))
-    assert len(bench.service.asked) == http2.MOST_STREAMS + 1
+    assert len(bench.service.asked) == MOST_STREAMS + 1
 
 
 async def test_answers_wait_for_the_clients_window_and_not_for_ever(bench: Bench) -> None:
@@ -350,7 +365,7 @@ async def test_a_message_that_does_not_come_is_given_up(bench: Bench) -> None:
     bench.connection.check_time(asyncio.get_running_loop().time() + 61.0)
     assert not bench.server.unfinished_bytes
     _, trailers = [payload for kind, _, _, payload in bench.frames() if kind == http2.HEADERS]
-    assert b"grpc-status\x014" in trailers
+    assert b"grpc-status: 4" in trailers
 
 
 async def test_more_bytes_than_may_be_unfinished_are_refused(bench: Bench) -> None:
@@ -368,18 +383,16 @@ async def test_a_connection_that_drains_takes_no_more_calls(bench: Bench) -> Non
     await bench.all_came(begun() + call(1))
     bench.connection.end()
     await bench.all_came(call(3))
-    sent = bench.frames()
-    assert [payload for kind, _, _, payload in sent if kind == http2.RST_STREAM] == [number(7)]
+    assert bench.resets() == {3: 7}
     assert not bench.line.is_closed
     bench.service.answer(bench.service.asked[0])
     assert bench.line.is_closed
 
 
 async def test_random_bytes_end_in_a_refusal_or_an_answer() -> None:
-    """Whole conversations with bytes changed; and header blocks alone, which jh2's decoder must not panic at."""
+    """Whole conversations with bytes changed."""
     draw = random.Random(11)
     whole = begun() + call(1) + http2.frame(http2.PING, 0, 0, bytes(8)) + call(3) + call(5, message(count=2))
-    panics = 0
     for _ in range(3000):
         data = bytearray(whole)
         for _ in range(draw.randint(1, 5)):
@@ -390,20 +403,29 @@ async def test_random_bytes_end_in_a_refusal_or_an_answer() -> None:
         assert bench.server.unfinished_bytes == bench.arena.used_bytes == 0
         bench.server.close()
         bench.arena.close()
-    for _ in range(30_000):
-        block = draw.randbytes(draw.randrange(60))
-        try:
-            header_blocks.read_block(http2.Decoder(max_header_list_size=1 << 20), block, 1 << 14)
-        except Exception:
-            continue
-        except BaseException:
-            panics += 1
-    assert panics == 0
 
 
-def test_lengths_of_headers_are_written_as_they_are_read() -> None:
-    decoder = http2.Decoder()
-    for size in (0, 1, 126, 127, 128, 254, 255, 256, 5000):
-        block = header_blocks.literal(b"n", b"v" * size)
-        ((name, value, *_),) = header_blocks.read_block(decoder, block, 1 << 14)
-        assert (name, len(value)) == (b"n", size)
+async def test_settings_that_nobody_knows_do_not_pile_up(bench: Bench) -> None:
+    await bench.all_came(begun())
+    for name in range(100, 400, 10):
+        settings = b"".join(number(each)[2:] + number(0) for each in range(name, name + 10))
+        await bench.all_came(http2.frame(http2.SETTINGS, 0, 0, settings))
+    assert (bench.ended_with(), bench.line.is_closed) == (11, True)
+
+
+async def test_a_client_cannot_have_a_large_table_of_headers_kept_for_it(bench: Bench) -> None:
+    """Each refusal names what the client sent, so that each has headers of its own."""
+    table = http2.frame(http2.SETTINGS, 0, 0, b"\0\1" + number((1 << 32) - 1))
+    await bench.all_came(begun() + table + call(1))
+    tracemalloc.start()
+    try:
+        for each in range(3, 603, 2):
+            path = f"/{each}" + "x" * 4000
+            headers = b"".join(
+                http2.literal(name.encode(), (path if name == ":path" else value).encode()) for name, value in HEADERS
+            )
+            await bench.all_came(http2.frame(http2.HEADERS, 5, each, headers))
+            bench.line.to_client = b""
+        assert tracemalloc.get_traced_memory()[0] < 1 << 19
+    finally:
+        tracemalloc.stop()

@@ -102,7 +102,7 @@ def test_memory_behind_the_first_goes_back_to_the_system() -> None:
 # --- over sockets -------------------------------------------------------------------------------------------------
 
 pytest.importorskip("grpc")
-pytest.importorskip("jh2")
+pytest.importorskip("h2")
 pytest.importorskip("hpack")
 pytest.importorskip("tritonclient.grpc.aio")
 

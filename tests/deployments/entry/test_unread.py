@@ -22,10 +22,10 @@ from tenuto.deployments.security.certificate import Certificate
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena
 from tests.deployments.entry.test_access import certificate
+from tests.instruments import http2_frames as http2
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S
 
-http2 = pytest.importorskip("tenuto.deployments.entry.http2")
 grpc_calls = pytest.importorskip("tenuto.deployments.entry.grpc_calls")
 
 from tests.deployments.entry.test_endless_http2 import REFLECTED, REFLECTION, data, head  # noqa: E402

@@ -17,7 +17,7 @@ from tests.deployments.entry.test_generation import Bench
 from tests.instruments.live import PATIENCE_S
 
 grpc = pytest.importorskip("grpc")
-pytest.importorskip("jh2")
+pytest.importorskip("h2")
 messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
 
 BURST = 3
