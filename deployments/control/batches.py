@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from tenuto.deployments.control.steps import needed_mib
+from tenuto.deployments.control.change_stages import needed_mib
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan, Replica, Workload
 from tenuto.placement.cluster import Gpu

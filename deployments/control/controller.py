@@ -15,13 +15,13 @@ from dataclasses import replace
 
 from tenuto.deployments.control import journal
 from tenuto.deployments.control.canaries import Canaries
-from tenuto.deployments.control.changing import Changing
+from tenuto.deployments.control.change_state import ChangeState
+from tenuto.deployments.control.estimates import Estimates, EstimateUpdate
 from tenuto.deployments.control.interface import AdvisedPlan, Decision, MakePlan, Observation, PlanRequest, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
-from tenuto.deployments.control.learned import Learned, News
 from tenuto.deployments.control.lengths import as_declared
+from tenuto.deployments.control.planner_requests import PlannerRequests
 from tenuto.deployments.control.planning import Proposal, without_others
-from tenuto.deployments.control.questions import Questions
 from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
 from tenuto.deployments.control.settings import ControlSettings, Mode
@@ -46,10 +46,10 @@ class Controller:
         self.paused = memory.paused
         self._workload = memory.workload
         self._decisions: list[Decision] = []
-        self._learned = Learned(settings, memory)
-        self._changing = Changing(settings, memory, self._decisions.append)
+        self._learned = Estimates(settings, memory)
+        self._changing = ChangeState(settings, memory, self._decisions.append)
         planned_rps = {spec.name: spec.rate_rps for spec in memory.plan.models}
-        self._questions = Questions(planned_rps, settings)
+        self._questions = PlannerRequests(planned_rps, settings)
         self._reasons: dict[Reason, str] = {}  # why to plan again
         self._checked_s = self._compared_s = -settings.interval_s
         self._now_s = 0.0
@@ -318,7 +318,7 @@ class Controller:
         if has_come and self._settings.when.came:
             self._reasons[Reason.CAME] = why
 
-    def _go_on(self, seen: Observation, news: News) -> None:
+    def _go_on(self, seen: Observation, news: EstimateUpdate) -> None:
         """Go on with the change under way, or judge the last one.
 
         When models lose requests since the last change that did not before, and the previous plan would have theirs in
@@ -374,7 +374,7 @@ class Controller:
 
     # --- reasons ------------------------------------------------------------------------------------------------------
 
-    def _find_reasons(self, news: News) -> None:
+    def _find_reasons(self, news: EstimateUpdate) -> None:
         when, learned = self._settings.when, self._learned
         slow = learned.slow_news()
         self._set(Reason.SLOW, slow, slow or "")
@@ -527,7 +527,7 @@ class Controller:
         if is_kept:
             self._changing.apply(self.plan, why)
 
-    def _let_standby_take_over(self, news: News, ready: frozenset[str], *, is_news: bool) -> None:
+    def _let_standby_take_over(self, news: EstimateUpdate, ready: frozenset[str], *, is_news: bool) -> None:
         """Use idle processes when that helps models that lose requests, or are about to: because batches are slow, a
         rate jumped or a GPU is lost."""
         short = set(news.losing)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from tenuto.deployments.control.steps import fits, needed_mib
+from tenuto.deployments.control.change_stages import fits, needed_mib
 from tenuto.errors import refused
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu

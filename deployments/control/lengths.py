@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tenuto.deployments.control.interface import ModelSeen
-from tenuto.deployments.control.questions import CHANCE
+from tenuto.deployments.control.planner_requests import CHANCE
 from tenuto.placement.generates import Generates, Lengths
 from tenuto.placement.workload import ModelSpec
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import structs
 
+from tenuto.deployments.control.change_stages import needed_mib
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.cuts import Cuts, LayoutSide
 from tenuto.deployments.control.fit import gpus_of, renamed
 from tenuto.deployments.control.interface import (
     Apply,
@@ -31,10 +31,10 @@ from tenuto.deployments.control.interface import (
     WantGpus,
 )
 from tenuto.deployments.control.journal import Kind
+from tenuto.deployments.control.mig_reconfiguration import LayoutSide, MigReconfiguration
 from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import Epoch
-from tenuto.deployments.control.steps import needed_mib
 from tenuto.deployments.serve.config import (
     DISPATCHER_PREFIX,
     ENTRY_APPLICATION,
@@ -169,7 +169,7 @@ class LiveSystem:
         self._followed: dict[str, Any] | None = None  # what the gateways followed at the last look
         running = [gpulet for gpulet in self._plan.gpulets if application_name(gpulet.id) in states]
         held = {gpu for gpulet in running for gpu in gpulet.gpus}
-        self._cut = Cuts(layouts, [gpu for gpu in self._plan.gpus if gpu.id in held])
+        self._cut = MigReconfiguration(layouts, [gpu for gpu in self._plan.gpus if gpu.id in held])
         self._cut.need(self._plan, emulated=deployment.executor == "emulated")  # a change may be under way
 
     def apply(

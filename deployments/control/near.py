@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from tenuto.deployments.control.change_stages import not_ready
 from tenuto.deployments.control.fit import fitted, gpus_of, renamed
 from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.planning import incremental, of_workload, trimmed
-from tenuto.deployments.control.steps import not_ready
 from tenuto.errors import InvalidInputError, refused
 from tenuto.placement import Cluster, Gpulet, Plan, Policy, Workload
 from tenuto.placement.cluster import Gpu

@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from tenuto.deployments.control.change import change_deployment, nothing_of
+from tenuto.deployments.control.change_preview import ChangePreview, preview_change
 from tenuto.deployments.control.controller_process import ControllerReplica, keep_ground, read_ground
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.foreseen import ForeseenChange, foresee_deployment
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.control.version_edits import Edits
@@ -182,10 +182,10 @@ class Operations:
         """Return what the controller plans with; empty when no controller was deployed."""
         return read_ground(self._store)
 
-    def foresee(self, wanted: Deployment, kept: Collection[str] = ()) -> ForeseenChange:
+    def foresee(self, wanted: Deployment, kept: Collection[str] = ()) -> ChangePreview:
         """Return what going over to another deployment would do; settings in `kept` stay as they run."""
         running = self.running()
-        return foresee_deployment(running, wanted, kept, self._strays(running))
+        return preview_change(running, wanted, kept, self._strays(running))
 
     def _strays(self, running: Deployment) -> list[str]:
         """Return our applications that are not in the deployment: `serve deploy` leaves what other commands began.
@@ -210,7 +210,7 @@ class Operations:
         ground: Ground | None = None,
         replace: bool = False,
         kept: Collection[str] = (),
-        agrees: Callable[[ForeseenChange], None] = lambda _foreseen: None,
+        agrees: Callable[[ChangePreview], None] = lambda _foreseen: None,
     ) -> bool:
         """Make this deployment the running one. Return True when it was reached; otherwise the previous one runs again.
 
@@ -323,7 +323,7 @@ class Operations:
         )
 
     def rollback(
-        self, number: int | None, *, agrees: Callable[[ForeseenChange], None] = lambda _foreseen: None
+        self, number: int | None, *, agrees: Callable[[ChangePreview], None] = lambda _foreseen: None
     ) -> tuple[Version, bool]:
         """Go back to a version, by default to the last one with another plan; return it and whether it was reached.
         Settings that need --replace stay as they are.

@@ -15,10 +15,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tenuto.deployments.control.batches import raised
+from tenuto.deployments.control.change_stages import fits, made_anew
 from tenuto.deployments.control.fit import fitted, fresh_id, gpus_of
 from tenuto.deployments.control.interface import PlanRequest
 from tenuto.deployments.control.standby import Standby, standbys, twins
-from tenuto.deployments.control.steps import fits, made_anew
 from tenuto.deployments.control.worth import ChangeWorth, Rent, Scale
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenuto.deployments.control.batches import with_latency
+from tenuto.deployments.control.change_stages import fits, needed_mib
 from tenuto.deployments.control.fit import fresh_id
-from tenuto.deployments.control.steps import fits, needed_mib
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tenuto.deployments.control.change_stages import made_anew, next_stage, not_ready
 from tenuto.deployments.control.interface import Durations, PlanRequest
-from tenuto.deployments.control.steps import made_anew, next_stage, not_ready
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.component import NOTHING

@@ -15,11 +15,11 @@ from typing import Any
 
 from tenuto.batching.core.scheduler import Dispatch
 from tenuto.batching.core.system import INF
-from tenuto.deployments.dispatch.accounts import Accounts
-from tenuto.deployments.dispatch.charge import Charge
+from tenuto.deployments.dispatch.counters import Counters
 from tenuto.deployments.dispatch.driven_scheduler import DrivenScheduler, SchedulerFactory
 from tenuto.deployments.dispatch.fleet import ConnectionFactory, gpulet_connection
 from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, Samples, TokenAsker
+from tenuto.deployments.dispatch.leadership import Leadership
 from tenuto.deployments.dispatch.measured_times import WayMeter
 from tenuto.deployments.dispatch.open_requests import OpenRequests
 from tenuto.deployments.dispatch.rehearsals import Compute
@@ -48,7 +48,7 @@ class Dispatcher:
         make_connection: ConnectionFactory = gpulet_connection,
         compute: Compute | None = None,
         on_change: Callable[[], None] = lambda: None,
-        charge: Charge | None = None,
+        leadership: Leadership | None = None,
     ) -> None:
         """Prepare without a plan; `apply` gives one.
 
@@ -61,7 +61,7 @@ class Dispatcher:
             make_connection: makes the connections to gpu-lets.
             compute: runs the replays of rehearsals; by default in another process.
             on_change: called when a gpu-let comes, goes or changes what it holds, and after a new plan.
-            charge: says whether this dispatcher is in charge of the gpu-lets; by default it always is.
+            leadership: says whether this dispatcher is in charge of the gpu-lets; by default it always is.
         """
         self._build_scheduler = build_scheduler
         self._on_change = on_change
@@ -69,11 +69,17 @@ class Dispatcher:
         self._clock = clock
         self._ids = itertools.count()
         self.way = way or WayMeter()
-        self.accounts = Accounts()
+        self.accounts = Counters()
         self._requests = OpenRequests(self.accounts, lambda: self._core.time.clock_ms)
         self._core = DrivenScheduler(clock, self.way, compute, self._requests.give_up, self._send)
         self._batches = SentBatches(
-            self._core, self._requests, self.accounts, charge or Charge(), find_gpulet, make_connection, on_change
+            self._core,
+            self._requests,
+            self.accounts,
+            leadership or Leadership(),
+            find_gpulet,
+            make_connection,
+            on_change,
         )
         self._plan: Plan | None = None
         self._plan_data: dict[str, Any] | None = None

@@ -1,9 +1,9 @@
 """The dispatcher of a sub-cluster in a process of its own. Several gateways send it requests in bundles.
 
 When a gateway's connection closes, the requests of that gateway are cancelled, as a closed HTTP connection cancels its
-request. The dispatcher takes charge of the gpu-lets when the first requests come, if it may (`charge`). When another
-dispatcher takes charge, because some gateway could not reach this one, this one disconnects all its gateways. These
-then send their requests to the other dispatcher.
+request. The dispatcher takes charge of the gpu-lets when the first requests come, if it may (`leadership`). When
+another dispatcher takes charge, because some gateway could not reach this one, this one disconnects all its gateways.
+These then send their requests to the other dispatcher.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from msgspec import Raw
 from msgspec.msgpack import encode as pack
 from msgspec.structs import replace
 
-from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import OpenGeneration, Request, Samples
+from tenuto.deployments.dispatch.leadership import Leadership
 from tenuto.deployments.process.limits import GENERATIONS_END_S, REQUESTS_END_S
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
@@ -192,9 +192,9 @@ class _Gateway:
 class BundleServer:
     """Lets gateways use one dispatcher over sockets, on the dispatcher's event loop."""
 
-    def __init__(self, dispatcher: Dispatcher, charge: Charge | None = None) -> None:
+    def __init__(self, dispatcher: Dispatcher, leadership: Leadership | None = None) -> None:
         self.dispatcher = dispatcher
-        self._charge = charge or Charge()
+        self._leadership = leadership or Leadership()
         self.token = secrets.token_hex(16)
         self.started_at_s = time.time()
         self._identity = Identity()
@@ -261,7 +261,7 @@ class BundleServer:
         self._count_gateways()
 
     def _count_gateways(self) -> None:
-        self._charge.reached_by((gateway.name for gateway in self._gateways.values()), self._lately)
+        self._leadership.reached_by((gateway.name for gateway in self._gateways.values()), self._lately)
         if not self._gateways:
             self.started_at_s = time.time()  # gateways ask the oldest dispatcher, so without gateways this one is young
         self.announce()
@@ -294,7 +294,7 @@ class BundleServer:
             logger.warning("a gateway sent a %s, which nobody asked for", type(message).__name__)
 
     def _take(self, gateway: _Gateway, bundle: Requests, body: memoryview) -> None:
-        is_in_charge = self._charge.take()
+        is_in_charge = self._leadership.claim()
         now_ms = time.monotonic() * 1000.0
         ahead_ms = clock_ahead_ms(bundle.sent_at_ms, now_ms, shares_memory=gateway.shares_memory)
         for row in bundle.rows:
@@ -321,7 +321,7 @@ class BundleServer:
 
     def _generate(self, gateway: _Gateway, asked: Generate) -> None:
         tokens = gateway.generating[asked.number] = _AskedTokens(gateway, asked.number)
-        if not self._charge.take():
+        if not self._leadership.claim():
             tokens.fail(_NOT_IN_CHARGE)
             return
         try:
@@ -362,7 +362,7 @@ class BundleServer:
 
     def state(self) -> DispatcherState:
         """Return what gateways must know to answer questions about readiness and signatures by themselves."""
-        dispatcher, is_eligible = self.dispatcher, self._charge.can_be_had()
+        dispatcher, is_eligible = self.dispatcher, self._leadership.can_be_had()
         names = [spec.name for spec in dispatcher.plan.models] if dispatcher.plan is not None else []
         found = ((name, dispatcher.signature(name)) for name in names)
         return DispatcherState(
@@ -435,15 +435,15 @@ class DispatcherReplica:
             def find(gpulet_id: str) -> Finder:
                 return elsewhere(find_gpulet(gpulet_id), rays)
 
-            charge = Charge(own_application(), lambda: server.step_back())
+            leadership = Leadership(own_application(), lambda: server.step_back())
             dispatcher = Dispatcher(
                 config.build_scheduler,
                 find,
                 max_queued=config.max_queued,
                 on_change=lambda: server.announce(),
-                charge=charge,
+                leadership=leadership,
             )
-            server = self._server = BundleServer(dispatcher, charge)
+            server = self._server = BundleServer(dispatcher, leadership)
         else:
             self._server.dispatcher.configure(config.build_scheduler, max_queued=config.max_queued)
         self._server.dispatcher.apply(config.plan, config.standby)

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import partial
 
 from tenuto.batching.core.step_scheduler import emptiest
-from tenuto.deployments.dispatch.accounts import Accounts
-from tenuto.deployments.dispatch.charge import Charge
+from tenuto.deployments.dispatch.counters import Counters
 from tenuto.deployments.dispatch.fleet import AttachedGpulet, Fleet
 from tenuto.deployments.dispatch.in_flight import OpenGeneration
+from tenuto.deployments.dispatch.leadership import Leadership
 from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.messages import EndedSequence, Generated, StopGenerating
 from tenuto.outcome import Outcome, Rule
@@ -28,18 +28,18 @@ _NONE = "no gpu-let of '{}' is ready. Retry in a few seconds."
 class Generations:
     """Invariant: a generation is open, and among those of one gpu-let, from its admission until it has ended."""
 
-    def __init__(self, fleet: Fleet, accounts: Accounts, charge: Charge, clock_ms: Callable[[], float]) -> None:
+    def __init__(self, fleet: Fleet, accounts: Counters, leadership: Leadership, clock_ms: Callable[[], float]) -> None:
         """Begin without any.
 
         Args:
             fleet: the gpu-lets.
             accounts: count them.
-            charge: says when gpu-lets may be sent something.
+            leadership: says when gpu-lets may be sent something.
             clock_ms: monotonic ms.
         """
         self._fleet = fleet
         self._accounts = accounts
-        self._charge = charge
+        self._leadership = leadership
         self._clock_ms = clock_ms
         self._numbers = itertools.count()
         self._open: dict[int, OpenGeneration] = {}
@@ -71,7 +71,7 @@ class Generations:
         generation.gpulet = gpulet.id
         self._open[number], self._at[number] = generation, gpulet
         gpulet.generating.add(number)
-        self._charge.once_obeyed(partial(self._send_now, number))
+        self._leadership.once_obeyed(partial(self._send_now, number))
 
     def _able(self, model: str) -> list[AttachedGpulet]:
         """Return the gpu-lets of the plan that can generate with a model now."""

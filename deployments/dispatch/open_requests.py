@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tenuto.batching.core.scheduler import Drop, Refusal
 from tenuto.batching.core.system import INF, System
-from tenuto.deployments.dispatch.accounts import Accounts, ModelCounters
+from tenuto.deployments.dispatch.counters import Counters, ModelCounters
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.wire.answers import Executed, Loop, Refused
 from tenuto.outcome import Outcome, Rule
@@ -33,7 +33,7 @@ class AskedModel:
 class OpenRequests:
     """Who is in here is told how the request ends, and leaves."""
 
-    def __init__(self, accounts: Accounts, clock_ms: Callable[[], float]) -> None:
+    def __init__(self, accounts: Counters, clock_ms: Callable[[], float]) -> None:
         """Count in `accounts` what ends, at times of the clock."""
         self._accounts, self._clock_ms = accounts, clock_ms
         self._open: dict[int, Request] = {}

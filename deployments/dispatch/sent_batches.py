@@ -15,12 +15,12 @@ from functools import partial
 
 from tenuto.batching.core.scheduler import Dispatch
 from tenuto.batching.core.system import INF
-from tenuto.deployments.dispatch.accounts import Accounts
-from tenuto.deployments.dispatch.charge import Charge
+from tenuto.deployments.dispatch.counters import Counters
 from tenuto.deployments.dispatch.driven_scheduler import DrivenScheduler
 from tenuto.deployments.dispatch.fleet import AttachedGpulet, ConnectionFactory, Fleet, GpuletConnection
 from tenuto.deployments.dispatch.generations import Generations
 from tenuto.deployments.dispatch.in_flight import Batch, Request, Rerun, pack_batch, split_reply
+from tenuto.deployments.dispatch.leadership import Leadership
 from tenuto.deployments.dispatch.open_requests import OpenRequests
 from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.liveness import GIVEN_UP_S
@@ -44,8 +44,8 @@ class SentBatches:
         self,
         core: DrivenScheduler,
         requests: OpenRequests,
-        accounts: Accounts,
-        charge: Charge,
+        accounts: Counters,
+        leadership: Leadership,
         find_gpulet: Callable[[str], Finder],
         make_connection: ConnectionFactory,
         on_change: Callable[[], None],
@@ -56,16 +56,16 @@ class SentBatches:
             core: decides on batches.
             requests: that batches are made of.
             accounts: counts what is sent.
-            charge: says when batches may be sent.
+            leadership: says when batches may be sent.
             find_gpulet: returns the function that finds a gpu-let by its id.
             make_connection: makes the connections to gpu-lets.
             on_change: called when a gpu-let comes, goes or changes what it holds.
         """
-        self._core, self._requests, self._accounts, self._charge = core, requests, accounts, charge
+        self._core, self._requests, self._accounts, self._leadership = core, requests, accounts, leadership
         self._on_change = on_change
         self._numbers = itertools.count()
         self.fleet = Fleet(find_gpulet, self, make_connection)
-        self.generations = Generations(self.fleet, accounts, charge, lambda: core.time.clock_ms)
+        self.generations = Generations(self.fleet, accounts, leadership, lambda: core.time.clock_ms)
         self._overdue: asyncio.TimerHandle | None = None  # rings when a running batch may be overdue
 
     def adopt(self, plan: Plan, standby: Sequence[str], now: float) -> None:
@@ -108,7 +108,7 @@ class SentBatches:
         batch.take()
         self._core.way.reserve([request.reserve_ms for request in batch.requests])
         self._accounts.batch_sent(batch)
-        self._charge.once_obeyed(partial(self._send, gpulet, batch))
+        self._leadership.once_obeyed(partial(self._send, gpulet, batch))
         ends_in_s = (batch.finish_ms - self._core.time.clock_ms) / 1000.0
         hangs_at_s = asyncio.get_running_loop().time() + ends_in_s + GIVEN_UP_S
         if self._overdue is None or self._overdue.when() > hangs_at_s:
@@ -198,7 +198,7 @@ class SentBatches:
 
     def state_changed(self, connection: GpuletConnection) -> None:
         """Take note that a gpu-let sent its state, which says what it holds."""
-        self._charge.heard(connection)
+        self._leadership.heard(connection)
         self._offer_now(self.fleet.behind(connection))
         self._on_change()
 
@@ -213,7 +213,7 @@ class SentBatches:
         self.generations.lost(gpulet, reason)
         for batch in lost:
             self._retry_or_fail(batch.unanswered, now, f"{_NO_ANSWER} ({reason})", Rule.LOST)
-        self._charge.lost(connection)
+        self._leadership.lost(connection)
         self._core.carry_out(now)
         self._on_change()
 

@@ -25,9 +25,9 @@ from placement_scenes import machine
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
+from tenuto.deployments.control.change_stages import not_ready
 from tenuto.deployments.control.fit import fitted, gpus_of, renamed
 from tenuto.deployments.control.near import changes_of, planned_near
-from tenuto.deployments.control.steps import not_ready
 from tenuto.documents import load_document
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, PolicyUsed, Workload, load_policy, solve

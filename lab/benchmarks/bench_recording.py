@@ -21,7 +21,7 @@ from typing import Any
 
 from serving import heading, synthetic_plan
 
-from tenuto.deployments.dispatch.accounts import Accounts
+from tenuto.deployments.dispatch.counters import Counters
 from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.dispatch.measured_times import LatencyRatios, WayMeter
 from tenuto.deployments.entry.call import Shown
@@ -48,7 +48,7 @@ def _parts() -> dict[str, Callable[[int], Any]]:
     asker: Any = None  # who asked is told elsewhere
     requests = [Request(0, MODEL, 0, 100.0, 200.0, 2.0, "r-0", asker)]
     batch = Batch(0, 0, MODEL, [(MODEL, 1)], requests, 0, 103.2, 103.7, 112.8)
-    accounts, way, ratios = Accounts(), WayMeter(), LatencyRatios()
+    accounts, way, ratios = Counters(), WayMeter(), LatencyRatios()
     accounts.counters[MODEL].follow(100.0)
     accounts.advice.follow(synthetic_plan(1.0, 1.0, 100.0, 100.0, 1, 1), 0.0)
     recent: deque[dict[str, Any]] = deque(maxlen=1024)

@@ -21,8 +21,8 @@ from tenuto.options import split_pairs
 from tenuto.placement import Plan
 
 if TYPE_CHECKING:
+    from tenuto.deployments.control.change_preview import ChangePreview
     from tenuto.deployments.control.controller_process import ControllerReplica
-    from tenuto.deployments.control.foreseen import ForeseenChange
     from tenuto.deployments.control.operations import Ground, Operations
     from tenuto.deployments.process.ray_address import KnownDeployment
     from tenuto.deployments.serve.deployment import Deployment
@@ -267,11 +267,11 @@ def agree(what: str, *, yes: bool) -> None:
         raise refused("--yes", None, f"{what}, and nobody agreed to that", "Say --yes if it may be.")
 
 
-def agrees_to_losses(*, yes: bool) -> Callable[[ForeseenChange], None]:
+def agrees_to_losses(*, yes: bool) -> Callable[[ChangePreview], None]:
     """Return a function that asks before served models lose their service. It prints which are interrupted, and which
     settings are not changed as asked."""
 
-    def ask(foreseen: ForeseenChange) -> None:
+    def ask(foreseen: ChangePreview) -> None:
         for text in settings_shown(foreseen):
             tell(text)
         if foreseen.lost:
@@ -287,7 +287,7 @@ def agrees_to_losses(*, yes: bool) -> Callable[[ForeseenChange], None]:
     return ask
 
 
-def settings_shown(foreseen: ForeseenChange) -> Iterator[str]:
+def settings_shown(foreseen: ChangePreview) -> Iterator[str]:
     """Yield what becomes of every setting that is asked for otherwise than it runs."""
     from tenuto.deployments.serve.deployment import UNCHANGEABLE
 
@@ -302,7 +302,7 @@ def settings_shown(foreseen: ForeseenChange) -> Iterator[str]:
         yield f"{setting.name}: {stays if setting.stays else f'{runs} → {wanted}'}"
 
 
-def keep_drained(foreseen: ForeseenChange) -> None:
+def keep_drained(foreseen: ChangePreview) -> None:
     """Raise `InvalidInputError` if a change would end a drain. This is for changes about which nobody is asked."""
     if foreseen.undrained:
         cure = "Use `tenuto undrain`, or write what runs into the file with `tenuto history -o FILE`."

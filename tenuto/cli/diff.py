@@ -19,12 +19,12 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
 
     Example: tenuto diff new.yaml --from old.yaml
     """
-    from tenuto.deployments.control.foreseen import foresee_deployment
+    from tenuto.deployments.control.change_preview import preview_change
     from tenuto.deployments.control.worth import CUTTING_S
 
     wanted, kept = read_deployment(plan_file), left_open()
     if from_file is not None:
-        found = foresee_deployment(read_deployment(from_file), wanted, kept)
+        found = preview_change(read_deployment(from_file), wanted, kept)
     else:
         with operations(address) as running:
             found = running.foresee(wanted, kept)

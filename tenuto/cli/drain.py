@@ -12,7 +12,7 @@ from tenuto.cli.deploying import address_option, agree, operations, yes_option
 from tenuto.placement.plan import PolicyUsed
 
 if TYPE_CHECKING:
-    from tenuto.deployments.control.foreseen import ForeseenChange
+    from tenuto.deployments.control.change_preview import ChangePreview
     from tenuto.deployments.control.operations import Operations
     from tenuto.deployments.serve.deployment import Deployment
 
@@ -53,7 +53,7 @@ def go_without(
     lost = running.lost_gpus((*found.plan.gpus, *gpus))
     plan = planned_without(found.plan, places, profiles, gpus, lost=lost, used=used)
 
-    def ask(foreseen: ForeseenChange) -> None:
+    def ask(foreseen: ChangePreview) -> None:
         for change in foreseen.changes:
             if change.kind not in ("unchanged", "route-only"):
                 tell(f"{change.gpulet}: {change.kind}: {'; '.join(change.reasons)}")

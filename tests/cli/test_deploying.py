@@ -21,7 +21,7 @@ from tenuto.cli.deploying import (
     operations,
     read_deployment,
 )
-from tenuto.deployments.control.foreseen import ForeseenChange, foresee
+from tenuto.deployments.control.change_preview import ChangePreview, foresee
 from tenuto.deployments.control.near import less_by
 from tenuto.deployments.process.ray_address import KnownDeployment
 from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment
@@ -148,7 +148,7 @@ class DrainedRuns:
     def lost_gpus(self, _gpus: Sequence[object]) -> tuple[str, ...]:
         return self.lost
 
-    def deploy(self, wanted: Deployment, why: str, *, by: str, agrees: Callable[[ForeseenChange], None]) -> bool:
+    def deploy(self, wanted: Deployment, why: str, *, by: str, agrees: Callable[[ChangePreview], None]) -> bool:
         agrees(foresee(self.plan, wanted.plan))
         self.plan = wanted.plan
         self.reasons.append(f"{by}: {why}")

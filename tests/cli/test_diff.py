@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.cli.deploying import left_open
-from tenuto.deployments.control.foreseen import foresee, foresee_deployment
+from tenuto.deployments.control.change_preview import foresee, preview_change
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.user_config import Entrance, Options
 from tenuto.documents import dump_yaml
@@ -102,7 +102,7 @@ SETTINGS = {
 def test_a_diff_speaks_of_every_setting_that_a_file_says_otherwise() -> None:
     assert SETTINGS.keys() == Deployment.model_fields.keys() - {"plan", "name", "workload", "nodes"}
     for name, value in SETTINGS.items():
-        (setting,) = foresee_deployment(RUNS, RUNS.model_copy(update={name: value}), left_open()).settings
+        (setting,) = preview_change(RUNS, RUNS.model_copy(update={name: value}), left_open()).settings
         assert (setting.name, setting.stays) == (name, name in left_open())
         assert setting.runs != setting.wanted or setting.runs == ""
 
@@ -130,7 +130,7 @@ def test_a_diff_says_that_nothing_changes_where_serve_is_told_nothing_new(kept: 
     for wanted in edited:
         reached = wanted.left_open_as(RUNS, kept)
         is_same = reached.config().to_data() == RUNS.config().to_data()
-        assert foresee_deployment(RUNS, wanted, kept).changes_nothing == is_same, wanted.model_fields_set
+        assert preview_change(RUNS, wanted, kept).changes_nothing == is_same, wanted.model_fields_set
 
 
 def test_a_port_that_a_plan_file_says_and_that_stays_is_told(

@@ -25,9 +25,9 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
-from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
+from tenuto.deployments.dispatch.leadership import Leadership
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.gpulet import replica as replica_module
@@ -139,15 +139,15 @@ async def dispatcher(name: str, folder: Path, host: str) -> None:
         return make_scheduler("eager", from_plan(plan, network), {})
 
     Giving.given = Lines(folder / "given")
-    charge = Charge("0", lambda: server.step_back())
+    leadership = Leadership("0", lambda: server.step_back())
     made = Dispatcher(
         eager,
         lambda gpulet_id: finder(folder, gpulet_id),
         on_change=lambda: server.announce(),
-        charge=charge,
+        leadership=leadership,
         make_connection=lambda gpulet_id, find, events: Giving(GpuletState, gpulet_id, find, events),
     )
-    server = BundleServer(made, charge)
+    server = BundleServer(made, leadership)
     endpoint = await server.listen(host)
     made.apply(make_plan())
     announce(folder, name, endpoint)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from tenuto.deployments.control.change_preview import foresee
+from tenuto.deployments.control.change_stages import next_stage
 from tenuto.deployments.control.fit import renamed
-from tenuto.deployments.control.foreseen import foresee
 from tenuto.deployments.control.interface import Durations
-from tenuto.deployments.control.steps import next_stage
 from tenuto.deployments.control.worth import CUTTING_S, stages
 from tenuto.deployments.serve.diff import layout_changes
 from tenuto.documents import parse_document

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenuto.deployments.control.change_stages import fits, needed_mib, next_stage, not_ready
 from tenuto.deployments.control.fit import fitted
 from tenuto.deployments.control.interface import Durations, PlanRequest
-from tenuto.deployments.control.steps import fits, next_stage, not_ready
 from tenuto.deployments.control.worth import Rent, Scale, stages
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
@@ -44,6 +44,15 @@ def random_plan(seed: int, gpus: int = 4) -> Plan:
 
 def rates(plan: Plan) -> dict[str, float]:
     return {spec.name: spec.rate_rps for spec in plan.models}
+
+
+def test_programs_of_one_process_share_their_working_memory() -> None:
+    (gpulet,) = make_plan({"n0/0/a": (100.0, ["a", "b"])}).gpulets
+    by_weights = [model.model_copy(update={"weights_mib": 400.0}) for model in gpulet.models]  # of 1,000 MiB each
+    sharing = gpulet.model_copy(update={"models": tuple(by_weights)})
+    assert [needed_mib(gpulet), needed_mib(sharing)] == [2000.0, 400.0 + 400.0 + 600.0]
+    assert fits([sharing], gpu("n0/0", 1400.0))
+    assert not fits([sharing], gpu("n0/0", 1399.0))
 
 
 # --- what is promised on the way -----------------------------------------------------------------------------------

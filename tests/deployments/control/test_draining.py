@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.deployments.control.change import change_deployment
+from tenuto.deployments.control.change_preview import foresee
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.foreseen import foresee
 from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.near import changes_of, less_by, planned_without
 from tenuto.deployments.control.planning import propose

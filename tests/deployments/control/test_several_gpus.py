@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tenuto.deployments.control.change_preview import foresee
 from tenuto.deployments.control.fit import fitted, gpus_of
-from tenuto.deployments.control.foreseen import foresee
 from tenuto.deployments.control.worth import Rent
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import diff

@@ -16,9 +16,9 @@ import pytest
 
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.dispatch.leadership import Leadership
 from tenuto.deployments.wire.messages import BatchFailed, BatchRan, GpuletState, Message, RunBatch, TakeCharge, Term
 from tenuto.deployments.wire.peer import ConnectionEvents
 from tenuto.deployments.wire.tensors import Buffer, InputPart
@@ -135,7 +135,7 @@ class World:
         self._is_asked = DISPATCHERS[0]
         gpulets = {name: Gpulet(name, self) for name in GPULETS}
         self._moved: list[Request] = []  # asked of the dispatcher that was given up, until it knows that
-        self._charges = {name: Charge("s", partial(self._let_go, name)) for name in DISPATCHERS}
+        self._leaderships = {name: Leadership("s", partial(self._let_go, name)) for name in DISPATCHERS}
         self._dispatchers = {
             name: Dispatcher(
                 lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}),
@@ -144,18 +144,18 @@ class World:
                 make_connection=lambda gpulet, _, events, name=name: Wire(  # type: ignore[misc]
                     gpulets[gpulet], self, events, is_broken=name + gpulet == broken
                 ),
-                charge=charge,
+                leadership=leadership,
             )
-            for name, charge in self._charges.items()
+            for name, leadership in self._leaderships.items()
         }
-        for name, charge in self._charges.items():
-            charge.reached_by("g")
+        for name, leadership in self._leaderships.items():
+            leadership.reached_by("g")
             self._dispatchers[name].apply(PLAN)
 
     def ask(self, number: str) -> None:
         """Ask a request of the dispatcher that schedules."""
         name = self._is_asked
-        assert self._charges[name].take()
+        assert self._leaderships[name].claim()
         request = self._dispatchers[name].admit("m", self, client_id=number)
         self._asked[name][number] = request
         self._dispatchers[name].start(request, [InputPart(number.encode())])
@@ -189,7 +189,7 @@ class World:
         moved, self._moved = self._moved, []
         for request in moved:
             self._dispatchers[left].cancel(request)
-        self._charges[left].reached_by("")
+        self._leaderships[left].reached_by("")
 
     async def close(self) -> None:
         for dispatcher in self._dispatchers.values():

@@ -15,11 +15,11 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
-from tenuto.deployments.dispatch.charge import Charge
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.dispatch.driven_scheduler import SchedulerFactory
 from tenuto.deployments.dispatch.in_flight import Request, Samples
+from tenuto.deployments.dispatch.leadership import Leadership
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.serve.deployment import Deployment
@@ -88,15 +88,15 @@ class Cluster:
         self.pids = itertools.count()
 
     async def start(self) -> BundleServer:
-        charge = Charge("0", lambda: server.step_back())
+        leadership = Leadership("0", lambda: server.step_back())
         dispatcher = Dispatcher(
             self.scheduler,
             finder({g.id: g for g in self.gpulets}),
             max_queued=self.max_queued,
             on_change=lambda: server.announce(),
-            charge=charge,
+            leadership=leadership,
         )
-        server = BundleServer(dispatcher, charge)
+        server = BundleServer(dispatcher, leadership)
         self.servers[server] = await server.listen()
         dispatcher.apply(self.plan)
         return server

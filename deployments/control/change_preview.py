@@ -35,7 +35,7 @@ class SettingChange:
 
 
 @dataclass(frozen=True)
-class ForeseenChange:
+class ChangePreview:
     """What happens to every gpu-let, in which steps, and which models the new plan no longer serves. `drained`: places
     to empty; `undrained`: places free for use again; `layouts`: GPUs to cut into other MIG instances; `settings`: those
     that are asked for otherwise; `is_same`: the plan is the one that runs."""
@@ -56,9 +56,9 @@ class ForeseenChange:
         return self.is_same and not is_touched and all(setting.stays for setting in self.settings)
 
 
-def foresee_deployment(
+def preview_change(
     running: Deployment, wanted: Deployment, kept: Collection[str] = (), strays: Collection[str] = ()
-) -> ForeseenChange:
+) -> ChangePreview:
     """Return what a change from one deployment to another does, where the settings in `kept` stay as they run."""
     found, after = foresee(running.plan, wanted.plan, strays), wanted.left_open_as(running)
     settings = [
@@ -73,7 +73,7 @@ def _shown(value: object) -> str:
     return "none" if value is None else str(value) if isinstance(value, str | int | float) else ""
 
 
-def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> ForeseenChange:
+def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> ChangePreview:
     """Return what a change from `running` to `wanted` does, make before break, after strays (gpu-lets in no plan) are
     ended."""
     target = renamed(wanted, running)
@@ -94,4 +94,4 @@ def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> Forese
     undrained = tuple(name for name in running.drained if name not in wanted.drained)
     layouts = layout_changes(running, target)
     is_same = target.to_data() == running.to_data()
-    return ForeseenChange(changes, tuple(steps), lost, wanted.drained, undrained, layouts, is_same=is_same)
+    return ChangePreview(changes, tuple(steps), lost, wanted.drained, undrained, layouts, is_same=is_same)

@@ -14,6 +14,7 @@ from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu, excludes
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.program import held_mib
 from tenuto.placement.versions import taking_the_rest
 
 
@@ -73,10 +74,11 @@ def not_ready(before: Plan, stage: Plan) -> frozenset[str]:
 
 
 def needed_mib(gpulet: Gpulet) -> float:
-    """Return the memory a gpu-let needs: its limit, or else what its programs need."""
+    """Return the memory in MiB that a gpu-let needs: its limit, or else all weights and the largest working memory of
+    its programs, which take turns. A program of unknown memory counts nothing."""
     if gpulet.memory_mib is not None:
         return gpulet.memory_mib
-    return sum(program.memory_mib or 0.0 for program in gpulet.programs)
+    return held_mib((program.memory_mib or 0.0, program.weights_mib) for program in gpulet.programs)
 
 
 def fits(gpulets: Iterable[Gpulet], gpu: Gpu, *, overcommits: bool = False) -> bool:

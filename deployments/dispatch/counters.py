@@ -63,7 +63,7 @@ class ModelCounters(ModelCounts, kw_only=True):
         )
 
 
-class Accounts:
+class Counters:
     """Invariant: every submitted request that is no longer open is counted under exactly one outcome or as cancelled.
     A client's request of several samples is one request, which ends with its last sample, or with the first that is
     refused."""

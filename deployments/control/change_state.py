@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tenuto.deployments.control import journal
+from tenuto.deployments.control.change_rate_limit import ChangeRateLimit
+from tenuto.deployments.control.change_stages import next_stage
+from tenuto.deployments.control.estimates import FOLLOW
 from tenuto.deployments.control.interface import Apply, Decision, Durations, Observation
-from tenuto.deployments.control.learned import FOLLOW
-from tenuto.deployments.control.pace import Pace
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.standby import Standby, still_fitting
-from tenuto.deployments.control.steps import next_stage
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.whereabouts import is_at
 
 
-class Changing:
+class ChangeState:
     """Invariant: at most one change at a time. `plan` was applied last, `change` is under way, `proving` was made just
     now, `standby` are the idle processes beside the plan."""
 
@@ -28,7 +28,7 @@ class Changing:
         self._settings, self._look_s, self._decide = settings.change, settings.look_s, decide
         self.plan, self.change, self.proving = memory.plan, memory.change, memory.proving
         self.durations = memory.durations or Durations(settings.change.start_s, settings.change.load_s)
-        self.pace = Pace(settings.change, memory.changes_s, memory.quiet_until_s, memory.failures)
+        self.pace = ChangeRateLimit(settings.change, memory.changes_s, memory.quiet_until_s, memory.failures)
         self.gpus: tuple[Gpu, ...] = ()
         self.standby: tuple[Standby, ...] = ()
 

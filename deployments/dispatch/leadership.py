@@ -1,6 +1,7 @@
-"""Which dispatcher of a sub-cluster is in charge of its gpu-lets. Dispatchers learn of each other only from gpu-lets.
+"""Leader election among the dispatchers of a sub-cluster: which one is in charge of its gpu-lets.
 
-This is leader election with failover and fencing: the term fences off a former leader, so that there is no split brain.
+Dispatchers learn of each other only from gpu-lets. Failover: another dispatcher claims the gpu-lets. Fencing: the term
+keeps a former leader from beginning batches, so that there is no split brain.
 
 A dispatcher in charge has a *term*: a number, and the names of the gateways that reach it (none, once the dispatcher is
 gone). Of two terms, gpu-lets obey the one with the higher number. When another dispatcher gets requests, it takes
@@ -26,7 +27,7 @@ logger = logging.getLogger("ray.serve")
 _DRAWN_BITS = 31  # derived: half of an int64: the random bits of a term, so that no two dispatchers choose the same
 
 
-class Charge:
+class Leadership:
     """Invariant: while this dispatcher is in charge, it has claimed every connected gpu-let with the same term."""
 
     def __init__(self, sub_cluster: str = "", on_superseded: Callable[[], None] = lambda: None) -> None:
@@ -46,7 +47,7 @@ class Charge:
         self._unheard: set[str] = set()  # gpu-lets that have not confirmed the term yet
         self._later: list[Callable[[], None]] = []  # batches that wait until all have
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         """Take charge of the gpu-lets, if that is allowed; return whether this dispatcher is in charge."""
         if not self._number and self.can_be_had():
             self._number = (self._latest >> _DRAWN_BITS) + 1 << _DRAWN_BITS | secrets.randbits(_DRAWN_BITS)

@@ -14,7 +14,7 @@ CHANCE = 3.0  # derived: a steady rate is so many standard deviations off in 0.3
 
 
 @dataclass(frozen=True)
-class Question:
+class PlannerRequest:
     """A question: its number, its time, the GPUs present then, the needs and the reasons."""
 
     number: int
@@ -24,7 +24,7 @@ class Question:
     reasons: Collection[Reason]
 
 
-class Questions:
+class PlannerRequests:
     """Invariant: at most one question is out."""
 
     def __init__(self, planned_rps: Mapping[str, float], settings: ControlSettings) -> None:
@@ -33,15 +33,15 @@ class Questions:
         self._average_s, self._horizon_s = settings.rates.average_s, settings.change.horizon_s
         self._planned_rps = planned_rps
         self._number = 0
-        self._last: Question | None = None
-        self.out: Question | None = None  # without an answer yet
+        self._last: PlannerRequest | None = None
+        self.out: PlannerRequest | None = None  # without an answer yet
         self.is_repeated = False  # asked again because its first answer was outgrown
 
     def ask(self, now_s: float, needs: Mapping[str, float], reasons: Collection[Reason], gpus: tuple[Gpu, ...]) -> int:
         """Begin a question; return its number."""
         self._number += 1
         self._planned_rps = needs
-        self._last = self.out = Question(self._number, now_s, gpus, needs, reasons)
+        self._last = self.out = PlannerRequest(self._number, now_s, gpus, needs, reasons)
         return self._number
 
     def forget_answer(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.deployments.dispatch.charge import Charge
+from tenuto.deployments.dispatch.leadership import Leadership
 from tenuto.deployments.wire.messages import GpuletState, Message, TakeCharge, Term
 from tenuto.deployments.wire.tensors import Buffer
 from tests.instruments.fake_gpulet import state
@@ -55,7 +55,7 @@ class Line:
             self.gpulet.take(self, self.claims.popleft())
         elif self.states:
             self.state = self.states.popleft()
-            self.dispatcher.charge.heard(self)
+            self.dispatcher.leadership.heard(self)
         else:
             return False
         return True
@@ -103,7 +103,7 @@ class Dispatching:
         self.gateways: set[str] = set()
         self.lately: set[str] = set()
         self.since = 0  # of two the one asked first that waits for longer
-        self.charge = Charge("s", self.step_back)
+        self.leadership = Leadership("s", self.step_back)
 
     def step_back(self) -> None:
         self.since = World.next_turn()
@@ -111,11 +111,11 @@ class Dispatching:
     def reach(self, gateway: str, *, is_there: bool) -> None:
         (self.gateways.add if is_there else self.gateways.discard)(gateway)
         (self.lately.discard if is_there else self.lately.add)(gateway)
-        self.charge.reached_by(self.gateways, self.lately)
+        self.leadership.reached_by(self.gateways, self.lately)
 
     def forget(self) -> None:
         self.lately.clear()
-        self.charge.reached_by(self.gateways)
+        self.leadership.reached_by(self.gateways)
 
 
 class World:
@@ -142,7 +142,10 @@ class World:
     def ask(self, gateway: str) -> bool:
         """Ask as a gateway does; return whether somebody schedules."""
         there = [each for each in self.dispatchers.values() if gateway in each.gateways]
-        return bool(there) and min(there, key=lambda each: (not each.charge.can_be_had(), each.since)).charge.take()
+        return (
+            bool(there)
+            and min(there, key=lambda each: (not each.leadership.can_be_had(), each.since)).leadership.claim()
+        )
 
     def settle(self) -> None:
         """Let everything through that is on its way."""
@@ -220,4 +223,4 @@ def test_a_dispatcher_that_goes_with_its_gateway_is_followed_before_the_gpulets_
     assert world.ask("g")
     world.settle()
     world.dispatchers["B"].reach("h", is_there=False)  # it was on the machine of A
-    assert world.dispatchers["B"].charge.take()
+    assert world.dispatchers["B"].leadership.claim()

@@ -12,7 +12,7 @@ from tenuto.deployments.control.settings import Change
 HOUR_S = 3600.0  # unit
 
 
-class Pace:
+class ChangeRateLimit:
     """Times are seconds on the controller's clock. `memory` survives the controller.
 
     `failures`: failed changes in a row.

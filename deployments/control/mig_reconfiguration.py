@@ -30,7 +30,7 @@ class LayoutSide(Protocol):
         """Return the known MIG devices of GPUs on some nodes, by the GPU's UUID."""
 
 
-class Cuts:
+class MigReconfiguration:
     """Invariant: a GPU is cut only when no gpu-let is in an instance that goes, and never twice at once.
 
     `refused`: why an instance could not be made, by its id. An emulated GPU has its planned layout as soon as the

@@ -18,7 +18,7 @@ FOLLOW = 0.3  # derived from the dispatcher's own corrections (`LatencyRatios`):
 
 
 @dataclass(frozen=True)
-class News:
+class EstimateUpdate:
     """What a look brought: models that lose more than they may, programs slower than planned whose slowness has grown,
     and whether a rate has jumped."""
 
@@ -27,7 +27,7 @@ class News:
     jumped: bool
 
 
-class Learned:
+class Estimates:
     """Estimates that every look improves."""
 
     def __init__(self, settings: ControlSettings, memory: Memory) -> None:
@@ -43,7 +43,7 @@ class Learned:
         self._unsettled_s = 0.0  # time of the last event that explains lost requests
         self._last_s: float | None = None
 
-    def observe(self, now_s: float, seen: Observation) -> News:
+    def observe(self, now_s: float, seen: Observation) -> EstimateUpdate:
         """Take one look."""
         seconds = self._settings.look_s if self._last_s is None else now_s - self._last_s
         seconds, self._last_s = max(1e-3, seconds if seen.seconds is None else seen.seconds), now_s
@@ -55,7 +55,7 @@ class Learned:
         slower = self._learn_slowdowns(seen)
         if jumped or self.slow_news() is not None:
             self.unsettle(now_s)
-        return News(losing, slower, jumped)
+        return EstimateUpdate(losing, slower, jumped)
 
     def _learn_slowdowns(self, seen: Observation) -> list[str]:
         """Follow how long batches take over their profile, by program; its slowest gpu-let counts."""
