@@ -97,9 +97,8 @@ class Head:
     """The head of a request. Clients send the same one again and again, so that heads are kept and read once.
 
     `headers` are by lower-case name. `is_old`: HTTP/1.0. `length` is that of the body, unless the body comes in chunks.
-    `expects`: the client sends the body when it is asked for. `is_agreed`: llhttp agrees that a request with this head
-    ends where `length` says, and has read on behind it. `route` is where the service found that the request leads, by
-    the plan of `plan_number`.
+    `expects`: the client sends the body when it is asked for. `route` is where the service found that the request
+    leads, by the plan of `plan_number`.
     """
 
     method: bytes
@@ -110,7 +109,6 @@ class Head:
     is_chunked: bool = False
     expects: bool = False
     is_old: bool = False
-    is_agreed: bool = False
     route: Any = None
     plan_number: int = -1
 

@@ -2,11 +2,7 @@
 
 llhttp decides both. It is used through httptools, with none of its leniencies, and gets the bytes of a connection in
 order. This module cuts the bytes where a head or a body should end, and llhttp has to agree. It also refuses heads that
-llhttp takes although servers and proxies read them in different ways.
-
-When llhttp goes on after a request, it is in the same state as at the beginning, and it does not look into a body whose
-length is given. So when llhttp has once gone on after a request, later requests with the same bytes as head are not
-given to llhttp again. Sections are those of RFC 9112.
+llhttp takes although servers and proxies read them in different ways. Sections are those of RFC 9112.
 """
 
 from __future__ import annotations
@@ -69,7 +65,6 @@ class Framing:
         self.chunks: bytearray | None = None  # of a body without a length, what has come; then nothing follows it
         self._heads = known
         self._known = known.plain.get
-        self._before: Head | None = None  # of the request before, if it is not known whether llhttp goes on after it
         self.is_amid_head = False  # one has begun and is not complete
         self._began = bytearray()  # the bytes of that head so far
         self._is_headed = self.is_over = False  # by llhttp, the head under way, and the request
@@ -99,15 +94,11 @@ class Framing:
             known = self._known(data[:end])
             if known is not None:
                 size, came = end + known.length, len(data)
-                if known.is_agreed and size <= came and self._before is None:
-                    self.is_over = True
-                    return known, end
-                # The head is known. llhttp only has to agree, once, on all bytes of it.
+                # The head is known. llhttp only has to agree on all bytes of it.
                 left = self.left = size - came if size > came else 0
                 is_upgrade = self._feed(data if size >= came else data[:size])
                 if is_upgrade or not self._is_headed or self.is_over == (left > 0):
                     raise malformed(_UNFIT)
-                self._goes_on_with(known)
                 return known, end
         is_whole = end > 3
         if (end if is_whole else held + len(data)) > _MOST_HEADER_BYTES:
@@ -133,7 +124,6 @@ class Framing:
         self.left = head.length
         if not self._is_headed or self.is_over != (not head.length and not head.is_chunked):
             raise malformed(_UNFIT)
-        self._goes_on_with(head)
         if head.is_chunked:
             self.chunks = bytearray()
             self._begin_anew(raw)
@@ -141,12 +131,6 @@ class Framing:
         if head.length and len(data) > end:
             self.body(data[end : end + head.length])
         return head, end
-
-    def _goes_on_with(self, head: Head) -> None:
-        """llhttp has taken a head, and with it the end of the request before."""
-        if self._before is not None:
-            self._before.is_agreed = True
-        self._before = None if head.is_agreed else head
 
     def body(self, data: Buffer) -> None:
         """Take bytes of a body, at most as many as are `left`."""

@@ -19,16 +19,16 @@ class Asking(Protocol):
     """A connection that has received bytes and has not looked at them yet."""
 
     def go_on(self) -> None:
-        """Look at the bytes: at one request when the client asks once, at several when it has sent ahead."""
+        """Look at the bytes: at one request of HTTP/1.1, at several calls of gRPC that were sent ahead."""
 
 
 class Turns:
     """The turns of a loop, and the connections that wait for the next turns.
 
     In each turn, at most `MOST_WORK` requests of clients that ask once are answered, in the order in which they came.
-    Then one connection goes on with requests that it has sent ahead, and others after it while there is work left for
-    them. One TLS handshake or ending goes on by a step, and one request that carries no load is answered. When the work
-    of a turn is used up, a connection keeps the bytes that it has read, and reads no more.
+    Then one connection of gRPC goes on with calls that it has sent ahead, and others after it while there is work left
+    for them. One TLS handshake or ending goes on by a step, and one request that carries no load is answered. When the
+    work of a turn is used up, a connection keeps the bytes that it has read, and reads no more.
 
     The loop reads bytes later than they come: its next poll finds what came while it worked. When a poll has slept, its
     bytes came just now. When a poll has not slept, its bytes came after the poll before it. The moment of that earlier
