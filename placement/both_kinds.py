@@ -8,15 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import Problem, raise_if_any
-from tenuto.placement.carrying import (
-    Costs,
-    GeneratingPlan,
-    carried,
-    generating_problems,
-    shares_of,
-    too_long,
-    with_lengths,
-)
+from tenuto.placement.carrying import Costs, GeneratingPlan, generating_problems, shares_of, too_long, with_lengths
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.completing import ATTAINED, check_plan, nothing_on, policy_used, usage_of, with_losses_said
 from tenuto.placement.components import connected_components
@@ -61,28 +53,28 @@ def plan_both_kinds(
     """
     generating = tuple(map(with_lengths, generating))
     problems = generating_problems(generating, cluster, profiles)
-    policy_carries, own_way = getattr(policy, "carries", None), getattr(policy, "place_generating", None)
+    generation = policy.abilities.generation
     others = tuple(spec.model_copy(update=ANYWHERE) for spec in workload.models if spec.generates is None)
-    if policy_carries is None and own_way is None:
+    if generation == "none":
         rule, cure = "this policy does not plan models that generate", "Use --policy tenuto."
         problems = [Problem(f"models.{spec.name}.generates", spec.name, rule, cure) for spec in generating]
-    elif own_way is not None and (others or cluster.elastic):
+    elif generation == "alone" and (others or cluster.elastic):
         rule = "this policy plans only models that generate, on a fixed cluster"
         problems.append(Problem("--policy", policy.name, rule, "Use --policy tenuto."))
     raise_if_any(problems)
-    carries = policy_carries or carried
-    if own_way is not None:
-        found = _as_believed(own_way(generating, cluster, profiles), policy, workload, generating, cluster)
+    if generation == "alone":
+        own = policy.place_generating(generating, cluster, profiles)
+        found = _as_believed(own, policy, workload, generating, cluster)
     else:
         kinds = workload.model_copy(update={"models": others})
-        means = Means(profiles, carries, getattr(policy, "serves", None), shares_of(workload))
+        means = Means(profiles, policy.carries, policy.serves, shares_of(workload))
         both = _BothKinds(generating, kinds, workload, policy, means, solve)
         found = both.bought(cluster) if cluster.elastic else both.on(cluster)
     known = {spec.name: spec for spec in generating}
     models = tuple(known.get(spec.name, spec) for spec in workload.models)
     if any(asks(spec) or spec.prefer is not None for spec in models):
         sharing = Sharing(costs_of(workload, cluster, profiles), profiles, found.streaming)
-        scene = Scene(workload.model_copy(update={"models": models}), cluster, sharing, trial, carries)
+        scene = Scene(workload.model_copy(update={"models": models}), cluster, sharing, trial, policy.carries)
         found = _arranged(found, scene).model_copy(update={"models": workload.models})
     found = _with_assumptions(found, profiles)
     check_plan(found, cluster)
@@ -191,7 +183,7 @@ class _BothKinds:
         self, found: Plan, stays: GeneratingPlan, mixing: Mixing, left: Cluster, cluster: Cluster, costs: Costs
     ) -> Plan:
         # A layout is chosen by the model that is served worst, so the others' plans are compared by that, too.
-        policy = getattr(self.policy, "by_worst_served", lambda: self.policy)()
+        policy = self.policy.for_worst_served()
         weigh, low, high = _OTHERS_WEIGH, 0.0, math.inf
         tried: dict[object, Plan] = {}
         for _ in range(_MIXES):

@@ -69,7 +69,7 @@ def complete(
     )
     sharing = Sharing(costs_of(workload, cluster, profiles), profiles, streaming)
     scene = Scene(workload, cluster, sharing, trial)
-    tried = [told(gpulet) for gpulet in plan.gpulets] if getattr(policy, "is_tried", False) else None
+    tried = [told(gpulet) for gpulet in plan.gpulets] if policy.abilities.tries_plans else None
     plan = arranged(sharing.completed(plan), scene, parts=parts, at_most=at_most)
     if parts is not None:
         held = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
@@ -83,8 +83,8 @@ def complete(
     if unknown:
         notes.append(f"memory was not measured, so that the ledger cannot tell whether they fit: {', '.join(unknown)}")
     notes += _measured_otherwise_than_here(plan, profiles)
-    notes += _estimated(plan, sharing.costs, getattr(policy, "compute_metric", None))
-    follows = getattr(policy, "objectives", Policy.objectives)
+    notes += _estimated(plan, sharing.costs, policy.compute_metric)
+    follows = policy.abilities.objectives
     if plan.objective not in follows and (plan.objective == "each" or len({spec.weight for spec in plan.models}) > 1):
         notes.append(f"the policy plans by the objective '{follows[0]}'; '{plan.objective}' is for its scheduler alone")
     plan = plan.model_copy(update={"notes": tuple(notes)})
@@ -250,8 +250,8 @@ def _fastest(plan: Plan) -> dict[str, tuple[float, Gpulet]]:
 
 def policy_used(policy: Policy) -> PolicyUsed:
     """Return a policy's name and options as a plan has them."""
-    options = {k: list(v) if isinstance(v, tuple) else v for k, v in getattr(policy, "options", {}).items()}
-    return PolicyUsed(name=getattr(policy, "name", type(policy).__name__), options=options)
+    options = {k: list(v) if isinstance(v, tuple) else v for k, v in policy.options.items()}
+    return PolicyUsed(name=policy.name, options=options)
 
 
 def check_plan(plan: Plan, cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import TenutoError, first_line
-from tenuto.placement.carrying import carried, with_lengths
+from tenuto.placement.carrying import with_lengths
 from tenuto.placement.cluster import Cluster, Gpu, whole_of
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic
@@ -139,7 +139,7 @@ class _Trying:
     def __init__(self, plan: Plan, gpus: Sequence[Gpu], profiles: Profiles) -> None:
         plan = plan.model_copy(update={"models": tuple(map(with_lengths, plan.models))})
         self._plan, self._gpus, self._profiles = plan, gpus, profiles
-        self._carries = getattr(load_policy(plan.policy.name, plan.policy.options), "carries", carried)
+        self._carries = load_policy(plan.policy.name, plan.policy.options).carries
         self._outlooks = Outlooks(carries=self._carries)
         self._outlook = self._outlooks.of(plan)
         self._promised = self._parts(plan)

@@ -6,20 +6,38 @@ import importlib.util
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.options import options_of_call, options_of_dataclass, read_options
+from tenuto.placement.carrying import GeneratingHost, GeneratingPlan, carried
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.watch import PlanningWatch
-from tenuto.placement.workload import Objective, Workload
+from tenuto.placement.workload import ModelSpec, Objective, Workload
 from tenuto.plugins import POLICIES, cure_of_unknown, entry_point, registered
-from tenuto.profiles import Profiles
+from tenuto.profiles import Profiles, StepCost
 
 DEFAULT_POLICY = "tenuto"  # the policy that plans when none is named
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a policy can do beside placing models of fixed cost.
+
+    `objectives` are those that it plans for; a plan notes any other. `generation` is how it plans models that generate:
+    not at all; by `shares`, which `Policy.carries` and `Policy.serves` judge; or `alone`, by `Policy.place_generating`,
+    on a fixed cluster without other models. A policy that `tries_plans` promises no more than its trials served. One
+    that `is_interruptible` reports its progress to its `watch`, and can stop with the best plan so far.
+    """
+
+    objectives: tuple[Objective, ...] = ("total",)
+    generation: Literal["none", "shares", "alone"] = "none"
+    tries_plans: bool = False
+    is_interruptible: bool = False
 
 
 class Policy(ABC):
@@ -34,9 +52,8 @@ class Policy(ABC):
     summary: ClassVar[str]
     source: ClassVar[str]
     readings: ClassVar[str] = ""  # a line for `tenuto policies`: what its source leaves open, or what differs from it
-    objectives: ClassVar[tuple[Objective, ...]] = ("total",)  # objectives that it plans for; plans note any other
-    is_tried: ClassVar[bool] = False  # whether it tries its plans; they then promise no more than the trials served
-    is_interruptible: ClassVar[bool] = False  # whether it reports progress, and can stop with the best plan so far
+    abilities: ClassVar[Abilities] = Abilities()
+    compute_metric: str | None = None  # the metric that it reads as a model's compute requirement
     watch: PlanningWatch = PlanningWatch()
 
     def __post_init__(self) -> None:
@@ -57,6 +74,31 @@ class Policy(ABC):
     @abstractmethod
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan. A model that fits nowhere must be in `unserved`, with the reason."""
+
+    def place_generating(self, specs: Sequence[ModelSpec], cluster: Cluster, profiles: Profiles) -> GeneratingPlan:
+        """Return the gpu-lets of models that generate; only asked of a policy that plans them `alone`.
+
+        Raises:
+            InvalidInputError: the policy does not plan them.
+        """
+        del cluster, profiles
+        names = ", ".join(spec.name for spec in specs)
+        raise refused("models", names, f"policy {self.name} does not plan models that generate", "Use --policy tenuto.")
+
+    def carries(self, spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
+        """Return how many requests per second steps of this cost carry of a model that generates, with memory for so
+        many tokens, and with how many sequences. By default the closed form says it (`carried`)."""
+        return carried(spec, cost, kv_tokens)
+
+    def serves(self, spec: ModelSpec, hosts: Sequence[GeneratingHost]) -> float:
+        """Return which part of its rate the gpu-lets of a model that generates serve together when it asks for more
+        than they carry. By default 0: then what each carries by itself counts."""
+        del spec, hosts
+        return 0.0
+
+    def for_worst_served(self) -> Policy:
+        """Return the policy that compares plans by the model that is served worst, if it can; by default itself."""
+        return self
 
     @property
     def options(self) -> dict[str, Any]:
@@ -115,14 +157,10 @@ def _from_module(name: str) -> type[Policy]:
     except Exception as error:
         rule, cure = f"importing it failed: {type(error).__name__}: {error}", "Repair it, or start where it lies."
         raise refused("--policy", name, rule, cure) from error
-    kind: type[Policy] | None = getattr(module, attribute, None)
-    if not kind or not (inspect.isclass(kind) and callable(getattr(kind, "place", None))):
-        raise refused(
-            "--policy",
-            name,
-            f"'{attribute}' is not a class with a place() method in {path}",
-            "Derive it from tenuto.placement.Policy.",
-        )
+    kind = getattr(module, attribute, None)
+    if not (inspect.isclass(kind) and issubclass(kind, Policy)):
+        rule = f"'{attribute}' is not a policy in {path}"
+        raise refused("--policy", name, rule, "Derive it from tenuto.placement.Policy, with a method place().")
     return kind
 
 

@@ -46,8 +46,7 @@ def solve(
         asked = workload.model_copy(update={"models": possible})
         plan = policy.place(asked, cluster, profiles)
     unserved = {*plan.unserved, *impossible}
-    watch = getattr(policy, "watch", None)
-    notes = (INTERRUPTED,) if watch is not None and watch.is_stopped() else ()
+    notes = (INTERRUPTED,) if policy.watch.is_stopped() else ()
     plan = plan.model_copy(
         update={
             "notes": (*plan.notes, *notes),

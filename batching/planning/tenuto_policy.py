@@ -19,6 +19,7 @@ from tenuto.placement.carrying import GeneratingHost
 from tenuto.placement.costs import costs_of
 from tenuto.placement.plan import Expected, ExpectedModel, PolicyUsed
 from tenuto.placement.policies.shared.hosting import planned_gpus
+from tenuto.placement.policy import Abilities
 from tenuto.placement.workload import ModelSpec, Objective
 from tenuto.profiles import Profiles, StepCost
 
@@ -59,9 +60,7 @@ class TenutoPolicy(ChoosingOptions, Policy):
     summary = "chooses among other policies' plans by expected queueing; trials in virtual time decide"
     source = "this project, docs/reference/own-policy.md"
     readings = "believes the profile; beyond 40 models or GPUs no trials"
-    objectives = ("weighted", "total", "each")
-    is_tried = True
-    is_interruptible = True
+    abilities = Abilities(("weighted", "total", "each"), generation="shares", tries_plans=True, is_interruptible=True)
     _compares_by: ClassVar[Objective | None] = None
 
     def __post_init__(self) -> None:
@@ -75,7 +74,7 @@ class TenutoPolicy(ChoosingOptions, Policy):
         if self.name in self.starts:
             yield Problem("--option starts", self.starts, "a policy cannot start from itself", "Leave it away.")
 
-    def by_worst_served(self) -> TenutoPolicy:
+    def for_worst_served(self) -> TenutoPolicy:
         """Return the same policy, which takes the plan that serves the worst served model best. Plans are served by the
         workload's objective all the same."""
         found = _ByWorstServed(**{name: getattr(self, name) for name in self.options})

@@ -96,7 +96,7 @@ def planned_near(
     def sizes_of(gpulet: Gpulet) -> dict[str, int]:
         return {replica.name: replica.batch_size for replica in gpulet.models}
 
-    tries = trial if getattr(policy, "is_tried", False) else None
+    tries = trial if policy.abilities.tries_plans else None
 
     def whole(plan: Plan, most: int = 0, losses: Trial | None = None) -> Plan:
         """Return a candidate with its expectations, and at most so many more replicas. When the policy promises what

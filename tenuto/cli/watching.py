@@ -21,7 +21,7 @@ EVERY_S = 5.0  # limit: time between plain lines when there is no terminal
 def planning_watched(policy: Policy) -> Iterator[None]:
     """Show the progress of a policy while it plans. The first Ctrl-C asks the policy for the best plan so far; a second
     one interrupts it. A policy that cannot be asked is interrupted by the first."""
-    if not getattr(policy, "is_interruptible", False):
+    if not policy.abilities.is_interruptible:
         yield
         return
     watch = _TerminalWatch(policy.name)

@@ -73,7 +73,7 @@ def judged(seed: int, policy: str, **options: str) -> Judged:
             complete, policy=loaded, workload=after, cluster=left, profiles=profiles, parts={}, at_most=0
         )
         wrong = [*_told_wrongly(plan, changes), *_needless(old, plan, least, completed)]
-        if getattr(loaded, "is_tried", False) and plan.expected.models != anew.expected.models:
+        if loaded.abilities.tries_plans and plan.expected.models != anew.expected.models:
             wrong += [f"promises more of {name} than its trial serves" for name in _promised_too_much(plan, losses)]
         if Plan.from_data(plan.to_data()) != plan:
             wrong.append("another plan after a round trip")

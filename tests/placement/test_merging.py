@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.deployments.serve.diff import diff
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.completing import check_plan
 from tenuto.placement.merging import apply_merging
 from tenuto.placement.program import MergedGroup, worst_split_ms
@@ -27,10 +27,10 @@ def workload(merge: Any, names: str = "ab", slo_ms: float = 100.0) -> Workload:
     return Workload.model_validate({"models": models, "merge": merge})
 
 
-class Placed:
+class Placed(Policy):
     """A policy that puts models where it is told, with a batch of 4."""
 
-    name = "placed"
+    name = summary = source = "placed"
 
     def __init__(self, *gpulets: str, share_pct: float | None = None) -> None:
         self.gpulets = gpulets

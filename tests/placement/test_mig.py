@@ -14,7 +14,7 @@ from tenuto.deployments.control.worth import CUTTING_S, stages
 from tenuto.deployments.serve.diff import layout_changes
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Cluster, Gpulet, Plan, PolicyUsed, Replica, Workload, load_policy, solve
+from tenuto.placement import Cluster, Gpulet, Plan, Policy, PolicyUsed, Replica, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.shown.picture import draw
@@ -224,8 +224,8 @@ def test_what_was_measured_in_instances_holds_for_instances_of_as_many_gpcs() ->
 def test_processes_in_one_instance_are_as_slow_as_measured_and_those_in_two_are_not(
     held: list[str], slowdowns: list[float]
 ) -> None:
-    class ByHand:
-        name, options = "hand", {}
+    class ByHand(Policy):
+        name = summary = source = "hand"
 
         def place(self, asked: Workload, there: Cluster, profiles: Profiles) -> Plan:
             first, second = there.gpus

@@ -71,10 +71,10 @@ def test_unknown_names_suggest_the_nearest() -> None:
     [
         ("nowhere.py:X", "no such file"),
         ("{dir}/bad.py:X", "importing it failed: ZeroDivisionError"),
-        ("{dir}/empty.py:X", "not a class with a place"),
+        ("{dir}/empty.py:X", "is not a policy"),
         ("{dir}/text.txt:X", "not a Python file"),
         ("no_such.module:X", "importing it failed: ModuleNotFoundError"),
-        ("tenuto.placement.policy:DEFAULT_POLICY", "not a class with a place"),
+        ("tenuto.placement.policy:DEFAULT_POLICY", "is not a policy"),
     ],
 )
 def test_files_that_hold_no_policy_are_refused(name: str, words: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.usher.usher import Usher
+from tenuto.placement.policy import Abilities
 from tenuto.placement.watch import INTERRUPTED, PlanningWatch
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
@@ -79,7 +80,7 @@ class Endless(Policy):
     """Plans until it is told to stop, and interrupts itself meanwhile."""
 
     name, summary, source = "endless", "", ""
-    is_interruptible = True
+    abilities = Abilities(is_interruptible=True)
 
     def __init__(self, signals: int) -> None:
         self.signals = signals

@@ -16,7 +16,7 @@ from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.gpulet.share_costs import CostsByType, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted, hosting_plan
-from tenuto.placement.policy import Policy
+from tenuto.placement.policy import Abilities, Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT
@@ -47,7 +47,7 @@ class Ideal(Policy):
     summary = "exhaustive search over all partitions of the GPUs, for small cases"
     source = "Choi et al., gpulet (USENIX ATC 2022), section 6: the ideal scheduler"
     readings = "a model's rest takes turns in one gpu-let, never divided over several; up to max_gpus GPUs"
-    is_interruptible = True
+    abilities = Abilities(is_interruptible=True)
 
     shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU_PCT)
     max_batch: int = option(32, minimum=1)

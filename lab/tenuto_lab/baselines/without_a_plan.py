@@ -13,7 +13,7 @@ from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
-from tenuto.placement.policy import Policy
+from tenuto.placement.policy import Abilities, Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT
@@ -39,7 +39,7 @@ class SelfTuning(Policy):
     summary = "guided self-tuning: the best partition of the GPUs with one model per gpu-let, no turns in time"
     source = "Choi et al., gpulet (USENIX ATC 2022), section 6: the baseline after GSLICE (SoCC 2020)"
     readings = "guided by exhaustive search up to max_gpus GPUs, beyond by gpulet's partitioning without turns"
-    is_interruptible = True
+    abilities = Abilities(is_interruptible=True)
 
     shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU_PCT)
     max_batch: int = option(32, minimum=1)

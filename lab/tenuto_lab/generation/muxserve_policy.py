@@ -17,6 +17,7 @@ from tenuto.options import option
 from tenuto.placement import Cluster, ModelSpec, Plan, Policy, Workload
 from tenuto.placement.carrying import GeneratingPlan
 from tenuto.placement.cluster import Gpu, node_of
+from tenuto.placement.policy import Abilities
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.workload import profile_of
 from tenuto.profiles import Generation, Profiles, StepCost
@@ -60,6 +61,8 @@ class MuxServe(Policy):
     summary = "units of 1 to 8 GPUs for models that generate, by a greedy search over the estimated throughput"
     source = "MuxServe (Duan et al., ICML 2024, arXiv 2404.02015), algorithms 1 and 2, equation 3"
     readings = "memory of a unit is split by rate and size of keys and values; SLOs play no part in it"
+
+    abilities = Abilities(generation="alone")
 
     prefill_share_pct: float = option(100.0, above=0, maximum=100)
 

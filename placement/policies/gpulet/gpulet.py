@@ -19,7 +19,7 @@ from tenuto.placement.policies.gpulet.knee import KNEES
 from tenuto.placement.policies.gpulet.share_costs import CostsByType, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import hosting_plan
-from tenuto.placement.policy import Policy
+from tenuto.placement.policy import Abilities, Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT
@@ -65,7 +65,7 @@ class GpuletPolicy(Policy):
         "a free gpu-let below the wanted size carries what it can (smaller=false: none); ours: room is kept for "
         "neighbours"
     )
-    is_interruptible = True
+    abilities = Abilities(is_interruptible=True)
 
     interference: str = "none"
     max_partitions: int = option(2, minimum=1)

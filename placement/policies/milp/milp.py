@@ -37,7 +37,7 @@ from tenuto.placement.policies.shared.requirements import (
     hosted_requirements,
     requirements_of,
 )
-from tenuto.placement.policy import Policy
+from tenuto.placement.policy import Abilities, Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
@@ -73,7 +73,7 @@ class MilpPolicy(Policy):
         shares: limit each gpu-let to its compute requirement instead.
     """
 
-    objectives = ("weighted",)
+    abilities = Abilities(objectives=("weighted",))
     compute_metric: str = "achieved_occupancy_pct"
     memory_metric: str = MEMORY
     max_replicas: int | None = option(None, minimum=1)

@@ -27,7 +27,7 @@ from tenuto.placement.policies.shared.requirements import (
 )
 from tenuto.placement.policies.usher.grouping import TIES, group_models
 from tenuto.placement.policies.usher.search import Choice, Config, GpuStates, Need, Readings, Search, State, Taken
-from tenuto.placement.policy import Policy
+from tenuto.placement.policy import Abilities, Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT
@@ -68,13 +68,12 @@ class Usher(Policy):
 
     name = "usher"
     summary = "groups models with complementary compute and memory needs, then packs replicas group by group"
-    objectives = ("weighted",)
     source = "USHER (OSDI 2024), Algorithms 1 and 2; Creq = achieved occupancy as in Elvinger's thesis (ETH 2024)"
     readings = (
         "options for what is left open: pairs, neutral models, order of groups, ties, waiting; ours: contexts "
         "count as memory"
     )
-    is_interruptible = True
+    abilities = Abilities(objectives=("weighted",), is_interruptible=True)
 
     compute_metric: str = "achieved_occupancy_pct"
     memory_metric: str = MEMORY

@@ -213,7 +213,7 @@ def test_plans_that_are_compared_by_the_worst_served_model_are_tried_as_they_are
         {"name": f"m{k}", "rate_rps": 900, "slo_ms": 40, "latency": {"alpha_ms": 1, "beta_ms": 4}} for k in (0, 1)
     ]
     asked = Workload.model_validate({"models": entries})
-    policy = TenutoPolicy(starts=("symphony",), requests=200).by_worst_served()
+    policy = TenutoPolicy(starts=("symphony",), requests=200).for_worst_served()
     plan = solve(policy, asked, Cluster.parse("v100:1"), Profiles([]))
     assert {*tried, plan.objective} == {"weighted"}
     parts = [plan.expected.models[name].goodput_rps for name in ("m0", "m1")]

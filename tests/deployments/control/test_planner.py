@@ -20,8 +20,11 @@ from tests.instruments.plans import gpu, make_plan
 PLAN = make_plan({"n0/0/a": (100.0, ["a"])})
 POLICIES = """
 import os, time
+from tenuto.placement import Policy as Base
 
-class Policy:
+class Policy(Base):
+    name = summary = source = "own"
+
     def place(self, workload, cluster, profiles):
         print("what a policy prints is not the answer")
         {}

@@ -178,13 +178,17 @@ def check_plans(case: Case) -> None:
     holds()
 
 
-class _Recorder:
+class _Recorder(Policy):
     """A policy that keeps what it decided."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self.name, self.options = policy, policy.name, policy.options
-        self.objectives, self.is_tried = policy.objectives, policy.is_tried
+        self._policy = policy
+        vars(self).update(name=policy.name, abilities=policy.abilities)
         self.decision: Plan | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self._policy.options
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         self.decision = self._policy.place(workload, cluster, profiles)
