@@ -19,7 +19,8 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import room_problems
 from tenuto.placement.surviving import Scene, Trial, arranged, not_surviving, with_losses
-from tenuto.placement.workload import ModelSpec, Workload
+from tenuto.placement.task import PlanTask
+from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profiles
 
 # paper: Symphony's goodput, the 99th percentile within the SLO; the plan names every model that stays below
@@ -29,29 +30,21 @@ _SERVED_WITH = frozenset({"torch", "onnxruntime"})  # packages that execute mode
 
 
 def complete(
-    plan: Plan,
-    policy: Policy,
-    workload: Workload,
-    cluster: Cluster,
-    profiles: Profiles,
-    *,
-    parts: Mapping[str, float] | None = None,
-    at_most: int | None = None,
-    trial: Trial | None = None,
+    plan: Plan, task: PlanTask, *, parts: Mapping[str, float] | None = None, at_most: int | None = None
 ) -> Plan:
     """Return the plan with everything that follows from the policy's decision, and check it.
 
     These follow: the latency on each share beside the neighbours, memory and its caps, merged programs, the expected
     goodput, the cost, and the workload's entries. The goodput that the policy itself states is kept as `believed`. With
     `parts`, all replicas stay, and at most `at_most` are added until the plan promises these parts (see `arranged`).
-    `trial` is as in `solve`.
 
     Raises:
         InvalidInputError: the plan breaks a rule; it lists all problems.
     """
     expected = plan.expected
     believed = Believed(goodput_rps=expected.goodput_rps, models=expected.models) if expected.models else None
-    cluster = cluster.cut_as(plan.gpus)
+    policy, workload, profiles = task.policy, task.workload, task.profiles
+    cluster = task.cluster.cut_as(plan.gpus)
     known = {(gpu.id, gpu.type): gpu for gpu in cluster.gpus}
     gpus = tuple(PlannedGpu.of(known[key]) if (key := (gpu.id, gpu.type)) in known else gpu for gpu in plan.gpus)
     streaming = cluster.streams if workload.streaming is None else workload.streaming
@@ -68,7 +61,7 @@ def complete(
         }
     )
     sharing = Sharing(costs_of(workload, cluster, profiles), profiles, streaming)
-    scene = Scene(workload, cluster, sharing, trial)
+    scene = Scene(workload, cluster, sharing, task.trial)
     tried = [told(gpulet) for gpulet in plan.gpulets] if policy.abilities.tries_plans else None
     plan = arranged(sharing.completed(plan), scene, parts=parts, at_most=at_most)
     if parts is not None:

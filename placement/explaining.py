@@ -20,6 +20,7 @@ from tenuto.placement.plan import Plan
 from tenuto.placement.policy import load_policy
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.solve import enough_for_all, solve
+from tenuto.placement.task import PlanTask
 from tenuto.placement.whereabouts import is_at
 from tenuto.profiles import Profiles
 
@@ -311,7 +312,7 @@ class _Trying:
             return None, None
         try:
             policy = load_policy(self._plan.policy.name, self._plan.policy.options)
-            plan = enough_for_all(policy, self._plan.workload, self._cluster, self._profiles)
+            plan = enough_for_all(PlanTask(policy, self._plan.workload, self._cluster, self._profiles))
         except TenutoError:
             return None, None
         used = Counter(gpu.type for gpu in plan.gpus if plan.on_gpu(gpu.id))

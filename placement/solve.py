@@ -1,65 +1,44 @@
-"""The way from policy to plan: check the inputs, decide, complete. Every plan is made here."""
+"""The entrance of the planner: a task goes in, a completed and checked plan with its reasons comes out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from tenuto.errors import InvalidInputError, Problem, raise_if_any
-from tenuto.placement.both_kinds import plan_both_kinds
-from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster
-from tenuto.placement.completing import complete, nothing_on
-from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
+from tenuto.placement.cluster import Cluster
+from tenuto.placement.fixed_cost import check_inputs, plan_fixed_cost
+from tenuto.placement.mixed_workloads import plan_mixed
 from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.policy import Policy
-from tenuto.placement.rules import measured_otherwise, option_problems
-from tenuto.placement.surviving import Trial, place_problems
-from tenuto.placement.watch import INTERRUPTED
-from tenuto.placement.workload import ModelSpec, Workload, profile_of
-from tenuto.profiles import ModelProfile, Profiles
+from tenuto.placement.surviving import Trial
+from tenuto.placement.task import PlanTask
+from tenuto.placement.workload import Workload
+from tenuto.profiles import Profiles
+
+
+def make_plan(task: PlanTask) -> Plan:
+    """Return the completed and checked plan of the task's policy.
+
+    When no GPU of the cluster can serve a model, the model is unserved with the reason, and the others are planned.
+
+    Raises:
+        InvalidInputError: the inputs contradict each other, or the plan breaks a rule; it lists all problems.
+    """
+    if all(spec.generates is None for spec in task.workload.models):
+        return plan_fixed_cost(task)
+    check_inputs(task.workload, task.cluster, task.profiles)
+    return plan_mixed(task)
 
 
 def solve(
     policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, trial: Trial | None = None
 ) -> Plan:
-    """Return the completed and validated plan of a policy.
-
-    When no GPU of the cluster can serve a model, the model is unserved with the reason, and the others are planned.
-
-    Args:
-        policy: the policy that decides.
-        workload: all models.
-        cluster: the GPUs.
-        profiles: what the models cost.
-        trial: tries the plan after each loss that models must survive; without it, formulas expect the result.
+    """Return the plan of a policy for a workload on a cluster: `make_plan` of a task with these values.
 
     Raises:
         InvalidInputError: the inputs contradict each other, or the plan breaks a rule; it lists all problems.
     """
-    generating = tuple(spec for spec in workload.models if spec.generates is not None)
-    costs = check_inputs(workload, cluster, profiles)
-    if generating:
-        return plan_both_kinds(generating, policy, workload, cluster, profiles, trial, solve)
-    impossible = _impossible(costs, profiles)
-    possible = tuple(spec for spec in workload.models if spec.name not in impossible)
-    plan = nothing_on(cluster)
-    if possible:
-        asked = workload.model_copy(update={"models": possible})
-        plan = policy.place(asked, cluster, profiles)
-    unserved = {*plan.unserved, *impossible}
-    notes = (INTERRUPTED,) if policy.watch.is_stopped() else ()
-    plan = plan.model_copy(
-        update={
-            "notes": (*plan.notes, *notes),
-            "unserved": tuple(spec.name for spec in workload.models if spec.name in unserved),
-            "unserved_reasons": {**plan.unserved_reasons, **impossible},
-        }
-    )
-    return complete(plan, policy, workload, cluster, profiles, trial=trial)
+    return make_plan(PlanTask(policy, workload, cluster, profiles, trial))
 
 
-def enough_for_all(
-    policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, trial: Trial | None = None
-) -> Plan:
+def enough_for_all(task: PlanTask) -> Plan:
     """Return the plan of a policy on as many GPUs of the cluster's types as it takes.
 
     When this plan does not serve a model as asked, the reason is not a lack of GPUs; the plan gives the reason.
@@ -67,126 +46,33 @@ def enough_for_all(
     Raises:
         InvalidInputError: the policy does not plan on elastic clusters.
     """
-    return solve(policy, workload, cluster.model_copy(update={"elastic": True}), profiles, trial=trial)
+    return make_plan(task.on(task.cluster.model_copy(update={"elastic": True})))
 
 
-def solve_on_fewest(
-    policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, trial: Trial | None = None
-) -> Plan:
+def plan_on_fewest(task: PlanTask) -> Plan:
     """Return a plan that serves every model as asked on as few GPUs of a fixed cluster as this search finds.
 
     The search leaves out many GPUs at a time and then fewer, the dearest type first. When not even all GPUs serve every
-    model as asked, the plan is that of `solve`.
+    model as asked, the plan is that of `make_plan`.
 
     Raises:
-        InvalidInputError: `solve` raised it.
+        InvalidInputError: `make_plan` raised it.
     """
-    found = solve(policy, workload, cluster, profiles, trial=trial)
+    cluster, best = task.cluster, make_plan(task)
     prices, step = cluster.prices, len(cluster.gpus) // 2
-    while step and not found.unserved_reasons and not policy.watch.is_stopped():
-        held = {*found.devices(found.used_gpus)}
+    while step and not best.unserved_reasons and not task.policy.watch.is_stopped():
+        held = {*best.devices(best.used_gpus)}
         used = [gpu for gpu in cluster.gpus if gpu.device in held]
         for kind in sorted(prices, key=lambda kind: (-prices[kind], kind)):
             of_type = [gpu.id for gpu in used if gpu.type == kind]
             if step <= len(of_type) and step < len(used):
-                kept = {gpu.id for gpu in used} - {*of_type[-step:]}
-                left_out = tuple(gpu.id for gpu in cluster.gpus if gpu.id not in kept) + (cluster.left_out or ())
-                some = cluster.model_copy(update={"left_out": left_out})
-                fewer = solve(policy, workload, some, profiles, trial=trial)
+                staying = {gpu.id for gpu in used} - {*of_type[-step:]}
+                left_out = tuple(gpu.id for gpu in cluster.gpus if gpu.id not in staying) + (cluster.left_out or ())
+                fewer = make_plan(task.on(cluster.model_copy(update={"left_out": left_out})))
                 if not fewer.unserved_reasons:
-                    found = fewer
+                    best = fewer
                     break
         else:
             step //= 2
-    there = cluster.cut_as(found.gpus)
-    return found.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in there.gpus)})
-
-
-# --- before: the inputs -----------------------------------------------------------------------------------------
-
-
-def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> Mapping[str, Mapping[str, ModelOnGpu]]:
-    """Check the inputs, and return what the models cost, as `costs_of` does.
-
-    Raises:
-        InvalidInputError: a model has no profile, a model cannot run with its options, or an elastic cluster would grow
-            beyond `MOST_ELASTIC_GPUS`.
-    """
-    on_cpu = {spec.name for spec in workload.models} if set(cluster.gpu_types) == {"cpu"} else set[str]()
-    problems = option_problems(workload.models, workload.merge if isinstance(workload.merge, tuple) else (), on_cpu)
-    least_gpus: list[tuple[float, int, float]] = []
-    most_rps: dict[int, float] = {}
-    costs = costs_of(workload, cluster, profiles)
-    for index, spec in enumerate(workload.models):
-        by_type = costs[spec.name]
-        if not by_type:
-            missing = [problem for kind in cluster.gpu_types for problem in _missing(spec, kind, profiles)]
-            problems += [Problem(f"models.{index}.profile", p.value, p.rule, p.cure) for p in missing]
-        if spec.generates is None and any(not on.profile.points and on.profile.line is None for on in by_type.values()):
-            rule = "its profile has only steps of a model that generates"
-            problems.append(Problem(f"models.{index}.profile", spec.profile_row, rule, "Give `generates` and `slo`."))
-        rates = []
-        for on in by_type.values():
-            if id(on.profile) not in most_rps:
-                most_rps[id(on.profile)] = _most_rps(on.profile)
-            rates.append(most_rps[id(on.profile)])
-        if rates and max(rates) > 0:
-            least_gpus.append((spec.rate_rps / max(rates), index, spec.rate_rps))
-    needed = sum(gpus for gpus, _, _ in least_gpus)
-    if cluster.elastic and needed > MOST_ELASTIC_GPUS:
-        gpus, index, rate = max(least_gpus)
-        rule = (
-            f"takes at least {gpus:,.0f} GPUs, all models together {needed:,.0f}; an elastic cluster grows to "
-            f"{MOST_ELASTIC_GPUS:,} at most"
-        )
-        cure = "Lower it (rates are in requests per second), or plan a part of the load at a time."
-        problems.append(Problem(f"models.{index}.rate_rps", rate, rule, cure))
-    raise_if_any([*problems, *place_problems(workload, cluster)])
-
-    def known(spec: ModelSpec, gpu_type: str) -> ModelProfile | None:
-        on = costs[spec.name].get(gpu_type)
-        return None if on is None else on.profile
-
-    raise_if_any(measured_otherwise(workload.models, cluster.gpu_types, known))
-    return costs
-
-
-def _missing(spec: ModelSpec, kind: str, profiles: Profiles) -> tuple[Problem, ...]:
-    try:
-        profile_of(spec, kind, profiles)
-    except InvalidInputError as error:
-        return error.problems or (Problem("profiles", spec.name, str(error), "Give another profile."),)
-    return ()
-
-
-def _most_rps(model: ModelProfile) -> float:
-    """Return an upper bound for the requests per second of a GPU full of this model's replicas.
-
-    It is the best throughput of a measured batch, divided by the share of the batch.
-    """
-    if model.line is not None:
-        return 1000.0 / model.line.alpha_ms if model.line.alpha_ms > 0 else float("inf")
-    rates = (model.throughput_rps(p.batch_size, p.share_pct) * 100.0 / p.share_pct for p in model.points)
-    return max(rates, default=0.0)
-
-
-def _impossible(costs: Mapping[str, Mapping[str, ModelOnGpu]], profiles: Profiles) -> dict[str, str]:
-    """Return the models that no GPU of the cluster can serve, whatever a policy does, with the reasons."""
-    found = {}
-    for name, by_type in costs.items():
-        fastest = min(by_type.values(), key=lambda on: on.steps()[1])
-        if fastest.steps()[1] > fastest.slo_ms * (1 + 1e-9):
-            found[name] = (
-                f"SLO below batch 1: a single request takes {fastest.steps()[1]:.4g} ms on a {fastest.gpu.type}, its "
-                f"SLO is {fastest.slo_ms:g} ms"
-            )
-            continue
-        room = {kind: on.gpu.memory_mib - context_mib_of(kind, profiles) for kind, on in by_type.items()}
-        largest = max(by_type.values(), key=lambda on: room[on.gpu.type])
-        need = min((p.memory_mib for p in largest.profile.points if p.memory_mib is not None), default=0.0)
-        if all((on.memory_mib(1) or 0.0) > room[kind] for kind, on in by_type.items()):
-            found[name] = (
-                f"memory: it needs {need:.0f} MiB even with its smallest measured batch, and the context of its "
-                f"process leaves {room[largest.gpu.type]:.0f} MiB of a {largest.gpu.type}"
-            )
-    return found
+    uncut = cluster.cut_as(best.gpus)
+    return best.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in uncut.gpus)})

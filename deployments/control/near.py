@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from tenuto.deployments.control.change_stages import not_ready
@@ -13,7 +14,7 @@ from tenuto.deployments.control.fit import fitted, gpus_of, renamed
 from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.planning import incremental, of_workload, trimmed
 from tenuto.errors import InvalidInputError, refused
-from tenuto.placement import Cluster, Gpulet, Plan, Policy, Workload
+from tenuto.placement import Cluster, Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.completing import complete
 from tenuto.placement.costs import costs_of
@@ -22,8 +23,9 @@ from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.plan import Expected, ExpectedModel, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import solve
+from tenuto.placement.solve import make_plan
 from tenuto.placement.surviving import SLIGHT, Trial, bearable, drained, unmet, with_the_rest, without
+from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 
 
@@ -35,15 +37,11 @@ def changes_of(old: Plan, plan: Plan) -> int:
 def planned_near(
     old: Plan,
     anew: Plan,
-    policy: Policy,
+    task: PlanTask,
     used: PolicyUsed,
-    workload: Workload,
-    cluster: Cluster,
-    profiles: Profiles,
     *,
     at_most: int | None = None,
     promised_rps: Mapping[str, float] | None = None,
-    trial: Trial | None = None,
 ) -> Plan:
     """Return the plan that serves every model as well as `anew` with the fewest changes of `old`, then at the lowest
     price. When changes are limited, it lacks as little as possible. Its last note says what staying near costs.
@@ -51,19 +49,17 @@ def planned_near(
     Args:
         old: the running plan.
         anew: the policy's fresh plan for the same workload.
-        policy: makes plans.
-        used: the same policy, as loaded by name.
-        workload: the models to serve.
-        cluster: gpu-lets of `old` elsewhere are gone.
-        profiles: what the models cost.
+        task: what `anew` was made from; gpu-lets of `old` outside its cluster are gone. The trial of a policy that
+            promises what trials serve also judges plans near `old`.
+        used: the policy, as loaded by name.
         at_most: limit of gpu-lets that start or load.
         promised_rps: what to promise of each model in place of what `anew` promises. Then gpu-lets that end count as
             changes, too, and none ends only because it is not needed.
-        trial: as in `solve`; for a policy that promises what trials serve, it also judges plans near `old`.
 
     Raises:
         InvalidInputError: keeping what runs already takes more changes.
     """
+    workload, cluster, profiles, trial = task.workload, task.cluster, task.profiles, task.trial
     gpus = _gpus(old, anew, cluster)
     types = {gpu.id: gpu.type for gpu in gpus}
     there = {gpu.id for gpu in old.gpus if types.get(gpu.id) == gpu.type}
@@ -96,19 +92,19 @@ def planned_near(
     def sizes_of(gpulet: Gpulet) -> dict[str, int]:
         return {replica.name: replica.batch_size for replica in gpulet.models}
 
-    tries = trial if policy.abilities.tries_plans else None
+    tries = trial if task.policy.abilities.tries_plans else None
 
     def whole(plan: Plan, most: int = 0, losses: Trial | None = None) -> Plan:
         """Return a candidate with its expectations, and at most so many more replicas. When the policy promises what
         trials serve, the candidate is tried."""
-        finished = partial(complete, policy=policy, workload=asked, cluster=cluster, profiles=profiles, parts=parts)
+        finished = partial(complete, task=replace(task, workload=asked, trial=losses), parts=parts)
         believed = Expected() if plan.believed is None else Expected(**plan.believed.model_dump())
-        found = finished(plan.model_copy(update={"notes": (), "expected": believed}), at_most=most, trial=losses)
+        found = finished(plan.model_copy(update={"notes": (), "expected": believed}), at_most=most)
         served = None if tries is None else tries(found)
         if served is not None:
             told = {name: ExpectedModel(goodput_rps=served[name] * rates[name]) for name in found.expected.models}
             believed = Expected(goodput_rps=sum(each.goodput_rps for each in told.values()), models=told)
-            found = finished(found.model_copy(update={"notes": (), "expected": believed}), at_most=0, trial=losses)
+            found = finished(found.model_copy(update={"notes": (), "expected": believed}), at_most=0)
         # A gpu-let with the same programs keeps its memory limit (or none): another limit is another process.
         same = {gpulet.id: gpulet for gpulet in held}
         gpulets = [
@@ -206,11 +202,11 @@ def planned_without(
     whole = Cluster.of({gpu.id: gpu for gpu in (*gpus_of(running), *gpus)}.values()).as_cut
     left, asked, used = without(whole, (*places, *lost)), running.workload, used or running.policy
     policy, promised = load_policy(used.name, used.options), _promised(running)
-    anew = solve(policy, bearable(asked, left.gpus), left, profiles)
+    task = PlanTask(policy, bearable(asked, left.gpus), left, profiles)
+    anew = make_plan(task)
     if set(running.drained) - set(places):
         promised |= {name: max(rate, promised.get(name, 0.0)) for name, rate in _promised(anew).items()}
-    near = (policy, used, bearable(asked, left.gpus), left, profiles)
-    plan = planned_near(running, anew, *near, promised_rps=promised)
+    plan = planned_near(running, anew, task, used, promised_rps=promised)
     return drained(with_the_rest(plan, asked), whole, places)
 
 

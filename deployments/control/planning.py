@@ -29,8 +29,9 @@ from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.plan import Expected, PlannedGpu
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import solve
+from tenuto.placement.solve import make_plan
 from tenuto.placement.surviving import asks, bearable, drained, unmet, with_losses, with_the_rest
+from tenuto.placement.task import PlanTask
 from tenuto.placement.whereabouts import ANYWHERE, is_at, may_lie, prefers
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
@@ -422,18 +423,13 @@ def _planned(
     policy = load_policy(request.policy.name, request.policy.options)
     if not cluster.elastic:
         asked = bearable(asked, cluster.gpus)
+    task = PlanTask(policy, asked, cluster, known)
     if kept is None:
-        plan = solve(policy, asked, cluster, known)
+        plan = make_plan(task)
     else:
         bare = of_workload(kept, asked).model_copy(update={"expected": Expected(), "notes": ()})
-        plan = complete(
-            bare,
-            policy,
-            asked.model_copy(update={"merge": "off"}),
-            cluster,
-            known,
-            parts={spec.name: 1.0 for spec in asked.models},
-        )
+        unmerged = replace(task, workload=asked.model_copy(update={"merge": "off"}))
+        plan = complete(bare, unmerged, parts={spec.name: 1.0 for spec in asked.models})
     plan = with_the_rest(plan, workload)
     if not slow:
         return plan

@@ -31,6 +31,7 @@ from tenuto.deployments.control.near import changes_of, planned_near
 from tenuto.documents import load_document
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, PolicyUsed, Workload, load_policy, solve
+from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
@@ -172,7 +173,7 @@ def print_moved(first: int, count: int) -> None:
         changes = f"{sum(new.values())} of {len(old)} instances cut anew, {len(filled)} with other models"
         used = PolicyUsed(name="tenuto")
         asked, cluster = Workload(models=models), cut_as(before, elastic=True)
-        stays = planned_near(before, after, load_policy("tenuto"), used, asked, cluster, PROFILES)
+        stays = planned_near(before, after, PlanTask(load_policy("tenuto"), asked, cluster, PROFILES), used)
         gpulets, near = gpulets + len(before.gpulets), near + changes_of(before, stays)
         changes += f"; near: {changes_of(before, stays)} of {len(before.gpulets)} gpu-lets change"
         print(f"{seed}: {gpus}, {changes}, {len(left)} GPUs in use", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, get_args
 
@@ -23,7 +24,8 @@ from tenuto.cli.watching import planning_watched
 from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any, refused
 from tenuto.options import split_pairs
-from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
+from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy
+from tenuto.placement.fixed_cost import check_inputs
 from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.policy import DEFAULT_POLICY
 from tenuto.placement.shown.table import (
@@ -37,9 +39,10 @@ from tenuto.placement.shown.table import (
     why_unserved,
 )
 from tenuto.placement.slo_rules import load_workload
-from tenuto.placement.solve import check_inputs, enough_for_all, solve_on_fewest
-from tenuto.placement.surviving import Trial, bearable, drained, place_problems, preferences_missed, with_the_rest
+from tenuto.placement.solve import enough_for_all, make_plan, plan_on_fewest
+from tenuto.placement.surviving import bearable, drained, place_problems, preferences_missed, with_the_rest
 from tenuto.placement.surviving import without as cluster_without
+from tenuto.placement.task import PlanTask
 from tenuto.placement.whereabouts import is_at
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
@@ -173,20 +176,19 @@ def command(
         workload = bearable(asked, cluster.gpus)
     from tenuto.batching.planning.losses import LossTrials
 
-    trial = LossTrials()
-    solved = partial(solve_on_fewest if fewest_gpus else solve, trial=trial)
+    trial, planned = LossTrials(), plan_on_fewest if fewest_gpus else make_plan
     if compare:
+        tasks = {name: PlanTask(policy, workload, cluster, profiles, trial) for name, policy in policies.items()}
         orders = [profiles, *_other_orders(profiles, where.profile_names, cluster)]
-        return _compare(policies, workload, cluster, orders, solved, strict=strict)
-    with planning_watched(policies[policy_name]):
-        plan = solved(policies[policy_name], workload, cluster, profiles)
+        return _compare(tasks, orders, planned, strict=strict)
+    task = PlanTask(policies[policy_name], workload, cluster, profiles, trial)
+    with planning_watched(task.policy):
+        plan = planned(task)
     if old is not None:
         from tenuto.deployments.control.near import planned_near
 
         used = PolicyUsed(name=policy_name, options=split_pairs(options))
-        plan = planned_near(
-            old, plan, policies[policy_name], used, workload, cluster, profiles, at_most=at_most, trial=trial
-        )
+        plan = planned_near(old, plan, task, used, at_most=at_most)
     if without:
         plan = drained(with_the_rest(plan, asked), whole, without)
     if output:
@@ -199,7 +201,7 @@ def command(
         _print_plan(plan)
         is_whole = len(workload.models) == len(asked.models)
         if plan.unserved_reasons and not cluster.elastic and old is None and is_whole:
-            _say_what_is_enough(policies[policy_name], workload, cluster, profiles, trial, is_file=where.gpus is None)
+            _say_what_is_enough(task, is_file=where.gpus is None)
     return _code([plan], strict=strict)
 
 
@@ -211,21 +213,19 @@ def _code(plans: Iterable[Plan], *, strict: bool) -> int:
     )
 
 
-def _say_what_is_enough(
-    policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, trial: Trial, *, is_file: bool
-) -> None:
+def _say_what_is_enough(task: PlanTask, *, is_file: bool) -> None:
     """Print on how many GPUs the same policy serves every model as asked; or which models no number of GPUs serves, and
     why; or why this cannot be told. GPUs of a cluster file may be special, so only their number is printed."""
     try:
-        with planning_watched(policy):
-            found = enough_for_all(policy, workload, cluster, profiles, trial=trial)
+        with planning_watched(task.policy):
+            found = enough_for_all(task)
             how = "--elastic"
             if not found.unserved and not is_file:
                 kinds = {gpu.device: (gpu.whole_type, ":mig" if gpu.mig == "managed" else "") for gpu in found.gpus}
                 counts = Counter(kinds.values())
                 for _ in range(_TRIES):
                     gpus = ",".join(f"{kind}:{count}{cut}" for (kind, cut), count in counts.items())
-                    given = solve(policy, workload, Cluster.parse(gpus), profiles, trial=trial)
+                    given = make_plan(task.on(Cluster.parse(gpus)))
                     if not given.unserved_reasons or (found.unserved_reasons and not given.unserved):
                         found, how = given, f"--gpus {gpus}"
                     if not given.unserved_reasons:
@@ -240,7 +240,7 @@ def _say_what_is_enough(
         say(f"no number of these GPUs serves: {', '.join(found.unserved)}")
     elif below:
         name, why = below[0]
-        used = f"with {len(found.gpus)} {policy.name} uses {found.expected.gpus_used}"
+        used = f"with {len(found.gpus)} {task.policy.name} uses {found.expected.gpus_used}"
         say(f"more GPUs do not help: {used}, and {name} gets {why}")
     else:
         cost = found.expected.cost_per_hour
@@ -281,13 +281,7 @@ def _other_orders(profiles: Profiles, names: tuple[str, ...], cluster: Cluster) 
 
 
 def _compare(
-    policies: dict[str, Policy],
-    workload: Workload,
-    cluster: Cluster,
-    orders: list[Profiles],
-    solved: Callable[..., Plan],
-    *,
-    strict: bool,
+    tasks: dict[str, PlanTask], orders: list[Profiles], planned: Callable[[PlanTask], Plan], *, strict: bool
 ) -> int:
     """Plan with every policy and print the plans. Each policy uses the first order of profiles that has what it needs.
 
@@ -297,11 +291,11 @@ def _compare(
     plans: dict[str, Plan] = {}
     used: dict[str, list[str]] = {}
     refused: dict[str, InvalidInputError] = {}
-    for name, policy in policies.items():
+    for name, task in tasks.items():
         for profiles in orders:
             try:
-                with planning_watched(policy):
-                    plans[name] = solved(policy, workload, cluster, profiles)
+                with planning_watched(task.policy):
+                    plans[name] = planned(replace(task, profiles=profiles))
             except InvalidInputError as error:
                 refused.setdefault(name, error)
                 continue

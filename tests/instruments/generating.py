@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tenuto.placement import Cluster
-from tenuto.placement.carrying import carried
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
+from tenuto.placement.policy import Abilities
 from tenuto.placement.workload import ModelSpec
-from tenuto.profiles import Generation, ModelProfile, Profile, ProfilePoint, Profiles, StepCost, StepsAt
+from tenuto.profiles import Generation, ModelProfile, Profile, ProfilePoint, Profiles, StepsAt
 
 KIND = "a100-80gb"
 FAST = {"prefill_ms": ((32, 12.0), (1032, 162.0)), "decode_ms": ((1, 11.0), (64, 13.0), (264, 33.0))}
@@ -77,6 +77,4 @@ def only_together() -> Profiles:
 class ByForm(Symphony):
     """Symphony for models of fixed cost, and the closed form for those that generate."""
 
-    def carries(self, spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
-        """Return what the closed form says."""
-        return carried(spec, cost, kv_tokens)
+    abilities = Abilities(generation="shares")

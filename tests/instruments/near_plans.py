@@ -18,6 +18,7 @@ from tenuto.placement.completing import check_plan, complete
 from tenuto.placement.expectation.outlook import IN_FULL, expected_of
 from tenuto.placement.plan import Expected, PolicyUsed
 from tenuto.placement.surviving import SLIGHT
+from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
@@ -60,7 +61,7 @@ def judged(seed: int, policy: str, **options: str) -> Judged:
     losses, found = LossTrials(), Judged()
     for at_most in LIMITS:
         try:
-            plan = planned_near(old, anew, loaded, used, after, left, profiles, at_most=at_most, trial=losses)
+            plan = planned_near(old, anew, PlanTask(loaded, after, left, profiles, losses), used, at_most=at_most)
         except InvalidInputError as error:
             found.sums["refused"] += 1
             if at_most is None or "changes at least" not in str(error):
@@ -69,9 +70,8 @@ def judged(seed: int, policy: str, **options: str) -> Judged:
         changes = changes_of(old, plan)
         found.changes.append(changes)
         check_plan(plan, left)
-        completed = partial(
-            complete, policy=loaded, workload=after, cluster=left, profiles=profiles, parts={}, at_most=0
-        )
+        task = PlanTask(loaded, after, left, profiles)
+        completed = partial(complete, task=task, parts={}, at_most=0)
         wrong = [*_told_wrongly(plan, changes), *_needless(old, plan, least, completed)]
         if loaded.abilities.tries_plans and plan.expected.models != anew.expected.models:
             wrong += [f"promises more of {name} than its trial serves" for name in _promised_too_much(plan, losses)]

@@ -9,11 +9,11 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Policy, Replica, Workload, solve
 from tenuto.placement.completing import usage_of
+from tenuto.placement.fixed_cost import check_inputs
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.policies.usher.usher import WaoUsher
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profile, Profiles
 from tests.placement.published import equal_rates, requirement_profile, thesis, v100s
 

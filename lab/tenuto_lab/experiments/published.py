@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tenuto.placement import Cluster, Gpulet, Plan, PolicyUsed, Replica, Workload, load_policy
 from tenuto.placement.completing import check_plan, complete
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 
 
@@ -83,6 +84,6 @@ def published_plan(name: str, workload: Workload, cluster: Cluster, profiles: Pr
         unserved=tuple(spec.name for spec in workload.models if spec.name not in hosted_models),
         notes=(f"stated in section {stated.section}: {stated.stated}; the rest is our policy's choice",),
     )
-    plan = complete(plan, load_policy(stated.policy), workload, cluster, profiles)
+    plan = complete(plan, PlanTask(load_policy(stated.policy), workload, cluster, profiles))
     check_plan(plan, cluster)
     return plan

@@ -28,6 +28,7 @@ from tenuto.placement.completing import complete
 from tenuto.placement.interference.igniter_model import Hardware, ModelConstants
 from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.placement.solve import solve
+from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.baselines.gslice import Gslice, Observed, Setting
@@ -145,7 +146,7 @@ def _plans(
 
     def plan_of(settings: Sequence[Setting]) -> Plan:
         plan = gslice.tuned(packed, [settings], workload, cluster, profiles)
-        return complete(plan, gslice, workload, cluster, profiles)
+        return complete(plan, PlanTask(gslice, workload, cluster, profiles))
 
     loop = tuning.loop()
     settings = next(loop)

@@ -9,7 +9,8 @@ import pytest
 from tenuto.batching.planning.choosing import Chooser, ChoosingOptions
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.placement import Cluster, Workload, load_policy, solve
-from tenuto.placement.solve import solve_on_fewest
+from tenuto.placement.solve import plan_on_fewest
+from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
@@ -72,7 +73,7 @@ def test_nothing_is_promised_in_full_that_missed_it_in_its_trial() -> None:
 def test_the_fewest_gpus_of_a_fixed_cluster_serve_all_as_asked_and_the_others_idle() -> None:
     workload, cluster = load(1.0), Cluster.parse("v100:3,a100:2")
     for policy in (load_policy("symphony"), TenutoPolicy(**QUICK)):
-        plan = solve_on_fewest(policy, workload, cluster, PROFILES)
+        plan = plan_on_fewest(PlanTask(policy, workload, cluster, PROFILES))
         used = {gpulet.gpu for gpulet in plan.gpulets}
         assert [gpu.id for gpu in plan.gpus] == [gpu.id for gpu in cluster.gpus]
         assert plan.expected.gpus_used == len(used)
@@ -85,7 +86,7 @@ def test_the_fewest_gpus_of_a_fixed_cluster_serve_all_as_asked_and_the_others_id
 
 def test_a_cluster_that_is_too_small_is_used_as_a_whole() -> None:
     cluster = Cluster.parse("v100:2")
-    plan = solve_on_fewest(load_policy("symphony"), load(20.0), cluster, PROFILES)
+    plan = plan_on_fewest(PlanTask(load_policy("symphony"), load(20.0), cluster, PROFILES))
     assert plan.unserved_reasons
     assert plan == solve(load_policy("symphony"), load(20.0), cluster, PROFILES)
 

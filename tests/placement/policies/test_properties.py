@@ -16,12 +16,12 @@ from tenuto.errors import InvalidInputError
 from tenuto.files import parse_yaml
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.costs import CONTEXT_MIB
+from tenuto.placement.fixed_cost import check_inputs
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.placement.policies.milp.milp import AoMilp, WsmMilp
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.policies.usher.usher import Usher, WaoUsher
-from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.placement.published import thesis

@@ -1,10 +1,10 @@
-"""Plans of models that generate beside models of fixed cost: on GPUs apart, or both kinds on the same GPUs."""
+"""Plans models that generate beside models of fixed cost: on GPUs apart, or both kinds on the same GPUs."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import Problem, raise_if_any
@@ -15,6 +15,7 @@ from tenuto.placement.components import connected_components
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import expected_of, told
 from tenuto.placement.expectation.sharing import Sharing
+from tenuto.placement.fixed_cost import plan_fixed_cost
 from tenuto.placement.laying import Means, buy_generating, by_gpu_type, place_generating
 from tenuto.placement.ledger import with_caps
 from tenuto.placement.mixing import Mixing, SlicedCluster
@@ -22,7 +23,8 @@ from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.placement.policy import Policy
-from tenuto.placement.surviving import Scene, Trial, arranged, asks
+from tenuto.placement.surviving import Scene, arranged, asks
+from tenuto.placement.task import PlanTask
 from tenuto.placement.whereabouts import ANYWHERE
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
@@ -32,26 +34,17 @@ _MIXES = 5  # limit: layouts of both kinds that are planned; each takes as long 
 _OTHERS_WEIGH = 1.25  # fitted on five random workloads: what closed forms give others over what trials do
 _REWEIGH = 1.3  # limit: by how much more the kind that falls behind must carry in the next layout
 _FEWER = "both kinds together take fewer GPUs than apart"
-Solve = Callable[[Policy, Workload, Cluster, Profiles], Plan]
-"""Plans the models of fixed cost alone."""
 
 
-def plan_both_kinds(
-    generating: tuple[ModelSpec, ...],
-    policy: Policy,
-    workload: Workload,
-    cluster: Cluster,
-    profiles: Profiles,
-    trial: Trial | None,
-    solve: Solve,
-) -> Plan:
+def plan_mixed(task: PlanTask) -> Plan:
     """Return the plan of models that generate on GPUs of their own, and of the policy for all others on the rest; where
     that does not serve all, that of both kinds on the same GPUs if the model served worst gets more of its rate by it.
     On an elastic cluster both kinds are bought apart, and together where that is cheaper and serves all.
 
     Where models are to lie, and what is to survive, is arranged at the end, for both kinds at once.
     """
-    generating = tuple(map(with_lengths, generating))
+    policy, workload, cluster, profiles = task.policy, task.workload, task.cluster, task.profiles
+    generating = tuple(with_lengths(spec) for spec in workload.models if spec.generates is not None)
     problems = generating_problems(generating, cluster, profiles)
     generation = policy.abilities.generation
     others = tuple(spec.model_copy(update=ANYWHERE) for spec in workload.models if spec.generates is None)
@@ -68,13 +61,13 @@ def plan_both_kinds(
     else:
         kinds = workload.model_copy(update={"models": others})
         means = Means(profiles, policy.carries, policy.serves, shares_of(workload))
-        both = _BothKinds(generating, kinds, workload, policy, means, solve)
+        both = _BothKinds(generating, kinds, workload, policy, means)
         found = both.bought(cluster) if cluster.elastic else both.on(cluster)
     known = {spec.name: spec for spec in generating}
     models = tuple(known.get(spec.name, spec) for spec in workload.models)
     if any(asks(spec) or spec.prefer is not None for spec in models):
         sharing = Sharing(costs_of(workload, cluster, profiles), profiles, found.streaming)
-        scene = Scene(workload.model_copy(update={"models": models}), cluster, sharing, trial, policy.carries)
+        scene = Scene(workload.model_copy(update={"models": models}), cluster, sharing, task.trial, policy.carries)
         found = _arranged(found, scene).model_copy(update={"models": workload.models})
     found = _with_assumptions(found, profiles)
     check_plan(found, cluster)
@@ -110,7 +103,6 @@ class _BothKinds:
     workload: Workload
     policy: Policy
     means: Means
-    solve: Solve
 
     @property
     def profiles(self) -> Profiles:
@@ -155,7 +147,7 @@ class _BothKinds:
         )
         if why:
             others = others.model_copy(update={"models": able, "merge": "off"})
-        plan = self.solve(policy, others, there, profiles) if there.gpus else nothing_on(there)
+        plan = plan_fixed_cost(PlanTask(policy, others, there, profiles)) if there.gpus else nothing_on(there)
         update = {"unserved": (*plan.unserved, *why), "unserved_reasons": {**plan.unserved_reasons, **why}}
         return plan.model_copy(update=update)
 
@@ -215,9 +207,8 @@ class _BothKinds:
     def bought(self, cluster: Cluster) -> Plan:
         """Return the plan on an elastic cluster: each kind on the cheapest GPUs found for it; and both on fewer of
         these as long as all are served on them."""
-        plan = (
-            self.solve(self.policy, self.others, cluster, self.profiles) if self.others.models else nothing_on(cluster)
-        )
+        task = PlanTask(self.policy, self.others, cluster, self.profiles)
+        plan = plan_fixed_cost(task) if self.others.models else nothing_on(cluster)
         pool = GpuPool(cluster)
         for gpu in plan.gpus:
             pool.take_named(gpu.device, gpu.whole_type)
