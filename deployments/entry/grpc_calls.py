@@ -57,12 +57,12 @@ _TRAILERS = ((b"grpc-status", b"0"),)
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_MS = {b"H": 3.6e6, b"M": 6e4, b"S": 1e3, b"m": 1.0, b"u": 1e-3, b"n": 1e-6}  # format: of `grpc-timeout`
 # What of a call's metadata goes on as a header; whatever else is there says nothing to this server.
-_SAID = frozenset((b"authorization", b"x-api-key", b"x-slo-ms", b"x-request-start", b"traceparent"))
-_READ = _SAID | {b":method", b":path", b"content-type", b"grpc-timeout", b"grpc-encoding"}
+_FORWARDED = frozenset((b"authorization", b"x-api-key", b"x-slo-ms", b"x-request-start", b"traceparent"))
+_READ = _FORWARDED | {b":method", b":path", b"content-type", b"grpc-timeout", b"grpc-encoding"}
 # gRPC's codes, by the status of HTTP that means the same.
 _CODES = {400: 3, 401: 16, 403: 7, 404: 5, 406: 11, 413: 8, 429: 8, 501: 12, 503: 14, 504: 4}  # format
 _INTERNAL = 13  # format: likewise
-_LONGEST_TOLD = 4096  # limit: bytes of a reason; clients of gRPC take 8 KiB of trailers, and lose longer ones
+_LONGEST_REASON = 4096  # limit: bytes of a reason; clients of gRPC take 8 KiB of trailers, and lose longer ones
 _PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")
 _OF_REQUEST = HeaderValidationFlags(is_client=False, is_trailer=False, is_response_header=False, is_push_promise=False)
 _ENCODINGS = frozenset((b"identity", b"gzip"))
@@ -72,40 +72,40 @@ _StreamInfer = message("inference.ModelStreamInferResponse")
 _HealthRequest, _HealthResponse = (message(f"grpc.health.v1.HealthCheck{each}") for each in ("Request", "Response"))
 
 
-class Opened(NamedTuple):
+class Metadata(NamedTuple):
     """What a call's metadata says. Clients send the same metadata again and again, so it is read once and has a
     `number`."""
 
     number: int
     path: bytes
-    said: dict[bytes, bytes]
+    forwarded: dict[bytes, bytes]
     patience_ms: float
     problem: HttpError | None
     is_gzip: bool = False
 
 
-def _opened(number: int, headers: Headers) -> Opened:
-    found: dict[bytes, bytes] = {}
+def _read_metadata(number: int, headers: Headers) -> Metadata:
+    fields: dict[bytes, bytes] = {}
     problem = None
     for each in headers:
         if each[0] in _READ:
-            if each[0] in found:
+            if each[0] in fields:
                 problem = HttpError(400, f"the metadata says {each[0].decode()} twice. Say it once.")
-            found[each[0]] = each[1]
-    timeout = _TIMEOUT.fullmatch(found.get(b"grpc-timeout", b""))
+            fields[each[0]] = each[1]
+    timeout = _TIMEOUT.fullmatch(fields.get(b"grpc-timeout", b""))
     patience_ms = math.inf if timeout is None else int(timeout[1]) * _UNIT_MS[timeout[2]]
-    encoding = found.get(b"grpc-encoding", b"identity")
+    encoding = fields.get(b"grpc-encoding", b"identity")
     if encoding not in _ENCODINGS:
         problem = HttpError(501, f"grpc-encoding {encoding.decode('latin-1')!r} {_COMPRESSED}")
-    if found.get(b":method") != b"POST" or not found.get(b"content-type", b"").startswith(b"application/grpc"):
+    if fields.get(b":method") != b"POST" or not fields.get(b"content-type", b"").startswith(b"application/grpc"):
         problem = HttpError(415, "this port speaks gRPC. HTTP has a port of its own.")
     try:
         for _ in validate_headers(headers, _OF_REQUEST):
             pass
     except ProtocolError as error:
         problem = HttpError(400, f"malformed metadata: {error}")
-    said = {key: value for key, value in found.items() if key in _SAID}
-    return Opened(number, found.get(b":path", b""), said, patience_ms, problem, encoding == b"gzip")
+    forwarded = {key: value for key, value in fields.items() if key in _FORWARDED}
+    return Metadata(number, fields.get(b":path", b""), forwarded, patience_ms, problem, encoding == b"gzip")
 
 
 class GrpcExchange(Exchange, eq=False):
@@ -181,9 +181,9 @@ class Call:
     is_cold = True  # a message carries no load, and may have no more bytes than one over HTTP
     gate: bytes | None = b"/v2"  # the URL whose keys may ask; None: nobody needs a key
 
-    def __init__(self, door: GrpcDoor, stream: CallStream, opened: Opened) -> None:
+    def __init__(self, door: GrpcDoor, stream: CallStream, metadata: Metadata) -> None:
         """Take what the calls share, the stream and its metadata. A client without the right key is refused here."""
-        self.door, self.server, self.stream, self.opened = door, stream.connection.server, stream, opened
+        self.door, self.server, self.stream, self.metadata = door, stream.connection.server, stream, metadata
         stream.head = _HEAD
         self.is_over = False
         self._is_admitted = False  # the key's rate has let in a message that has not come yet
@@ -202,7 +202,7 @@ class Call:
 
     def _admit(self, url: bytes) -> None:
         """Refuse a client that may not ask for this URL. A client with a wrong key is told late, as over HTTP."""
-        exchange = self.exchange(self.door.head(self.opened, b"GET", url))
+        exchange = self.exchange(self.door.head(self.metadata, b"GET", url))
         refusal = self.door.service.refusal(exchange)
         if refusal is None and exchange.key and not self.stream.connection.show_key():
             refusal = many()
@@ -311,7 +311,7 @@ class Call:
         """Return a message that begins to come. Raises `HttpError` when it is not taken."""
         server = self.server
         self._changed_s = time.monotonic()
-        if is_compressed and not self.opened.is_gzip:
+        if is_compressed and not self.metadata.is_gzip:
             raise HttpError(400, "a message is compressed, and grpc-encoding does not say how. Say gzip.")
         self._is_compressed = bool(is_compressed)
         if size > self._most_bytes():
@@ -339,7 +339,7 @@ class Call:
 
     def exchange(self, head: Head, body: Buffer = b"", id: str = "") -> GrpcExchange:
         """Return a message that asks for the same as an HTTP request with this head."""
-        arrived_ms, patience_ms = self.stream.connection.arrived_ms, self.opened.patience_ms
+        arrived_ms, patience_ms = self.stream.connection.arrived_ms, self.metadata.patience_ms
         return GrpcExchange(head, arrived_ms, body, patience_ms=patience_ms, id=id, _call=self)
 
     def ask(self, exchange: GrpcExchange, body: IncomingBody) -> None:
@@ -404,11 +404,11 @@ class Call:
         if error.status == 415:
             stream.head = _NO_GRPC
         code = _CODES.get(error.status, _INTERNAL)
-        told = quote(error.message, safe=_PRINTABLE)
-        if len(told) > _LONGEST_TOLD:  # it names what the client sent
-            at = told.rfind("%", _LONGEST_TOLD - 2, _LONGEST_TOLD)  # amid a byte
-            told = told[: at if at >= 0 else _LONGEST_TOLD] + "..."
-        trailers = [(b"grpc-status", b"%d" % code), (b"grpc-message", told.encode())]
+        reason = quote(error.message, safe=_PRINTABLE)
+        if len(reason) > _LONGEST_REASON:  # it names what the client sent
+            at = reason.rfind("%", _LONGEST_REASON - 2, _LONGEST_REASON)  # amid a byte
+            reason = reason[: at if at >= 0 else _LONGEST_REASON] + "..."
+        trailers = [(b"grpc-status", b"%d" % code), (b"grpc-message", reason.encode())]
         for line in error.lines().splitlines():
             name, _, value = line.partition(b": ")
             if name != b"content-type":
@@ -448,15 +448,15 @@ class Call:
         return not self._open and self._body is None and not self._came
 
 
-class NoCall(Call):
+class RefusedCall(Call):
     """A call that is not one of ours, or not gRPC."""
 
     gate = None
 
-    def __init__(self, door: GrpcDoor, stream: CallStream, opened: Opened) -> None:
-        super().__init__(door, stream, opened)
-        reason = f"there is no call {opened.path.decode('latin-1')}. See open_inference.proto."
-        self.fail(opened.problem or HttpError(501, reason))
+    def __init__(self, door: GrpcDoor, stream: CallStream, metadata: Metadata) -> None:
+        super().__init__(door, stream, metadata)
+        reason = f"there is no call {metadata.path.decode('latin-1')}. See open_inference.proto."
+        self.fail(metadata.problem or HttpError(501, reason))
 
 
 class UnaryInferCall(Call):
@@ -470,20 +470,22 @@ class UnaryInferCall(Call):
         if asked.problem is not None:
             action = self.generates if asked.generates else "infer"
             exchange = self.exchange(
-                self.door.head(self.opened, b"POST", f"/v2/models/{asked.path}/{action}".encode()), id=asked.id
+                self.door.head(self.metadata, b"POST", f"/v2/models/{asked.path}/{action}".encode()), id=asked.id
             )
             exchange.problem = asked.problem
             self.ask(exchange, body)
             return
         if asked.given is not None:
-            head = self.door.head(self.opened, b"POST", f"/v2/models/{asked.path}/infer".encode())
+            head = self.door.head(self.metadata, b"POST", f"/v2/models/{asked.path}/infer".encode())
             exchange = self.exchange(head, tensors, asked.id)
             exchange.given = asked.given
             self.ask(exchange, body)
             return
         url = f"/v2/models/{asked.path}/{self.generates}" if asked.generates else f"/predict/{asked.path}"
-        said = {**self.opened.said, b"x-request-id": asked.id.encode()} if asked.id else self.opened.said
-        head = Head(b"POST", url.encode(), said, length=len(asked.body))
+        headers = self.metadata.forwarded
+        if asked.id:
+            headers = {**headers, b"x-request-id": asked.id.encode()}
+        head = Head(b"POST", url.encode(), headers, length=len(asked.body))
         self.ask(self.exchange(head, asked.body, asked.id), body)
 
     def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:
@@ -503,7 +505,7 @@ class StreamedCall(UnaryInferCall):
         if status != 200 or text.startswith(b'{"error"'):
             self._fail_one(exchange.id, orjson.loads(text)["error"])
         else:
-            self.say(_StreamInfer(infer_response=self.answer(exchange, payload)))
+            self.send(_StreamInfer(infer_response=self.answer(exchange, payload)))
 
     def take(self, body: IncomingBody) -> None:
         try:
@@ -516,14 +518,14 @@ class StreamedCall(UnaryInferCall):
         self._fail_one(exchange.id, refusal.message)
 
     def _fail_one(self, id: str, reason: str) -> None:
-        told = _StreamInfer(error_message=reason)
-        told.infer_response.id = id
-        self.say(told)
+        answer = _StreamInfer(error_message=reason)
+        answer.infer_response.id = id
+        self.send(answer)
 
-    def say(self, told: Message) -> None:
+    def send(self, answer: Message) -> None:
         """Send one of many messages."""
         if not self.is_over:
-            self.stream.send(_prefixed(told))
+            self.stream.send(_prefixed(answer))
 
     def complete(self) -> None:
         self.is_over = True
@@ -537,15 +539,15 @@ class StreamedCall(UnaryInferCall):
 class ColdCall(Call):
     """A call that carries no load. The route of HTTP that means the same answers it."""
 
-    def __init__(self, door: GrpcDoor, stream: CallStream, opened: Opened, cold: Cold) -> None:
+    def __init__(self, door: GrpcDoor, stream: CallStream, metadata: Metadata, cold: Cold) -> None:
         self._cold = cold
         if "{model}" not in cold.route:  # else which model is asked for stands in the message
             self.gate = cold.route.encode()
-        super().__init__(door, stream, opened)
+        super().__init__(door, stream, metadata)
 
     def take(self, body: IncomingBody) -> None:
         asked = message(f"inference.{self._cold.request}").FromString(bytes(body.data))
-        self.ask(self.exchange(cold_head(self._cold, asked, self.opened.said)), body)
+        self.ask(self.exchange(cold_head(self._cold, asked, self.metadata.forwarded)), body)
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         if status == 503 and self._cold.answer.endswith("ReadyResponse"):
@@ -582,8 +584,8 @@ class ReflectionCall(StreamedCall):
 
     def take(self, body: IncomingBody) -> None:
         asked = ServerReflectionRequest.FromString(bytes(body.data))
-        for told in self.door.reflection.ServerReflectionInfo(iter((asked,)), None):
-            self.say(told)
+        for answer in self.door.reflection.ServerReflectionInfo(iter((asked,)), None):
+            self.send(answer)
 
 
 def _prefixed(answer: Message) -> bytes:
@@ -601,10 +603,10 @@ class GrpcDoor:
         self.service = service
         self.reader = InferReader(takes_bytes)
         self.reflection = ReflectionServicer((SERVICE, HEALTH, REFLECTION), POOL)
-        self._known: Kept[Headers, Opened] = Kept(KEPT_HEADS)
+        self._known: Kept[Headers, Metadata] = Kept(KEPT_HEADS)
         self._heads: Kept[tuple[int, bytes, bytes], Head] = Kept(KEPT_HEADS)  # by metadata, method and URL
         self._numbers = itertools.count()
-        named: dict[str, Callable[[GrpcDoor, CallStream, Opened], Call]] = {
+        named: dict[str, Callable[[GrpcDoor, CallStream, Metadata], Call]] = {
             f"{SERVICE}/ModelInfer": UnaryInferCall,
             f"{SERVICE}/ModelStreamInfer": StreamedCall,
             f"{HEALTH}/Check": HealthCall,
@@ -617,17 +619,17 @@ class GrpcDoor:
         """Return what serves a new client."""
         return Http2Connection(server, self._begin)
 
-    def head(self, opened: Opened, method: bytes, url: bytes) -> Head:
+    def head(self, metadata: Metadata, method: bytes, url: bytes) -> Head:
         """Return the head of a request. The same URL gets the same head, so its route is looked up once."""
-        key = opened.number, method, url
-        return self._heads.get(key) or self._heads.keep(key, Head(method, url, opened.said))
+        key = metadata.number, method, url
+        return self._heads.get(key) or self._heads.keep(key, Head(method, url, metadata.forwarded))
 
     def _begin(self, stream: CallStream, headers: Headers) -> Call:
         """Begin a call."""
-        opened = self._known.get(headers)
-        if opened is None:
-            opened = _opened(next(self._numbers), headers)
+        metadata = self._known.get(headers)
+        if metadata is None:
+            metadata = _read_metadata(next(self._numbers), headers)
             if sum([len(name) + len(value) for name, value in headers]) <= LONGEST_KEPT_HEAD_BYTES:
-                self._known.keep(headers, opened)
-        made = self._calls.get(opened.path, NoCall)
-        return (made if opened.problem is None else NoCall)(self, stream, opened)
+                self._known.keep(headers, metadata)
+        made = self._calls.get(metadata.path, RefusedCall)
+        return (made if metadata.problem is None else RefusedCall)(self, stream, metadata)
