@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import TenutoError, first_line
-from tenuto.placement.carrying import with_lengths
 from tenuto.placement.cluster import Cluster, Gpu, whole_of
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic
 from tenuto.placement.expectation.sharing import Sharing
+from tenuto.placement.generation_capacity import with_lengths
+from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.plan import Plan
 from tenuto.placement.policy import load_policy
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.solve import enough_for_all, solve
 from tenuto.placement.task import PlanTask
-from tenuto.placement.whereabouts import is_at
 from tenuto.profiles import Profiles
 
 NARROW = 1.01  # limit: a search ends when its highest value is at most this many times its lowest

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster
-from tenuto.placement.completing import complete, nothing_on
+from tenuto.placement.completion import complete, nothing_on
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
+from tenuto.placement.fault_tolerance import place_problems
 from tenuto.placement.plan import Plan
 from tenuto.placement.rules import measured_otherwise, option_problems
-from tenuto.placement.surviving import place_problems
 from tenuto.placement.task import PlanTask
 from tenuto.placement.watch import INTERRUPTED
 from tenuto.placement.workload import ModelSpec, Workload, profile_of

@@ -8,24 +8,31 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import Problem, raise_if_any
-from tenuto.placement.carrying import Costs, GeneratingPlan, generating_problems, shares_of, too_long, with_lengths
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.completing import ATTAINED, check_plan, nothing_on, policy_used, usage_of, with_losses_said
+from tenuto.placement.completion import ATTAINED, check_plan, nothing_on, policy_used, usage_of, with_losses_said
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import expected_of, told
 from tenuto.placement.expectation.sharing import Sharing
+from tenuto.placement.fault_tolerance import PlacementContext, arranged, asks
 from tenuto.placement.fixed_cost import plan_fixed_cost
-from tenuto.placement.laying import Means, buy_generating, by_gpu_type, place_generating
+from tenuto.placement.generation_capacity import (
+    Costs,
+    GeneratingPlan,
+    generating_problems,
+    shares_of,
+    too_long,
+    with_lengths,
+)
+from tenuto.placement.generation_packing import Means, buy_generating, by_gpu_type, place_generating
+from tenuto.placement.gpu_slices import Mixing, SlicedCluster
 from tenuto.placement.ledger import with_caps
-from tenuto.placement.mixing import Mixing, SlicedCluster
+from tenuto.placement.placement_constraints import ANYWHERE
 from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.placement.policy import Policy
-from tenuto.placement.surviving import Scene, arranged, asks
 from tenuto.placement.task import PlanTask
-from tenuto.placement.whereabouts import ANYWHERE
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.mig_instances import instance_type_of
@@ -67,7 +74,9 @@ def plan_mixed(task: PlanTask) -> Plan:
     models = tuple(known.get(spec.name, spec) for spec in workload.models)
     if any(asks(spec) or spec.prefer is not None for spec in models):
         sharing = Sharing(costs_of(workload, cluster, profiles), profiles, found.streaming)
-        scene = Scene(workload.model_copy(update={"models": models}), cluster, sharing, task.trial, policy.carries)
+        scene = PlacementContext(
+            workload.model_copy(update={"models": models}), cluster, sharing, task.trial, policy.carries
+        )
         found = _arranged(found, scene).model_copy(update={"models": workload.models})
     found = _with_assumptions(found, profiles)
     check_plan(found, cluster)
@@ -274,7 +283,7 @@ def _without(cluster: Cluster, taken: Collection[str]) -> Cluster:
     )
 
 
-def _arranged(plan: Plan, scene: Scene) -> Plan:
+def _arranged(plan: Plan, scene: PlacementContext) -> Plan:
     """Return a plan of both kinds with its replicas where models ask, and with what each loss leaves.
 
     What did not move keeps its promise. For the rest the formulas say what it serves, and trials of the policy what a

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.options import options_of_call, options_of_dataclass, read_options
-from tenuto.placement.carrying import GeneratingHost, GeneratingPlan, carried
 from tenuto.placement.cluster import Cluster
+from tenuto.placement.generation_capacity import GeneratingHost, GeneratingPlan, carried
 from tenuto.placement.plan import Plan
 from tenuto.placement.watch import PlanningWatch
 from tenuto.placement.workload import ModelSpec, Objective, Workload

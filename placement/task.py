@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tenuto.placement.cluster import Cluster
+from tenuto.placement.fault_tolerance import Trial
 from tenuto.placement.policy import Policy
-from tenuto.placement.surviving import Trial
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 

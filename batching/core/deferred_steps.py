@@ -43,8 +43,9 @@ class DeferredSteps:
         """Return how long a further token takes when so many sequences decode, and by how much that differs by chance
         (standard deviation).
 
-        In place of each of the others a prompt is read after `mean_output` steps, as in `placement.carrying`. In so
-        many steps as many prompts are read as there are others, by chance some more or fewer (Poisson).
+        In place of each of the others a prompt is read after `mean_output` steps, as in
+        `placement.generation_capacity`. In so many steps as many prompts are read as there are others, by chance some
+        more or fewer (Poisson).
         """
         others, prompt = sequences - 1, round(load.mean_prompt)
         decoding_ms = self._cost.ms(0, sequences, context_tokens)

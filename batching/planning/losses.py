@@ -11,14 +11,14 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.choosing import CONFIRMING, LARGE, ChoosingOptions
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import ModelSpec, Plan
-from tenuto.placement.carrying import with_lengths
 from tenuto.placement.expectation.outlook import told
+from tenuto.placement.generation_capacity import with_lengths
 
 _OF_STEPS = 3000  # limit: requests of one run of a model that generates, as of what its shares carry
 
 
 class LossTrials:
-    """Says which part of each model's requests a plan serves (`tenuto.placement.surviving.Trial`), by the runs and the
+    """Says which part of each model's requests a plan serves (`placement.fault_tolerance.Trial`), by the runs and the
     rule with which the policy `tenuto` finds a cluster to be enough: a model is served that misses at most half of what
     it may miss, or, where it misses up to half as much again, no more than it may of longer, other arrivals.
 

@@ -15,8 +15,8 @@ from tenuto.batching.planning.token_trials import carried_in_trial, served_in_tr
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem
 from tenuto.placement import Cluster, Plan, Policy, Workload
-from tenuto.placement.carrying import GeneratingHost
 from tenuto.placement.costs import costs_of
+from tenuto.placement.generation_capacity import GeneratingHost
 from tenuto.placement.plan import Expected, ExpectedModel, PolicyUsed
 from tenuto.placement.policies.shared.hosting import planned_gpus
 from tenuto.placement.policy import Abilities

@@ -12,8 +12,8 @@ from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.step_scheduler import TRIES, StepLimits, emptiest
 from tenuto.batching.core.system import INF
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
-from tenuto.placement.carrying import GeneratingHost, carried
 from tenuto.placement.generates import TokenSlo
+from tenuto.placement.generation_capacity import GeneratingHost, carried
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import StepCost
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.deployments.control.live import Live, LiveSystem, ServeSide
 from tenuto.deployments.control.mig_reconfiguration import LayoutSide
 from tenuto.deployments.control.planner import NoPlanner

@@ -16,7 +16,7 @@ from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.standby import Standby, still_fitting
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.whereabouts import is_at
+from tenuto.placement.placement_constraints import is_at
 
 
 class ChangeState:

@@ -20,7 +20,7 @@ from msgspec import structs
 
 from tenuto.deployments.control.change_stages import needed_mib
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.fit import gpus_of, renamed
+from tenuto.deployments.control.gpu_matching import gpus_of, renamed
 from tenuto.deployments.control.interface import (
     Apply,
     Decision,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tenuto.deployments.control.change import change_deployment, nothing_of
 from tenuto.deployments.control.change_preview import ChangePreview, preview_change
 from tenuto.deployments.control.controller_process import ControllerReplica, keep_ground, read_ground
-from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.control.version_edits import Edits
@@ -44,7 +44,7 @@ from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.mps.processes import Processes
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu, Placed
-from tenuto.placement.whereabouts import is_at
+from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.workload import lacking
 from tenuto.profiles import Profiles
 

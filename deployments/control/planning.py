@@ -14,25 +14,25 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tenuto.deployments.control.batches import raised
+from tenuto.deployments.control.batch_growth import enlarge_batches
+from tenuto.deployments.control.change_cost import ChangeWorth, Rent, Scale
 from tenuto.deployments.control.change_stages import fits, made_anew
-from tenuto.deployments.control.fit import fitted, fresh_id, gpus_of
+from tenuto.deployments.control.gpu_matching import fresh_id, gpus_of, match_to_running
 from tenuto.deployments.control.interface import PlanRequest
 from tenuto.deployments.control.standby import Standby, standbys, twins
-from tenuto.deployments.control.worth import ChangeWorth, Rent, Scale
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
-from tenuto.placement.carrying import in_proportion
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
-from tenuto.placement.completing import complete, usage_of
+from tenuto.placement.completion import complete, usage_of
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
+from tenuto.placement.fault_tolerance import asks, bearable, drained, unmet, with_losses, with_the_rest
+from tenuto.placement.generation_capacity import in_proportion
+from tenuto.placement.placement_constraints import ANYWHERE, is_at, may_lie, prefers
 from tenuto.placement.plan import Expected, PlannedGpu
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import make_plan
-from tenuto.placement.surviving import asks, bearable, drained, unmet, with_losses, with_the_rest
 from tenuto.placement.task import PlanTask
-from tenuto.placement.whereabouts import ANYWHERE, is_at, may_lie, prefers
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
@@ -196,7 +196,9 @@ def _candidates(
         faults.append(str(error))
     if request.running.gpulets:
         try:
-            running = raised(of_workload(request.running, request.workload), request.workload, profiles, request.gpus)
+            running = enlarge_batches(
+                of_workload(request.running, request.workload), request.workload, profiles, request.gpus
+            )
             if running.to_data() != request.running.to_data():
                 found.append(("kept", running))
             found += [(how, plan) for how, plan in incremental(request, profiles, running) if plan is not None]
@@ -226,7 +228,7 @@ def _cut_anew(request: PlanRequest, profiles: Profiles, chosen: Collection[str])
     plan = _anew(request, profiles, Cluster.of(g for g in request.gpus if g.mig != "managed" or g.device in chosen))
     devices = {gpu.device for gpu in plan.gpus}
     gpus = (*gpus_of(plan), *(gpu for gpu in request.gpus if gpu.device not in devices))
-    return fitted(plan, request.running, gpus, keep_idle=not request.types, reserved=request.standby_ids)
+    return match_to_running(plan, request.running, gpus, keep_idle=not request.types, reserved=request.standby_ids)
 
 
 def incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Iterator[tuple[str, Plan | None]]:
@@ -241,7 +243,7 @@ def incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Iter
     if any(map(asks, request.workload.models)):
         kept = running.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in request.gpus)})
         plan = _planned(request, profiles, request.workload, Cluster.of(request.gpus).as_cut, kept)
-        yield "arranged", raised(plan, request.workload, profiles, request.gpus)
+        yield "arranged", enlarge_batches(plan, request.workload, profiles, request.gpus)
 
 
 def _missing(request: PlanRequest, plan: Plan) -> dict[str, float]:
@@ -261,7 +263,7 @@ def _anew(request: PlanRequest, profiles: Profiles, cluster: Cluster) -> Plan:
         models = tuple(spec.model_copy(update={"rate_rps": rates_rps[spec.name]}) for spec in request.workload.models)
         workload = request.workload.model_copy(update={"models": models})
         plan = _planned(request, profiles, workload, cluster)
-        return raised(plan, request.workload, profiles, (*request.gpus, *gpus_of(plan)))
+        return enlarge_batches(plan, request.workload, profiles, (*request.gpus, *gpus_of(plan)))
 
     plan = planned(request.traffic.upper_rps)
     pooled = _pooled(plan, request.traffic)
@@ -285,7 +287,9 @@ def _pooled(plan: Plan, traffic: Traffic) -> dict[str, float]:
 
 
 def _fitted(plan: Plan, request: PlanRequest) -> Plan:
-    return fitted(plan, request.running, request.gpus, keep_idle=not request.types, reserved=request.standby_ids)
+    return match_to_running(
+        plan, request.running, request.gpus, keep_idle=not request.types, reserved=request.standby_ids
+    )
 
 
 def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_rps: Mapping[str, float]) -> Plan | None:
@@ -336,7 +340,7 @@ def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_r
         return None
     gpus = tuple(PlannedGpu.of(gpu) for gpu in request.gpus if not request.types or held[gpu.id])
     plan = _with_gpulets(running, [*running.gpulets, *new]).model_copy(update={"gpus": gpus})
-    return raised(plan, request.workload, profiles, request.gpus)
+    return enlarge_batches(plan, request.workload, profiles, request.gpus)
 
 
 def trimmed(request: PlanRequest, running: Plan) -> Plan | None:

@@ -26,8 +26,8 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.deployments.control.change_stages import not_ready
-from tenuto.deployments.control.fit import fitted, gpus_of, renamed
-from tenuto.deployments.control.near import changes_of, planned_near
+from tenuto.deployments.control.gpu_matching import gpus_of, match_to_running, renamed
+from tenuto.deployments.control.minimal_change import changes_of, plan_with_fewest_changes
 from tenuto.documents import load_document
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, PolicyUsed, Workload, load_policy, solve
@@ -165,7 +165,7 @@ def print_moved(first: int, count: int) -> None:
         left = {gpu.device for gpu in after.gpus}
         new = Counter(gpu.device for gpu in after.gpus if (gpu.id, gpu.type) not in old and gpu.device in old.values())
         held, moved = held + len(old), moved + sum(new.values())
-        laid = renamed(fitted(after, before, gpus_of(after), keep_idle=False), before)
+        laid = renamed(match_to_running(after, before, gpus_of(after), keep_idle=False), before)
         starts = not_ready(before, laid)
         filled = {gpulet.gpu for gpulet in laid.gpulets if gpulet.id in starts and gpulet.gpu in {g for g, _ in old}}
         other += len(filled)
@@ -173,7 +173,7 @@ def print_moved(first: int, count: int) -> None:
         changes = f"{sum(new.values())} of {len(old)} instances cut anew, {len(filled)} with other models"
         used = PolicyUsed(name="tenuto")
         asked, cluster = Workload(models=models), cut_as(before, elastic=True)
-        stays = planned_near(before, after, PlanTask(load_policy("tenuto"), asked, cluster, PROFILES), used)
+        stays = plan_with_fewest_changes(before, after, PlanTask(load_policy("tenuto"), asked, cluster, PROFILES), used)
         gpulets, near = gpulets + len(before.gpulets), near + changes_of(before, stays)
         changes += f"; near: {changes_of(before, stays)} of {len(before.gpulets)} gpu-lets change"
         print(f"{seed}: {gpus}, {changes}, {len(left)} GPUs in use", flush=True)

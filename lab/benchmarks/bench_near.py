@@ -20,10 +20,10 @@ from pathlib import Path
 
 from placement_scenes import machine, mixed_workload, thesis
 
-from tenuto.deployments.control.near import planned_near
+from tenuto.deployments.control.minimal_change import plan_with_fewest_changes
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, load_policy, solve
-from tenuto.placement.completing import check_plan
+from tenuto.placement.completion import check_plan
 from tenuto.placement.plan import PolicyUsed
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -65,7 +65,7 @@ def large(count: int, gpus: int, policy: str, seed: int) -> None:
     loaded, used = load_policy(policy), PolicyUsed(name=policy)
     old = timed("before", lambda: solve(loaded, before, on, profiles))
     anew = timed("anew", lambda: solve(loaded, after, on, profiles))
-    near = partial(planned_near, old, anew, loaded, used, after, on, profiles)
+    near = partial(plan_with_fewest_changes, old, anew, loaded, used, after, on, profiles)
     for limit in (None, SOME):
         try:
             plan = timed(f"near, at most {limit}", partial(near, at_most=limit))

@@ -22,7 +22,7 @@ from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.step_scheduler import StepLimits, StepOrder
 from tenuto.batching.core.system import INF
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
-from tenuto.placement.carrying import carried
+from tenuto.placement.generation_capacity import carried
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import StepCost
 from tenuto.profiles.shipped import load_shipped

@@ -8,7 +8,7 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.schedule import make_schedule
 from tenuto.placement import ModelSpec
-from tenuto.placement.carrying import with_lengths
+from tenuto.placement.generation_capacity import with_lengths
 from tenuto_lab.servegen import ServegenOptions, client_arrivals, client_tokens, published
 
 

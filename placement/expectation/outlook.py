@@ -16,10 +16,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tenuto.placement.carrying import Carries, carried
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.component import NOTHING, AlikeGpulets, Component, Demand, ServedInTime
 from tenuto.placement.expectation.sharing import listed
+from tenuto.placement.generation_capacity import Carries, carried
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
 from tenuto.placement.program import Gpulet, Program, slowest_ms
 from tenuto.placement.workload import ModelSpec

@@ -69,7 +69,7 @@ class ServingArguments:
         """
         from tenuto.batching.core.build import from_plan
         from tenuto.batching.registry import make_scheduler
-        from tenuto.deployments.control.fit import gpus_of
+        from tenuto.deployments.control.gpu_matching import gpus_of
         from tenuto.deployments.control.settings import ControlSettings, check_policy
         from tenuto.deployments.security.keys import read_keys
         from tenuto.deployments.serve.deployment import Deployment

@@ -43,7 +43,7 @@ def go_without(
     yes: bool,
 ) -> bool:
     """Make and deploy a plan that leaves some places empty. Print what moves; ask first if models lose requests."""
-    from tenuto.deployments.control.near import less_by, planned_without
+    from tenuto.deployments.control.minimal_change import less_by, plan_without_places
     from tenuto.deployments.control.settings import ControlSettings
 
     profiles, gpus = running.ground()
@@ -51,7 +51,7 @@ def go_without(
         profiles, _ = ClusterArguments(profile_names=profile_names).ground(found.plan)
     used = ControlSettings.model_validate(found.control or {}).policy if policy is None else PolicyUsed(name=policy)
     lost = running.lost_gpus((*found.plan.gpus, *gpus))
-    plan = planned_without(found.plan, places, profiles, gpus, lost=lost, used=used)
+    plan = plan_without_places(found.plan, places, profiles, gpus, lost=lost, used=used)
 
     def ask(foreseen: ChangePreview) -> None:
         for change in foreseen.changes:

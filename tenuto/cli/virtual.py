@@ -20,8 +20,8 @@ from tenuto.loadgen.simulated import Simulation
 from tenuto.options import split_pairs
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Placed
+from tenuto.placement.placement_constraints import domain_of
 from tenuto.placement.slo_rules import load_workload
-from tenuto.placement.whereabouts import domain_of
 
 if TYPE_CHECKING:
     from tenuto.loadgen.controlled import ControlledSimulation

@@ -13,7 +13,7 @@ from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.step_scheduler import Step, StepLimits, StepScheduler, TokenLoad
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
 from tenuto.outcome import Rule
-from tenuto.placement.carrying import carried
+from tenuto.placement.generation_capacity import carried
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles.generation import StepCost
 

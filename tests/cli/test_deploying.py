@@ -22,7 +22,7 @@ from tenuto.cli.deploying import (
     read_deployment,
 )
 from tenuto.deployments.control.change_preview import ChangePreview, foresee
-from tenuto.deployments.control.near import less_by
+from tenuto.deployments.control.minimal_change import less_by
 from tenuto.deployments.process.ray_address import KnownDeployment
 from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment
 from tenuto.deployments.serve.history import History

@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 from tenuto.batching.planning.losses import LossTrials
-from tenuto.deployments.control.near import changes_of, planned_near
+from tenuto.deployments.control.minimal_change import changes_of, plan_with_fewest_changes
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload, load_policy, solve
-from tenuto.placement.completing import check_plan, complete
+from tenuto.placement.completion import check_plan, complete
 from tenuto.placement.expectation.outlook import IN_FULL, expected_of
+from tenuto.placement.fault_tolerance import SLIGHT
 from tenuto.placement.plan import Expected, PolicyUsed
-from tenuto.placement.surviving import SLIGHT
 from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
@@ -61,7 +61,9 @@ def judged(seed: int, policy: str, **options: str) -> Judged:
     losses, found = LossTrials(), Judged()
     for at_most in LIMITS:
         try:
-            plan = planned_near(old, anew, PlanTask(loaded, after, left, profiles, losses), used, at_most=at_most)
+            plan = plan_with_fewest_changes(
+                old, anew, PlanTask(loaded, after, left, profiles, losses), used, at_most=at_most
+            )
         except InvalidInputError as error:
             found.sums["refused"] += 1
             if at_most is None or "changes at least" not in str(error):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tenuto.cli import main
-from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.documents import dump_yaml
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve

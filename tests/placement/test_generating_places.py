@@ -14,12 +14,12 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload
 from tenuto.placement.cluster import node_of
-from tenuto.placement.completing import check_plan
+from tenuto.placement.completion import check_plan
 from tenuto.placement.explaining import explain
+from tenuto.placement.fault_tolerance import Trial
+from tenuto.placement.placement_constraints import domain_of, may_lie, prefers
 from tenuto.placement.shown.table import rows_of
 from tenuto.placement.solve import solve
-from tenuto.placement.surviving import Trial
-from tenuto.placement.whereabouts import domain_of, may_lie, prefers
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profile, Profiles
 from tests.instruments.generating import (

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
+from tenuto.deployments.control.change_cost import CUTTING_S, stages
 from tenuto.deployments.control.change_preview import foresee
 from tenuto.deployments.control.change_stages import next_stage
-from tenuto.deployments.control.fit import renamed
+from tenuto.deployments.control.gpu_matching import renamed
 from tenuto.deployments.control.interface import Durations
-from tenuto.deployments.control.worth import CUTTING_S, stages
 from tenuto.deployments.serve.diff import layout_changes
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Policy, PolicyUsed, Replica, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.placement_constraints import domain_of, is_at
 from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.shown.picture import draw
 from tenuto.placement.shown.table import totals_of
-from tenuto.placement.whereabouts import domain_of, is_at
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LinearLatency, ModelProfile, Profile, ProfilePoint, Profiles
 from tenuto.profiles.mig_instances import ALL_GPCS, instance_profiles, instance_type_of, mig_types

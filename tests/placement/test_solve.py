@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Policy, Replica, Workload, solve
-from tenuto.placement.completing import usage_of
+from tenuto.placement.completion import usage_of
 from tenuto.placement.fixed_cost import check_inputs
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.placement.policies.symphony.symphony_policy import Symphony

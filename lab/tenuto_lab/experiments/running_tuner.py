@@ -24,7 +24,7 @@ from tenuto.loadgen.schedule import make_schedule
 from tenuto.outcome import Outcome
 from tenuto.pages import templates
 from tenuto.placement import Cluster, Plan, Workload
-from tenuto.placement.completing import complete
+from tenuto.placement.completion import complete
 from tenuto.placement.interference.igniter_model import Hardware, ModelConstants
 from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.placement.solve import solve

@@ -15,8 +15,8 @@ from functools import cached_property
 from tenuto.errors import MissingProfileError, refused
 from tenuto.options import option
 from tenuto.placement import Cluster, ModelSpec, Plan, Policy, Workload
-from tenuto.placement.carrying import GeneratingPlan
 from tenuto.placement.cluster import Gpu, node_of
+from tenuto.placement.generation_capacity import GeneratingPlan
 from tenuto.placement.policy import Abilities
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.workload import profile_of

@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.deployments.control.live import Live, LiveSystem
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.rates import RatesMemory

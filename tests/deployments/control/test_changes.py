@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenuto.deployments.control.change_cost import Rent, Scale, stages
 from tenuto.deployments.control.change_stages import fits, needed_mib, next_stage, not_ready
-from tenuto.deployments.control.fit import fitted
+from tenuto.deployments.control.gpu_matching import match_to_running
 from tenuto.deployments.control.interface import Durations, PlanRequest
-from tenuto.deployments.control.worth import Rent, Scale, stages
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tenuto.placement.expectation.outlook import Traffic
@@ -88,7 +88,7 @@ def renamed(plan: Plan, seed: int) -> Plan:
 @given(seed=st.integers(0, 10_000), other=st.integers(0, 10_000))
 def test_a_plan_is_laid_on_what_runs(seed: int, other: int) -> None:
     running, new = random_plan(seed), renamed(random_plan(other), seed)
-    laid = fitted(new, running, GPUS, keep_idle=True)
+    laid = match_to_running(new, running, GPUS, keep_idle=True)
     laid.check_references()
     before = {g.id: g for g in running.gpulets}
     assert Counter(str((g.share_pct, g.models)) for g in laid.gpulets) == Counter(
@@ -102,8 +102,8 @@ def test_a_plan_is_laid_on_what_runs(seed: int, other: int) -> None:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_the_same_layout_under_other_names_changes_nothing(seed: int) -> None:
-    running = fitted(random_plan(seed), None, GPUS, keep_idle=True)
-    again = fitted(renamed(running, seed), running, GPUS, keep_idle=True)
+    running = match_to_running(random_plan(seed), None, GPUS, keep_idle=True)
+    again = match_to_running(renamed(running, seed), running, GPUS, keep_idle=True)
     assert again.gpulets == running.gpulets
     assert next_stage(running, again, GPUS, rates(running)) is None
 
@@ -111,7 +111,7 @@ def test_the_same_layout_under_other_names_changes_nothing(seed: int) -> None:
 def test_more_gpus_than_there_are_is_refused() -> None:
     plan = make_plan({"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])})
     with pytest.raises(InvalidInputError, match="the cluster 1"):
-        fitted(plan, None, GPUS[:1], keep_idle=True)
+        match_to_running(plan, None, GPUS[:1], keep_idle=True)
 
 
 # --- the stages between -------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def ready_hosts(plan: Plan, waiting: frozenset[str]) -> Mapping[str, int]:
 @given(seed=st.integers(0, 10_000), other=st.integers(0, 10_000))
 def test_every_stage_fits_its_gpus_and_the_last_is_the_target(seed: int, other: int) -> None:
     running = random_plan(seed)
-    target = fitted(random_plan(other), running, GPUS, keep_idle=True)
+    target = match_to_running(random_plan(other), running, GPUS, keep_idle=True)
     by_id = {one.id: one for one in GPUS}
     now, count = running, 0
     while (stage := next_stage(now, target, GPUS, rates(running))) is not None:
@@ -186,7 +186,7 @@ def test_without_room_every_model_with_two_replicas_keeps_one(seed: int) -> None
 
 def weigh(running: Plan, target: Plan, traffic: Traffic, gpus: int = 4, **more: float):  # type: ignore[no-untyped-def]
     chosen = {"horizon_s": 300.0, "hysteresis": 0.2, **more}
-    laid = fitted(target, running, GPUS[:gpus], keep_idle=True)
+    laid = match_to_running(target, running, GPUS[:gpus], keep_idle=True)
     asked = running.workload, traffic, traffic.mean_rps, running, GPUS[:gpus], running.policy, DURATIONS
     return Scale(PlanRequest(*asked, **chosen), BY_SHARE).weigh(laid)  # type: ignore[arg-type]
 

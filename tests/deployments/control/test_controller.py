@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
+from tenuto.deployments.control.change_cost import ChangeWorth
 from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.standby import Standby, twins
-from tenuto.deployments.control.worth import ChangeWorth
 from tenuto.placement import Workload
 from tests.deployments.control.desk import Desk, PlanningDesk, pays
 from tests.instruments.plans import gpu, make_plan

@@ -11,7 +11,7 @@ import pytest
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.controller_process import ControllerReplica, keep_ground
-from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.planning import Proposal

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.change_preview import foresee
-from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.deployments.control.interface import Durations, PlanRequest
-from tenuto.deployments.control.near import changes_of, less_by, planned_without
+from tenuto.deployments.control.minimal_change import changes_of, less_by, plan_without_places
 from tenuto.deployments.control.planning import propose
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.standby import still_fitting, twins
@@ -21,7 +21,7 @@ from tenuto.deployments.serve.history import History
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import Traffic, expected_of
-from tenuto.placement.whereabouts import is_at
+from tenuto.placement.placement_constraints import is_at
 from tenuto.profiles import Profiles
 from tests.deployments.control.desk import Desk
 from tests.deployments.control.fake_serve import FakeServe
@@ -40,7 +40,7 @@ def planned(rates: dict[str, float]) -> Plan:
 
 
 def emptied(plan: Plan, *places: str) -> Plan:
-    return planned_without(plan, places, NOTHING)
+    return plan_without_places(plan, places, NOTHING)
 
 
 def held_at(plan: Plan, places: tuple[str, ...]) -> list[str]:
@@ -159,7 +159,7 @@ def test_a_model_that_is_elsewhere_is_not_given_up_for_those_of_the_place() -> N
 
 def test_a_gpu_that_is_lost_gets_nothing_either() -> None:
     before = planned({"a": 300.0})
-    after = planned_without(before, ["n0"], NOTHING, lost=["n1/0", "n1/1"])
+    after = plan_without_places(before, ["n0"], NOTHING, lost=["n1/0", "n1/1"])
     assert {gpulet.gpu.partition("/")[0] for gpulet in after.gpulets} == {"n2"}
     assert after.drained == ("n0",)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from tenuto.deployments.control.change import change_deployment
-from tenuto.deployments.control.fit import gpus_of, renamed
+from tenuto.deployments.control.gpu_matching import gpus_of, renamed
 from tenuto.deployments.control.live import LiveSystem
 from tenuto.deployments.machines.node_layouts import CutOrder
 from tenuto.deployments.serve.config import ServeConfig

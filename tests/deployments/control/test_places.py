@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.deployments.control.fit import fitted
+from tenuto.deployments.control.gpu_matching import match_to_running
 from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.planning import propose
 from tenuto.deployments.control.settings import ControlSettings
@@ -17,8 +17,8 @@ from tenuto.loadgen.controlled import ControlledSimulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import node_of
 from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.surviving import bearable, unmet
-from tenuto.placement.whereabouts import may_lie
+from tenuto.placement.fault_tolerance import bearable, unmet
+from tenuto.placement.placement_constraints import may_lie
 from tenuto.profiles import Profiles
 
 NOTHING = Profiles([])
@@ -59,11 +59,11 @@ def test_a_preference_chooses_among_equal_gpus_and_moves_nothing_that_runs() -> 
     on = cluster(3)
     plan = planned(workload({"rate_rps": 1200, "prefer": "n1"}, {"rate_rps": 1200, "prefer": "n2"}), on)
     for left, where in ((on.gpus, {"m0": {"n1"}, "m1": {"n2"}}), (on.gpus[:4], {"m0": {"n1"}})):
-        laid = fitted(plan, None, left, keep_idle=True)
+        laid = match_to_running(plan, None, left, keep_idle=True)
         for name, nodes in where.items():
             assert {node_of(gpulet.gpu) for gpulet in laid.hosts_of(name)} == nodes
     elsewhere = planned(workload({"rate_rps": 1200, "prefer": "n0"}, {"rate_rps": 1200}), on)
-    again = fitted(plan, elsewhere, on.gpus, keep_idle=True)
+    again = match_to_running(plan, elsewhere, on.gpus, keep_idle=True)
     assert {g.gpu for g in again.hosts_of("m0")} == {g.gpu for g in elsewhere.hosts_of("m0")}
 
 

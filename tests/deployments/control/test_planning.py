@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from tenuto.deployments.control.change_cost import CUTTING_S
 from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.planning import incremental, propose
-from tenuto.deployments.control.worth import CUTTING_S
 from tenuto.deployments.serve.diff import layout_changes
 from tenuto.placement import Cluster, ModelSpec, Workload, load_policy, solve
-from tenuto.placement.carrying import carried, options_of
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
+from tenuto.placement.generation_capacity import carried, options_of
 from tenuto.placement.plan import PolicyUsed
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped

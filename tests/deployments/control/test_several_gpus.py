@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tenuto.deployments.control.change_cost import Rent
 from tenuto.deployments.control.change_preview import foresee
-from tenuto.deployments.control.fit import fitted, gpus_of
-from tenuto.deployments.control.worth import Rent
+from tenuto.deployments.control.gpu_matching import gpus_of, match_to_running
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import diff
 from tenuto.deployments.serve.sub_clusters import cut_plan
@@ -42,8 +42,8 @@ def test_other_gpus_need_another_process() -> None:
 def test_a_plan_is_laid_on_the_same_gpus_together_and_keeps_its_processes() -> None:
     plan = planned(2, 2)
     gpus = cluster(2, 2).gpus
-    first = fitted(plan, None, gpus, keep_idle=True)
-    again = fitted(plan, first, gpus, keep_idle=True)
+    first = match_to_running(plan, None, gpus, keep_idle=True)
+    again = match_to_running(plan, first, gpus, keep_idle=True)
     for found in (first, again):
         (big,) = found.hosts_of("big")
         assert big.gpus == plan.hosts_of("big")[0].gpus

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.running import Life, RunningSystem
-from tenuto.deployments.control.fit import fitted, gpus_of, renamed
+from tenuto.deployments.control.gpu_matching import gpus_of, match_to_running, renamed
 from tenuto.deployments.serve.config import ServeApplication
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import diff
@@ -123,7 +123,7 @@ def test_whoever_asks_whether_a_process_starts_anew_is_told_what_serve_does(
     kept = {gpulet.id for gpulet in renamed(new, old).gpulets} & {gpulet.id for gpulet in old.gpulets}
     assert kept == both - restarts
     assert restarted_in_virtual_time(old, new) == restarts
-    laid = fitted(new, old, gpus_of(new), keep_idle=False)
+    laid = match_to_running(new, old, gpus_of(new), keep_idle=False)
     laid_out = {
         each.spec.gpulet: each for each in Deployment(plan=laid, executor=executor).config().gpulets if each.spec
     }

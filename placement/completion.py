@@ -12,13 +12,13 @@ from tenuto.placement.cluster import Cluster, whole_of
 from tenuto.placement.costs import ModelOnGpu, costs_of
 from tenuto.placement.expectation.outlook import expected_of, told
 from tenuto.placement.expectation.sharing import Sharing
+from tenuto.placement.fault_tolerance import PlacementContext, Trial, arranged, not_surviving, with_losses
 from tenuto.placement.ledger import unknown_memory, with_caps
 from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.policy import Policy
 from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import room_problems
-from tenuto.placement.surviving import Scene, Trial, arranged, not_surviving, with_losses
 from tenuto.placement.task import PlanTask
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profiles
@@ -61,7 +61,7 @@ def complete(
         }
     )
     sharing = Sharing(costs_of(workload, cluster, profiles), profiles, streaming)
-    scene = Scene(workload, cluster, sharing, task.trial)
+    scene = PlacementContext(workload, cluster, sharing, task.trial)
     tried = [told(gpulet) for gpulet in plan.gpulets] if policy.abilities.tries_plans else None
     plan = arranged(sharing.completed(plan), scene, parts=parts, at_most=at_most)
     if parts is not None:
@@ -159,7 +159,7 @@ def usage_of(plan: Plan, cluster: Cluster) -> dict[str, Any]:
     return {"gpus_used": len(used), "cost_per_hour": cost}
 
 
-def _with_expectation(plan: Plan, scene: Scene, tried: Sequence[object] | None) -> Plan:
+def _with_expectation(plan: Plan, scene: PlacementContext, tried: Sequence[object] | None) -> Plan:
     """Return the plan with what it promises, and with a reason for every model that it serves below `ATTAINED`.
 
     `tried`: the gpu-lets that the policy tried, as `told`; None if it tries nothing. The plan promises what its trial

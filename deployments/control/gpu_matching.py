@@ -19,17 +19,17 @@ from tenuto.deployments.control.change_stages import fits, needed_mib
 from tenuto.errors import refused
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.fault_tolerance import SLIGHT, with_losses
+from tenuto.placement.placement_constraints import may_lie, prefers
 from tenuto.placement.plan import GpuletProcess, PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
-from tenuto.placement.surviving import SLIGHT, with_losses
-from tenuto.placement.whereabouts import may_lie, prefers
 
 FORBIDDEN = 1e12  # derived: more than all breaks together: no model goes where it must not
 PREFERRED = 1e-6  # derived: less than any model that stays loaded: a preference only breaks ties
 BREAKS = 1e6  # derived: more than all models that stay loaded: fewest models go away first
 
 
-def fitted(
+def match_to_running(
     plan: Plan,
     running: Plan | None,
     gpus: Sequence[Gpu],
@@ -112,7 +112,7 @@ def fitted(
     if not in_place and any(spec.spread in ("node", "rack") for spec in plan.models):
         most, less = _left(with_losses(plan)), _left(found)
         if any(less[name] < part - SLIGHT * specs[name].rate_rps for name, part in most.items()):
-            return fitted(plan, running, gpus, keep_idle=keep_idle, reserved=reserved, in_place=True)
+            return match_to_running(plan, running, gpus, keep_idle=keep_idle, reserved=reserved, in_place=True)
     return found
 
 

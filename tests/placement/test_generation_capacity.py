@@ -11,9 +11,9 @@ from tenuto.batching.planning.token_trials import carried_in_trial, in_time, ser
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload
-from tenuto.placement.carrying import GeneratingHost, carried
 from tenuto.placement.explaining import explain
-from tenuto.placement.laying import Means, place_generating
+from tenuto.placement.generation_capacity import GeneratingHost, carried
+from tenuto.placement.generation_packing import Means, place_generating
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.solve import solve
 from tenuto.placement.workload import ModelSpec

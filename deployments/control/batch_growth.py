@@ -22,7 +22,7 @@ GROWTH = 1.25  # derived: finer than the powers of two at which batches are prof
 STEPS = 24  # derived: 1.25^24 = 212, beyond 128, the largest batch profiled
 
 
-def raised(plan: Plan, workload: Workload, profiles: Profiles, gpus: Sequence[Gpu]) -> Plan:
+def enlarge_batches(plan: Plan, workload: Workload, profiles: Profiles, gpus: Sequence[Gpu]) -> Plan:
     """Return the plan with the largest batches that its gpu-lets can run in turns.
 
     On each gpu-let all batches grow by one factor. They grow while a round of all batches and one more batch ends

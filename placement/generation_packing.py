@@ -11,26 +11,26 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tenuto.placement.carrying import (
+from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster, Gpu, node_of
+from tenuto.placement.generation_capacity import (
     SHARES,
     Carries,
-    Carrying,
     GeneratingPlan,
-    Laid,
+    PlacedShare,
     Serves,
+    ShareCapacity,
     carried,
     options_of,
     plan_of,
 )
-from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster, Gpu, node_of
-from tenuto.placement.whereabouts import domain_of, may_lie
+from tenuto.placement.placement_constraints import domain_of, may_lie
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profiles
 
 _CLOSE = 1.01
 """limit: how near the highest load that fits is found."""
 _NO_INTERFERENCE = "no interference between gpu-lets is counted for them"
-Options = Mapping[str, Sequence[Carrying]]
+Options = Mapping[str, Sequence[ShareCapacity]]
 """What each model carries on shares of a GPU type, by its name."""
 
 
@@ -44,14 +44,14 @@ class Means:
     serves: Serves | None = None
     shares: Sequence[int] = SHARES
 
-    def options(self, specs: Sequence[ModelSpec], gpu: Gpu, most_together: int = 1) -> dict[str, list[Carrying]]:
+    def options(self, specs: Sequence[ModelSpec], gpu: Gpu, most_together: int = 1) -> dict[str, list[ShareCapacity]]:
         """Return by model what it carries on shares of such GPUs; see `options_of`."""
         return {
             spec.name: options_of(spec, gpu, self.profiles, self.carries, most_together, self.shares) for spec in specs
         }
 
     def plan(
-        self, specs: Sequence[ModelSpec], laid: Sequence[Laid], memory: Mapping[str, float] | None = None
+        self, specs: Sequence[ModelSpec], laid: Sequence[PlacedShare], memory: Mapping[str, float] | None = None
     ) -> GeneratingPlan:
         """Return gpu-lets as they are laid on GPUs; see `plan_of`."""
         return plan_of(specs, laid, self.profiles, self.serves, memory)
@@ -100,7 +100,7 @@ def buy_generating(
         takes_pct = (math.ceil(spec.rate_rps / way.rate_rps - 1e-9) * way.takes_pct for way in ways)
         return prices[kind] * min(takes_pct, default=math.inf) / 100.0
 
-    found: list[tuple[tuple[int, float], list[Laid]]] = []
+    found: list[tuple[tuple[int, float], list[PlacedShare]]] = []
     for preferred in (None, *one_of_each):
         on: dict[str, list[ModelSpec]] = {kind: [] for kind in one_of_each}
         for spec in specs:
@@ -117,7 +117,7 @@ def buy_generating(
         found.append(((-len(served), sum(prices[gpu.type] for gpu in gpus_of(laid))), laid))
     laid = min(found, key=lambda each: each[0])[1]
     bought = {place.id: gpu for place in gpus_of(laid) if (gpu := take(place.type)) is not None}
-    laid = [Laid(each.option, tuple(bought[place.id] for place in each.gpus)) for each in laid]
+    laid = [PlacedShare(each.option, tuple(bought[place.id] for place in each.gpus)) for each in laid]
     held = {each.option.spec.name for each in laid}
     plan = means.plan([spec for spec in specs if spec.name in held], laid)
     reasons = {
@@ -154,7 +154,7 @@ class Room:
         kind = spec.spread or "gpu"
         return math.inf if self._is_endless else len({domain_of(g, kind) for g in self.gpus if may_lie(spec, g)})
 
-    def laid(self, wanted: Sequence[Carrying]) -> list[Laid]:
+    def laid(self, wanted: Sequence[ShareCapacity]) -> list[PlacedShare]:
         """Return where gpu-lets lie: each on the first GPUs of a node that have its share left and not its model; none
         where they do not all fit. A model that is spread goes to the node or rack that has fewest of it."""
         left = {gpu.id: 100.0 for gpu in self.gpus}
@@ -162,7 +162,7 @@ class Room:
         by_node: dict[str, list[Gpu]] = {}
         for gpu in self.gpus:
             by_node.setdefault(node_of(gpu.id), []).append(gpu)
-        found: list[Laid] = []
+        found: list[PlacedShare] = []
         for option in wanted:
             spec, held = option.spec, on.setdefault(option.spec.name, set())
             nodes = list(by_node.values())
@@ -183,11 +183,11 @@ class Room:
             for gpu in able:
                 left[gpu.id] -= option.share_pct
                 held.add(gpu.id)
-            found.append(Laid(option, tuple(able)))
+            found.append(PlacedShare(option, tuple(able)))
         return found
 
 
-def gpus_of(laid: Sequence[Laid]) -> list[Gpu]:
+def gpus_of(laid: Sequence[PlacedShare]) -> list[Gpu]:
     """Return the GPUs that are taken, each once."""
     return list({gpu.id: gpu for each in laid for gpu in each.gpus}.values())
 
@@ -227,7 +227,7 @@ def _on_type(
     return low, replace(plan, reasons={**reasons, **(plan.reasons or {})}, notes=tuple(_notes(laid, options, low)))
 
 
-def _with_what_is_left(laid: Sequence[Laid], options: Options) -> list[Laid]:
+def _with_what_is_left(laid: Sequence[PlacedShare], options: Options) -> list[PlacedShare]:
     """Return the same, where models whose gpu-lets all lie alone have the largest share."""
     on = Counter(gpu.id for each in laid for gpu in each.gpus)
     beside = {each.option.spec.name for each in laid if any(on[gpu.id] > 1 for gpu in each.gpus)}
@@ -243,7 +243,7 @@ def _with_what_is_left(laid: Sequence[Laid], options: Options) -> list[Laid]:
     ]
 
 
-def _packed(specs: Sequence[ModelSpec], options: Options, times: float, room: Room) -> list[Laid]:
+def _packed(specs: Sequence[ModelSpec], options: Options, times: float, room: Room) -> list[PlacedShare]:
     """Return where gpu-lets lie, so that so many times each rate is carried, and the part of it that must survive after
     the loss of a domain; none where that does not fit.
 
@@ -251,15 +251,15 @@ def _packed(specs: Sequence[ModelSpec], options: Options, times: float, room: Ro
     whichever fits all models on fewer. Those of most GPUs and the largest shares come first.
     """
 
-    def least_share(gpulets: int, option: Carrying) -> tuple[float, ...]:
+    def least_share(gpulets: int, option: ShareCapacity) -> tuple[float, ...]:
         return gpulets * option.takes_pct, gpulets
 
-    def fewest_gpus(gpulets: int, option: Carrying) -> tuple[float, ...]:
+    def fewest_gpus(gpulets: int, option: ShareCapacity) -> tuple[float, ...]:
         return gpulets * option.together, option.share_pct
 
-    best: list[Laid] = []
+    best: list[PlacedShare] = []
     for rank in (least_share, fewest_gpus):
-        wanted: list[Carrying] = []
+        wanted: list[ShareCapacity] = []
         for spec in specs:
             ways = []
             for option in options[spec.name]:
@@ -294,7 +294,7 @@ def _why_none(gpu: Gpu) -> str:
     )
 
 
-def _notes(laid: Sequence[Laid], options: Options, times: float) -> list[str]:
+def _notes(laid: Sequence[PlacedShare], options: Options, times: float) -> list[str]:
     """Say what the models that generate take, and why some share no GPU."""
     takes = f"models that generate take {len(gpus_of(laid))} of the GPUs, which carry {times:.3g} times their load"
     notes = [f"{takes}; {_NO_INTERFERENCE}"]

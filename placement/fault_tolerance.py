@@ -16,17 +16,25 @@ from functools import cached_property
 from itertools import product
 
 from tenuto.errors import Problem, refused
-from tenuto.placement.carrying import Carries, Carrying, Laid, carried, gpulets_of, options_of, shares_of
 from tenuto.placement.cluster import Cluster, Gpu, node_of
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import context_mib_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks
 from tenuto.placement.expectation.sharing import Sharing
+from tenuto.placement.generation_capacity import (
+    Carries,
+    PlacedShare,
+    ShareCapacity,
+    carried,
+    gpulets_of,
+    options_of,
+    shares_of,
+)
+from tenuto.placement.placement_constraints import domain_of, is_at, may_lie, names_of, prefers
 from tenuto.placement.plan import ExpectedLoss, Plan, PlannedGpu
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.placement.program import Gpulet, Replica
-from tenuto.placement.whereabouts import domain_of, is_at, may_lie, names_of, prefers
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles.share_latency import EVERY_RULE
 
@@ -243,7 +251,7 @@ def _domains(plan: Plan, asked: Sequence[ModelSpec]) -> list[_Domain]:
 
 
 @dataclass(frozen=True)
-class Scene:
+class PlacementContext:
     """What a plan is made for and with. On an elastic cluster further GPUs can be had. `sharing` knows what models cost
     and fills in the latencies of a plan with other gpu-lets; `trial` tries what a loss leaves; `carries` judges a
     gpu-let that generates."""
@@ -260,7 +268,9 @@ class Scene:
         return {kind: context_mib_of(kind, self.sharing.profiles) for kind in self.cluster.gpu_types}
 
 
-def arranged(plan: Plan, scene: Scene, *, parts: Mapping[str, float] | None = None, at_most: int | None = None) -> Plan:
+def arranged(
+    plan: Plan, scene: PlacementContext, *, parts: Mapping[str, float] | None = None, at_most: int | None = None
+) -> Plan:
     """Return a plan of any policy with its replicas where the models ask; the plan itself when no model asks.
 
     On a fixed cluster some wishes cannot be met. They are left unmet, and `not_surviving` names them.
@@ -279,10 +289,10 @@ def arranged(plan: Plan, scene: Scene, *, parts: Mapping[str, float] | None = No
             return plan
         outlooks = Outlooks(carries=scene.carries)
         wanted = outlooks.of(plan.model_copy(update={"models": scene.workload.models})).parts
-        return _Adding(_apart(plan, asked) if is_fixed else plan, scene, wanted).done()
+        return _ReplicaAdder(_apart(plan, asked) if is_fixed else plan, scene, wanted).done()
     if is_fixed:
         plan = plan.model_copy(update={"gpulets": tuple(_allowed(plan.gpulets, plan.gpus, asked))})
-    return _Adding(plan, scene, parts, at_most, promises=True).done()
+    return _ReplicaAdder(plan, scene, parts, at_most, promises=True).done()
 
 
 def _allowed(gpulets: Iterable[Gpulet], gpus: Sequence[PlannedGpu], asked: Sequence[ModelSpec]) -> Iterator[Gpulet]:
@@ -378,14 +388,14 @@ def _best_places(gpus: Sequence[PlannedGpu], worth: Callable[[str, str], float])
 # --- replicas are added ---------------------------------------------------------------------------------------------
 
 
-class _Adding:
+class _ReplicaAdder:
     """Adds replicas until each model keeps what it asks for after every loss, and after the removal of replicas from
     places that are not allowed."""
 
     def __init__(
         self,
         plan: Plan,
-        scene: Scene,
+        scene: PlacementContext,
         wanted: Mapping[str, float],
         at_most: int | None = None,
         *,
@@ -402,7 +412,7 @@ class _Adding:
         self._memory_mib = {kind: gpu.memory_mib for kind, gpu in scene.cluster.one_of_each.items()}
         self._prices = scene.cluster.prices
         self._outlooks = Outlooks(carries=scene.carries)
-        self._options: dict[tuple[str, str], list[Carrying]] = {}  # of models that generate, by GPU type
+        self._options: dict[tuple[str, str], list[ShareCapacity]] = {}  # of models that generate, by GPU type
         self._pool = GpuPool(scene.cluster)
         for gpu in plan.gpus:
             self._pool.take_named(gpu.id, gpu.type)
@@ -587,7 +597,7 @@ class _Adding:
             if len(together) <= len(unit):
                 continue  # what lies there is not known
             part = 1.0 - fixed_mib / known.memory_mib
-            laid = [Laid(each, (known,)) for each in together]
+            laid = [PlacedShare(each, (known,)) for each in together]
             *grown, new = gpulets_of(laid, self._scene.sharing.profiles, rates, {known.id: part})
             holds = [g.models[0].kv_tokens or 0 for g in (*grown, new)]
             if any(held < LEAST_MEMORY * o.kv_tokens for held, o in zip(holds, together, strict=True)):
@@ -599,7 +609,7 @@ class _Adding:
             opens = 0.0 if there else 1.0
             yield _Place(gpu, one, price, (price, opens, option.share_pct), (*beside, *kept))
 
-    def _options_of(self, name: str, gpu: Gpu) -> list[Carrying]:
+    def _options_of(self, name: str, gpu: Gpu) -> list[ShareCapacity]:
         key = name, gpu.type
         if key not in self._options:
             spec, profiles = self._specs[name], self._scene.sharing.profiles
@@ -607,7 +617,7 @@ class _Adding:
             self._options[key] = options_of(spec, gpu, profiles, self._scene.carries, shares=shares)
         return self._options[key]
 
-    def _option(self, name: str, share_pct: float, gpu: Gpu) -> Carrying | None:
+    def _option(self, name: str, share_pct: float, gpu: Gpu) -> ShareCapacity | None:
         return next((each for each in self._options_of(name, gpu) if each.share_pct == share_pct), None)
 
     def _room_mib(self, gpu: PlannedGpu, gpulet: Gpulet, there: Sequence[Gpulet]) -> float:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.deployments.control.near import changes_of, planned_near
+from tenuto.deployments.control.minimal_change import changes_of, plan_with_fewest_changes
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import InstancePlace, node_of
+from tenuto.placement.fault_tolerance import drained, with_losses, without
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.surviving import drained, with_losses, without
 from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 
@@ -42,7 +42,7 @@ def planned(policy: str, asked: Workload, on: Cluster) -> Plan:
 def near(policy: str, old: Plan, asked: Workload, on: Cluster, at_most: int | None = None) -> tuple[Plan, Plan]:
     anew, used = planned(policy, asked, on), PolicyUsed(name=policy, options=OPTIONS[policy])
     loaded = load_policy(policy, OPTIONS[policy])
-    return anew, planned_near(old, anew, PlanTask(loaded, asked, on, NOTHING), used, at_most=at_most)
+    return anew, plan_with_fewest_changes(old, anew, PlanTask(loaded, asked, on, NOTHING), used, at_most=at_most)
 
 
 def served(plan: Plan) -> dict[str, float]:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tenuto.placement.carrying import Carrying, Costs, GeneratingPlan, Laid, carried, room_mib
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, memory_of
-from tenuto.placement.laying import Means, Room, left_of
+from tenuto.placement.generation_capacity import Costs, GeneratingPlan, PlacedShare, ShareCapacity, carried, room_mib
+from tenuto.placement.generation_packing import Means, Room, left_of
 from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.solver import Rows, linear_program
 from tenuto.placement.workload import ModelSpec, Workload
@@ -78,7 +78,7 @@ class Slice:
 class Mix:
     """Gpu-lets that generate by GPU, and the slices beside them."""
 
-    units: tuple[tuple[Gpu, tuple[Carrying, ...]], ...]
+    units: tuple[tuple[Gpu, tuple[ShareCapacity, ...]], ...]
     slices: tuple[Slice, ...]
 
     @property
@@ -129,7 +129,7 @@ class Mixing:
     def plan(self, mix: Mix) -> GeneratingPlan:
         """Return the gpu-lets that generate."""
         taken = {each.gpu.id: each.memory_mib / each.gpu.memory_mib for each in mix.slices}
-        laid = [Laid(option, (gpu,)) for gpu, unit in mix.units for option in unit]
+        laid = [PlacedShare(option, (gpu,)) for gpu, unit in mix.units for option in unit]
         memory = {name: 1.0 - part for name, part in taken.items()}
         return self._means.plan(self._specs, laid, memory)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tenuto.deployments.control.change_cost import ChangeWorth, Rent, Scale, stages
 from tenuto.deployments.control.interface import Durations, PlanRequest
-from tenuto.deployments.control.worth import ChangeWorth, Rent, Scale, stages
 from tenuto.placement import Plan
 from tenuto.placement.expectation.outlook import Traffic
 from tests.instruments.plans import gpu, make_plan

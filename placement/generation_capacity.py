@@ -51,7 +51,7 @@ _DRAWN = 10_000
 
 
 @dataclass(frozen=True)
-class Carrying:
+class ShareCapacity:
     """A share of a GPU for a model: the requests per second that it carries with so many sequences, and its memory.
 
     With `together` above 1, the model lies on that share of each of so many GPUs of one node, by tensor parallelism.
@@ -248,16 +248,16 @@ def too_long(specs: Iterable[ModelSpec], gpulets: Iterable[Gpulet]) -> list[str]
 
 
 @dataclass(frozen=True)
-class Laid:
+class PlacedShare:
     """A share for a model, and the GPUs of one node that it is a share of."""
 
-    option: Carrying
+    option: ShareCapacity
     gpus: tuple[Gpu, ...]
 
 
 def plan_of(
     specs: Sequence[ModelSpec],
-    laid: Sequence[Laid],
+    laid: Sequence[PlacedShare],
     profiles: Profiles,
     serves: Serves | None = None,
     memory: Mapping[str, float] | None = None,
@@ -291,7 +291,7 @@ def options_of(
     carries: Carries,
     most_together: int = 1,
     shares: Sequence[int] = SHARES,
-) -> list[Carrying]:
+) -> list[ShareCapacity]:
     """Return what the model carries on each share of a GPU, with the memory in proportion; without those that carry
     nothing. So also of several GPUs of a node, up to `most_together`, where they carry `WORTH_TOGETHER` times as much
     for each GPU as fewer do, or these nothing."""
@@ -302,7 +302,7 @@ def options_of(
     generation = profile.generation
     if generation is None:
         return []
-    found: list[Carrying] = []
+    found: list[ShareCapacity] = []
     best = 0.0
     for together in sorted({at.tensor_parallel for at in generation.steps}):
         if together > most_together:
@@ -317,7 +317,7 @@ def options_of(
 
 def _options_on(
     spec: ModelSpec, gpu: Gpu, profiles: Profiles, carries: Carries, together: int, shares: Sequence[int]
-) -> list[Carrying]:
+) -> list[ShareCapacity]:
     """Return the same of so many GPUs together."""
     profile = profile_of(spec, gpu.type, profiles)
     generation = profile.generation
@@ -330,7 +330,7 @@ def _options_on(
             return []
         cost, kv_tokens = generation.cost(100.0), generation.kv_tokens or _most_tokens(spec)
         rate, sequences = carries(spec, cost, kv_tokens) if kv_tokens else (0.0, 0)
-        whole = Carrying(spec, 100.0, rate, sequences, generation, cost, kv_tokens, None)
+        whole = ShareCapacity(spec, 100.0, rate, sequences, generation, cost, kv_tokens, None)
         return [whole] if rate > 0 else []
     found = []
     for share in shares:
@@ -340,7 +340,9 @@ def _options_on(
             cost = generation.cost(share, together)
             rate, sequences = carries(spec, cost, kv_tokens) if kv_tokens > 0 else (0.0, 0)
             if rate > 0:
-                found.append(Carrying(spec, share, rate, sequences, generation, cost, kv_tokens, on_each, together))
+                found.append(
+                    ShareCapacity(spec, share, rate, sequences, generation, cost, kv_tokens, on_each, together)
+                )
     return found
 
 
@@ -359,7 +361,7 @@ def room_mib(gpu: Gpu, part: float, profiles: Profiles) -> float:
 
 
 def gpulets_of(
-    laid: Sequence[Laid], profiles: Profiles, rates_rps: Sequence[float], memory: Mapping[str, float]
+    laid: Sequence[PlacedShare], profiles: Profiles, rates_rps: Sequence[float], memory: Mapping[str, float]
 ) -> list[Gpulet]:
     """Return the gpu-lets. Those on a GPU get its memory, or such a part of it, in proportion to their shares.
     `rates_rps` is what is planned for each. Their ids are numbered."""

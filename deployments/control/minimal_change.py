@@ -10,21 +10,21 @@ from dataclasses import replace
 from functools import partial
 
 from tenuto.deployments.control.change_stages import not_ready
-from tenuto.deployments.control.fit import fitted, gpus_of, renamed
+from tenuto.deployments.control.gpu_matching import gpus_of, match_to_running, renamed
 from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.planning import incremental, of_workload, trimmed
 from tenuto.errors import InvalidInputError, refused
 from tenuto.placement import Cluster, Gpulet, Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.completing import complete
+from tenuto.placement.completion import complete
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic, expected_of
 from tenuto.placement.expectation.sharing import Sharing
+from tenuto.placement.fault_tolerance import SLIGHT, Trial, bearable, drained, unmet, with_the_rest, without
 from tenuto.placement.plan import Expected, ExpectedModel, PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import make_plan
-from tenuto.placement.surviving import SLIGHT, Trial, bearable, drained, unmet, with_the_rest, without
 from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 
@@ -34,7 +34,7 @@ def changes_of(old: Plan, plan: Plan) -> int:
     return len(not_ready(old, renamed(plan, old)))
 
 
-def planned_near(
+def plan_with_fewest_changes(
     old: Plan,
     anew: Plan,
     task: PlanTask,
@@ -160,7 +160,7 @@ def planned_near(
         return len(unmet(plan)), round(lacking, 6), changes, used if price is None else price, used
 
     most = len(gpus) * len(rates) if at_most is None else at_most
-    made_anew = renamed(fitted(anew, kept, gpus, keep_idle=not cluster.elastic), old)
+    made_anew = renamed(match_to_running(anew, kept, gpus, keep_idle=not cluster.elastic), old)
     found = list(candidates())
     allowed = [plan for plan in found if at_most is None or changes_of(old, plan) <= at_most]
     if not allowed:
@@ -175,7 +175,7 @@ def planned_near(
     return best.model_copy(update={"notes": (*best.notes, _told(old, best, made_anew))})
 
 
-def planned_without(
+def plan_without_places(
     running: Plan,
     places: Sequence[str],
     profiles: Profiles,
@@ -206,7 +206,7 @@ def planned_without(
     anew = make_plan(task)
     if set(running.drained) - set(places):
         promised |= {name: max(rate, promised.get(name, 0.0)) for name, rate in _promised(anew).items()}
-    plan = planned_near(running, anew, task, used, promised_rps=promised)
+    plan = plan_with_fewest_changes(running, anew, task, used, promised_rps=promised)
     return drained(with_the_rest(plan, asked), whole, places)
 
 

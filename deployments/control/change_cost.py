@@ -100,7 +100,7 @@ class Scale:
         self._outlooks = Outlooks(request.slowdowns)
 
     def weigh(self, target: Plan, relieved: int = 0) -> ChangeWorth:
-        """Weigh going to a plan in which `relieved` more models lie as they ask (`tenuto.placement.surviving`)."""
+        """Weigh going to a plan in which `relieved` more models lie as they ask (`placement.fault_tolerance`)."""
         asked, running = self._asked, self._asked.running
         weights = {spec.name: spec.weight for spec in (*running.models, *target.models)}
 
