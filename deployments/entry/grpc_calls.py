@@ -43,12 +43,13 @@ from tenuto.deployments.entry.grpc_messages import (
     to_answer,
 )
 from tenuto.deployments.entry.http2 import MOST_CALLS, CallStream, Headers, Http2Connection
-from tenuto.deployments.entry.http_server import MOST_PIPELINED, UNREAD_BYTES, HttpServer, Service, many
+from tenuto.deployments.entry.http_server import UNREAD_BYTES, HttpServer, Service, many
 from tenuto.deployments.entry.incoming import IncomingBody, unfinished
 from tenuto.deployments.entry.kept import Kept
 from tenuto.deployments.wire.tensors import Buffer
 
 _MESSAGE_S = 60.0  # limit: until a call's message has come, as for a body of HTTP
+_MOST_STREAM_MESSAGES = 16  # limit: messages under way of one stream
 _MOST_COLD_BYTES = 1 << 16  # limit: of a message that carries no load, as of such a body of HTTP
 _PREFIX = Struct(">BL")  # format: of a message: whether it is compressed, and its length
 _HEAD = ((b":status", b"200"), (b"content-type", b"application/grpc"), (b"grpc-accept-encoding", b"identity,gzip"))
@@ -496,7 +497,7 @@ class StreamedCall(UnaryInferCall):
     """`ModelStreamInfer`. Each request is answered as soon as its answer is ready. A generation is answered with a
     message for each piece of its text."""
 
-    most_open = MOST_PIPELINED
+    most_open = _MOST_STREAM_MESSAGES
     generates = "generate_stream"
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:

@@ -29,7 +29,6 @@ from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.status import FrontDoorStatus
 
 READ_BYTES = 1 << 16  # limit: of one read from a socket, bodies that have a place of their own aside
-MOST_PIPELINED = 16  # limit: messages under way of one stream of gRPC
 BODY_S = 60.0  # limit: from the end of a head to that of its body; and for answers to be taken
 IDLE_S = 300.0  # limit: between two requests
 _STRANGERS_PART = 1 / 16  # limit: of `unfinished_bytes`, beside the others'; all that they send has 64 KiB at most
