@@ -17,7 +17,18 @@ from tests.instruments.stores import DictStore
 
 MOST_STAYS = 25
 # What a controller knows by itself stands beside the way of a command.
-KNOWN = {"attainment", "canaries", "learned", "lengths", "pace", "planner", "questions", "rates", "settings", "standby"}
+KNOWN = {
+    "attainment",
+    "canaries",
+    "estimates",
+    "lengths",
+    "change_rate_limit",
+    "planner",
+    "planner_requests",
+    "rates",
+    "settings",
+    "standby",
+}
 
 
 def named() -> set[str]:
