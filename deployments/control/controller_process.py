@@ -345,17 +345,7 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogLine], None],
     system = LiveSystem(deployment, Applications(), gateway_status, tuple(known.values()), NodeLayouts())
     planner = PlannerProcess(profiles, settings.change.plan_timeout_s, on_answer=wake)
     controller = Controller(settings, memory)
-    live = Live(
-        controller,
-        system,
-        planner,
-        history,
-        by="the controller",
-        memory=kept,
-        epoch=settings.epoch,
-        want_gpus=want_gpus,
-        tell=tell,
-    )
+    live = Live(controller, system, planner, history, by="the controller", memory=kept, want_gpus=want_gpus, tell=tell)
     return live, planner
 
 

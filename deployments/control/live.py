@@ -30,11 +30,9 @@ from tenuto.deployments.control.interface import (
     PlanRequest,
     WantGpus,
 )
-from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.mig_reconfiguration import LayoutSide, MigReconfiguration
 from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.remembered import Memory
-from tenuto.deployments.control.settings import Epoch
 from tenuto.deployments.serve.config import (
     DISPATCHER_PREFIX,
     ENTRY_APPLICATION,
@@ -45,7 +43,6 @@ from tenuto.deployments.serve.config import (
 from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment
 from tenuto.deployments.serve.history import History, Store
 from tenuto.deployments.serve.states import ApplicationState, gpulets_of
-from tenuto.deployments.serve.sub_clusters import evened, imbalance
 from tenuto.deployments.serve.user_config import GpuletConfig
 from tenuto.deployments.wire.status import ControllerState, DispatchingStatus, LogLine, ModelStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
@@ -268,12 +265,6 @@ class LiveSystem:
     def cutting(self) -> list[str]:
         """Planned MIG instances and whole GPUs that are not cut yet."""
         return sorted(self._cut.waiting)
-
-    def move(self, partition: Mapping[str, int], now_s: float) -> None:
-        """Move models between sub-clusters, whose number stays: dispatchers take on their new models, gateways ask the
-        new dispatchers, the old ones let go. So no request loses its dispatcher."""
-        self._migration = _Migration(dict(self.deployment.partition or {}), dict(partition), now_s)
-        self._send()
 
     def _send(self) -> None:
         """Tell Serve what shall run now."""
@@ -535,7 +526,6 @@ class Live:
         *,
         by: str,
         memory: ControlMemory | None = None,
-        epoch: Epoch | None = None,
         want_gpus: Callable[[Mapping[str, int]], None] = lambda _by_type: None,
         tell: Callable[[LogLine], None] = lambda _entry: None,
     ) -> None:
@@ -548,7 +538,6 @@ class Live:
             history: records every plan that was reached.
             by: who makes the changes, for the history.
             memory: stores the controller's memory; None: nobody does.
-            epoch: how sub-clusters are evened out; None: they are not.
             want_gpus: asks the cluster for GPUs by type.
             tell: receives every entry of the log.
         """
@@ -561,9 +550,6 @@ class Live:
         self._want_gpus = want_gpus
         self._tell = tell
         self._written_s, self._written = 0.0, controller.workload  # the last memory: when, and its workload
-        self._epoch = epoch
-        self._evened_s: float | None = None  # when sub-clusters were last looked at
-        self._why_moved: str | None = None  # why models are changing their sub-cluster
         self._next_by: str | None = None  # who asked for the change under way
 
     def state(self) -> ControllerState:
@@ -579,37 +565,7 @@ class Live:
         for number, result in self._planner.answers():
             self.controller.planned(now_s, number, result)
         self.carry_out(now_s)
-        if seen is not None:
-            self._even_out(now_s)
         return seen is not None
-
-    def _even_out(self, now_s: float) -> None:
-        """Once an epoch, move models between sub-clusters whose rates have become uneven (Symphony, appendix A). No
-        process and no plan is touched."""
-        controller, system, epoch = self.controller, self.system, self._epoch
-        if self._why_moved is not None and system.is_settled:
-            why, self._why_moved = self._why_moved, None
-            controller.note(LogLine(now_s, Kind.CHANGED, f"{why}: done", version=why))
-        before = system.deployment.partition
-        if epoch is None or before is None or controller.mode != "act" or controller.paused:
-            return
-        if self._evened_s is None:
-            self._evened_s = now_s
-        if now_s - self._evened_s < epoch.every_s or controller.change is not None or not system.is_settled:
-            return
-        self._evened_s = now_s
-        rates = controller.rates.mean_rps
-        after = evened(controller.plan, before, rates, most_moved=epoch.moved)
-        if after is None:
-            return
-        moved = ", ".join(f"{name} {before[name]} -> {place}" for name, place in after.items() if before[name] != place)
-        here = {name: before[name] for name in after}
-        parts = [f"{imbalance(assignment, rates):.0%}" for assignment in (here, after)]
-        why = f"sub-clusters are {parts[0]} uneven, and {parts[1]} after moving {moved}"
-        controller.note(LogLine(now_s, Kind.CHANGE, why))
-        self.system.move(after, now_s)
-        self._why_moved = why
-        self.carry_out(now_s)
 
     def deploy(self, now_s: float, wanted: Deployment, by: str, why: str) -> None:
         """Go over to what an operator wants, make before break. Call after the first look. When the deployment has no

@@ -61,14 +61,6 @@ class Change(StrictModel):
     load_s: Seconds = 5.0  # until measured
 
 
-class Epoch(StrictModel):
-    """When models change their sub-cluster though the plan stays: every `every_s` (Symphony: a few minutes), at most
-    this part of the weights (its C_max)."""
-
-    every_s: Seconds = 300.0
-    moved: Annotated[float, Field(gt=0, le=1)] = 0.25
-
-
 class CanarySettings(StrictModel):
     """When a canary is taken back. `confidence` is the probability that a canary as good as the version that takes the
     rest never is, however long both are compared. None: none is taken back."""
@@ -99,7 +91,6 @@ class ControlSettings(StrictModel):
     attainment: share of every model's requests that has to be in time.
     policy: makes plans; default: the deployed plan's.
     canary: when a worse version is taken back.
-    epoch: how sub-clusters are evened out; None: they are not.
     standby_pct: beside every gpu-let waits an idle process with its models loaded and so much more share, as far as its
         GPU has it free; 10 in iGniter, section 5.3. It takes over at once when a model loses requests. None: none.
     standby_gpus: on so many empty GPUs waits an idle copy of every gpu-let, as far as memory goes. Copies join at once
@@ -116,7 +107,6 @@ class ControlSettings(StrictModel):
     when: When = When()
     change: Change = Change()
     canary: CanarySettings = CanarySettings()
-    epoch: Epoch | None = Epoch()
     standby_pct: Annotated[float, Field(gt=0, le=100)] | None = None
     standby_gpus: Annotated[int, Field(ge=0)] = 0
     gpus: dict[str, GpuBounds] = Field(default_factory=dict)

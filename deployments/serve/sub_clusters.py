@@ -11,10 +11,9 @@ from tenuto.documents import load_document
 from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.components import connected_components
-from tenuto.placement.policies.symphony.partition import PartitionLimits, PartitionModel, partition
+from tenuto.placement.policies.symphony.partition import PartitionModel, partition
 
 _WHOLE = "0"
-_EVENER = 0.1  # limit: models are moved only if the imbalance falls by this part of a sub-cluster's mean rate
 
 
 def read_partition(path: str | Path) -> dict[str, int]:
@@ -39,15 +38,7 @@ def fits_plan(plan: Plan, assignment: Mapping[str, int]) -> bool:
     )
 
 
-def parted(
-    plan: Plan,
-    present: Mapping[str, int],
-    *,
-    count: int | None = None,
-    rates_rps: Mapping[str, float] | None = None,
-    most_moved: float | None = None,
-    time_limit_s: float = math.inf,
-) -> dict[str, int]:
+def parted(plan: Plan, present: Mapping[str, int], *, count: int | None = None) -> dict[str, int]:
     """Return a sub-cluster for every model of a plan, by Symphony's appendix A.
 
     Models that gpu-lets hold together stay together, and stay where most of their load is, as far as rates and memory
@@ -57,11 +48,8 @@ def parted(
         plan: the plan whose models are parted.
         present: the present sub-cluster of models.
         count: how many sub-clusters; by default as many as there are at present.
-        rates_rps: rates of the models; by default those of the plan.
-        most_moved: part of the weights that may change their sub-cluster (C_max in the appendix); None: all.
-        time_limit_s: the solver's time limit.
     """
-    rates = {spec.name: (rates_rps or {}).get(spec.name, spec.rate_rps) for spec in plan.models}
+    rates = {spec.name: spec.rate_rps for spec in plan.models}
     components = _inseparable(plan)
     names = sorted(set(present.values())) if count is None else list(range(count))
     count = min(len(names), len(components))
@@ -78,9 +66,7 @@ def parted(
                 by_place[place] = by_place.get(place, 0.0) + rates[name]
         if by_place:
             current[str(index)] = min(count - 1, max(by_place, key=lambda place: (by_place[place], -place)))
-    bound = None if most_moved is None else 2.0 * most_moved * sum(entry.static_mib for entry in entries)
-    limits = PartitionLimits(max_change_mib=bound)
-    found = partition(entries, count, limits=limits, current=current, time_limit_s=time_limit_s).assignment
+    found = partition(entries, count, current=current, time_limit_s=math.inf).assignment
     return {name: names[found[str(index)]] for index, component in enumerate(components) for name in sorted(component)}
 
 
@@ -91,17 +77,6 @@ def imbalance(assignment: Mapping[str, int], rates_rps: Mapping[str, float]) -> 
         sums[place] = sums.get(place, 0.0) + rates_rps.get(name, 0.0)
     mean = sum(sums.values()) / len(sums) if sums else 0.0
     return (max(sums.values()) - min(sums.values())) / mean if mean else 0.0
-
-
-def evened(
-    plan: Plan, present: Mapping[str, int], rates_rps: Mapping[str, float], *, most_moved: float
-) -> dict[str, int] | None:
-    """Return a partition whose rates are more even than at present; None if none is worth the move."""
-    found = parted(plan, present, rates_rps=rates_rps, most_moved=most_moved, time_limit_s=2.0)
-    here = {name: present[name] for name in found}
-    if imbalance(found, rates_rps) > imbalance(here, rates_rps) - _EVENER:
-        return None
-    return found
 
 
 def _inseparable(plan: Plan) -> list[set[str]]:

@@ -1,9 +1,8 @@
-"""Sub-clusters are evened out once an epoch: dispatchers take on before gateways ask them, and let go afterwards."""
+"""Models change their sub-cluster with a plan: dispatchers take on before gateways ask them, and let go afterwards."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -16,8 +15,6 @@ from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.config import ServeConfig
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
-from tenuto.deployments.serve.sub_clusters import evened, imbalance, parted
-from tenuto.deployments.wire.status import LogLine
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
@@ -27,23 +24,12 @@ UNEVEN = {"a": 0, "b": 0, "c": 0, "d": 1}
 QUIET = {"mode": "act", "when": {"underused": None, "rate": None, "slo": False, "overload": False}}
 
 
-def serving(
-    epoch: Mapping[str, float] | None = None, tell: Callable[[LogLine], None] = lambda _entry: None
-) -> tuple[Live, FakeServe, History]:
+def serving() -> tuple[Live, FakeServe]:
     deployment = Deployment(plan=PLAN, executor="emulated", gateways=2, partition=UNEVEN)
-    serve, history = FakeServe(deployment), History(DictStore())
-    settings = ControlSettings.model_validate({**QUIET, "epoch": {"every_s": 60, "moved": 0.5, **(epoch or {})}})
+    serve = FakeServe(deployment)
+    controller = Controller(ControlSettings.model_validate(QUIET), Memory(PLAN, PLAN.workload))
     system = LiveSystem(deployment, serve, serve.status, gpus_of(PLAN))
-    live = Live(
-        Controller(settings, Memory(PLAN, PLAN.workload)),
-        system,
-        NoPlanner(),
-        history,
-        by="the controller",
-        epoch=settings.epoch,
-        tell=tell,
-    )
-    return live, serve, history
+    return Live(controller, system, NoPlanner(), History(DictStore()), by="the controller"), serve
 
 
 def held(config: ServeConfig) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
@@ -59,47 +45,9 @@ def run(live: Live, serve: FakeServe, seconds: int) -> None:
         live.step(serve.now_s)
 
 
-def test_models_change_their_sub_cluster_without_losing_their_dispatcher() -> None:
-    said: list[LogLine] = []
-    live, serve, history = serving(tell=said.append)
-    run(live, serve, 50)
-    assert len(serve.configs) == 1
-    run(live, serve, 30)
-    ways = [held(config) for config in serve.configs[1:]]
-    assert len(ways) == 3
-    (before, both), (after, both_still), (_, only) = ways
-    assert before == {"0": ["a", "b", "c"], "1": ["d"]}
-    (moved,) = set(before["0"]) - set(after["0"])
-    assert sorted(after["1"]) == sorted([moved, "d"])
-    for name in ("0", "1"):
-        assert set(both[name]) == set(both_still[name]) == set(before[name]) | set(after[name])
-    assert only == after
-    assert not serve.unserved
-    assert [entry.kind for entry in said] == ["change", "changed"]
-    latest = history.latest()
-    assert latest is not None
-    assert latest.deployment.partition is not None
-    assert latest.deployment.partition[moved] == 1
-    assert "sub-clusters are 100% uneven, and 0% after moving" in latest.why
-    run(live, serve, 300)  # it is even now
-    assert len(serve.configs) == 4
-
-
-def test_the_bound_on_change_holds_and_nothing_is_moved_for_little() -> None:
-    live, serve, _ = serving({"moved": 0.1})
-    run(live, serve, 200)
-    assert len(serve.configs) == 1  # one model of four is more than a tenth
-    rates = {"a": 50.0, "b": 50.0, "c": 1.0, "d": 99.0}
-    assert evened(PLAN, {"a": 0, "b": 0, "c": 0, "d": 1}, rates, most_moved=1.0) is None
-    assert imbalance(UNEVEN, rates) == pytest.approx(0.02)
-    after = parted(PLAN, UNEVEN, rates_rps=dict.fromkeys("abcd", 5.0), most_moved=0.25)
-    assert imbalance(after, dict.fromkeys("abcd", 5.0)) == 0.0
-    assert sum(after[name] != UNEVEN[name] for name in after) == 1
-
-
 @pytest.mark.parametrize("together", [["c", "d"], ["a", "b", "c", "d"]])
 def test_a_plan_that_moves_models_between_sub_clusters_takes_no_request_its_dispatcher(together: list[str]) -> None:
-    live, serve, _ = serving({"every_s": 1e6})
+    live, serve = serving()
     run(live, serve, 5)
     places = {f"n0/{n}/a": (100.0, [name]) for n, name in enumerate("abcd") if name not in together}
     target = make_plan({**places, "n0/4/a": (100.0, together)})
