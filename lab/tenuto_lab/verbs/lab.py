@@ -15,7 +15,7 @@ from tenuto.placement import Plan
 from tenuto_lab.house.constants import ORIGINS, find_constants
 from tenuto_lab.house.lines import lines_by_room
 from tenuto_lab.house.sources import APART, checkout, read_sources
-from tenuto_lab.house.walk import walk
+from tenuto_lab.house.walk import summary, walked
 from tenuto_lab.usher_balance import balances
 
 _root = click.argument("root", metavar="[ROOT]", required=False, type=click.Path(exists=True, file_okay=False))
@@ -107,31 +107,38 @@ def _constants(root: str | None, origin: str | None, room: str | None) -> None:
 
 
 @command.command(
-    "walk",
-    short_help="The modules that a command goes through, in order.",
-    context_settings={"ignore_unknown_options": True},
+    "walk", short_help="The stays of a command in modules, in order.", context_settings={"ignore_unknown_options": True}
 )
 @click.argument("words", metavar="VERB…", nargs=-1, required=True, type=click.UNPROCESSED)
 def _walk(words: tuple[str, ...]) -> None:
-    """Run a verb and list the modules that it goes through in this process, each where it is first called.
+    """Run a verb and list its stays: which modules it goes through in this process, in order, and when it comes back.
 
-    What the verb prints goes to stdout first. What happens in other processes is not walked.
+    Each function counts at its first call. A stay is an uninterrupted run of such calls in one module; a return is a
+    stay in a module that was left before. What the verb prints goes to stdout first. Other processes are not walked.
 
     Example: tenuto lab walk plan workload.yaml --gpus v100:4
     """
     verb = load_verb(words[0])
     if verb is None:
         raise click.UsageError(f"unknown command '{words[0]}'.")
-    stays = walk(lambda: verb.main(list(words[1:]), prog_name=f"tenuto {words[0]}", standalone_mode=False))
+    with walked() as stays:
+        verb.main(list(words[1:]), prog_name=f"tenuto {words[0]}", standalone_mode=False)
     print_table(
-        ("stay", "room", "module", "first called", "by"),
+        ("stay", "", "room", "module", "begins with", "called by"),
         (
-            (str(number), stay.room, stay.module.rpartition(".")[2], stay.function, stay.called_by)
+            (
+                str(number),
+                "again" if stay.is_return else "",
+                stay.room,
+                stay.module.rpartition(".")[2],
+                stay.function,
+                stay.called_by,
+            )
             for number, stay in enumerate(stays, 1)
         ),
-        left=("room", "module", "first called", "by"),
+        left=("", "room", "module", "begins with", "called by"),
     )
-    say(f"{len(stays)} modules of {len({stay.room for stay in stays})} rooms")
+    say(summary(stays))
 
 
 def _root_of(given: str | None) -> Path:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
@@ -13,7 +14,7 @@ from tenuto.placement import Cluster
 from tenuto_lab.house.constants import NumericConstant, find_constants
 from tenuto_lab.house.lines import proper_lines
 from tenuto_lab.house.sources import Source, checkout, read_sources
-from tenuto_lab.house.walk import walk
+from tenuto_lab.house.walk import summary, walked
 from tenuto_lab.verbs.lab import command
 
 MOST_FITTED = 40
@@ -109,10 +110,23 @@ def test_the_verbs_print_what_was_counted(tmp_path: Path) -> None:
     assert "1 fitted, 1 unsourced" in CliRunner().invoke(command, ["constants", str(tmp_path)]).stdout
 
 
-def test_a_walk_names_modules_in_order_with_their_callers_and_no_imports() -> None:
-    stays = walk(functools.partial(Cluster.parse, "v100:4"))
+def test_a_walk_has_stays_with_their_callers_and_no_imports() -> None:
+    with walked() as stays:
+        Cluster.parse("v100:4")
     assert stays[0].module == "tenuto.placement.cluster"
-    assert (stays[0].room, stays[0].called_by) == ("placement", "")
+    assert (stays[0].room, stays[0].called_by, stays[0].is_return) == ("placement", "", False)
     assert "tenuto.profiles.gpu_types" in [stay.module for stay in stays]
-    assert len({stay.module for stay in stays}) == len(stays)
+    assert all(before.module != after.module for before, after in itertools.pairwise(stays))
     assert all(stay.function != "<module>" for stay in stays)
+
+
+def test_a_stay_in_a_module_that_was_left_is_a_return() -> None:
+    """`a` calls `b` twice, `b` calls back each time: the second time nothing is new, as functions count once."""
+    first, second = ModuleType("tenuto.first"), ModuleType("tenuto.second")
+    exec("def a(b):\n    b(c)\n    b(c)\n    d()\ndef c(): pass\ndef d(): pass", first.__dict__)
+    exec("def b(back):\n    back()", second.__dict__)
+    with walked() as stays:
+        first.a(second.b)
+    names = [(stay.module, stay.function, stay.is_return) for stay in stays]
+    assert names == [("tenuto.first", "a", False), ("tenuto.second", "b", False), ("tenuto.first", "c", True)]
+    assert summary(stays) == "3 stays in 2 modules of 2 rooms, 1 returns"
