@@ -49,10 +49,10 @@ BRINGS = {
     "tokenizers torch torchvision transformers uvloop",
     "tenuto[structured]": "llguidance",
     "tenuto[tracing]": "opentelemetry requests",
-    "tenuto[grpc]": "google grpc grpc_reflection jh2",
+    "tenuto[grpc]": "google grpc grpc_reflection h2 hyperframe",
     "tenuto[onnx]": "onnx onnxruntime onnxscript",
     "tenuto[vllm]": "vllm",
-    "tenuto-lab": "sklearn xgboost",
+    "tenuto-lab": "cma sklearn xgboost",
 }
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # format: Linux's
