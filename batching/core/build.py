@@ -115,10 +115,12 @@ def _programs(plan: Plan) -> tuple[ScheduledProgram, ...]:
     its own."""
     position = {spec.name: place for place, spec in enumerate(plan.models)}
     joint = {program_name(models): models for gpulet in plan.gpulets for models in gpulet.joint_models}
-    found = {name: models for name, models in joint.items() if position.keys() >= set(models)}
-    taken = {name for models in found.values() for name in models}
-    found |= {name: (name,) for name in position if name not in taken}
-    programs = (ScheduledProgram(name, tuple(position[model] for model in models)) for name, models in found.items())
+    models_of = {name: models for name, models in joint.items() if position.keys() >= set(models)}
+    taken = {name for models in models_of.values() for name in models}
+    models_of |= {name: (name,) for name in position if name not in taken}
+    programs = (
+        ScheduledProgram(name, tuple(position[model] for model in models)) for name, models in models_of.items()
+    )
     return tuple(sorted(programs, key=lambda program: min(program.members)))
 
 

@@ -1,6 +1,6 @@
 """Limits changes of plan: at most so many an hour, none for a while after a failed one, and none soon after another
-that only saves GPUs. It is one of three brakes against flapping; the others are the hysteresis of `worth`, and
-`questions`, which asks the planner nothing twice."""
+that only saves GPUs. It is one of three brakes against flapping; the others are the hysteresis of `change_cost`, and
+`planner_requests`, which asks the planner nothing twice."""
 
 from __future__ import annotations
 

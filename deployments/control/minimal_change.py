@@ -99,21 +99,21 @@ def plan_with_fewest_changes(
         trials serve, the candidate is tried."""
         finished = partial(complete, task=replace(task, workload=asked, trial=losses), parts=parts)
         believed = Expected() if plan.believed is None else Expected(**plan.believed.model_dump())
-        found = finished(plan.model_copy(update={"notes": (), "expected": believed}), at_most=most)
-        served = None if tries is None else tries(found)
+        completed = finished(plan.model_copy(update={"notes": (), "expected": believed}), at_most=most)
+        served = None if tries is None else tries(completed)
         if served is not None:
-            told = {name: ExpectedModel(goodput_rps=served[name] * rates[name]) for name in found.expected.models}
+            told = {name: ExpectedModel(goodput_rps=served[name] * rates[name]) for name in completed.expected.models}
             believed = Expected(goodput_rps=sum(each.goodput_rps for each in told.values()), models=told)
-            found = finished(found.model_copy(update={"notes": (), "expected": believed}), at_most=0)
+            completed = finished(completed.model_copy(update={"notes": (), "expected": believed}), at_most=0)
         # A gpu-let with the same programs keeps its memory limit (or none): another limit is another process.
         same = {gpulet.id: gpulet for gpulet in held}
         gpulets = [
             gpulet.model_copy(update={"memory_mib": before.memory_mib})
             if (before := same.get(gpulet.id)) is not None and sizes_of(before) == sizes_of(gpulet)
             else gpulet
-            for gpulet in found.gpulets
+            for gpulet in completed.gpulets
         ]
-        return renamed(found.model_copy(update={"gpulets": tuple(gpulets)}), old)
+        return renamed(completed.model_copy(update={"gpulets": tuple(gpulets)}), old)
 
     def possible(plan: Plan, most: int = 0, losses: Trial | None = None) -> Iterator[Plan]:
         """Yield the same; nothing when memory limits leave a new process no room."""

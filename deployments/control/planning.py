@@ -37,7 +37,7 @@ from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
 SLIGHT = 1e-3  # derived: of attainment; ten times `expectation.outlook.NOTHING`, the noise of promises
-BORROWS = 1.1  # derived from `batching.core.admission.MARGIN`: beyond it a model exceeds its planned rate
+BORROWS = 1.1  # derived from `batching.core.deferred.allowance.MARGIN`: beyond it a model exceeds its planned rate
 
 
 @dataclass(frozen=True)

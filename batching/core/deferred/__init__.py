@@ -1,4 +1,4 @@
-"""The default scheduler: `due`, `lineup`, `cut` and `admission` are its rules, `deferring` carries them out."""
+"""The default scheduler: `due`, `lineup`, `cut` and `allowance` are its rules, `deferring` carries them out."""
 
 from tenuto.batching.core.deferred.deferring import DeferredOptions, DeferredScheduler
 

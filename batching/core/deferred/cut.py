@@ -4,7 +4,7 @@ A batch is cut by the window rule of Symphony's program (`gathering.py`): reques
 keep the batch below `defend` times the staggered size. This is where the numbers learned while serving are applied: how
 much longer the program takes on the batch's gpu-let, and how long the way to that gpu-let is.
 
-When a model sends more than twice its planned rate (`admission.py` finds such models) and only one gpu-let is idle, its
+When a model sends more than twice its planned rate (`allowance.py` finds such models) and only one gpu-let is idle, its
 batch may only be as long as the models that keep to their plan can wait.
 """
 

@@ -9,7 +9,7 @@ Three rules, each in a module of its own; docs/reference/scheduling.md draws the
    above twice its planned rate, then batches of lower priority, then those that serve the least per ms. Then a batch of
    half the staggered size may start before it is due. A batch leaves a gpu-let free when models that cannot wait for
    the batch would lose more than it serves (`keeping_free.py`).
-3. *Cut* (`cut.py`, `admission.py`): a batch is cut by the window rule. When a model exceeds its plan while others lose
+3. *Cut* (`cut.py`, `allowance.py`): a batch is cut by the window rule. When a model exceeds its plan while others lose
    requests, its excess is turned away.
 
 This module applies the rules: it takes events, looks at the queues that an event concerns, and sends batches. An
