@@ -48,8 +48,7 @@ FOREIGN_KEYS = {
     "deployments/control/controller_process.py": 3,  # Serve's config, and what the planner plans with
     "deployments/control/operations.py": 4,  # what a launcher signed, and the environment
     "deployments/control/settings.py": 1,  # a file before it is checked
-    "deployments/entry/asgi.py": 14,  # ASGI
-    "deployments/entry/gateway.py": 1,  # ASGI
+    "deployments/entry/management.py": 5,  # ASGI
     "deployments/entry/grpc_calls.py": 2,  # the Open Inference Protocol
     "deployments/entry/grpc_messages.py": 5,  # the same
     "deployments/entry/oip.py": 7,  # the Open Inference Protocol, and its schema

@@ -1,5 +1,5 @@
-"""HTTP requests and responses inside the gateway. They are the same whether they come to our own socket
-(`tenuto.deployments.entry.connection`) or through Serve's proxies (`tenuto.deployments.entry.asgi`)."""
+"""HTTP requests and responses inside the gateway. They are the same whether they come over HTTP
+(`tenuto.deployments.entry.connection`) or over gRPC (`tenuto.deployments.entry.grpc_calls`)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 where several gateways share it.
 
 Serve deploys, configures, health-checks and restarts it. Requests come to a socket of its own, on an event loop of its
-own (`tenuto.deployments.process.own_loop`), past Serve's proxies; those lead to the same answers, more slowly.
+own (`tenuto.deployments.process.own_loop`). Serve's proxies lead nowhere.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
-from tenuto.deployments.entry.asgi import WholeExchange, answer_with, read_request, send_response
 from tenuto.deployments.entry.connection import HttpConnection
 from tenuto.deployments.entry.decisions import AskBeside, nothing
 from tenuto.deployments.entry.descriptors import use_all_descriptors
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, refuse
 from tenuto.deployments.entry.http_server import HttpServer, Speaks
 from tenuto.deployments.entry.incoming import REACH
+from tenuto.deployments.entry.management import ManagementService
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
@@ -36,7 +33,6 @@ from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for
 from tenuto.deployments.security.certificate import Certificate
-from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.serve.discovery import beside_gateways, find_dispatcher, find_gpulet
 from tenuto.deployments.serve.user_config import GatewayConfig, Listen, TracesConfig, read_gateway_config
 from tenuto.deployments.wire.arena import Arena
@@ -77,14 +73,15 @@ class Entry:
         self.bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
         self._config: GatewayConfig | None = None
         self._arena = Arena(unfinished_mib << 20, reach=REACH)
-        self.service = InferenceService(self._cold)
+        self.service = InferenceService(lambda exchange, caller: self._management.answer(exchange, caller))
         self.server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
         self.watched = WatchedGateway(self.service, self.server, ask_beside)
         few = Limits(body_bytes=1 << 16, connections=_MOST_OPERATORS)
         operator_app = make_operator_app(self.watched, self._operators_are_local)
-        self._operators = HttpServer(_Cold(self, operator_app), self._arena, few)
+        turns = self.server.turns
+        self._management = ManagementService(turns, make_app(self.service))
+        self._operators = HttpServer(ManagementService(turns, operator_app), self._arena, few)
         self._grpc: Speaks | None = None  # what serves a client of gRPC, once there was a port for it
-        self._app: ASGIApp | None = None  # of the latest settings
         self._tasks: set[asyncio.Task[None]] = set()
         self._look: asyncio.Handle | None = None
         self._ticks = 0
@@ -109,7 +106,7 @@ class Entry:
             self._trace(config.traces)
         self._config = config
         is_shared = config.is_shared_with_clients
-        self._app = make_app(service, None if is_shared else self.watched)
+        self._management.app = make_app(service, None if is_shared else self.watched)
         old = self._dispatching
         if config.sub_clusters:
             client = (
@@ -136,10 +133,10 @@ class Entry:
     async def _listen_for_grpc(self, wanted: Listen | None, *, is_shared: bool) -> None:
         if wanted is not None and self._grpc is None:
             try:
-                from tenuto.deployments.entry.grpc_calls import GrpcDoor
+                from tenuto.deployments.entry.grpc_calls import GrpcServer
             except ImportError as error:
                 raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
-            self._grpc = GrpcDoor(self.service, self.service.takes_bytes).connection
+            self._grpc = GrpcServer(self.service, self.service.takes_bytes).connection
         if self._grpc is not None:
             await self._listen(self.server, wanted, self._grpc, is_shared=is_shared)
 
@@ -207,39 +204,11 @@ class Entry:
             self._keep(asyncio.create_task(asyncio.to_thread(self.server.renew_certificates), name="renew"))
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
-    # --- requests that do not carry load ------------------------------------------------------------------------
-
-    def _cold(self, exchange: Exchange, caller: Caller | None) -> None:
-        """Let FastAPI answer."""
-        assert self._app is not None
-        self.answer_cold(exchange, self._app, caller)
-
-    def answer_cold(self, exchange: Exchange, app: ASGIApp, caller: Caller | None = None) -> None:
-        """Let an ASGI application answer, and end it when the client leaves."""
-        task = asyncio.create_task(self._answer(exchange, app, caller), name="cold request")
-        exchange.on_left = task.cancel
-        self._keep(task)
-
-    async def _answer(self, exchange: Exchange, app: ASGIApp, caller: Caller | None) -> None:
-        try:
-            await self.server.turns.cold()
-            await answer_with(app, exchange, caller)
-        except Exception as error:
-            refuse(exchange, error)
+    # --- what it tells, and its end -----------------------------------------------------------------------------
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def respond(self, head: Head, body: bytes, arrived_ms: float) -> tuple[int, bytes, bytes]:
-        """Answer a request that came through Serve's proxies: status, raw header lines, payload."""
-        exchange = WholeExchange(head, arrived_ms, body)
-        refusal = self.service.refusal(exchange)
-        if refusal is not None:
-            await asyncio.sleep(refusal.after_s)
-            return refusal.status, refusal.lines(), refusal.payload(head.url)
-        self.service.handle(exchange)
-        return await exchange.response()
 
     def served(self) -> Served | None:
         """Return what `TenutoHandle` has to know; None before the first plan."""
@@ -279,22 +248,6 @@ class Entry:
         self._arena.close()
 
 
-class _Cold:
-    """The service behind the operators' port: everything is answered by their application."""
-
-    def __init__(self, entry: Entry, app: ASGIApp) -> None:
-        self._entry = entry
-        self._app = app
-
-    def refusal(self, _exchange: Exchange) -> HttpError | None:
-        """Take every body: only operators ask here, and no body may be larger than 64 KiB."""
-        return None
-
-    def handle(self, exchange: Exchange) -> None:
-        """Let the application answer."""
-        self._entry.answer_cold(exchange, self._app)
-
-
 class Gateway:
     """The Serve deployment. `reconfigure` gives it a plan; without one every model is unknown and nothing is ready."""
 
@@ -304,16 +257,6 @@ class Gateway:
         spare_the_collector()  # while nobody asks yet
         self._loop = OwnLoop("gateway")
         self._entry: Entry | None = None
-
-    # --- Serve's side -------------------------------------------------------------------------------------------
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the application for requests through Serve's proxies; Serve calls this after the constructor."""
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a method for ASGI 2
-            await self._through_serve(scope, receive, send)
-
-        return app
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Follow a new plan without a restart.
@@ -363,28 +306,10 @@ class Gateway:
             await self._loop.run(self._entry.close())
         await self._loop.close()
 
-    async def _through_serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
-        if scope["type"] == "lifespan":
-            for phase in ("startup", "shutdown"):
-                await receive()
-                await send({"type": f"lifespan.{phase}.complete"})
-            return
-        entry = self._entry
-        try:
-            if entry is None:
-                raise HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
-            arrived_ms = time.monotonic() * 1000.0
-            head, body = await read_request(scope, receive, entry.service.max_body_bytes)
-            response = await self._loop.run(entry.respond(head, body, arrived_ms))
-        except HttpError as error:
-            response = (error.status, error.lines(), error.payload())
-        await send_response(send, *response)
-
 
 def build(args: dict[str, Any]) -> Any:
     """Return the entry's Serve application; named as `import_path` in the generated Serve config."""
     from ray import serve
 
     del args
-    return serve.deployment(name="gateway")(serve.ingress()(Gateway)).bind()
+    return serve.deployment(name="gateway")(Gateway).bind()

@@ -30,15 +30,15 @@ from h2.utilities import HeaderValidationFlags, validate_headers
 from tenuto.deployments.entry.exchange import Exchange, Head, HttpError, inflated, too_large, unexpected
 from tenuto.deployments.entry.framing import KEPT_HEADS, LONGEST_KEPT_HEAD_BYTES
 from tenuto.deployments.entry.grpc_messages import (
-    COLD,
     HEALTH,
+    MANAGEMENT,
     POOL,
     SERVICE,
-    Cold,
     InferReader,
+    ManagementRoute,
     Message,
-    cold_answer,
-    cold_head,
+    management_answer,
+    management_head,
     message,
     to_answer,
 )
@@ -50,7 +50,7 @@ from tenuto.deployments.wire.tensors import Buffer
 
 _MESSAGE_S = 60.0  # limit: until a call's message has come, as for a body of HTTP
 _MOST_STREAM_MESSAGES = 16  # limit: messages under way of one stream
-_MOST_COLD_BYTES = 1 << 16  # limit: of a message that carries no load, as of such a body of HTTP
+_MOST_MANAGEMENT_BYTES = 1 << 16  # limit: of a message that carries no load, as of such a body of HTTP
 _PREFIX = Struct(">BL")  # format: of a message: whether it is compressed, and its length
 _HEAD = ((b":status", b"200"), (b"content-type", b"application/grpc"), (b"grpc-accept-encoding", b"identity,gzip"))
 _NO_GRPC = ((b":status", b"415"),)
@@ -179,12 +179,12 @@ class Call:
     """One call, with one message each way. Invariant: the call is answered once, or its client has left."""
 
     most_open = 1  # messages that are answered at once
-    is_cold = True  # a message carries no load, and may have no more bytes than one over HTTP
+    is_management = True  # a message carries no load, and may have no more bytes than one over HTTP
     gate: bytes | None = b"/v2"  # the URL whose keys may ask; None: nobody needs a key
 
-    def __init__(self, door: GrpcDoor, stream: CallStream, metadata: Metadata) -> None:
+    def __init__(self, grpc: GrpcServer, stream: CallStream, metadata: Metadata) -> None:
         """Take what the calls share, the stream and its metadata. A client without the right key is refused here."""
-        self.door, self.server, self.stream, self.metadata = door, stream.connection.server, stream, metadata
+        self.grpc, self.server, self.stream, self.metadata = grpc, stream.connection.server, stream, metadata
         stream.head = _HEAD
         self.is_over = False
         self._is_admitted = False  # the key's rate has let in a message that has not come yet
@@ -203,8 +203,8 @@ class Call:
 
     def _admit(self, url: bytes) -> None:
         """Refuse a client that may not ask for this URL. A client with a wrong key is told late, as over HTTP."""
-        exchange = self.exchange(self.door.head(self.metadata, b"GET", url))
-        refusal = self.door.service.refusal(exchange)
+        exchange = self.exchange(self.grpc.head(self.metadata, b"GET", url))
+        refusal = self.grpc.service.refusal(exchange)
         if refusal is None and exchange.key and not self.stream.connection.show_key():
             refusal = many()
         self._account = self.server.account(self.stream.connection, exchange.key)
@@ -331,7 +331,7 @@ class Call:
 
     def _most_bytes(self) -> int:
         """Return how many bytes the message may have that comes, and how many when it is inflated."""
-        most = _MOST_COLD_BYTES if self.is_cold else self.server.limits.most_body_bytes
+        most = _MOST_MANAGEMENT_BYTES if self.is_management else self.server.limits.most_body_bytes
         return min(most, _MOST_INFLATED_BYTES) if self._is_compressed else most
 
     def take(self, body: IncomingBody) -> None:
@@ -345,7 +345,7 @@ class Call:
 
     def ask(self, exchange: GrpcExchange, body: IncomingBody) -> None:
         """Let the service answer a message, when the key's rate lets it in. Each message counts as a request."""
-        refusal = None if self._is_admitted else self.door.service.refusal(exchange)
+        refusal = None if self._is_admitted else self.grpc.service.refusal(exchange)
         self._is_admitted = False
         if refusal is not None:
             self.server.count_refusal(refusal)
@@ -357,7 +357,7 @@ class Call:
             body.slot.hold()
             exchange.slot = body.slot
         self._open.add(exchange)
-        self.door.service.handle(exchange)
+        self.grpc.service.handle(exchange)
 
     # --- answering ----------------------------------------------------------------------------------------------
 
@@ -449,13 +449,13 @@ class Call:
         return not self._open and self._body is None and not self._came
 
 
-class RefusedCall(Call):
+class UnknownCall(Call):
     """A call that is not one of ours, or not gRPC."""
 
     gate = None
 
-    def __init__(self, door: GrpcDoor, stream: CallStream, metadata: Metadata) -> None:
-        super().__init__(door, stream, metadata)
+    def __init__(self, grpc: GrpcServer, stream: CallStream, metadata: Metadata) -> None:
+        super().__init__(grpc, stream, metadata)
         reason = f"there is no call {metadata.path.decode('latin-1')}. See open_inference.proto."
         self.fail(metadata.problem or HttpError(501, reason))
 
@@ -464,20 +464,20 @@ class UnaryInferCall(Call):
     """`ModelInfer`."""
 
     generates = "generate"
-    is_cold = False
+    is_management = False
 
     def take(self, body: IncomingBody) -> None:
-        asked, tensors = self.door.reader.read(body.data)
+        asked, tensors = self.grpc.reader.read(body.data)
         if asked.problem is not None:
             action = self.generates if asked.generates else "infer"
             exchange = self.exchange(
-                self.door.head(self.metadata, b"POST", f"/v2/models/{asked.path}/{action}".encode()), id=asked.id
+                self.grpc.head(self.metadata, b"POST", f"/v2/models/{asked.path}/{action}".encode()), id=asked.id
             )
             exchange.problem = asked.problem
             self.ask(exchange, body)
             return
         if asked.given is not None:
-            head = self.door.head(self.metadata, b"POST", f"/v2/models/{asked.path}/infer".encode())
+            head = self.grpc.head(self.metadata, b"POST", f"/v2/models/{asked.path}/infer".encode())
             exchange = self.exchange(head, tensors, asked.id)
             exchange.given = asked.given
             self.ask(exchange, body)
@@ -537,28 +537,28 @@ class StreamedCall(UnaryInferCall):
         return self._body is not None  # between messages it may take its time
 
 
-class ColdCall(Call):
+class ManagementCall(Call):
     """A call that carries no load. The route of HTTP that means the same answers it."""
 
-    def __init__(self, door: GrpcDoor, stream: CallStream, metadata: Metadata, cold: Cold) -> None:
-        self._cold = cold
-        if "{model}" not in cold.route:  # else which model is asked for stands in the message
-            self.gate = cold.route.encode()
-        super().__init__(door, stream, metadata)
+    def __init__(self, grpc: GrpcServer, stream: CallStream, metadata: Metadata, route: ManagementRoute) -> None:
+        self._route = route
+        if "{model}" not in route.path:  # else which model is asked for stands in the message
+            self.gate = route.path.encode()
+        super().__init__(grpc, stream, metadata)
 
     def take(self, body: IncomingBody) -> None:
-        asked = message(f"inference.{self._cold.request}").FromString(bytes(body.data))
-        self.ask(self.exchange(cold_head(self._cold, asked, self.metadata.forwarded)), body)
+        asked = message(f"inference.{self._route.request}").FromString(bytes(body.data))
+        self.ask(self.exchange(management_head(self._route, asked, self.metadata.forwarded)), body)
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
-        if status == 503 and self._cold.answer.endswith("ReadyResponse"):
-            self.finish(message(f"inference.{self._cold.answer}")(ready=False))
+        if status == 503 and self._route.answer.endswith("ReadyResponse"):
+            self.finish(message(f"inference.{self._route.answer}")(ready=False))
         else:
             super().tell(exchange, status, lines, payload)
 
     def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:
         del exchange
-        return cold_answer(self._cold, b"".join(payload))
+        return management_answer(self._route, b"".join(payload))
 
 
 class HealthCall(Call):
@@ -581,11 +581,11 @@ class ReflectionCall(StreamedCall):
     """Says which calls this server offers, for `grpcurl` and the like."""
 
     gate = None
-    is_cold = True
+    is_management = True
 
     def take(self, body: IncomingBody) -> None:
         asked = ServerReflectionRequest.FromString(bytes(body.data))
-        for answer in self.door.reflection.ServerReflectionInfo(iter((asked,)), None):
+        for answer in self.grpc.reflection.ServerReflectionInfo(iter((asked,)), None):
             self.send(answer)
 
 
@@ -594,7 +594,7 @@ def _prefixed(answer: Message) -> bytes:
     return b"%b%b" % (_PREFIX.pack(0, len(data)), data)
 
 
-class GrpcDoor:
+class GrpcServer:
     """What all calls of a gateway share."""
 
     def __init__(
@@ -607,12 +607,12 @@ class GrpcDoor:
         self._known: Kept[Headers, Metadata] = Kept(KEPT_HEADS)
         self._heads: Kept[tuple[int, bytes, bytes], Head] = Kept(KEPT_HEADS)  # by metadata, method and URL
         self._numbers = itertools.count()
-        named: dict[str, Callable[[GrpcDoor, CallStream, Metadata], Call]] = {
+        named: dict[str, Callable[[GrpcServer, CallStream, Metadata], Call]] = {
             f"{SERVICE}/ModelInfer": UnaryInferCall,
             f"{SERVICE}/ModelStreamInfer": StreamedCall,
             f"{HEALTH}/Check": HealthCall,
             f"{REFLECTION}/ServerReflectionInfo": ReflectionCall,
-            **{f"{SERVICE}/{name}": partial(ColdCall, cold=cold) for name, cold in COLD.items()},
+            **{f"{SERVICE}/{name}": partial(ManagementCall, route=route) for name, route in MANAGEMENT.items()},
         }
         self._calls = {f"/{name}".encode(): made for name, made in named.items()}
 
@@ -632,5 +632,5 @@ class GrpcDoor:
             metadata = _read_metadata(next(self._numbers), headers)
             if sum([len(name) + len(value) for name, value in headers]) <= LONGEST_KEPT_HEAD_BYTES:
                 self._known.keep(headers, metadata)
-        made = self._calls.get(metadata.path, RefusedCall)
-        return (made if metadata.problem is None else RefusedCall)(self, stream, metadata)
+        made = self._calls.get(metadata.path, UnknownCall)
+        return (made if metadata.problem is None else UnknownCall)(self, stream, metadata)

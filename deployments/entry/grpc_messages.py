@@ -342,12 +342,12 @@ def _add(answer: Message, name: str, datatype: str, shape: Sequence[int], values
     answer.raw_output_contents.append(values)
 
 
-class Cold(NamedTuple):
-    """A call that carries no load: the route that answers it, its messages, and the field of its response that holds
-    the JSON ("": the whole response)."""
+class ManagementRoute(NamedTuple):
+    """A call that carries no load: the path of HTTP that answers it, its messages, and the field of its response that
+    holds the JSON ("": the whole response)."""
 
     method: bytes
-    route: str
+    path: str
     answer: str
     under: str = ""
 
@@ -357,27 +357,27 @@ class Cold(NamedTuple):
         return self.answer.replace("Response", "Request")
 
 
-COLD = {
-    "ServerLive": Cold(b"GET", "/v2/health/live", "ServerLiveResponse"),
-    "ServerReady": Cold(b"GET", "/v2/health/ready", "ServerReadyResponse"),
-    "ModelReady": Cold(b"GET", "/v2/models{model}/ready", "ModelReadyResponse"),
-    "ServerMetadata": Cold(b"GET", "/v2", "ServerMetadataResponse"),
-    "ModelMetadata": Cold(b"GET", "/v2/models{model}", "ModelMetadataResponse"),
-    "ModelConfig": Cold(b"GET", "/v2/models{model}/config", "ModelConfigResponse", "config"),
-    "ModelStatistics": Cold(b"GET", "/v2/models{model}/stats", "ModelStatisticsResponse"),
-    "RepositoryIndex": Cold(b"POST", "/v2/repository/index", "RepositoryIndexResponse", "models"),
+MANAGEMENT = {
+    "ServerLive": ManagementRoute(b"GET", "/v2/health/live", "ServerLiveResponse"),
+    "ServerReady": ManagementRoute(b"GET", "/v2/health/ready", "ServerReadyResponse"),
+    "ModelReady": ManagementRoute(b"GET", "/v2/models{model}/ready", "ModelReadyResponse"),
+    "ServerMetadata": ManagementRoute(b"GET", "/v2", "ServerMetadataResponse"),
+    "ModelMetadata": ManagementRoute(b"GET", "/v2/models{model}", "ModelMetadataResponse"),
+    "ModelConfig": ManagementRoute(b"GET", "/v2/models{model}/config", "ModelConfigResponse", "config"),
+    "ModelStatistics": ManagementRoute(b"GET", "/v2/models{model}/stats", "ModelStatisticsResponse"),
+    "RepositoryIndex": ManagementRoute(b"POST", "/v2/repository/index", "RepositoryIndexResponse", "models"),
 }
 
 
-def cold_head(call: Cold, asked: Message, headers: Mapping[bytes, bytes]) -> Head:
+def management_head(call: ManagementRoute, asked: Message, headers: Mapping[bytes, bytes]) -> Head:
     """Return the head of the HTTP request that asks for the same as this call. Raises `HttpError`."""
     model = ""
-    if "{model}" in call.route:
+    if "{model}" in call.path:
         model = ("/" if asked.name else "") + _path(asked.name, asked.version)
-    return Head(call.method, call.route.replace("{model}", model).encode(), dict(headers))
+    return Head(call.method, call.path.replace("{model}", model).encode(), dict(headers))
 
 
-def cold_answer(call: Cold, payload: bytes) -> Message:
+def management_answer(call: ManagementRoute, payload: bytes) -> Message:
     """Return the response of a call that carries no load."""
     found = orjson.loads(payload)
     answer = message(f"inference.{call.answer}")()

@@ -51,8 +51,8 @@ T = TypeVar("T")
 
 _PRINTABLE = "".join(chr(code) for code in range(33, 127) if code != ord("%"))
 _SITE = {name: name.encode() for name in ("host", "origin", "sec-fetch-site", "sec-fetch-mode")}
-_MOST_COLD_BYTES = 1 << 16  # limit: of requests that carry no load: the application reads them on the loop
-_COLD_TOO_LARGE = f"the body exceeds {_MOST_COLD_BYTES >> 10} KiB. Only inference takes large ones."
+_MOST_MANAGEMENT_BYTES = 1 << 16  # limit: of requests that carry no load: the application reads them on the loop
+_MANAGEMENT_TOO_LARGE = f"the body exceeds {_MOST_MANAGEMENT_BYTES >> 10} KiB. Only inference takes large ones."
 _TEXT_AT_ONCE_BYTES = 1 << 12  # limit: from here on it is read aside: a tokenizer takes up to 5 ms for this
 _MOST_TEXT_BYTES = 1 << 20  # limit: of a text: a tokenizer takes 0.6 s for it
 _LONGEST_BEFORE_S = 60.0  # limit: a proxy that says more has another clock
@@ -113,7 +113,7 @@ class InferenceService:
 
     def __init__(
         self,
-        cold: Callable[[Exchange, Caller | None], None],
+        manage: Callable[[Exchange, Caller | None], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -121,7 +121,7 @@ class InferenceService:
         """Prepare without a plan.
 
         Args:
-            cold: answers every other request, of a client that is known or not.
+            manage: answers every other request, of a client that is known or not.
             clock: monotonic seconds.
             draw: returns random numbers in [0, 1): which version a request goes to.
         """
@@ -134,7 +134,7 @@ class InferenceService:
         self.traces: Traces | None = None
         self.proxied: dict[str, Histogram] = {}  # by model: seconds in a proxy in front, if it says so
         self.max_body_bytes = 64 << 20
-        self._cold = cold
+        self._manage = manage
         self._clock = clock
         self._dispatching: Dispatching | None = None
         self._plan: Plan | None = None
@@ -285,9 +285,9 @@ class InferenceService:
                 method = head.method.decode("latin-1")
                 raise HttpError(405, f"{method} is not taken here. Send POST.", headers=b"allow: POST\r\n")
             if not action:
-                if head.length > _MOST_COLD_BYTES:
-                    raise HttpError(413, _COLD_TOO_LARGE)
-                route = Route(self._answer_cold, caller=caller)
+                if head.length > _MOST_MANAGEMENT_BYTES:
+                    raise HttpError(413, _MANAGEMENT_TOO_LARGE)
+                route = Route(self._answer_management, caller=caller)
             elif action in OPENAI_ACTIONS:
                 route = self._generation_route(action, None, head)._replace(caller=caller)
             else:
@@ -308,10 +308,10 @@ class InferenceService:
             if reason is not None:
                 raise HttpError(403, reason)
 
-    def _answer_cold(self, exchange: Exchange, route: Route) -> None:
-        if len(exchange.body) > _MOST_COLD_BYTES:
-            raise HttpError(413, _COLD_TOO_LARGE)
-        self._cold(exchange, route.caller)
+    def _answer_management(self, exchange: Exchange, route: Route) -> None:
+        if len(exchange.body) > _MOST_MANAGEMENT_BYTES:
+            raise HttpError(413, _MANAGEMENT_TOO_LARGE)
+        self._manage(exchange, route.caller)
 
     def _caller(self, head: Head, model: str) -> Caller | None:
         """Return who asks; None if clients need no keys.

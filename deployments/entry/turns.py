@@ -47,7 +47,7 @@ class Turns:
         self._first: deque[Asking] = deque()
         self._ahead: deque[Asking] = deque()
         self._tls: deque[Asking] = deque()
-        self._cold: deque[asyncio.Future[None]] = deque()
+        self._management: deque[asyncio.Future[None]] = deque()
         self._handle: asyncio.Handle | None = None
         self._has_read = False  # in this turn
         self._found_s = self._polled_s = clock()
@@ -56,7 +56,7 @@ class Turns:
     @property
     def waiting(self) -> int:
         """How many connections and requests wait for a turn."""
-        return len(self._first) + len(self._ahead) + len(self._tls) + len(self._cold)
+        return len(self._first) + len(self._ahead) + len(self._tls) + len(self._management)
 
     def arrived_ms(self) -> float:
         """Return when the bytes came that are read now, in ms on the monotonic clock. Call it once for every read."""
@@ -95,10 +95,10 @@ class Turns:
         self._tls.append(asking)
         self._schedule()
 
-    async def cold(self) -> None:
+    async def management(self) -> None:
         """Wait for a turn in which no other request that carries no load is answered."""
         turn = self._loop.create_future()
-        self._cold.append(turn)
+        self._management.append(turn)
         self._schedule()
         await turn
 
@@ -119,8 +119,8 @@ class Turns:
             self.left -= 1
         if self._tls:
             self._tls.popleft().go_on()
-        while self._cold:
-            turn = self._cold.popleft()
+        while self._management:
+            turn = self._management.popleft()
             if not turn.done():  # its client has not left
                 turn.set_result(None)
                 break

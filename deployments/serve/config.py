@@ -110,7 +110,7 @@ class ServeApplication(Generic[C]):
         spread = {} if self.most_per_node is None else {"max_replicas_per_node": self.most_per_node}
         return {
             "name": self.name,
-            "route_prefix": "/" if self.name == ENTRY_APPLICATION else None,
+            "route_prefix": None,
             "import_path": f"{self.module}:build",
             "args": {} if self.spec is None else {"spec": self.spec.model_dump(mode="json")},
             "deployments": [
@@ -132,7 +132,7 @@ class ServeApplication(Generic[C]):
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """All applications of a deployment. `proxy_port`: the port of Serve's proxies, a second and slower way in."""
+    """All applications of a deployment. `proxy_port`: the port of Serve's proxies, which lead to none of them."""
 
     entry: ServeApplication[GatewayConfig]
     dispatchers: tuple[ServeApplication[DispatcherConfig], ...]

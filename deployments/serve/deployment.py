@@ -89,7 +89,7 @@ class Deployment(StrictModel):
             NVIDIA devices; emulated for logical GPUs on a node without any.
         host: address that the gateways bind to.
         port: the port of the gateways' own socket, for clients.
-        proxy_port: the port of Serve's proxies, a second and slower way in; default: the port after `port`.
+        proxy_port: the port of Serve's proxies, which answer no request of a client; default: the port after `port`.
         operator_port: port on this machine for status, metrics and the live page; 0: none; default: `port` + 2.
         grpc_port: port at `host` for the Open Inference Protocol over gRPC; 0: none.
         access: who may send requests, and the certificate of the gateways' socket.

@@ -298,7 +298,7 @@ class Entrance(Access):
 class GatewayConfig(Access, DispatcherConfig):
     """`user_config` of the gateways. `name`: the name of the deployment.
 
-    `listen`: the gateways' own socket; without it clients can only use Serve's proxies.
+    `listen`: the gateways' own socket; without it there is no HTTP for clients.
     `sub_clusters`: names and models of sub-clusters whose dispatchers are other processes; empty if the gateway
     schedules by itself.
     `dispatchers`: processes of each sub-cluster; all but one wait to take over.

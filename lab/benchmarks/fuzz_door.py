@@ -336,11 +336,11 @@ def _conversation_case(chance: random.Random) -> bytes:
 
 def _call_case(chance: random.Random) -> bytes:
     """One call, whose frames are as they should be; its metadata and its messages need not be."""
-    from tenuto.deployments.entry.grpc_messages import COLD, SERVICE, InferRequest
+    from tenuto.deployments.entry.grpc_messages import MANAGEMENT, SERVICE, InferRequest
     from tests.instruments import http2_frames as http2
 
     paths = [f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"] * 6
-    paths += [f"{SERVICE}/{name}" for name in COLD] + ["no.Such/Call", "x/../y"]
+    paths += [f"{SERVICE}/{name}" for name in MANAGEMENT] + ["no.Such/Call", "x/../y"]
     paths += ["grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch"]
     paths += ["grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
     sent = []

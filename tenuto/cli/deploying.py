@@ -384,7 +384,7 @@ _serving = (
             "--proxy-port",
             type=_PORT,
             show_default="the one after PORT",
-            help="Port of Serve's proxies, which are a slower way in.",
+            help="Port of Serve's own proxies. Clients use PORT: the proxies answer 404.",
         ),
         click.option(
             "--operator-port",

@@ -17,7 +17,7 @@ KNOWN = {
     "dashboard": (2, "Ray's head agent without the dashboard"),
     "ray::IDLE": (1, "a worker that waits for work (gRPC, token)"),
     "ray::ServeController": (2, "Serve's controller (gRPC, token)"),
-    "ray::ProxyActor": (3, "Serve's proxy: gRPC (token), and HTTP, the slower way in"),
+    "ray::ProxyActor": (3, "Serve's proxy: gRPC (token), and HTTP, which leads nowhere"),
     "ray::ServeReplica:tenuto:gateway": (5, "clients, operators, Python handles (token); gRPC (token)"),
     "ray::ServeReplica:gpulet": (3, "batches (token), gRPC (token)"),
     "ray::ServeReplica:dispatcher": (3, "bundles (token), gRPC (token)"),

@@ -12,7 +12,6 @@ import httpx
 import numpy as np
 import pytest
 
-from tenuto.deployments.entry.exchange import Head
 from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
@@ -213,16 +212,6 @@ async def test_a_port_of_somebody_else_is_named() -> None:
         with pytest.raises(EnvironmentFaultError, match="cannot be listened on"):
             await bench.follow(PLAN, port=other.getsockname()[1])
     await bench.close()
-
-
-async def test_what_comes_through_serves_proxies_gets_the_same_answer(bench: Bench) -> None:
-    head = Head(b"POST", b"/v2/models/m/infer", {})
-    status, lines, payload = await bench.entry.respond(head, json.dumps({"inputs": [TENSOR]}).encode(), 0.0)
-    assert (status, json.loads(payload)["outcome"]) == (504, "expired")  # a moment of long ago
-    head = Head(b"GET", b"/v2/models/m", {})
-    status, lines, payload = await bench.entry.respond(head, b"", 0.0)
-    assert (status, json.loads(payload)["inputs"][0]["shape"]) == (200, [-1, 2])
-    assert b"content-type: application/json\r\n" in lines
 
 
 async def test_operators_see_the_margin_and_what_it_costs(bench: Bench) -> None:

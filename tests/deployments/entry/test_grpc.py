@@ -171,7 +171,7 @@ async def test_clients_without_a_key_are_refused_before_their_message_is_read(se
 
 
 # Load balancers have no key: for the first two calls everybody's message is read.
-@pytest.mark.parametrize("call", [*list(messages.COLD)[2:], "ModelInfer", "ModelStreamInfer"])
+@pytest.mark.parametrize("call", [*list(messages.MANAGEMENT)[2:], "ModelInfer", "ModelStreamInfer"])
 async def test_every_call_keeps_a_guess_waiting_and_reads_nothing_of_it(served: Served, call: str) -> None:
     await served.follow(keys=[{"name": "ann", "sha256": hashlib.sha256(b"secret").hexdigest(), "models": ["m"]}])
     asked = served.channel.stream_stream(f"/{messages.SERVICE}/{call}")
@@ -184,7 +184,7 @@ async def test_every_call_keeps_a_guess_waiting_and_reads_nothing_of_it(served: 
     assert time.monotonic() - began_s > 0.2
 
 
-@pytest.mark.parametrize("call", [*messages.COLD, "ModelInfer"])
+@pytest.mark.parametrize("call", [*messages.MANAGEMENT, "ModelInfer"])
 @pytest.mark.parametrize("data", [b"\x0a\x05no", b"\xff" * 64, b"\x0a\x02\xff\xfe"], ids=["cut", "noise", "no text"])
 async def test_a_message_that_is_none_is_the_clients_fault(served: Served, call: str, data: bytes) -> None:
     asked = served.channel.unary_unary(f"/{messages.SERVICE}/{call}")(data, timeout=PATIENCE_S)

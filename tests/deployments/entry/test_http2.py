@@ -19,7 +19,7 @@ from hpack import Decoder  # noqa: E402
 from jh2.config import H2Configuration  # noqa: E402
 from jh2.events import ConnectionTerminated, DataReceived, ResponseReceived, StreamReset, TrailersReceived  # noqa: E402
 
-from tenuto.deployments.entry.grpc_calls import GrpcDoor  # noqa: E402
+from tenuto.deployments.entry.grpc_calls import GrpcServer  # noqa: E402
 from tenuto.deployments.entry.grpc_messages import InferRequest, InferResponse  # noqa: E402
 from tenuto.deployments.entry.http2 import MOST_STREAMS  # noqa: E402
 from tenuto.deployments.entry.http_server import HttpServer  # noqa: E402
@@ -102,13 +102,13 @@ class Bench:
         self.service = Service()
         self.arena = Arena(1 << 26)
         self.server = HttpServer(self.service, self.arena, Limits(unfinished_bytes=1 << 26))  # type: ignore[arg-type]
-        self._door = GrpcDoor(self.service)  # type: ignore[arg-type]
+        self._grpc = GrpcServer(self.service)  # type: ignore[arg-type]
         self.connection, self.line = self.connected()
         self._decoder = Decoder()
 
     def connected(self) -> tuple[Any, Line]:
         """A new client."""
-        connection, line = self._door.connection(self.server), Line()
+        connection, line = self._grpc.connection(self.server), Line()
         connection.connection_made(line)  # type: ignore[arg-type]
         return connection, line
 

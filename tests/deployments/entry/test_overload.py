@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from tenuto.batching.core.build import from_plan
@@ -20,8 +21,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.fleet import GpuletConnection
-from tenuto.deployments.entry.asgi import WholeExchange
-from tenuto.deployments.entry.exchange import Head
+from tenuto.deployments.entry.exchange import Exchange, Head
 from tenuto.deployments.entry.service import InferenceService, ReadingLag
 from tenuto.deployments.wire.messages import GpuletState
 from tenuto.deployments.wire.peer import ConnectionEvents, Finder
@@ -51,17 +51,19 @@ def make_plan() -> Plan:
     )
 
 
-class Timed(WholeExchange, eq=False):
+class Timed(Exchange, eq=False):
     """Notes when it is answered, and takes the processor for it."""
 
     loop: VirtualLoop | None = None
     status: int = 0
     took_ms: float = 0.0
+    answered: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         assert self.loop is not None
         self.loop.work(TURN_AWAY_MS if status != 200 else ANSWER_MS)
-        super().respond(status, headers, payload)
+        self.on_left = None
+        self.answered.set()
         self.status = status
         self.took_ms = self.loop.time() * 1000.0 - self.arrived_ms
 
@@ -148,7 +150,7 @@ def play(
             at = ends
         for phase in phases:
             for exchange in phase.exchanges:
-                await exchange.response()
+                await exchange.answered.wait()
         await dispatcher.close()
         service.close()
         return service

@@ -14,8 +14,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
-from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.entry.http_server import HttpServer
+from tenuto.deployments.entry.management import ManagementService
 from tenuto.deployments.entry.open_connections import Limits
 from tenuto.deployments.entry.turns import MOST_WORK, Turns
 from tenuto.deployments.wire.arena import Arena
@@ -142,14 +142,7 @@ async def test_one_request_in_a_turn_is_answered_by_the_application(server: Http
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    entry = Entry()
-    await asyncio.sleep(0)
-
-    class Cold(Service):
-        def handle(self, exchange: HttpExchange) -> None:
-            entry.answer_cold(exchange, app)
-
-    server.service = Cold()
+    server.service = ManagementService(server.turns, app)
     pairs = connect(server, 100)
     for connection, transport in pairs:
         read(connection, transport, memoryview(ENDLESS["requests"][1] * 5))
@@ -163,7 +156,6 @@ async def test_one_request_in_a_turn_is_answered_by_the_application(server: Http
             break
     assert ended == len(pairs)
     assert most == 1
-    await entry.close()
 
 
 # --- nobody loses by it -----------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ async def test_a_client_that_reads_nothing_is_given_up_and_nobody_waits_for_it(
         trust = ssl.create_default_context(cafile=cert)
     speaks: Speaks = HttpConnection
     if name.startswith("gRPC"):
-        speaks = grpc_calls.GrpcDoor(service).connection
+        speaks = grpc_calls.GrpcServer(service).connection
         service.kind = "stream" if is_stream else ""
     await server.listen("127.0.0.1", bench.port, speaks, tls=tls)
     for _ in range(CLIENTS):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from tenuto.deployments.entry.exchange import Head
 from tenuto.deployments.security.keys import new_key
 from tenuto.deployments.serve.launcher import unused_port
 from tests.deployments.entry.test_generation import Bench
@@ -77,17 +74,6 @@ class Ways:
         ]
         return [str(answer.status_code) for answer in await asyncio.gather(*asked)]
 
-    async def through_serve(self, path: str, document: Any, key: str | None, count: int) -> list[str]:
-        found = []
-        for _ in range(count):
-            body = json.dumps(document).encode()
-            headers = {b"content-length": b"%d" % len(body)}
-            if key is not None:
-                headers[b"x-api-key"] = key.encode()
-            head = Head(b"POST", path.encode(), headers, length=len(body))
-            found.append(str((await self.bench.entry.respond(head, body, 1000.0 * time.monotonic()))[0]))
-        return found
-
     async def unary(self, call: str, data: bytes, key: str | None, count: int) -> list[str]:
         metadata = () if key is None else (("x-api-key", key),)
         made = self.channel.unary_unary(f"/{messages.SERVICE}/{call}")
@@ -124,9 +110,6 @@ def ways(at: Ways) -> dict[str, tuple[str, str, Way]]:
     def http(method: str, path: str, document: Callable[[str], Any] = tensor) -> Way:
         return lambda model, key, count: at.http(method, path.format(model), document(model), key, count)
 
-    def serve(path: str, document: Callable[[str], Any]) -> Way:
-        return lambda model, key, count: at.through_serve(path.format(model), document(model), key, count)
-
     def completion(model: str, **more: Any) -> dict[str, Any]:
         return {"model": model, "prompt": "x", "max_tokens": 1, **more}
 
@@ -136,9 +119,9 @@ def ways(at: Ways) -> dict[str, tuple[str, str, Way]]:
     def generate(_model: str) -> dict[str, Any]:
         return {"text_input": "x", "parameters": {"max_tokens": 1}}
 
-    def cold(call: str) -> Way:
+    def management(call: str) -> Way:
         def ask(model: str, key: str | None, count: int) -> Awaitable[list[str]]:
-            asked = messages.message(f"inference.{messages.COLD[call].request}")(name=model)
+            asked = messages.message(f"inference.{messages.MANAGEMENT[call].request}")(name=model)
             return at.unary(call, asked.SerializeToString(), key, count)
 
         return ask
@@ -157,16 +140,14 @@ def ways(at: Ways) -> dict[str, tuple[str, str, Way]]:
         "configuration": (*tensors, http("GET", "/v2/models/{}/config")),
         "statistics": (*tensors, http("GET", "/v2/models/{}/stats")),
         "OpenAI's model": (*texts, http("GET", "/v1/models/{}")),
-        "Serve's proxy": (*tensors, serve("/v2/models/{}/infer", tensor)),
-        "Serve's proxy, completions": (*texts, serve("/v1/completions", completion)),
         "gRPC": (*tensors, lambda m, k, c: at.unary("ModelInfer", infer_message(m), k, c)),
         "gRPC, a text": (*texts, lambda m, k, c: at.unary("ModelInfer", infer_message(m), k, c)),
         "gRPC, a stream": (*tensors, lambda m, k, c: at.stream(infer_message(m), k, c)),
         "gRPC, a stream of texts": (*texts, lambda m, k, c: at.stream(infer_message(m), k, c)),
-        "gRPC, metadata": (*tensors, cold("ModelMetadata")),
-        "gRPC, readiness": (*tensors, cold("ModelReady")),
-        "gRPC, configuration": (*tensors, cold("ModelConfig")),
-        "gRPC, statistics": (*tensors, cold("ModelStatistics")),
+        "gRPC, metadata": (*tensors, management("ModelMetadata")),
+        "gRPC, readiness": (*tensors, management("ModelReady")),
+        "gRPC, configuration": (*tensors, management("ModelConfig")),
+        "gRPC, statistics": (*tensors, management("ModelStatistics")),
     }
 
 

@@ -60,17 +60,25 @@ def test_rays_http_takes_no_job_from_a_stranger(running: Launcher) -> None:
     """Whatever of Ray speaks HTTP refuses a job without the token, and at least one does."""
     del running
     kinds = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-    said = {each: _said_to_a_job(each.port) for each in listening() if each.kind in kinds}
+    job = "POST", "/api/job_agent/jobs/", b'{"entrypoint": "true"}'
+    said = {each: _status(each.port, *job) for each in listening() if each.kind in kinds}
     assert not {place: status for place, status in said.items() if status is not None and status < 400}
     assert {401, 403} & set(said.values())
 
 
-def _said_to_a_job(port: int) -> int | None:
-    """The status that a job without a token gets; None from what does not speak HTTP."""
+def test_serves_proxies_lead_nowhere(running: Launcher) -> None:
+    del running
+    proxies = [each.port for each in listening() if each.kind == "ray::ProxyActor"]
+    for path in ("/v2", "/v2/health/live"):
+        assert {_status(port, "GET", path, None) for port in proxies} - {None} == {404}
+
+
+def _status(port: int, method: str, path: str, body: bytes | None) -> int | None:
+    """The status that a request without a token gets; None from what does not speak HTTP."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         headers = {"content-type": "application/json"}
-        connection.request("POST", "/api/job_agent/jobs/", b'{"entrypoint": "true"}', headers)
+        connection.request(method, path, body, headers)
         return connection.getresponse().status
     except (http.client.HTTPException, OSError):
         return None
