@@ -21,11 +21,10 @@ from tenuto.loadgen.application_figures import label_stages, outcome_figures
 from tenuto.loadgen.application_load import Joins, make_application_load
 from tenuto.loadgen.simulated import beside
 from tenuto.outcome import OUTCOMES, Outcome
-from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.application import Application
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import solve
 from tenuto.profiles import Profiles
 
 

@@ -18,10 +18,10 @@ from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.generation_capacity import with_lengths
 from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.plan import Plan
+from tenuto.placement.planner.solve import enough_for_all, solve
+from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policy import load_policy
 from tenuto.placement.program import Gpulet, Replica
-from tenuto.placement.solve import enough_for_all, solve
-from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 
 NARROW = 1.01  # limit: a search ends when its highest value is at most this many times its lowest

@@ -1,7 +1,7 @@
 """The rules that hold for every plan: ids and names that exist, models that can run as one program, and options that
 work where models are placed.
 
-They need only the plan. `tenuto.placement.completion` checks what also needs the cluster.
+They need only the plan. `tenuto.placement.planner.completion` checks what also needs the cluster.
 """
 
 from __future__ import annotations

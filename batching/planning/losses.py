@@ -18,7 +18,7 @@ _OF_STEPS = 3000  # limit: requests of one run of a model that generates, as of 
 
 
 class LossTrials:
-    """Says which part of each model's requests a plan serves (`placement.fault_tolerance.Trial`), by the runs and the
+    """Says which part of each model's requests a plan serves (`planner.fault_tolerance.Trial`), by the runs and the
     rule with which the policy `tenuto` finds a cluster to be enough: a model is served that misses at most half of what
     it may miss, or, where it misses up to half as much again, no more than it may of longer, other arrivals.
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.deployments.control.live import Live, LiveSystem, ServeSide
 from tenuto.deployments.control.mig_reconfiguration import LayoutSide
 from tenuto.deployments.control.planner import NoPlanner
@@ -22,6 +21,7 @@ from tenuto.deployments.serve.history import History
 from tenuto.deployments.wire.status import DispatchingStatus, LogLine
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
+from tenuto.placement.planner.gpu_matching import gpus_of
 
 _LOOK_S = 0.25  # limit: between looks
 # limit: until new gpu-lets are ready; at first start, a busy machine also starts gateways meanwhile

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from tenuto.deployments.control.change_cost import stages
-from tenuto.deployments.control.gpu_matching import gpus_of, renamed
-from tenuto.deployments.control.interface import Durations
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import GpuletChange, LayoutChange, diff, layout_changes
 from tenuto.placement import Plan
+from tenuto.placement.planner.change_cost import stages
+from tenuto.placement.planner.gpu_matching import gpus_of, renamed
+from tenuto.placement.planner.task import Durations
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from dataclasses import replace
 
 from tenuto.deployments.control import journal
 from tenuto.deployments.control.change_rate_limit import ChangeRateLimit
-from tenuto.deployments.control.change_stages import next_stage
 from tenuto.deployments.control.estimates import FOLLOW
-from tenuto.deployments.control.interface import Apply, Decision, Durations, Observation
+from tenuto.deployments.control.interface import Apply, Decision, Observation
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.control.standby import Standby, still_fitting
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.placement_constraints import is_at
+from tenuto.placement.planner.change_stages import next_stage
+from tenuto.placement.planner.standby import Standby, still_fitting
+from tenuto.placement.planner.task import Durations
 
 
 class ChangeState:

@@ -17,21 +17,22 @@ from tenuto.deployments.control import journal
 from tenuto.deployments.control.canaries import Canaries
 from tenuto.deployments.control.change_state import ChangeState
 from tenuto.deployments.control.estimates import Estimates, EstimateUpdate
-from tenuto.deployments.control.interface import AdvisedPlan, Decision, MakePlan, Observation, PlanRequest, WantGpus
+from tenuto.deployments.control.interface import AdvisedPlan, Decision, MakePlan, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
 from tenuto.deployments.control.lengths import as_declared
 from tenuto.deployments.control.planner_requests import PlannerRequests
-from tenuto.deployments.control.planning import Proposal, without_others
 from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
 from tenuto.deployments.control.settings import ControlSettings, Mode
-from tenuto.deployments.control.standby import taken_over
 from tenuto.deployments.control.version_edits import as_split, without
 from tenuto.deployments.wire.status import ChangeStatus, ControllerState, LogLine
 from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.planner.planning import Proposal, without_others
+from tenuto.placement.planner.standby import taken_over
+from tenuto.placement.planner.task import PlanRequest
 from tenuto.placement.versions import shared_out, splits
 from tenuto.placement.workload import ModelSpec, lacking
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from msgspec.structs import asdict
 
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.deployments.control.interface import AdvisedPlan
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, OvertakenError, Planner
 from tenuto.deployments.control.planner import PlannerProcess
@@ -38,6 +37,7 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
 from tenuto.placement import Cluster
 from tenuto.placement.cluster import Gpu, node_of
 from tenuto.placement.generation_capacity import carries_alone, generating_problems, options_of, with_lengths
+from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.placement.versions import by_model, split_name
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profile, Profiles

@@ -12,9 +12,9 @@ from enum import StrEnum
 from typing import Any
 
 from tenuto.deployments.control.canaries import WorseCanary
-from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.wire.status import LogLine
 from tenuto.placement import Plan
+from tenuto.placement.planner.planning import Proposal
 
 
 class Reason(StrEnum):

@@ -18,20 +18,9 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import structs
 
-from tenuto.deployments.control.change_stages import needed_mib
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.gpu_matching import gpus_of, renamed
-from tenuto.deployments.control.interface import (
-    Apply,
-    Decision,
-    MakePlan,
-    ModelSeen,
-    Observation,
-    PlanRequest,
-    WantGpus,
-)
+from tenuto.deployments.control.interface import Apply, Decision, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.mig_reconfiguration import LayoutSide, MigReconfiguration
-from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.serve.config import (
     DISPATCHER_PREFIX,
@@ -48,6 +37,10 @@ from tenuto.deployments.wire.status import ControllerState, DispatchingStatus, L
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu, Placed
+from tenuto.placement.planner.change_stages import needed_mib
+from tenuto.placement.planner.gpu_matching import gpus_of, renamed
+from tenuto.placement.planner.planning import Proposal
+from tenuto.placement.planner.task import PlanRequest
 
 logger = logging.getLogger("ray.serve")
 

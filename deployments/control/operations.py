@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from tenuto.deployments.control.change import change_deployment, nothing_of
 from tenuto.deployments.control.change_preview import ChangePreview, preview_change
 from tenuto.deployments.control.controller_process import ControllerReplica, keep_ground, read_ground
-from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.control.version_edits import Edits
@@ -45,6 +44,7 @@ from tenuto.mps.processes import Processes
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu, Placed
 from tenuto.placement.placement_constraints import is_at
+from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.placement.workload import lacking
 from tenuto.profiles import Profiles
 

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-from tenuto.deployments.control.interface import PlanRequest
-from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.errors import TenutoError
+from tenuto.placement.planner.planning import Proposal, propose
+from tenuto.placement.planner.task import PlanRequest
 from tenuto.profiles import Profiles
 
 _START_S = 60.0  # limit: for imports on a busy machine

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tenuto.deployments.control.interface import Durations
 from tenuto.deployments.control.rates import RatesMemory
 from tenuto.placement import Plan, Workload
+from tenuto.placement.planner.task import Durations
 from tenuto.placement.workload import ModelSpec
 
 

@@ -19,7 +19,6 @@ from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind
-from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.wire.status import LogLine
@@ -27,6 +26,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan, Workload
 from tenuto.placement.cluster import Gpu, node_of
+from tenuto.placement.planner.planning import Proposal, propose
 from tenuto.profiles import Profiles
 
 _PLANNING_S = 0.5  # limit: until a plan comes

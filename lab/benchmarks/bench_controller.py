@@ -40,10 +40,9 @@ from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident
 from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.outcome import Outcome
-from tenuto.placement import Cluster, ModelSpec, Plan, Workload
+from tenuto.placement import Cluster, ModelSpec, Plan, Workload, solve
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import solve
 from tenuto.profiles import LinearLatency, Profiles
 from tenuto.profiles.shipped import load_shipped
 

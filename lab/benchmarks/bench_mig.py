@@ -25,13 +25,13 @@ from placement_scenes import machine
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
-from tenuto.deployments.control.change_stages import not_ready
-from tenuto.deployments.control.gpu_matching import gpus_of, match_to_running, renamed
-from tenuto.deployments.control.minimal_change import changes_of, plan_with_fewest_changes
 from tenuto.documents import load_document
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, PolicyUsed, Workload, load_policy, solve
-from tenuto.placement.task import PlanTask
+from tenuto.placement.planner.change_stages import not_ready
+from tenuto.placement.planner.gpu_matching import gpus_of, match_to_running, renamed
+from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
+from tenuto.placement.planner.task import PlanTask
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 

@@ -24,10 +24,9 @@ from scipy.optimize import linprog
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
-from tenuto.placement import Cluster, ModelSpec, Plan, Workload
+from tenuto.placement import Cluster, ModelSpec, Plan, Workload, solve
 from tenuto.placement.costs import costs_of
 from tenuto.placement.generation_capacity import carried, options_of, room_mib
-from tenuto.placement.solve import solve
 from tenuto.profiles import Profiles
 from tenuto.profiles.share_latency import EVERY_RULE
 from tenuto.profiles.shipped import load_shipped

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from placement_scenes import machine, mixed_workload, thesis
 
-from tenuto.deployments.control.minimal_change import plan_with_fewest_changes
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, load_policy, solve
-from tenuto.placement.completion import check_plan
 from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.planner.completion import check_plan
+from tenuto.placement.planner.minimal_change import plan_with_fewest_changes
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.instruments.near_plans import POLICIES, judged

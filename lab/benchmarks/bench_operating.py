@@ -55,12 +55,11 @@ from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import RAY_ENVIRONMENT, unused_port
 from tenuto.errors import EnvironmentFaultError
-from tenuto.placement import Cluster, ModelSpec, Plan, Workload
+from tenuto.placement import Cluster, ModelSpec, Plan, Workload, solve
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
 from tenuto.placement.costs import latency_up_to
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import solve
 from tenuto.profiles import Profile, Profiles
 
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"

@@ -26,8 +26,8 @@ from tenuto.batching.planning.losses import LossTrials
 from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.placement.fault_tolerance import not_surviving
 from tenuto.placement.placement_constraints import domain_of
+from tenuto.placement.planner.fault_tolerance import not_surviving
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 

@@ -247,7 +247,7 @@ class ClusterArguments:
     def ground(self, plan: Plan) -> tuple[Profiles, tuple[Gpu, ...]]:
         """Return the profiles and GPUs that a controller may plan with: those of the cluster, else those of the
         plan."""
-        from tenuto.deployments.control.gpu_matching import gpus_of
+        from tenuto.placement.planner.gpu_matching import gpus_of
 
         gpus = self.cluster().gpus if self.names_a_cluster else gpus_of(plan)
         return self.profiles(dict.fromkeys(gpu.type for gpu in gpus)), gpus

@@ -69,12 +69,12 @@ class ServingArguments:
         """
         from tenuto.batching.core.build import from_plan
         from tenuto.batching.registry import make_scheduler
-        from tenuto.deployments.control.gpu_matching import gpus_of
         from tenuto.deployments.control.settings import ControlSettings, check_policy
         from tenuto.deployments.security.keys import read_keys
         from tenuto.deployments.serve.deployment import Deployment
         from tenuto.deployments.serve.sub_clusters import parted, read_partition
         from tenuto.documents import parse_document
+        from tenuto.placement.planner.gpu_matching import gpus_of
 
         if self.emulate and self.executor not in (None, "emulated"):
             raise refused("--executor", self.executor, "contradicts --emulate", "Give one of the two.")

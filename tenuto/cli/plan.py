@@ -25,11 +25,19 @@ from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy
-from tenuto.placement.fault_tolerance import bearable, drained, place_problems, preferences_missed, with_the_rest
-from tenuto.placement.fault_tolerance import without as cluster_without
-from tenuto.placement.fixed_cost import check_inputs
 from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.planner.fault_tolerance import (
+    bearable,
+    drained,
+    place_problems,
+    preferences_missed,
+    with_the_rest,
+)
+from tenuto.placement.planner.fault_tolerance import without as cluster_without
+from tenuto.placement.planner.fixed_cost import check_inputs
+from tenuto.placement.planner.solve import enough_for_all, make_plan, plan_on_fewest
+from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policy import DEFAULT_POLICY
 from tenuto.placement.shown.table import (
     PlanRow,
@@ -42,8 +50,6 @@ from tenuto.placement.shown.table import (
     why_unserved,
 )
 from tenuto.placement.slo_rules import load_workload
-from tenuto.placement.solve import enough_for_all, make_plan, plan_on_fewest
-from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
 
@@ -185,7 +191,7 @@ def command(
     with planning_watched(task.policy):
         plan = planned(task)
     if old is not None:
-        from tenuto.deployments.control.minimal_change import plan_with_fewest_changes
+        from tenuto.placement.planner.minimal_change import plan_with_fewest_changes
 
         used = PolicyUsed(name=policy_name, options=split_pairs(options))
         plan = plan_with_fewest_changes(old, plan, task, used, at_most=at_most)

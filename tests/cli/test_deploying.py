@@ -22,7 +22,6 @@ from tenuto.cli.deploying import (
     read_deployment,
 )
 from tenuto.deployments.control.change_preview import ChangePreview, foresee
-from tenuto.deployments.control.minimal_change import less_by
 from tenuto.deployments.process.ray_address import KnownDeployment
 from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment
 from tenuto.deployments.serve.history import History
@@ -33,6 +32,7 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
+from tenuto.placement.planner.minimal_change import less_by
 from tenuto.profiles import Profiles
 from tests.instruments.fake_server import fake_server
 from tests.instruments.generating import fixed, writes

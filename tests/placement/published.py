@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
-from tenuto.placement.completion import check_plan, usage_of
+from tenuto.placement.planner.completion import check_plan, usage_of
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 

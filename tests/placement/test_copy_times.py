@@ -9,10 +9,9 @@ import pytest
 from tenuto.deployments.serve.diff import diff
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.copy_times import copy_ms_per_request
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import solve
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
 POINTS = [

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tenuto.cli import main
-from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.documents import dump_yaml
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.profiles import Profiles
 
 POINTS = {"points": {1: 5.0, 32: 20.0}}

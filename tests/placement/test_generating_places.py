@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from tenuto.batching.planning.losses import LossTrials
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
-from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.cluster import node_of
-from tenuto.placement.completion import check_plan
 from tenuto.placement.explaining import explain
-from tenuto.placement.fault_tolerance import Trial
 from tenuto.placement.placement_constraints import domain_of, may_lie, prefers
+from tenuto.placement.planner.completion import check_plan
+from tenuto.placement.planner.fault_tolerance import Trial
 from tenuto.placement.shown.table import rows_of
-from tenuto.placement.solve import solve
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profile, Profiles
 from tests.instruments.generating import (

@@ -10,12 +10,11 @@ from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.batching.planning.token_trials import carried_in_trial, in_time, served_in_trial
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
-from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.explaining import explain
 from tenuto.placement.generation_capacity import GeneratingHost, carried
-from tenuto.placement.generation_packing import Means, place_generating
+from tenuto.placement.planner.generation_packing import Means, place_generating
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
-from tenuto.placement.solve import solve
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Generation, ModelProfile, Profile, Profiles, StepsAt
 from tests.instruments.generating import FAST, PROFILES, WRITES, fixed, writes

@@ -11,8 +11,8 @@ import pytest
 from tenuto.deployments.serve.diff import diff
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
-from tenuto.placement.completion import check_plan
 from tenuto.placement.merging import apply_merging
+from tenuto.placement.planner.completion import check_plan
 from tenuto.placement.program import MergedGroup, worst_split_ms
 from tenuto.profiles import LatencyTable, LinearLatency, Profile, Profiles
 

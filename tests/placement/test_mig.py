@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.control.change_cost import CUTTING_S, stages
 from tenuto.deployments.control.change_preview import foresee
-from tenuto.deployments.control.change_stages import next_stage
-from tenuto.deployments.control.gpu_matching import renamed
-from tenuto.deployments.control.interface import Durations
 from tenuto.deployments.serve.diff import layout_changes
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
@@ -18,6 +14,10 @@ from tenuto.placement import Cluster, Gpulet, Plan, Policy, PolicyUsed, Replica,
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.placement_constraints import domain_of, is_at
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.planner.change_cost import CUTTING_S, stages
+from tenuto.placement.planner.change_stages import next_stage
+from tenuto.placement.planner.gpu_matching import renamed
+from tenuto.placement.planner.task import Durations
 from tenuto.placement.shown.picture import draw
 from tenuto.placement.shown.table import totals_of
 from tenuto.placement.workload import ModelSpec

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.placement.completion import ATTAINED
+from tenuto.placement.planner.completion import ATTAINED
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 

@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.placement.fixed_cost import check_inputs
+from tenuto.placement.planner.fixed_cost import check_inputs
 from tenuto.profiles import Profile, Profiles
 
 CPU, GPU = Cluster.parse("cpu:1"), Cluster.parse("v100:1")

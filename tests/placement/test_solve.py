@@ -8,9 +8,9 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Policy, Replica, Workload, solve
-from tenuto.placement.completion import usage_of
-from tenuto.placement.fixed_cost import check_inputs
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
+from tenuto.placement.planner.completion import usage_of
+from tenuto.placement.planner.fixed_cost import check_inputs
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.policies.usher.usher import WaoUsher
 from tenuto.placement.policy import load_policy

@@ -13,10 +13,9 @@ from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.bench import asked_of
 from tenuto.loadgen.simulated import Simulation
-from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policy import load_policy
 from tenuto.placement.slo_rules import load_workload
-from tenuto.placement.solve import solve
 from tenuto.placement.versions import shared_out
 from tenuto.profiles import Profiles
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tenuto.placement import Cluster, Gpulet, Plan, PolicyUsed, Replica, Workload, load_policy
-from tenuto.placement.completion import check_plan, complete
 from tenuto.placement.plan import PlannedGpu
-from tenuto.placement.task import PlanTask
+from tenuto.placement.planner.completion import check_plan, complete
+from tenuto.placement.planner.task import PlanTask
 from tenuto.profiles import Profiles
 
 

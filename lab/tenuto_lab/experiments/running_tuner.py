@@ -23,12 +23,11 @@ from tenuto.loadgen.report.palette import styles_for
 from tenuto.loadgen.schedule import make_schedule
 from tenuto.outcome import Outcome
 from tenuto.pages import templates
-from tenuto.placement import Cluster, Plan, Workload
-from tenuto.placement.completion import complete
+from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.interference.igniter_model import Hardware, ModelConstants
+from tenuto.placement.planner.completion import complete
+from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policies.igniter.igniter import Igniter
-from tenuto.placement.solve import solve
-from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.baselines.gslice import Gslice, Observed, Setting

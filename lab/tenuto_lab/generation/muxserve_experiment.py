@@ -20,9 +20,8 @@ from typing import Any
 
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.documents import load_document
-from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.components import connected_components
-from tenuto.placement.solve import solve
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Generation, ModelProfile, Profile, Profiles, StepsAt
 from tenuto_lab.generation import muxserve

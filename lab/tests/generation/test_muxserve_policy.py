@@ -8,9 +8,8 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
-from tenuto.placement import Cluster, Plan, Workload, load_policy
+from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import node_of
-from tenuto.placement.solve import solve
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped

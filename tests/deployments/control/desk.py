@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from tenuto.deployments.control.change_cost import ChangeWorth
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, MakePlan, ModelSeen, Observation, WantGpus
-from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.wire.status import LogLine
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.planner.change_cost import ChangeWorth
+from tenuto.placement.planner.planning import Proposal, propose
 from tenuto.profiles import Profiles
 
 __all__ = ["Desk", "PlanningDesk"]

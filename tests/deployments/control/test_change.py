@@ -8,7 +8,6 @@ import pytest
 
 from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.deployments.control.live import Live, LiveSystem
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.rates import RatesMemory
@@ -19,6 +18,7 @@ from tenuto.deployments.serve.history import History
 from tenuto.deployments.wire.status import DispatchingStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
+from tenuto.placement.planner.gpu_matching import gpus_of
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.plans import make_plan, replica
 from tests.instruments.stores import DictStore

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.deployments.control.change_cost import ChangeWorth, Rent, Scale, stages
-from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.placement import Plan
 from tenuto.placement.expectation.outlook import Traffic
+from tenuto.placement.planner.change_cost import ChangeWorth, Rent, Scale, stages
+from tenuto.placement.planner.task import Durations, PlanRequest
 from tests.instruments.plans import gpu, make_plan
 
 ONE = make_plan({"n0/0/a": (100.0, ["a"])})  # carries about 600 r/s

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.deployments.control.change_cost import Rent, Scale, stages
-from tenuto.deployments.control.change_stages import fits, needed_mib, next_stage, not_ready
-from tenuto.deployments.control.gpu_matching import match_to_running
-from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tenuto.placement.expectation.outlook import Traffic
+from tenuto.placement.planner.change_cost import Rent, Scale, stages
+from tenuto.placement.planner.change_stages import fits, needed_mib, next_stage, not_ready
+from tenuto.placement.planner.gpu_matching import match_to_running
+from tenuto.placement.planner.task import Durations, PlanRequest
 from tests.instruments.plans import gpu, make_plan
 
 DURATIONS = Durations(start_s=12.0, load_s=4.0)

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from tenuto.deployments.control.change_cost import ChangeWorth
-from tenuto.deployments.control.planning import Proposal
-from tenuto.deployments.control.standby import Standby, twins
 from tenuto.placement import Workload
+from tenuto.placement.planner.change_cost import ChangeWorth
+from tenuto.placement.planner.planning import Proposal
+from tenuto.placement.planner.standby import Standby, twins
 from tests.deployments.control.desk import Desk, PlanningDesk, pays
 from tests.instruments.plans import gpu, make_plan
 

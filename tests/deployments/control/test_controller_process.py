@@ -11,16 +11,16 @@ import pytest
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.controller_process import ControllerReplica, keep_ground
-from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
 from tenuto.deployments.control.planner import NoPlanner
-from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
 from tenuto.deployments.wire.status import DispatchingStatus, LogLine
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.placement.planner.gpu_matching import gpus_of
+from tenuto.placement.planner.planning import Proposal
 from tenuto.profiles import Profiles
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.asking import until

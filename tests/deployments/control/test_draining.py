@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.change_preview import foresee
-from tenuto.deployments.control.gpu_matching import gpus_of
-from tenuto.deployments.control.interface import Durations, PlanRequest
-from tenuto.deployments.control.minimal_change import changes_of, less_by, plan_without_places
-from tenuto.deployments.control.planning import propose
 from tenuto.deployments.control.remembered import Memory
-from tenuto.deployments.control.standby import still_fitting, twins
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import Traffic, expected_of
 from tenuto.placement.placement_constraints import is_at
+from tenuto.placement.planner.gpu_matching import gpus_of
+from tenuto.placement.planner.minimal_change import changes_of, less_by, plan_without_places
+from tenuto.placement.planner.planning import propose
+from tenuto.placement.planner.standby import still_fitting, twins
+from tenuto.placement.planner.task import Durations, PlanRequest
 from tenuto.profiles import Profiles
 from tests.deployments.control.desk import Desk
 from tests.deployments.control.fake_serve import FakeServe

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from tenuto.deployments.control.change import change_deployment
-from tenuto.deployments.control.gpu_matching import gpus_of, renamed
 from tenuto.deployments.control.live import LiveSystem
 from tenuto.deployments.machines.node_layouts import CutOrder
 from tenuto.deployments.serve.config import ServeConfig
@@ -17,6 +16,7 @@ from tenuto.mps.mig_layout import MigCut, MigDevice
 from tenuto.placement import Gpulet, Plan, PolicyUsed, Replica
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.planner.gpu_matching import gpus_of, renamed
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LinearLatency
 from tests.deployments.control.fake_serve import FakeServe

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.deployments.control.minimal_change import changes_of, plan_with_fewest_changes
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import InstancePlace, node_of
-from tenuto.placement.fault_tolerance import drained, with_losses, without
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.task import PlanTask
+from tenuto.placement.planner.fault_tolerance import drained, with_losses, without
+from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
+from tenuto.placement.planner.task import PlanTask
 from tenuto.profiles import Profiles
 
 NOTHING = Profiles([])

@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.gpu_matching import gpus_of
 from tenuto.deployments.control.live import Live, LiveSystem
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.remembered import Memory
@@ -15,6 +14,7 @@ from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.config import ServeConfig
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
+from tenuto.placement.planner.gpu_matching import gpus_of
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore

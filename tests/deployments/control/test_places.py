@@ -8,17 +8,17 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.deployments.control.gpu_matching import match_to_running
-from tenuto.deployments.control.interface import Durations, PlanRequest
-from tenuto.deployments.control.planning import propose
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.controlled import ControlledSimulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import node_of
 from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.fault_tolerance import bearable, unmet
 from tenuto.placement.placement_constraints import may_lie
+from tenuto.placement.planner.fault_tolerance import bearable, unmet
+from tenuto.placement.planner.gpu_matching import match_to_running
+from tenuto.placement.planner.planning import propose
+from tenuto.placement.planner.task import Durations, PlanRequest
 from tenuto.profiles import Profiles
 
 NOTHING = Profiles([])

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.deployments.control.planner import PlannerProcess
-from tenuto.deployments.control.planning import Proposal
 from tenuto.mps.processes import Processes
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.planner.planning import Proposal
+from tenuto.placement.planner.task import Durations, PlanRequest
 from tenuto.profiles import Profiles
 from tests.instruments.plans import gpu, make_plan
 

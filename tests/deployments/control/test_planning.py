@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from tenuto.deployments.control.change_cost import CUTTING_S
-from tenuto.deployments.control.interface import Durations, PlanRequest
-from tenuto.deployments.control.planning import incremental, propose
 from tenuto.deployments.serve.diff import layout_changes
 from tenuto.placement import Cluster, ModelSpec, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.generation_capacity import carried, options_of
 from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.planner.change_cost import CUTTING_S
+from tenuto.placement.planner.planning import incremental, propose
+from tenuto.placement.planner.task import Durations, PlanRequest
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.instruments.generating import PROFILES, ByForm, cluster, writes
@@ -76,7 +76,7 @@ def test_a_slower_model_gets_room_for_random_arrivals_though_there_is_time_enoug
 
 
 def test_models_that_generate_are_added_to_the_gpu_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenuto.deployments.control.planning.load_policy", lambda *_: ByForm())
+    monkeypatch.setattr("tenuto.placement.planner.planning.load_policy", lambda *_: ByForm())
     plan = solve(ByForm(), Workload(models=(writes("a"),)), cluster(1, 1), PROFILES)
     for name in ("b", "c"):
         workload = Workload(models=(*plan.models, writes(name, 0.1)))

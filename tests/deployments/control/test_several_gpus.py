@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.deployments.control.change_cost import Rent
 from tenuto.deployments.control.change_preview import foresee
-from tenuto.deployments.control.gpu_matching import gpus_of, match_to_running
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import diff
 from tenuto.deployments.serve.sub_clusters import cut_plan
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Plan, Workload
-from tenuto.placement.solve import solve
+from tenuto.placement import Plan, Workload, solve
+from tenuto.placement.planner.change_cost import Rent
+from tenuto.placement.planner.gpu_matching import gpus_of, match_to_running
 from tests.instruments.generating import ByForm, cluster, fixed, only_together, writes
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tenuto.deployments.control.standby import standbys
-from tenuto.placement import Cluster, Gpulet, Plan, Workload
+from tenuto.placement import Cluster, Gpulet, Plan, Workload, solve
+from tenuto.placement.planner.standby import standbys
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import solve
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.running import Life, RunningSystem
-from tenuto.deployments.control.gpu_matching import gpus_of, match_to_running, renamed
 from tenuto.deployments.serve.config import ServeApplication
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import diff
 from tenuto.deployments.serve.user_config import GpuletConfig
 from tenuto.placement import Plan
+from tenuto.placement.planner.gpu_matching import gpus_of, match_to_running, renamed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what Ray Serve imports
 

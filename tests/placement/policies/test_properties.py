@@ -16,7 +16,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.files import parse_yaml
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.costs import CONTEXT_MIB
-from tenuto.placement.fixed_cost import check_inputs
+from tenuto.placement.planner.fixed_cost import check_inputs
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.placement.policies.milp.milp import AoMilp, WsmMilp

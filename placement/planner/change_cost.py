@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.deployments.control.change_stages import made_anew, next_stage, not_ready
-from tenuto.deployments.control.interface import Durations, PlanRequest
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.expectation.sharing import listed
+from tenuto.placement.planner.change_stages import made_anew, next_stage, not_ready
+from tenuto.placement.planner.task import Durations, PlanRequest
 
 # Limit: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters
 # or leaves MIG mode is reset.
@@ -100,7 +100,7 @@ class Scale:
         self._outlooks = Outlooks(request.slowdowns)
 
     def weigh(self, target: Plan, relieved: int = 0) -> ChangeWorth:
-        """Weigh going to a plan in which `relieved` more models lie as they ask (`placement.fault_tolerance`)."""
+        """Weigh going to a plan in which `relieved` more models lie as they ask (`planner.fault_tolerance`)."""
         asked, running = self._asked, self._asked.running
         weights = {spec.name: spec.weight for spec in (*running.models, *target.models)}
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.deployments.control.batch_growth import with_latency
-from tenuto.deployments.control.change_stages import fits, needed_mib
-from tenuto.deployments.control.gpu_matching import fresh_id
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.planner.batch_growth import with_latency
+from tenuto.placement.planner.change_stages import fits, needed_mib
+from tenuto.placement.planner.gpu_matching import fresh_id
 from tenuto.placement.workload import profile_of
 from tenuto.profiles import Profiles
 

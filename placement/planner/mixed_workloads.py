@@ -9,13 +9,10 @@ from dataclasses import dataclass
 
 from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.completion import ATTAINED, check_plan, nothing_on, policy_used, usage_of, with_losses_said
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import expected_of, told
 from tenuto.placement.expectation.sharing import Sharing
-from tenuto.placement.fault_tolerance import PlacementContext, arranged, asks
-from tenuto.placement.fixed_cost import plan_fixed_cost
 from tenuto.placement.generation_capacity import (
     Costs,
     GeneratingPlan,
@@ -24,15 +21,25 @@ from tenuto.placement.generation_capacity import (
     too_long,
     with_lengths,
 )
-from tenuto.placement.generation_packing import Means, buy_generating, by_gpu_type, place_generating
-from tenuto.placement.gpu_slices import Mixing, SlicedCluster
 from tenuto.placement.ledger import with_caps
 from tenuto.placement.placement_constraints import ANYWHERE
 from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu
+from tenuto.placement.planner.completion import (
+    ATTAINED,
+    check_plan,
+    nothing_on,
+    policy_used,
+    usage_of,
+    with_losses_said,
+)
+from tenuto.placement.planner.fault_tolerance import PlacementContext, arranged, asks
+from tenuto.placement.planner.fixed_cost import plan_fixed_cost
+from tenuto.placement.planner.generation_packing import Means, buy_generating, by_gpu_type, place_generating
+from tenuto.placement.planner.gpu_slices import Mixing, SlicedCluster
+from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.placement.policy import Policy
-from tenuto.placement.task import PlanTask
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.mig_instances import instance_type_of

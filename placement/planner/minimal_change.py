@@ -9,23 +9,22 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from tenuto.deployments.control.change_stages import not_ready
-from tenuto.deployments.control.gpu_matching import gpus_of, match_to_running, renamed
-from tenuto.deployments.control.interface import Durations, PlanRequest
-from tenuto.deployments.control.planning import incremental, of_workload, trimmed
 from tenuto.errors import InvalidInputError, refused
 from tenuto.placement import Cluster, Gpulet, Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.completion import complete
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic, expected_of
 from tenuto.placement.expectation.sharing import Sharing
-from tenuto.placement.fault_tolerance import SLIGHT, Trial, bearable, drained, unmet, with_the_rest, without
 from tenuto.placement.plan import Expected, ExpectedModel, PlannedGpu, PolicyUsed
+from tenuto.placement.planner.change_stages import not_ready
+from tenuto.placement.planner.completion import complete
+from tenuto.placement.planner.fault_tolerance import SLIGHT, Trial, bearable, drained, unmet, with_the_rest, without
+from tenuto.placement.planner.gpu_matching import gpus_of, match_to_running, renamed
+from tenuto.placement.planner.planning import incremental, of_workload, trimmed
+from tenuto.placement.planner.solve import make_plan
+from tenuto.placement.planner.task import Durations, PlanRequest, PlanTask
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import make_plan
-from tenuto.placement.task import PlanTask
 from tenuto.profiles import Profiles
 
 

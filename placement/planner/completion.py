@@ -12,14 +12,14 @@ from tenuto.placement.cluster import Cluster, whole_of
 from tenuto.placement.costs import ModelOnGpu, costs_of
 from tenuto.placement.expectation.outlook import expected_of, told
 from tenuto.placement.expectation.sharing import Sharing
-from tenuto.placement.fault_tolerance import PlacementContext, Trial, arranged, not_surviving, with_losses
 from tenuto.placement.ledger import unknown_memory, with_caps
 from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.planner.fault_tolerance import PlacementContext, Trial, arranged, not_surviving, with_losses
+from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policy import Policy
 from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import room_problems
-from tenuto.placement.task import PlanTask
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profiles
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from tenuto.deployments.control.change_stages import needed_mib
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan, Replica, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.costs import latency_up_to
+from tenuto.placement.planner.change_stages import needed_mib
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profiles
 from tenuto.profiles.latency import Latency

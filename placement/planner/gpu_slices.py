@@ -19,8 +19,8 @@ import numpy as np
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, memory_of
 from tenuto.placement.generation_capacity import Costs, GeneratingPlan, PlacedShare, ShareCapacity, carried, room_mib
-from tenuto.placement.generation_packing import Means, Room, left_of
 from tenuto.placement.plan import Plan, PlannedGpu
+from tenuto.placement.planner.generation_packing import Means, Room, left_of
 from tenuto.placement.solver import Rows, linear_program
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import ModelProfile, Profile, ProfilePoint, Profiles

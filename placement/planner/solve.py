@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.fault_tolerance import Trial
-from tenuto.placement.fixed_cost import check_inputs, plan_fixed_cost
-from tenuto.placement.mixed_workloads import plan_mixed
 from tenuto.placement.plan import Plan, PlannedGpu
+from tenuto.placement.planner.fault_tolerance import Trial
+from tenuto.placement.planner.fixed_cost import check_inputs, plan_fixed_cost
+from tenuto.placement.planner.mixed_workloads import plan_mixed
+from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policy import Policy
-from tenuto.placement.task import PlanTask
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 

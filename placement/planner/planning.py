@@ -14,25 +14,24 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tenuto.deployments.control.batch_growth import enlarge_batches
-from tenuto.deployments.control.change_cost import ChangeWorth, Rent, Scale
-from tenuto.deployments.control.change_stages import fits, made_anew
-from tenuto.deployments.control.gpu_matching import fresh_id, gpus_of, match_to_running
-from tenuto.deployments.control.interface import PlanRequest
-from tenuto.deployments.control.standby import Standby, standbys, twins
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
-from tenuto.placement.completion import complete, usage_of
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
-from tenuto.placement.fault_tolerance import asks, bearable, drained, unmet, with_losses, with_the_rest
 from tenuto.placement.generation_capacity import in_proportion
 from tenuto.placement.placement_constraints import ANYWHERE, is_at, may_lie, prefers
 from tenuto.placement.plan import Expected, PlannedGpu
+from tenuto.placement.planner.batch_growth import enlarge_batches
+from tenuto.placement.planner.change_cost import ChangeWorth, Rent, Scale
+from tenuto.placement.planner.change_stages import fits, made_anew
+from tenuto.placement.planner.completion import complete, usage_of
+from tenuto.placement.planner.fault_tolerance import asks, bearable, drained, unmet, with_losses, with_the_rest
+from tenuto.placement.planner.gpu_matching import fresh_id, gpus_of, match_to_running
+from tenuto.placement.planner.solve import make_plan
+from tenuto.placement.planner.standby import Standby, standbys, twins
+from tenuto.placement.planner.task import PlanRequest, PlanTask
 from tenuto.placement.policy import load_policy
-from tenuto.placement.solve import make_plan
-from tenuto.placement.task import PlanTask
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 

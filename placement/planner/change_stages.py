@@ -32,7 +32,7 @@ def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[
 
     Args:
         now: the running plan, all of it ready.
-        target: fitted to it (`tenuto.deployments.control.gpu_matching`).
+        target: fitted to it (`tenuto.placement.planner.gpu_matching`).
         gpus: with their memory.
         rates_rps: by model, to judge what each gpu-let is worth.
     """

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from tenuto.deployments.control.change_stages import fits, needed_mib
 from tenuto.errors import refused
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.fault_tolerance import SLIGHT, with_losses
 from tenuto.placement.placement_constraints import may_lie, prefers
 from tenuto.placement.plan import GpuletProcess, PlannedGpu
+from tenuto.placement.planner.change_stages import fits, needed_mib
+from tenuto.placement.planner.fault_tolerance import SLIGHT, with_losses
 from tenuto.placement.policies.shared.hosting import gpulet_id
 
 FORBIDDEN = 1e12  # derived: more than all breaks together: no model goes where it must not
