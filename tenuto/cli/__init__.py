@@ -45,7 +45,7 @@ VERBS = tuple(name for names in GROUPS.values() for name in names)
 MOVED = {"top": "tenuto status --watch", "capacity": "tenuto goodput"}
 # What brings modules of others that a command may miss.
 BRINGS = {
-    "tenuto[serve]": "PIL aiohttp cryptography fastapi httptools httpx orjson pynvml ray safetensors starlette sympy "
+    "tenuto[serve]": "PIL aiohttp cryptography fastapi httptools orjson pynvml ray safetensors starlette sympy "
     "tokenizers torch torchvision transformers uvloop",
     "tenuto[structured]": "llguidance",
     "tenuto[tracing]": "opentelemetry requests",
