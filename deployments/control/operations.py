@@ -10,19 +10,18 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
 
 from tenuto.deployments.control.change import change_deployment, nothing_of
 from tenuto.deployments.control.change_preview import ChangePreview, preview_change
-from tenuto.deployments.control.controller_process import ControllerReplica, keep_ground, read_ground
+from tenuto.deployments.control.controller_client import ControllerClient
+from tenuto.deployments.control.controller_process import keep_ground, read_ground
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.control.version_edits import Edits
 from tenuto.deployments.machines.node_layouts import NodeLayouts, check_layouts
-from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.process.ray_address import KnownDeployment, announce, cluster_address
 from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
 from tenuto.deployments.serve.config import (
@@ -48,7 +47,6 @@ from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.placement.workload import lacking
 from tenuto.profiles import Profiles
 
-T = TypeVar("T")
 Ground = tuple[Profiles, tuple[Gpu, ...]]
 _GONE_S = 60.0  # limit: for applications to end
 _EMPTIED_S = 130.0  # limit: gateways may use a gpu-let for one more minute; ending takes `UserConfig.ends_s`
@@ -123,7 +121,7 @@ class Operations:
         """Return once the controller's change under way is over, if a controller runs; raise `EnvironmentFaultError`
         when it does not end."""
         since_s, told = time.monotonic(), ""
-        while CONTROL_APPLICATION in self.states() and (why := _asked(lambda controller: controller.state()).awaits):
+        while CONTROL_APPLICATION in self.states() and (why := ControllerClient().state().awaits):
             if time.monotonic() - since_s > _SILENT_S:
                 raise EnvironmentFaultError(f"a change is still under way ({why}). See `tenuto control log`.")
             if why != told:
@@ -262,7 +260,7 @@ class Operations:
         try:
             if has_controller:
                 since_s = time.time()
-                _asked(lambda controller: controller.deploy(wanted.model_dump(mode="json"), by, why))
+                ControllerClient().deploy(wanted, by, why)
                 lines, _ = self._follow(since_s, _is_reached)
                 return bool(_reached(lines))
             return _carry_out(running, wanted, None, self._store, by, why, self._progress, self._sleep)
@@ -270,12 +268,12 @@ class Operations:
             self._progress(_GOES_ON if has_controller else _HALF_DONE)
             raise
 
-    def edit(self, make: Callable[[ControllerReplica], Coroutine[Any, Any, Edits]], *, waits: bool = True) -> str:
+    def edit(self, make: Callable[[ControllerClient], Edits], *, waits: bool = True) -> str:
         """Have the controller change entries of the workload. Return once that is carried out, or will not be; then
         return why not, in words.
 
         Args:
-            make: the controller's method that changes them.
+            make: asks the controller to change them.
             waits: False: return at once.
 
         Raises:
@@ -283,7 +281,7 @@ class Operations:
             EnvironmentFaultError: no controller runs, or it does not answer.
         """
         since_s = time.time()
-        edits = self.ask(make)
+        edits = make(self.controller())
         if not waits:
             return ""
         try:
@@ -307,11 +305,11 @@ class Operations:
 
         `is_over` receives the state and, once a change has ended, whether that was reached.
         """
-        lines: list[LogLine] = []
+        client, lines = ControllerClient(), list[LogLine]()
         heard_at = time.monotonic()
         while time.monotonic() - heard_at < _SILENT_S:
-            state = _asked(lambda controller: controller.state())  # before the log, which then says how it ended
-            told, lines = len(lines), [line for line in _asked(lambda c: c.log(100)) if line.at_s >= since_s]
+            state = client.state()  # before the log, which then says how it ended
+            told, lines = len(lines), [line for line in client.log(100) if line.at_s >= since_s]
             for line in lines[told:]:
                 self._progress(f"{line.kind}: {line.text}")
                 heard_at = time.monotonic()
@@ -359,16 +357,11 @@ class Operations:
 
     # --- the controller -----------------------------------------------------------------------------------------------
 
-    def ask(self, question: Callable[[ControllerReplica], Coroutine[Any, Any, T]]) -> T:
-        """Have the running controller carry out one of its methods; return what it answers.
-
-        Raises:
-            EnvironmentFaultError: no controller runs, or it does not answer.
-            TenutoError: whatever the controller raises.
-        """
+    def controller(self) -> ControllerClient:
+        """Return the client of the running controller; raise `EnvironmentFaultError` when none runs."""
         if CONTROL_APPLICATION not in self.states():
             raise EnvironmentFaultError("no controller runs here. Deploy with --control control.yaml.")
-        return _asked(question)
+        return ControllerClient()
 
 
 def refuse_running(progress: Callable[[str], None] = lambda _text: None) -> None:
@@ -511,42 +504,6 @@ def is_orphaned(store: Store) -> bool:
     return bool(signed["machine"] == machine_id() and signed["started"] != str(Processes().started_at(signed["pid"])))
 
 
-class _There:
-    """The methods of a `ControllerReplica` in another process."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name).remote
-
-
-def _asked(question: Callable[[ControllerReplica], Coroutine[Any, Any, T]]) -> T:
-    """Have the running controller, in its own process, carry out one of its methods; return what it answers.
-
-    Raises:
-        EnvironmentFaultError: the controller does not answer.
-        TenutoError: whatever the controller raises.
-    """
-    from ray import serve
-    from ray.exceptions import RayTaskError
-    from ray.serve.exceptions import RayServeException
-
-    try:
-        controller: Any = _There(within(ANSWER_S, serve.get_app_handle, CONTROL_APPLICATION))
-        answer: Any = question(controller)
-        found: T = answer.result(timeout_s=40.0)
-    except RayTaskError as error:
-        if isinstance(error.cause, TenutoError):
-            raise error.cause from error
-        raise EnvironmentFaultError(f"the controller failed: {error.cause}") from error
-    except RayServeException as error:
-        raise EnvironmentFaultError("the controller is starting. Try again in a few seconds.") from error
-    except TimeoutError as error:
-        raise EnvironmentFaultError("the controller does not answer. See `tenuto control log`.") from error
-    return found
-
-
 def _await_end(left: Callable[[], list[str]], limit_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """Wait until no application is left; raise `EnvironmentFaultError` when one is after the limit."""
     until_s = time.monotonic() + limit_s
@@ -561,7 +518,7 @@ def _remove(applications: Applications, store: Store) -> list[str]:
     ours = sorted(name for name in applications.states() if is_ours(name))
     if CONTROL_APPLICATION in ours:
         with suppress(EnvironmentFaultError):  # it does not answer
-            _asked(lambda controller: controller.retire())
+            ControllerClient().retire()
     if ours:
         from ray.exceptions import ActorDiedError
 

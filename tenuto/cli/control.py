@@ -27,7 +27,7 @@ def pause(address: str | None) -> None:
 
     Example: tenuto control pause
     """
-    asked_of_controller(address, lambda controller: controller.pause(True))
+    asked_of_controller(address, lambda controller: controller.pause(paused=True))
     say("paused")
 
 
@@ -38,7 +38,7 @@ def resume(address: str | None) -> None:
 
     Example: tenuto control resume
     """
-    asked_of_controller(address, lambda controller: controller.pause(False))
+    asked_of_controller(address, lambda controller: controller.pause(paused=False))
     say("resumed")
 
 
@@ -97,9 +97,7 @@ def apply(plan_file: str | None, yes: bool, address: str | None) -> int:
     advised = None if plan_file is None else Plan.load(plan_file)
     with operations(address) as running:
         advice = (
-            running.ask(lambda controller: controller.advice())
-            if advised is None
-            else AdvisedPlan(advised, f"advised before: {plan_file}")
+            running.controller().advice() if advised is None else AdvisedPlan(advised, f"advised before: {plan_file}")
         )
         found = running.running()
         reached = running.deploy(found.near(advice.plan), advice.text, by="apply", agrees=agrees_to_losses(yes=yes))

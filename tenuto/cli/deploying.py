@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import click
 from click.core import ParameterSource
@@ -22,7 +22,7 @@ from tenuto.placement import Plan
 
 if TYPE_CHECKING:
     from tenuto.deployments.control.change_preview import ChangePreview
-    from tenuto.deployments.control.controller_process import ControllerReplica
+    from tenuto.deployments.control.controller_client import ControllerClient
     from tenuto.deployments.control.operations import Ground, Operations
     from tenuto.deployments.process.ray_address import KnownDeployment
     from tenuto.deployments.serve.deployment import Deployment
@@ -326,10 +326,10 @@ def operations(address: str | None) -> Iterator[Operations]:
         yield found
 
 
-def asked_of_controller(address: str | None, question: Callable[[ControllerReplica], Coroutine[Any, Any, T]]) -> T:
-    """Have the controller of a deployment carry out one of its methods; return what it answers."""
+def asked_of_controller(address: str | None, question: Callable[[ControllerClient], T]) -> T:
+    """Return what the controller of a deployment answers to a question."""
     with operations(address) as running:
-        return running.ask(question)
+        return question(running.controller())
 
 
 _PORT = click.IntRange(1, 65535)

@@ -3,7 +3,7 @@ them their place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from tenuto.errors import refused
 from tenuto.files import parse_yaml
 
 if TYPE_CHECKING:
-    from tenuto.deployments.control.controller_process import ControllerReplica
+    from tenuto.deployments.control.controller_client import ControllerClient
     from tenuto.deployments.control.version_edits import Edits
 
 no_wait_option = click.option(
@@ -43,9 +43,7 @@ def _entry(text: str) -> dict[str, Any]:
     return entry
 
 
-def _edited(
-    address: str | None, make: Callable[[ControllerReplica], Coroutine[Any, Any, Edits]], done: str, *, no_wait: bool
-) -> int:
+def _edited(address: str | None, make: Callable[[ControllerClient], Edits], done: str, *, no_wait: bool) -> int:
     """Have the workload changed, say how that ended, and return the exit code."""
     with operations(address) as running:
         undone = running.edit(make, waits=not no_wait)

@@ -85,7 +85,7 @@ def test_a_version_is_tried_and_promoted_without_losing_a_request(operator: Oper
         assert versions(operator) == ["1", "2"]
         assert answered_by(operator) == {"1", "2"}
         with pytest.raises(InvalidInputError, match="takes the rest"):
-            operator.ask(lambda controller: controller.take_back("one", "1"))
+            operator.controller().take_back("one", "1")
         assert operator.edit(lambda controller: controller.promote("one", "2")) == ""
         assert versions(operator) == ["2"]
     assert {"ok" if status == 200 else f"{status}: {answer.get('error')}" for status, answer in answers} == {"ok"}
@@ -109,7 +109,7 @@ def test_a_version_that_is_slower_is_taken_back_by_itself(operator: Operations, 
     with asking(operator.base_url, ["one", "one"], X_SLO_Ms="300") as answers:
         until(lambda: "3" not in versions(operator))
     assert {status: answer for status, answer in answers if status not in (200, 504)} == {}
-    lines = [line for line in operator.ask(lambda controller: controller.log(50)) if line.kind == "canary"]
+    lines = [line for line in operator.controller().log(50) if line.kind == "canary"]
     assert "one:3 lost" in lines[-1].text
     assert lines[-1].data["lost"] > 0
     assert answered_by(operator) == before
