@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tenuto.placement.costs import ModelOnGpu
 from tenuto.placement.expectation.outlook import EVENED_OUT
+from tenuto.placement.policies.shared.mig_cutting import CuttableGpus, FilledInstance, InstanceModel, InstanceWay
 from tenuto.placement.program import held_mib
 from tenuto.placement.solver import Rows, integer_program
 from tenuto.profiles.mig_instances import MEMORY_SLICES, InstanceProfile
@@ -33,60 +33,17 @@ SLIVER = 0.02  # limit: of an instance's time; less of a model is not worth a re
 NOTHING_LEFT = 1e-6  # limit: of a rate
 
 
-@dataclass(frozen=True)
-class InstanceWay:
-    """How a model runs in an instance: batch size and number of processes, and what a batch then takes. Memory is that
-    of one process without its context."""
-
-    batch_size: int
-    processes: int
-    latency_ms: float
-    memory_mib: float
-    weights_mib: float | None
-    slowdown: float  # of `latency_ms`, beside as many equal processes
-
-    @property
-    def rate_rps(self) -> float:
-        """What its processes serve together."""
-        return 1000.0 * self.batch_size * self.processes / self.latency_ms
-
-    def beside(self, slowest: float) -> InstanceWay:
-        """Return the same where the other processes also have a model that is so many times as slow among its equals:
-        as slow as the mean of these, as in every plan (`placement.expectation.sharing`)."""
-        others = max(self.slowdown, slowest)
-        mean = (self.slowdown + (self.processes - 1) * others) / self.processes
-        return replace(self, latency_ms=self.latency_ms * mean / self.slowdown)
-
-    def answers_ms(self, *, is_alone: bool) -> float:
-        """Return what a batch and its wait for a process take. `n` processes of one model run out of phase: one ends
-        every n-th part of a batch. Where models take turns they end at random: a wait of x batches is exceeded with
-        probability (1 - x)^n."""
-        waits = 1.0 / self.processes if is_alone else 1.0 - TOO_LONG ** (1.0 / self.processes)
-        return self.latency_ms * (1.0 + waits)
-
-
 class CutModel:
     """A model with its ways in instances of every size."""
 
-    def __init__(
-        self, name: str, rate_rps: float, slo_ms: float, costs: Mapping[str, ModelOnGpu], context_mib: float
-    ) -> None:
-        """`costs`: inside an instance, by MIG profile; only what was measured and fits into its memory counts.
-        `context_mib`: of a process."""
-        self.name, self.rate_rps, self.slo_ms = name, rate_rps, slo_ms
+    def __init__(self, model: InstanceModel) -> None:
+        self.name, self.rate_rps, self.slo_ms = model.spec.name, model.spec.rate_rps, model.spec.slo_ms
         self._ways: dict[str, dict[int, list[InstanceWay]]] = {}
         self._known: dict[tuple[str, int, float, float | None], InstanceWay | None] = {}
-        for size, on in costs.items():
-            by_count = self._ways.setdefault(size, {})
-            for point in on.profile.points:
-                memory, weights = on.needs_mib(point.batch_size)
-                for count, ms in ({1: point.latency_ms} | point.processes_ms).items():
-                    if not on.has_room_for(count, point.batch_size, context_mib):
-                        continue
-                    slowdown = max(1.0, ms / point.latency_ms)
-                    latency_ms = slowdown * point.latency_ms
-                    way = InstanceWay(point.batch_size, count, latency_ms, memory, weights, slowdown)
-                    by_count.setdefault(count, []).append(way)
+        for size, ways in model.ways.items():
+            for way in ways:  # a few were measured to be faster beside others than alone: none is planned to be so
+                planned = replace(way, latency_ms=way.slowdown * way.alone_ms)
+                self._ways.setdefault(size, {}).setdefault(way.processes, []).append(planned)
 
     def processes(self, size: str) -> Iterable[int]:
         """Return the numbers of processes that were measured in an instance of a size."""
@@ -98,8 +55,8 @@ class CutModel:
         key = size, processes, most_ms, slowest
         if key not in self._known:
             ways = self._ways.get(size, {}).get(processes, ())
-            beside = ways if slowest is None else (way.beside(slowest) for way in ways)
-            able = [way for way in beside if way.answers_ms(is_alone=slowest is None) <= most_ms]
+            beside = ways if slowest is None else (_beside(way, slowest) for way in ways)
+            able = [way for way in beside if _answers_ms(way, is_alone=slowest is None) <= most_ms]
             self._known[key] = max(able, key=lambda way: way.rate_rps, default=None)
         return self._known[key]
 
@@ -109,23 +66,20 @@ class CutModel:
         return max((way for way in ways if way is not None), key=lambda way: way.rate_rps, default=None)
 
 
-@dataclass(frozen=True)
-class FilledInstance:
-    """An instance with the rate of each model in it, and how it runs there; all run in as many processes."""
+def _beside(way: InstanceWay, slowest: float) -> InstanceWay:
+    """Return a way where the other processes also have a model that is so many times as slow among its equals: it is as
+    slow as the mean of these, as in every plan (`placement.expectation.sharing`)."""
+    others = max(way.slowdown, slowest)
+    mean = (way.slowdown + (way.processes - 1) * others) / way.processes
+    return replace(way, latency_ms=way.latency_ms * mean / way.slowdown)
 
-    size: str
-    rates_rps: Mapping[str, float]
-    ways: Mapping[str, InstanceWay]
 
-    @property
-    def busy(self) -> float:
-        """The part of its time that it works."""
-        return sum(rate / self.ways[name].rate_rps for name, rate in self.rates_rps.items())
-
-    @property
-    def processes(self) -> int:
-        """Its processes, each with all of its models."""
-        return max(way.processes for way in self.ways.values())
+def _answers_ms(way: InstanceWay, *, is_alone: bool) -> float:
+    """Return what a batch and its wait for a process take. `n` processes of one model run out of phase: one ends every
+    n-th part of a batch. Where models take turns they end at random: a wait of x batches is exceeded with probability
+    (1 - x)^n."""
+    waits = 1.0 / way.processes if is_alone else 1.0 - TOO_LONG ** (1.0 / way.processes)
+    return way.latency_ms * (1.0 + waits)
 
 
 Layout = tuple[tuple[str, int], ...]
@@ -164,24 +118,11 @@ class CutGpus:
 class Cutting:
     """The models of a workload on GPUs of one type that may be cut."""
 
-    def __init__(
-        self,
-        models: Sequence[CutModel],
-        profiles: Mapping[str, InstanceProfile],
-        room_mib: Mapping[str, float],
-        context_mib: float,
-    ) -> None:
-        """Take what does not change with the number of GPUs.
-
-        Args:
-            models: that some instance serves in time.
-            profiles: of instances, by name.
-            room_mib: memory of an instance, by profile.
-            context_mib: of a process.
-        """
+    def __init__(self, gpus: CuttableGpus, models: Sequence[CutModel]) -> None:
+        """`models`: those of the workload that some instance serves in time."""
         self._models = {model.name: model for model in models}
-        self._profiles, self._room_mib, self._context_mib = profiles, room_mib, context_mib
-        self._layouts = layouts_of(profiles)
+        self._profiles, self._room_mib, self._context_mib = gpus.sizes, gpus.room_mib, gpus.context_mib
+        self._layouts = layouts_of(gpus.sizes)
         self._spare = 1.0
 
     def like(self, sizes: Iterable[str]) -> Layout | None:

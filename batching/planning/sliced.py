@@ -7,15 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tenuto.batching.planning.cutting import SPARER, CutGpus, CutModel, Cutting, FilledInstance, Layout
+from tenuto.batching.planning.cutting import SPARER, CutGpus, CutModel, Cutting, Layout
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Cluster, Plan, Policy, Replica, Workload
+from tenuto.placement import Cluster, Plan, Policy, Workload
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.costs import context_mib_of, costs_of
-from tenuto.placement.policies.shared.gpu_pool import GpuPool
-from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
+from tenuto.placement.policies.shared.mig_cutting import CuttableGpus, FilledInstance, cuttable_kinds
 from tenuto.profiles import Profiles
-from tenuto.profiles.mig_instances import instance_profiles
 
 AT_MOST = 2.0  # limit: times as many GPUs as a flow needs; where even these do not serve all, more would not
 STEP = 50  # limit: GPUs are added by a fiftieth of them, so that thousands take no longer than some
@@ -77,89 +74,62 @@ class Slicing:
         Raises:
             InvalidInputError: no GPU may be cut, or no model was measured in an instance of one.
         """
-        self._workload, self._present, self._cluster = workload, cluster, cluster.uncut
-        by_type = {gpu.type: gpu for gpu in reversed(self._cluster.gpus) if gpu.mig == "managed"}
-        for self._kind, example in reversed(by_type.items()):
-            sizes = {name: example.cut(name, size.starts[0]) for name, size in instance_profiles(self._kind).items()}
-            names = {gpu.type: name for name, gpu in sizes.items()}
-            costs = costs_of(workload, Cluster.of(sizes.values()), profiles)
-            context_mib = context_mib_of(example.type, profiles)
-            models = [
-                CutModel(
-                    spec.name,
-                    spec.rate_rps,
-                    spec.slo_ms,
-                    {names[kind]: on for kind, on in costs[spec.name].items()},
-                    context_mib,
-                )
-                for spec in workload.models
-            ]
-            able = [model for model in models if any(model.best(size, model.slo_ms) for size in sizes)]
+        for kind in cuttable_kinds(cluster):
+            self._gpus = CuttableGpus(kind, workload, cluster, profiles)
+            models = [CutModel(model) for model in self._gpus.models]
+            able = [model for model in models if any(model.best(size, model.slo_ms) for size in self._gpus.sizes)]
             if able:
-                room = {name: gpu.memory_mib for name, gpu in sizes.items()}
-                self.cutting = Cutting(able, instance_profiles(self._kind), room, context_mib)
-                self._placed = self._cut_now()
+                self.cutting = Cutting(self._gpus, able)
+                self._placed = _cut_now(cluster, kind)
                 layouts = (self.cutting.like(size for size, _ in placed) for placed in self._placed.values())
                 self.now = Counter(layout for layout in layouts if layout is not None)
+                self._evens_out = workload.objective == "each"
                 return
         raise InvalidInputError("no GPU may be cut, or no model was measured in a MIG instance of one.")
 
     @property
     def available(self) -> int:
         """How many GPUs of a fixed cluster may be cut."""
-        return sum(gpu.type == self._kind and gpu.mig == "managed" for gpu in self._cluster.gpus)
+        return int(self._gpus.pool.left(self._gpus.kind))
 
     def on(self, gpus: int, spare: float, *, keeps: bool) -> CutGpus | None:
         """Return so many GPUs cut and filled, see `Cutting.on`; with `keeps` what is cut now stays so."""
-        evens_out = self._workload.objective == "each"
-        return self.cutting.on(gpus, spare, self.now if keeps else None, evens_out=evens_out)
-
-    def _cut_now(self) -> dict[str, Layout]:
-        """Return the instances of every GPU that is cut and may be cut anew."""
-        found: dict[str, list[tuple[str, int]]] = {}
-        for gpu in self._present.gpus:
-            mig = gpu.cut_as
-            if gpu.instance is not None and mig is not None and gpu.mig == "managed" and mig.base == self._kind:
-                found.setdefault(gpu.device, []).append((mig.profile, gpu.instance.start))
-        return {device: tuple(sorted(placed, key=lambda each: each[1])) for device, placed in found.items()}
+        return self.cutting.on(gpus, spare, self.now if keeps else None, evens_out=self._evens_out)
 
     def plan(self, cut: CutGpus) -> Plan:
         """Return the plan of GPUs that are cut and filled. What is cut already as it should be stays so."""
         waiting: dict[str, list[FilledInstance]] = {}
         for instance in reversed(cut.instances):
             waiting.setdefault(instance.size, []).append(instance)
-        hosted: list[Hosted] = []
-        for gpu, layout in self._laid(cut.layouts):
-            for size, start in layout:
-                if waiting.get(size):
-                    hosted += _hosted(gpu.cut(size, start), waiting[size].pop())
+        filled = (
+            (gpu, [(start, waiting[size].pop()) for size, start in layout if waiting.get(size)])
+            for gpu, layout in self._laid(cut.layouts)
+        )
         served = {name for instance in cut.instances for name in instance.rates_rps}
         late = "in no MIG instance that has memory for it is a request within its SLO"
-        reasons = {spec.name: late for spec in self._workload.models if spec.name not in served}
-        several = any(instance.processes > 1 for instance in cut.instances)
-        return hosting_plan(Sliced.name, self._workload, self._cluster, hosted, reasons, overcommits=several)
+        reasons = {model.spec.name: late for model in self._gpus.models if model.spec.name not in served}
+        return self._gpus.plan(Sliced.name, filled, reasons)
 
     def _laid(self, layouts: Mapping[Layout, int]) -> Iterable[tuple[Gpu, Layout]]:
         """Yield the GPUs with their layouts: those first that are cut in this way now, with their own starts."""
-        pool, left = GpuPool(self._cluster), Counter(layouts)
+        pool, kind, left = self._gpus.pool, self._gpus.kind, Counter(layouts)
         for device, placed in self._placed.items():
             layout = self.cutting.like(size for size, _ in placed)
-            taken = pool.take_named(device, self._kind) if layout is not None and left[layout] else None
-            if layout is not None and taken is not None:
+            cut_gpu = pool.take_named(device, kind) if layout is not None and left[layout] else None
+            if layout is not None and cut_gpu is not None:
                 left[layout] -= 1
-                yield taken, placed
+                yield cut_gpu, placed
         for layout in left.elements():
-            another = pool.take(self._kind)
-            if another is not None:
-                yield another, layout
+            gpu = pool.take(kind)
+            if gpu is not None:
+                yield gpu, layout
 
 
-def _hosted(place: Gpu, instance: FilledInstance) -> Iterator[Hosted]:
-    """Yield the processes of an instance, each with an equal part of every model's rate there."""
-    count, ways = instance.processes, instance.ways
-    replicas = [
-        Replica.believed(name, ways[name].batch_size, rate / count, ways[name].latency_ms)
-        for name, rate in instance.rates_rps.items()
-    ]
-    for _ in range(count):
-        yield Hosted(place, None, replicas)
+def _cut_now(cluster: Cluster, kind: str) -> dict[str, Layout]:
+    """Return the instances of every GPU of a type that is cut and may be cut anew."""
+    instances: dict[str, list[tuple[str, int]]] = {}
+    for gpu in cluster.gpus:
+        mig = gpu.cut_as
+        if gpu.instance is not None and mig is not None and gpu.mig == "managed" and mig.base == kind:
+            instances.setdefault(gpu.device, []).append((mig.profile, gpu.instance.start))
+    return {device: tuple(sorted(placed, key=lambda each: each[1])) for device, placed in instances.items()}

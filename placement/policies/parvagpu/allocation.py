@@ -7,25 +7,16 @@ GPCs alone; here they also need a place that MIG has.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tenuto.placement.policies.parvagpu.segments import ModelToServe, Triplet
+from tenuto.placement.policies.parvagpu.segments import Segment, Service
 from tenuto.profiles.mig_instances import ALL_GPCS, InstanceProfile
 
 # Paper: the starts that its code tries for each size, in this order.
 STARTS: Mapping[int, Sequence[int]] = {7: (0,), 4: (0,), 3: (4, 0), 2: (0, 4, 2), 1: (0, 6, 4, 1, 2, 3, 5)}
 THIN = 4  # paper: section III-E2; GPUs with at most so many GPCs in use are dissolved
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A segment of a model."""
-
-    service: ModelToServe
-    triplet: Triplet
 
 
 @dataclass
@@ -38,14 +29,13 @@ class CutGpu:
     @property
     def used(self) -> int:
         """GPCs in use."""
-        return sum(segment.triplet.gpcs for segment in self.placed.values())
+        return sum(segment.gpcs for segment in self.placed.values())
 
     def start_of(self, gpcs: int) -> int | None:
         """Return where an instance of so many GPCs may begin, the first of `STARTS`; None where it has no room."""
         if self.used + gpcs > ALL_GPCS:
             return None
-        threes = [start for start, segment in self.placed.items() if segment.triplet.gpcs == 3]
-        if gpcs == 3 and threes:
+        if gpcs == 3 and any(segment.gpcs == 3 for segment in self.placed.values()):
             return None  # as published: two of 3 GPCs leave the seventh to nobody
         size = self.sizes[gpcs]
         for start in STARTS[gpcs]:
@@ -54,8 +44,7 @@ class CutGpu:
         return None
 
     def _is_apart(self, start: int, slices: int, other: int) -> bool:
-        takes = self.sizes[self.placed[other].triplet.gpcs].slices
-        return start + slices <= other or other + takes <= start
+        return start + slices <= other or other + self.sizes[self.placed[other].gpcs].slices <= start
 
 
 class Allocator:
@@ -64,27 +53,29 @@ class Allocator:
     def __init__(self, sizes: Mapping[int, InstanceProfile], most_gpus: float) -> None:
         """`sizes`: by GPCs; `most_gpus`: that there are."""
         self.gpus: list[CutGpu] = []
-        self.left_out: list[Segment] = []
+        self._left_out: list[Segment] = []
         self._sizes, self._most = sizes, most_gpus
 
     def place(self, segments: Sequence[Segment]) -> None:
         """Lay segments; those for which there is no GPU are left out."""
-        for segment in sorted(segments, key=lambda each: -each.triplet.gpcs):
-            gpcs = segment.triplet.gpcs
-            able = [gpu for gpu in self.gpus if gpu.start_of(gpcs) is not None]
+        for segment in sorted(segments, key=lambda each: -each.gpcs):
+            able = [gpu for gpu in self.gpus if gpu.start_of(segment.gpcs) is not None]
             if not able and len(self.gpus) < self._most:
                 self.gpus.append(CutGpu(self._sizes))
                 able = [self.gpus[-1]]
-            if not able:
-                self.left_out.append(segment)
-                continue
-            best = max(able, key=lambda gpu: gpu.used)
-            start = best.start_of(gpcs)
-            if start is not None:
+            best = max(able, key=lambda gpu: gpu.used, default=None)
+            start = None if best is None else best.start_of(segment.gpcs)
+            if best is None or start is None:
+                self._left_out.append(segment)
+            else:
                 best.placed[start] = segment
 
-    def dissolve(self) -> None:
-        """Make segments of 1 and 2 GPCs of those on thin GPUs, the last GPU first, and lay them anew."""
+    def dissolve(self, services: Mapping[str, Service]) -> None:
+        """Make segments of 1 and 2 GPCs of those on thin GPUs, the last GPU first, and lay them anew.
+
+        Args:
+            services: of all models, by name.
+        """
         over_rps: dict[str, float] = defaultdict(float)
         for gpu in reversed(self.gpus):
             if not 0 < gpu.used <= THIN:
@@ -92,22 +83,10 @@ class Allocator:
             for start in range(ALL_GPCS):
                 segment = gpu.placed.pop(start, None)
                 if segment is not None:
-                    service = segment.service
-                    over_rps[service.name] += segment.triplet.throughput_rps
-                    small = _small(service, over_rps[service.name]) or [segment.triplet]
-                    over_rps[service.name] -= sum(triplet.throughput_rps for triplet in small)
-                    self.place([Segment(service, triplet) for triplet in small])
+                    over_rps[segment.model] += segment.throughput_rps
+                    small = services[segment.model].small_segments(over_rps[segment.model]) or [segment]
+                    over_rps[segment.model] -= sum(each.throughput_rps for each in small)
+                    self.place(small)
         self.gpus = [gpu for gpu in self.gpus if gpu.placed]
-        again, self.left_out = self.left_out, []
+        again, self._left_out = self._left_out, []
         self.place(again)
-
-
-def _small(service: ModelToServe, rate_rps: float) -> list[Triplet]:
-    """Return the segments of 1 and 2 GPCs that carry a rate; none where the model has none of these sizes."""
-    one, two = service.best.get(1), service.best.get(2)
-    if one is None or two is None:
-        only = one or two
-        return [] if only is None else [only] * max(0, math.ceil(rate_rps / only.throughput_rps - 1e-9))
-    twos = math.floor(rate_rps / two.throughput_rps + 1e-9) if two.throughput_rps / 2 > one.throughput_rps else 0
-    left_rps = rate_rps - twos * two.throughput_rps
-    return [two] * max(0, twos) + [one] * max(0, math.ceil(left_rps / one.throughput_rps - 1e-9))

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tenuto.errors import refused
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.costs import context_mib_of, costs_of
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.parvagpu.allocation import Allocator, CutGpu, Segment
-from tenuto.placement.policies.parvagpu.segments import ModelToServe, best_triplets
-from tenuto.placement.policies.shared.gpu_pool import GpuPool
-from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
+from tenuto.placement.policies.parvagpu.allocation import Allocator, CutGpu
+from tenuto.placement.policies.parvagpu.segments import Service
+from tenuto.placement.policies.shared.mig_cutting import CuttableGpus, FilledInstance, cuttable_kinds
 from tenuto.placement.policy import Policy
-from tenuto.placement.program import Replica
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
-from tenuto.profiles.mig_instances import InstanceProfile, instance_profiles
 
 
 @dataclass(kw_only=True, eq=False)
@@ -44,65 +40,48 @@ class ParvaGpu(Policy):
     processes: int = option(5, minimum=1)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
-        """Return the plan; models that keep their SLO in no instance go unserved."""
-        cluster, kind = cuttable(cluster, self.name)
-        sizes = {size.gpcs: (name, size) for name, size in _sizes(kind)}
-        example = next(gpu for gpu in cluster.gpus if gpu.type == kind)
-        parts = Cluster.of(example.cut(name, size.starts[0]) for name, size in sizes.values())
-        of_type = {part.type: size.gpcs for part, (_, size) in zip(parts.gpus, sizes.values(), strict=True)}
-        services, reasons, context_mib = [], {}, context_mib_of(kind, profiles)
-        for name, by_type in costs_of(workload, parts, profiles).items():
-            spec = next(spec for spec in workload.models if spec.name == name)
-            inside = {of_type[part]: on for part, on in by_type.items()}
-            best = best_triplets(inside, self.processes, context_mib)
-            if best:
-                services.append(ModelToServe(name, spec.rate_rps, best))
-            else:
-                reasons[name] = (
-                    f"no batch that fits takes less than 0.45 of its SLO of {spec.slo_ms:g} ms in any instance"
-                )
-        pool = GpuPool(cluster)
-        allocator = Allocator({gpcs: size for gpcs, (_, size) in sizes.items()}, pool.left(kind))
-        allocator.place([Segment(service, triplet) for service in services for triplet in service.segments()])
-        allocator.dissolve()
-        names = {gpcs: name for gpcs, (name, _) in sizes.items()}
-        hosted = [each for cut in allocator.gpus for each in _hosted(cut, pool.take(kind), names, allocator.gpus)]
-        several = any(segment.triplet.processes > 1 for cut in allocator.gpus for segment in cut.placed.values())
-        return hosting_plan(self.name, workload, cluster, hosted, reasons, overcommits=several)
+        """Return the plan; models that keep their SLO in no instance go unserved.
+
+        Raises:
+            InvalidInputError: the cluster has no GPU that plans may cut.
+        """
+        kinds = cuttable_kinds(cluster)
+        if not kinds:
+            cure = "Give mig: managed in the cluster file, or --gpus a100-80gb:4:mig; or take another policy."
+            rule = f"policy {self.name} cuts GPUs, and may cut none of these"
+            raise refused("gpus", ", ".join(cluster.gpu_types), rule, cure)
+        gpus = CuttableGpus(kinds[0], workload, cluster, profiles)
+        by_slices = sorted(gpus.sizes.items(), key=lambda item: (item[1].gpcs, -item[1].slices))
+        sizes = {size.gpcs: name for name, size in by_slices}  # of each number of GPCs, the one with the fewest slices
+        services = {model.spec.name: Service.of(model, sizes, self.processes) for model in gpus.models}
+        reasons = {
+            spec.name: f"no batch that fits takes less than 0.45 of its SLO of {spec.slo_ms:g} ms in any instance"
+            for spec in workload.models
+            if not services[spec.name].best
+        }
+        pool = gpus.pool
+        allocator = Allocator({gpcs: gpus.sizes[name] for gpcs, name in sizes.items()}, pool.left(gpus.kind))
+        allocator.place([segment for each in services.values() if each.best for segment in each.segments()])
+        allocator.dissolve(services)
+        total_rps = dict.fromkeys(services, 0.0)
+        for cut in allocator.gpus:
+            for segment in cut.placed.values():
+                total_rps[segment.model] += segment.throughput_rps
+        carried = {name: min(1.0, services[name].rate_rps / total) for name, total in total_rps.items() if total}
+
+        def filled() -> Iterator[tuple[Gpu, Iterator[tuple[int, FilledInstance]]]]:
+            for cut in allocator.gpus:
+                gpu = pool.take(gpus.kind)
+                if gpu is not None:
+                    yield gpu, _filled(cut, sizes, carried)
+
+        return gpus.plan(self.name, filled(), reasons)
 
 
-def cuttable(cluster: Cluster, policy: str) -> tuple[Cluster, str]:
-    """Return the cluster with the GPUs whole that a policy may cut, and the first type of these.
-
-    Raises:
-        InvalidInputError: it has none.
-    """
-    cluster = cluster.uncut
-    kind = next((gpu.type for gpu in cluster.gpus if gpu.mig == "managed"), None)
-    if kind is None:
-        cure = "Give mig: managed in the cluster file, or --gpus a100-80gb:4:mig; or take another policy."
-        raise refused(
-            "gpus", ", ".join(cluster.gpu_types), f"policy {policy} cuts GPUs, and may cut none of these", cure
-        )
-    return cluster, kind
-
-
-def _sizes(kind: str) -> Iterable[tuple[str, InstanceProfile]]:
-    """Yield, of each number of GPCs, the profile that takes the fewest memory slices."""
-    by_size = sorted(instance_profiles(kind).items(), key=lambda item: (item[1].gpcs, -item[1].slices))
-    return {size.gpcs: (name, size) for name, size in by_size}.values()
-
-
-def _hosted(cut: CutGpu, gpu: Gpu | None, names: dict[int, str], every: Sequence[CutGpu]) -> Iterable[Hosted]:
-    """Yield the gpu-lets of a GPU: the processes of its segments, each with its part of the model's rate."""
+def _filled(
+    cut: CutGpu, sizes: Mapping[int, str], carried: Mapping[str, float]
+) -> Iterator[tuple[int, FilledInstance]]:
+    """Yield the instances of a GPU by their starts. Of a segment's throughput its part of the model's rate is used."""
     for start, segment in sorted(cut.placed.items()):
-        if gpu is None:
-            return
-        service, triplet = segment.service, segment.triplet
-        total_rps = sum(
-            other.triplet.throughput_rps for each in every for other in each.placed.values() if other.service is service
-        )
-        part = triplet.throughput_rps / triplet.processes / total_rps
-        rate = min(service.rate_rps, total_rps) * part
-        replica = Replica.believed(service.name, triplet.batch_size, rate, triplet.latency_ms)
-        yield from [Hosted(gpu.cut(names[triplet.gpcs], start), None, [replica])] * triplet.processes
+        rate_rps = carried[segment.model] * segment.throughput_rps
+        yield start, FilledInstance(sizes[segment.gpcs], {segment.model: rate_rps}, {segment.model: segment.way})

@@ -12,13 +12,15 @@ class GpuPool:
     """Hands out GPUs one by one. On an elastic cluster there are always more; they continue the numbering of the first
     node with the type."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, *, managed_only: bool = False) -> None:
+        """`managed_only`: only GPUs that plans may cut (`mig: managed`)."""
         self.elastic = cluster.elastic
-        self.types = cluster.one_of_each
         self.prices = cluster.prices
-        self._free: dict[str, deque[Gpu]] = {kind: deque() for kind in self.types}
+        self._free: dict[str, deque[Gpu]] = {}
         for gpu in cluster.gpus:
-            self._free[gpu.type].append(gpu)
+            if gpu.mig == "managed" or not managed_only:
+                self._free.setdefault(gpu.type, deque()).append(gpu)
+        self.types = {kind: gpus[0] for kind, gpus in self._free.items()}
         self._named = {*(cluster.left_out or ()), *(gpu.id for gpu in cluster.gpus)}
         self._next_index: Counter[str] = Counter()
 

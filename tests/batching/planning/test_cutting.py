@@ -157,6 +157,19 @@ def test_batches_and_processes_fit_into_the_memory_of_an_instance(policy: str, n
     assert any(gpu.instance is not None for gpu in plan.gpus)
 
 
+@pytest.mark.parametrize("policy", ["tenuto", "parvagpu"])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_gpu_that_plans_may_not_cut_stays_whole_beside_those_of_its_type_that_they_may(
+    policy: str, elastic: bool
+) -> None:
+    options = {"requests": "200"} if policy == "tenuto" else {}
+    cluster = Cluster.parse("a100-80gb:1,a100-80gb:1:mig", elastic=elastic)
+    plan = solve(load_policy(policy, options), workload_of("s1"), cluster, PROFILES)
+    cut = {gpu.device for gpu in plan.gpus if gpu.instance is not None}
+    assert cut
+    assert "n0/0" not in cut
+
+
 def test_a_layout_that_breaks_a_rule_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelOnGpu, "has_room_for", lambda *_: True)
     plan = planned(Workload(models=(ModelSpec(name="vgg19", rate_rps=50, slo_ms=300),)), Cluster.parse("a100:1:mig"))
