@@ -213,7 +213,7 @@ def metrics_page() -> str:
         NO_CONTENTS,
         "# Metrics",
         "",
-        "Made of what `GET /metrics` on the [operators' port](operating.md#what-it-says-of-itself) writes. Units are",
+        "Made of what `GET /metrics` on the [operators' port](watching.md#what-it-says-of-itself) writes. Units are",
         "seconds, bytes, and ratios of 1. A metric whose value is not known is left out.",
         "",
         *_table(("metric", "kind", "labels", "meaning"), rows),

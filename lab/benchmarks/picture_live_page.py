@@ -1,4 +1,4 @@
-"""Take the pictures of the live page that docs/reference/operating.md shows: 50 models on 100 gpu-lets, light and dark.
+"""Take the pictures of the live page that docs/reference/watching.md shows: 50 models on 100 gpu-lets, light and dark.
 
 Run with `python -m lab.benchmarks.picture_live_page FOLDER`; needs Chromium in the path.
 """
