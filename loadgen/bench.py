@@ -28,13 +28,14 @@ from tenuto.loadgen.schedule import Schedule, seed_for
 from tenuto.loadgen.senders.http_sender import HttpSender
 from tenuto.loadgen.senders.payloads import Prompts, make_bodies, read_bodies
 from tenuto.loadgen.verdict import Verdict, judge, summarise
+from tenuto.outcome import WARM_UP
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.application import Application
 from tenuto.placement.versions import by_model
 from tenuto.profiles.networks.model_options import ModelOptions
 
 Progress = Callable[[str], None]
-_SHOWN_ERRORS = 8  # limit: kinds of errors that are printed
+_SHOWN_ERRORS = 8  # format: kinds of errors that are printed
 _TRIED_BODIES = 20  # limit: of a model, each sent once before the load; what is wrong is mostly wrong with all
 
 
@@ -43,13 +44,13 @@ class BenchOptions:
     """Settings of a run; `clients` 0 sends from this process, without Ray."""
 
     url: str
-    duration_s: float = 30.0
+    duration_s: float = 30.0  # default
     seed: int = 0
     rate_scale: float = 1.0
     slo_scale: float = 1.0
     warmup_s: float | None = None
     clients: int = 1
-    grace_s: float = 5.0
+    grace_s: float = 5.0  # default
     tensors: Literal["binary", "json"] = "binary"
     via: Literal["http", "handle"] = "http"
     client_priority: Priority = "realtime"  # priority of the sending threads, if the system allows it
@@ -76,7 +77,7 @@ class BenchOptions:
     @property
     def measured_from_ms(self) -> float:
         """End of the warm-up: 5 % of the duration unless given."""
-        return 1000.0 * (0.05 * self.duration_s if self.warmup_s is None else self.warmup_s)
+        return 1000.0 * (WARM_UP * self.duration_s if self.warmup_s is None else self.warmup_s)
 
 
 @dataclass
@@ -146,7 +147,7 @@ def run_bench(
         worked = _worked(options.url) if tokens is not None else {}
         worked_at = time.monotonic()
         # The start is late enough for every client to have received the message.
-        start_at = time.time() + (0.5 if options.clients else 0.05)
+        start_at = time.time() + (0.5 if options.clients else 0.05)  # derived: a message to an actor, and to a thread
         group.start(start_at)
         _end_as_by_ctrl_c()
         # A client on a thread of this process shares Python's lock with this thread. With a lower priority, this thread
@@ -303,7 +304,7 @@ def _jobs(load: ApplicationLoad, targets: tuple[ModelTarget, ...], options: Benc
     """Deal the requests to the clients in turn. The parts of one application's request stay together."""
     count = max(1, options.clients)
     in_flight = len(load.number) / options.duration_s / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
-    connections = min(400, int(in_flight) + 16)
+    connections = min(400, int(in_flight) + 16)  # limit: connections of one client
     return [
         ClientJob(
             options.url,
@@ -379,7 +380,7 @@ def _watch(
 
     `answers_s`: the longest that a stream may take.
     """
-    limit = start_at + options.duration_s + options.grace_s + answers_s + 30.0
+    limit = start_at + options.duration_s + options.grace_s + answers_s + 30.0  # limit: for clients to end
     next_line = start_at + 1.0
     while not clients.is_done():
         time.sleep(0.05)

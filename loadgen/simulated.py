@@ -26,7 +26,7 @@ from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_applica
 from tenuto.loadgen.records import Records, merge
 from tenuto.loadgen.result_folder import provenance
 from tenuto.loadgen.verdict import judge, summarise
-from tenuto.outcome import Outcome
+from tenuto.outcome import WARM_UP, Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.application import Application
 from tenuto.profiles import Profiles
@@ -118,7 +118,7 @@ class Simulation:
     def try_rate(self, rate_scale: float, goal: Goal) -> Trial:
         """Run a rate scale until it is over or hopeless, and judge it."""
         load = self._load(rate_scale)
-        begin_ms = 1000.0 * (0.05 * self.duration_s if self.warmup_s is None else self.warmup_s)
+        begin_ms = 1000.0 * (WARM_UP * self.duration_s if self.warmup_s is None else self.warmup_s)
         joins = Joins(load, counted_from_ms=begin_ms)
         models = HostedModels(self.system, load.times_ms, load.model_index, begin_ms)
         judged = _WithApplications(load, self.system, joins, models, begin_ms) if load.applications else models

@@ -147,7 +147,7 @@ def judge(
     scheduled = len(lateness)
     unsent = int(np.isnan(lateness).sum())
     p99 = float(np.percentile(lateness[~np.isnan(lateness)], 99)) if unsent < scheduled else float("inf")
-    limit = max(5.0, 0.05 * min(slos_ms)) if slos_ms else 5.0
+    limit = max(5.0, 0.05 * min(slos_ms)) if slos_ms else 5.0  # limit: how late a client may send in a run that counts
     conditions = {
         "scheduled": scheduled,
         "sent": scheduled - unsent,

@@ -99,7 +99,7 @@ class Control:
     log_directory: Path
     gpu_uuid: str
     run: Runner
-    timeout_s: float = 10.0
+    timeout_s: float = 10.0  # limit: for the daemon's answer
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the daemon: only its own GPU, its own directories, and no share. (A share of the

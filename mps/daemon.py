@@ -189,7 +189,7 @@ class PrivateDaemon:
         return record is not None and record.is_of(self.processes)
 
     @contextlib.contextmanager
-    def admitted(self, timeout_s: float = 300.0) -> Iterator[None]:
+    def admitted(self, timeout_s: float = 300.0) -> Iterator[None]:  # limit: for the gpu-lets before it to start
         """Hold the GPU's admission while CUDA starts and the models load. (Two starts at once would measure each
         other's memory.)
 
@@ -212,7 +212,7 @@ class PrivateDaemon:
             yield
 
     @contextlib.contextmanager
-    def turn(self, is_lost: Callable[[], bool], timeout_s: float = 300.0) -> Iterator[None]:
+    def turn(self, is_lost: Callable[[], bool], timeout_s: float = 300.0) -> Iterator[None]:  # limit: likewise
         """Hold the GPU's admission while a running gpu-let loads more models. It never waits for a fault of its own.
 
         Args:
@@ -243,7 +243,7 @@ class PrivateDaemon:
 
     def note_fault(self) -> None:
         """Record that the server is in FAULT. All gpu-lets that see the same fault make one entry."""
-        with self._lock("faults", 10.0):
+        with self._lock("faults", 10.0):  # limit: for another process that counts
             self._faults.note()
 
     def recent_faults(self) -> int:
@@ -312,7 +312,7 @@ class PrivateDaemon:
         """Return whether a gpu-let has a place."""
         return not is_unused(self._folder)
 
-    def stop_if_unused(self, timeout_s: float = 10.0) -> bool:
+    def stop_if_unused(self, timeout_s: float = 10.0) -> bool:  # limit: for the daemon to end
         """Quit our daemon when no gpu-let is left and its clients have gone; returns whether it was stopped.
 
         Raises:

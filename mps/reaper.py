@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tenuto.mps.control import ControlError
 from tenuto.mps.daemon import PrivateDaemon
 
-POLL_S = 2.0  # limit: time between two looks at a daemon's clients
+POLL_S = 2.0  # pace: time between two looks at a daemon's clients
 UNUSED_POLLS = 5  # limit: looks without a gpu-let before the daemon ends; Serve may take some seconds to replace one
 # After a fault all gpu-lets of the GPU are away at once, while torch is imported and while Serve waits between two
 # tries (at most 64 s). If the daemon ended meanwhile, the count of faults would be lost, and restarts would never end.

@@ -35,7 +35,7 @@ def most_clients(driver: str) -> int:
     """Return how many CUDA contexts a GPU's server takes, with the default of two connections each: 60 since the driver
     of CUDA 13.1 (590), 48 before."""
     major = driver.partition(".")[0]
-    return 60 if major.isdecimal() and int(major) >= 590 else 48
+    return 60 if major.isdecimal() and int(major) >= 590 else 48  # format: of NVIDIA's driver
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def visible_devices() -> tuple[VisibleDevice, ...]:
     _call(library, "cuDeviceGetCount", ctypes.byref(count))
     found = []
     for index in range(count.value):
-        device, sm_count, raw = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        device, sm_count, raw = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()  # format: bytes of a UUID
         _call(library, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
         # This second version of the call tells the UUID of a MIG device if a MIG device is visible.
         _call(library, "cuDeviceGetUuid_v2", raw, device)

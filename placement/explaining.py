@@ -27,7 +27,7 @@ from tenuto.profiles import Profiles
 NARROW = 1.01  # limit: a search ends when its highest value is at most this many times its lowest
 MOST = 1000.0  # limit: a search goes up to this many times the rate or the SLO of the plan
 UNLIMITED_TOKENS = 1 << 40  # unit: tokens of memory that never run out
-LESS_PCT = 10.0  # limit: how much of a share is taken away, in points, to find out what it is for
+LESS_PCT = 10.0  # format: how much of a share is taken away, in points, to find out what it is for
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ class Lengths(StrictModel):
             return self.lognormal.mean
         if self.quantiles is not None:
             rows = sorted(self.quantiles.items())
+            # Unit: percent, and the mean of two.
             return sum((q - p) * (a + b) / 200.0 for (p, a), (q, b) in pairwise(rows))
         return float(self.tokens or 1)
 

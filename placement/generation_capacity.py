@@ -36,18 +36,18 @@ Simulated at the rate that the closed form gives, 97 % of the requests are in ti
 BUSY_PART = 0.75
 """fitted with the one before: the part of the highest rate that is planned; at 0.8, 95 % are in time in the mean."""
 WHOLE = (100,)
-"""limit: the only share where CUDA MPS is off."""
+"""format: the only share where CUDA MPS is off."""
 SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
 """derived: tens of percent, from the smallest share with measured step times."""
 WORTH_TOGETHER = 1.5
-"""limit: GPUs run a model together where each carries so many times as much as alone: for models whose weights hardly
+"""fitted: GPUs run a model together where each carries so many times as much as alone: for models whose weights hardly
 leave memory. The others lie beside each other, and no loss takes several GPUs from them."""
 _MEMORY_PART = 0.9
-"""limit: the part of its memory that a gpu-let uses, as the ledger leaves a tenth for workspaces."""
+"""derived: the part of its memory that a gpu-let uses, as the ledger leaves a tenth for workspaces."""
 _QUANTILE = 5
-"""limit: percent between two quantiles of the lengths in a trace."""
+"""derived: percent between two quantiles of the lengths in a trace."""
 _DRAWN = 10_000
-"""limit: requests of which is told how many are too long."""
+"""derived: requests of which is told how many are too long."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def carried(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int
             worst_ms, longest, chunks = _step_ms(cost, many, prompt, output, generates.max_batch_tokens)
             if worst_ms <= slo.tpot_ms and (1 + chunks) * longest <= slo.ttft_ms:
                 kept.append((rate, sequences))
-        sequences += max(1, sequences // 16)
+        sequences += max(1, sequences // 16)  # derived: steps of a sixteenth, finer than `_STEP` of trials
     return max((each for each in kept if each[0] <= BUSY_PART * most_rps), default=(0.0, 0))
 
 

@@ -13,7 +13,7 @@ from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.program import Gpulet
 
-HEADROOM = 1.1  # limit: cap over measured memory; allocators round up and libraries take workspaces
+HEADROOM = 1.1  # fitted: cap over measured memory; allocators round up and libraries take workspaces
 PARTS = 16  # format: caps are whole sixteenths of a GPU where there is room, so that small changes do not move them
 
 

@@ -38,7 +38,7 @@ class Problem:
 class TenutoError(Exception):
     """Base class of every error Tenuto raises on purpose; its message says what to do next."""
 
-    exit_code = 3
+    exit_code = 3  # format: codes of docs/reference/exit-codes.md
 
 
 class InvalidInputError(TenutoError):

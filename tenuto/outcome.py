@@ -37,6 +37,8 @@ class Outcome(IntEnum):
         return _OF_STATUS.get(status, cls.FAILED)
 
 
+ATTAINED = 0.99  # paper: Symphony's goodput, for which 99 % of each model's requests are in time
+WARM_UP = 0.05  # default: the first part of a run, which is not counted
 OUTCOMES = ("ok", "late", "expired", "rejected", "failed")
 _HTTP_STATUS = (200, 200, 504, 429, 503)  # format: RFC 9110 and 6585
 _OF_STATUS = {200: Outcome.OK, 504: Outcome.EXPIRED, 429: Outcome.REJECTED}

@@ -36,9 +36,9 @@ IMAGE_MODELS = ("mobilenet_v2", "resnet50")
 TEXT_MODEL = "bert"
 SENTENCE = "Hold every note for its full value, and never longer."
 
-_BUSY = 0.25  # limit: part of the processor for the planned load; the rest is for the server and the clients
-_EMULATED_FACTOR = 10.0  # limit: factor on the rates for the four emulated GPUs
-_BATCH_SIZES = (1, 2, 4)  # limit: batch sizes that are profiled
+_BUSY = 0.25  # default: part of the processor for the planned load; the rest is for the server and the clients
+_EMULATED_FACTOR = 10.0  # default: factor on the rates for the four emulated GPUs
+_BATCH_SIZES = (1, 2, 4)  # default: batch sizes that are profiled
 
 Say = Callable[[str], None]
 
@@ -100,6 +100,7 @@ class Quickstart:
         found = []
         for name in (*IMAGE_MODELS, TEXT_MODEL):
             self._say(f"profile: {name} on the processor, batch sizes {', '.join(map(str, _BATCH_SIZES))}")
+            # Default: of the demonstration.
             measured = measure_model(MeasureRequest(name, device="cpu", batch_sizes=_BATCH_SIZES, budget_s=8.0))
             for point in measured.profile.points:
                 self._say(f"  batch {point.batch_size}: {point.latency_ms:.1f} ms")
@@ -114,7 +115,8 @@ class Quickstart:
         alone = {name: model.latency_ms(1) for name, model in profile.models.items()}
         models = []
         for name, latency_ms in alone.items():
-            # A batch may wait for a batch of every other model, on a machine that also does other things.
+            # Default: a batch may wait for a batch of every other model, on a machine that also does other things.
+            # Default: of the demonstration: six times all.
             slo_ms = 50.0 * math.ceil((6.0 * sum(alone.values()) + 2.0 * latency_ms) / 50.0)
             rate_rps = float(f"{1000.0 * _BUSY / len(alone) / latency_ms:.2g}")
             models.append(ModelSpec(name=name, rate_rps=rate_rps, slo_ms=slo_ms))
@@ -143,7 +145,7 @@ class Quickstart:
             request = urllib.request.Request(
                 f"{url}/predict/{model}", body, {"Content-Type": kind, "X-SLO-Ms": "20000"}
             )
-            with open_directly(request, 30.0) as response:
+            with open_directly(request, 30.0) as response:  # limit: for the answer
                 answer = json.load(response)
             best, parameters = answer["predictions"][0], answer["parameters"]
             asked = "photograph" if kind.startswith("image") else f"{SENTENCE!r}"

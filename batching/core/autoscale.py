@@ -24,9 +24,9 @@ class AutoscaleOptions:
     settle_windows: windows in a row that must agree before GPUs are released. Advice to add GPUs never waits.
     """
 
-    window_s: float = 10.0
+    window_s: float = 10.0  # default: seconds of a window
     bad_threshold: float = 0.01
-    headroom: float = 0.1
+    headroom: float = 0.1  # default
     settle_windows: int = 1
 
 
@@ -52,7 +52,7 @@ def advise(gpus: int, bad_rate: float, idle_fraction: float, options: AutoscaleO
     """
     if bad_rate > options.bad_threshold:
         ratio = bad_rate / (1 - bad_rate) if bad_rate < 1 else math.inf
-        return math.ceil(gpus * min(ratio, 1023.0) - 1e-9)
+        return math.ceil(gpus * min(ratio, 1023.0) - 1e-9)  # derived: ten doublings
     return -max(0, min(gpus - 1, math.floor(gpus * (idle_fraction - options.headroom) + 1e-9)))
 
 

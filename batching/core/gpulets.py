@@ -106,7 +106,7 @@ class Gpulets(Generic[P]):
         factors = self._factors[gpulet]
         if program not in self._pool_of[gpulet].run:
             return
-        if round(10.0 * factor) != round(10.0 * factors.get(program, 1.0)):
+        if round(10.0 * factor) != round(10.0 * factors.get(program, 1.0)):  # derived: tenths, as in `_place_of`
             self.moved.add(program)
         factors[program] = factor
         self._place[gpulet] = self._place_of(gpulet, factor)
@@ -115,7 +115,7 @@ class Gpulets(Generic[P]):
         """Return the rank of a gpu-let among idle ones: by its factor in tenths, then by index."""
         if factor is None:
             factor = next(reversed(self._factors[gpulet].values()), 1.0)
-        return round(10.0 * factor) * len(self._factors) + gpulet
+        return round(10.0 * factor) * len(self._factors) + gpulet  # derived: tenths, which chance seldom changes
 
     def order(self, program: int) -> None:
         """Sort the pools of a program again by their known speeds."""

@@ -61,10 +61,10 @@ class ArrivalRate:
 
     __slots__ = ("_marks", "count", "next_at", "recent_rps", "rps")
 
-    STEP_MS: Final = 250.0
-    WINDOW_STEPS: Final = 20  # 5 s
-    RECENT_MS: Final = 1000.0
-    LEAST: Final = 10  # requests
+    STEP_MS: Final = 250.0  # derived: a twentieth of the window
+    WINDOW_STEPS: Final = 20  # fitted: the window of the offered rate, in steps: 5 s
+    RECENT_MS: Final = 1000.0  # fitted: the window of the recent rate
+    LEAST: Final = 10  # derived: requests that give a rate within a third
 
     def __init__(self, first_guess_rps: float | None = None) -> None:
         self.rps = first_guess_rps

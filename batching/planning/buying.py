@@ -9,9 +9,9 @@ from tenuto.batching.planning.choosing import Candidate, Chooser
 from tenuto.placement import Cluster
 
 MOST_MORE = 8  # limit: GPUs added beyond twice as many as a start has
-FREE = 1e-6  # limit: the price of a GPU that costs nothing, so that fewer of them are better
+FREE = 1e-6  # derived: below every price: of a GPU that costs nothing, so that fewer of them are better
 LOOKED_AT = 40  # limit: clusters that are planned for one price
-STEPS, REACH = 8, 4  # limit: types are exchanged in steps of an eighth of all GPUs at first, up to four of them
+STEPS, REACH = 8, 4  # fitted: types are exchanged in steps of an eighth of all GPUs at first, up to four of them
 
 
 def cheapest(choice: Chooser, cluster: Cluster) -> Candidate | None:

@@ -15,6 +15,7 @@ from tenuto.batching.planning.starts import Balanced, Everywhere
 from tenuto.batching.planning.trial import Trials
 from tenuto.errors import TenutoError, first_line
 from tenuto.options import option
+from tenuto.outcome import ATTAINED
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
 from tenuto.placement.policies.parvagpu.parvagpu import ParvaGpu
@@ -29,12 +30,12 @@ WITH_NEIGHBOURS = ("gpulet",)  # policies that plan without an interference mode
 # seconds; gpulet serves more on a full cluster (in 23 of 120 random workloads, never less).
 STARTED_WITH = {"symphony": {"time_limit_s": "0"}, "gpulet": {"merge_without_free": "true"}}
 LARGE = 40  # limit: models or GPUs; beyond, a trial takes minutes
-# Limit: starts that take minutes for more models than this, or seconds and serve half of what the others do.
+# Fitted: starts that take minutes for more models than this, or seconds and serve half of what the others do.
 SLOW = {"ideal": LARGE, "gpulet": 500, "usher": 500, "wao-usher": 500}
 # Derived: of its time, as the scheduler's `save_above`: a busiest gpu-let below it has headroom enough, and fewer
 # processes are better.
 ROOMY = 0.5
-# Limit: times as many requests of other arrivals before a plan is bought, and where it is neither clear that a loss is
+# Fitted: times as many requests of other arrivals before a plan is bought, and where it is neither clear that a loss is
 # borne nor that it is not. Of rare models the trial sees a few hundred, whose misses come in clumps: of 193 models four
 # had stood it and lose 1.2 to 2.6 % for good (lab/journal/benchmarks-placement.md).
 CONFIRMING = 12
@@ -48,7 +49,7 @@ class ChoosingOptions:
     scheduler: str = "deferred"
     starts: tuple[str, ...] = STARTS
     requests: int = option(8_000, minimum=1)
-    attainment: float = option(0.99, above=0, maximum=1)
+    attainment: float = option(ATTAINED, above=0, maximum=1)
     seed: int = option(0, minimum=0)
     network_ms: tuple[float, ...] = option((0.0, 0.0, 0.0), minimum=0)
 

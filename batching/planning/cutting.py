@@ -26,11 +26,11 @@ IN_TIME = 1.0
 # Derived: models that take turns find all processes busy for a fifth of the time at usual loads; of the batches that
 # then wait for the first of them, a twentieth may wait too long, so that 99 % do not.
 TOO_LONG = 0.05
-SPARER = (1.0, 0.9, 0.8)  # limit: times `IN_TIME`, one after the other
-FULL = 0.99  # limit: the part of its time that any instance may work in the mean
-LEVELS = 12  # limit: parts of its time that are tried, from what a flow needs up to `FULL`
-SLIVER = 0.02  # limit: of an instance's time; less of a model is not worth a replica where others have room
-NOTHING_LEFT = 1e-6  # limit: of a rate
+SPARER = (1.0, 0.9, 0.8)  # fitted: times `IN_TIME`, one after the other
+FULL = 0.99  # fitted: the part of its time that any instance may work in the mean
+LEVELS = 12  # fitted: parts of its time that are tried, from what a flow needs up to `FULL`
+SLIVER = 0.02  # fitted: of an instance's time; less of a model is not worth a replica where others have room
+NOTHING_LEFT = 1e-6  # derived: of a rate, above the rounding of sums
 
 
 class CutModel:
@@ -151,6 +151,7 @@ class Cutting:
         there = Counter(size for layout, count in layouts.items() for size, _ in layout for _ in range(count))
         full = EVENED_OUT if evens_out and FULL * times < 1.0 else FULL
         whole = min(1.0, full * times)
+        # Fitted: each part that is tried is a fiftieth lower.
         for part in (whole, *(whole * (1.0 - 0.02 * step) for step in range(1, LEVELS))):
             low = part / times if times > 0.0 else full
             for step in range(LEVELS):
@@ -192,7 +193,7 @@ class Cutting:
             bounded = most if gpus <= sum(now.values()) else least
             bounded[first:last] = [now.get(layout, 0) for layout in self._layouts]
         cost, whole = [*[0.0] * last, -1.0], [is_whole and first <= column < last for column in range(last + 1)]
-        found = integer_program(cost, rows, least, most, whole, gap=0.002)
+        found = integer_program(cost, rows, least, most, whole, gap=0.002)  # limit: the search ends this near the best
         if found.x is None or found.x[last] <= 0.0:
             return 0.0, {}, {}
         times = float(found.x[last])

@@ -15,7 +15,7 @@ from tenuto.placement.policies.shared.mig_cutting import CuttableGpus, FilledIns
 from tenuto.profiles import Profiles
 
 AT_MOST = 2.0  # limit: times as many GPUs as a flow needs; where even these do not serve all, more would not
-STEP = 50  # limit: GPUs are added by a fiftieth of them, so that thousands take no longer than some
+STEP = 50  # fitted: GPUs are added by a fiftieth of them, so that thousands take no longer than some
 
 
 @dataclass(kw_only=True, eq=False)

@@ -18,15 +18,15 @@ from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import StepCost
 
 _REQUESTS = 3000
-"""limit: requests of one trial; it takes a tenth of a second."""
+"""derived: requests of one trial; it takes a tenth of a second."""
 _STEP = 1.1
-"""limit: the ratio of two rates that are tried; a share may carry as much more than is planned."""
+"""fitted: the ratio of two rates that are tried; a share may carry as much more than is planned."""
 _FURTHEST = 20
 """limit: rates that are tried above the closed form's and below it, up to seven times it and down to a seventh."""
 _STREAMS = 3
-"""limit: streams that have to be in time."""
+"""fitted: streams that have to be in time."""
 _LOOKS = 12
-"""limit: looks during a trial at how many requests can keep the SLO; each takes as long as a few requests."""
+"""pace: looks during a trial at how many requests can keep the SLO; each takes as long as a few requests."""
 
 
 def carried_in_trial(
@@ -61,7 +61,7 @@ def _carried_once(asked: _Asked, cost: StepCost, kv_tokens: int, attainment: flo
         return in_time(spec, hosts, rate * _STEP**steps, (seed, stream), requests, floor=aim) >= aim
 
     steps, streams = 0, list(range(1, 1 + _STREAMS))
-    while steps < _FURTHEST and is_carried(steps, 0, _REQUESTS // 3):
+    while steps < _FURTHEST and is_carried(steps, 0, _REQUESTS // 3):  # derived: a look, which a whole trial confirms
         steps += 1
     while steps > -_FURTHEST:
         missed = next((stream for stream in streams if not is_carried(steps, stream)), None)

@@ -11,15 +11,15 @@ from tenuto.batching.planning.judging import Judged, Worth
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.batching.virtual.virtual_steps import RequestTokens
-from tenuto.outcome import Outcome
+from tenuto.outcome import WARM_UP, Outcome
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.workload import Objective
 
 RARE = 400  # derived: to see 1 % of them late; requests a rare model should have
-SLOWEST_SLOS = 10.0  # limit: a trial lasts so many times the longest SLO, so that no SLO fills over a tenth of it
+SLOWEST_SLOS = 10.0  # derived: a trial lasts so many times the longest SLO, so that no SLO fills over a tenth of it
 MOST = 200_000  # limit: arrivals to which a long SLO may lengthen a trial: some seconds
-SPANS = 20  # limit: of a trial, which tell how clumped its misses are: each far longer than a burst
-_STEADY = 1_000.0  # limit: shape of gaps that are all but equal
+SPANS = 20  # fitted: of a trial, which tell how clumped its misses are: each far longer than a burst
+_STEADY = 1_000.0  # derived: shape of gaps that are all but equal: they spread by 3 %
 
 
 class Trials:
@@ -55,7 +55,7 @@ class Trials:
         self.times_ms, self.index = self._schedule()
         self._tokens = self._lengths() if any(spec.generates is not None for spec in models) else None
         self._slos = {place: spec.slo for place, spec in enumerate(models) if spec.slo is not None}
-        begin_ms = 50.0 * self._duration_s  # the warm-up is the first 5 %
+        begin_ms = 1000.0 * WARM_UP * self._duration_s
         self._offered = np.bincount(self.index[self.times_ms >= begin_ms], minlength=len(models))
 
     def run(self, plan: Plan, *, floor: float = 0.0, attainment: float = 0.0) -> Judged:
@@ -65,7 +65,7 @@ class Trials:
         scheduler = make_scheduler(self._scheduler, system, {})
         names = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
         is_hosted = np.array([spec.name in names for spec in self._models])
-        least = floor * 0.95 * self._duration_s
+        least = floor * (1.0 - WARM_UP) * self._duration_s
         may_lose = np.maximum(1.0, (1.0 - attainment) * self._offered) + 1e-9
         stopped = False
 
@@ -87,7 +87,7 @@ class Trials:
         counts = result.counts()
         offered, ok = counts.sum(axis=1) / result.window_s, counts[:, Outcome.OK] / result.window_s
         missed = result.measured & (result.outcome != Outcome.OK)
-        edges = np.linspace(50.0 * self._duration_s, 1000.0 * self._duration_s, SPANS + 1)
+        edges = np.linspace(1000.0 * WARM_UP * self._duration_s, 1000.0 * self._duration_s, SPANS + 1)
         span = np.digitize(result.arrival_ms[missed], edges[1:-1])
         by_span = np.bincount(result.model[missed] * SPANS + span, minlength=SPANS * len(counts)).reshape(-1, SPANS)
         return Judged(
@@ -115,6 +115,7 @@ class Trials:
         for position, spec in enumerate(self._models):
             generator = np.random.default_rng([self._seed, position])
             shape, mean = _shape(spec), spec.rate_rps * self._duration_s
+            # Derived: six standard deviations more than the mean, so that the gaps fill the trial.
             gaps = generator.gamma(
                 shape, 1.0 / (shape * spec.rate_rps), int(1.2 * mean + 6 * (mean / shape) ** 0.5) + 20
             )

@@ -11,7 +11,7 @@ from tenuto.batching.rehearsal.replay import Replayed
 
 MEMORY = 0.8  # fitted: the weight that earlier findings keep with each replay
 FEW = 10.0  # derived: a program with fewer requests does not count among those served worst
-WORST_PART = 0.25  # derived: the part of the programs that judges `each`; a single worst program would mostly be chance
+WORST_PART = 0.25  # fitted: the part of the programs that judges `each`; a single worst program would mostly be chance
 NOISE = 0.5  # fitted: times the square root of what two values lost: the smallest difference that is not chance
 
 

@@ -28,24 +28,24 @@ from tenuto.batching.rehearsal.replay import Replay, Replayed, Setting
 VALUES: tuple[tuple[float, ...], ...] = (
     (0.0, 0.4, 0.7, 1.0),
     (0.5, 0.75, 1.0, 1.5),
-)  # limit: the values that are tried for `hold` and for `defend`
-FIRST = 200  # limit: requests of the first replay; each next replay has twice as many, up to
+)  # fitted: the values that are tried for `hold` and for `defend`
+FIRST = 200  # derived: requests of the first replay, whose loss is known to 1 %; each next one has twice as many, up to
 # Limit: of the time of one replay, in requests; with four times as many nothing changed in 26 random scenarios.
 MOST = 1500
 AT_ONCE = 4  # fitted: so many replays follow each other at the start; from then on there is a pause between two, of
-PAUSE = 15  # limit: of the time in which replays run: times as many requests as were recorded
+PAUSE = 15  # fitted: of the time in which replays run: times as many requests as were recorded
 LEAST_SLOS = 12  # fitted: a recording lasts at least so many times the longest SLO, but has at most
 LONGEST = 6000  # limit: requests
 GAIN = 0.001  # fitted: a value is taken when it serves this share of the requests in addition
 SPARED = 0.02  # fitted: a value that serves no more is taken when it saves this part of the GPU time
-WAIT_MS = 0.2  # limit: ms per recorded request until the result is adopted: the time for a replay in another process
+WAIT_MS = 0.2  # derived: ms per recorded request until the result is adopted: the time for a replay in another process
 # Derived: what a replay takes when nobody measures it: per request, per look at a batch, and per program at the start.
 REQUEST_MS, LOOK_MS, PROGRAM_MS = 0.005, 0.0013, 0.03
 BAND = (
     2.0  # derived: bounds between bands are at capacity, as what is best differs there, and at its halves and doubles
 )
 COST_EVERY = (
-    100  # limit: requests between two estimates of what a replay will take, and whether the budget has room for it
+    100  # pace: requests between two estimates of what a replay will take, and whether the budget has room for it
 )
 
 
@@ -182,9 +182,9 @@ class Rehearsals:
         self._known = None
         self._until = -1  # no further step until the result comes
         first, last = 0, len(arrivals)
-        while first < last // 4 and arrivals[first][0] < began + self._longest_slo_ms:
+        while first < last // 4 and arrivals[first][0] < began + self._longest_slo_ms:  # limit: a quarter at each end
             first += 1
-        while last > 3 * len(arrivals) // 4 and arrivals[last - 1][0] > now - self._longest_slo_ms:
+        while last > 3 * len(arrivals) // 4 and arrivals[last - 1][0] > now - self._longest_slo_ms:  # limit: likewise
             last -= 1
         options = replace(scheduler.options, rehearse=False)
         settings = tuple([present.changed(knob, value) for value in values])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tenuto.batching.core.system import System
 from tenuto.batching.virtual.result import SimulationResult
-from tenuto.outcome import Outcome
+from tenuto.outcome import ATTAINED, Outcome
 
 Criterion = Literal["each", "all"]
 Stop = Callable[[Sequence[int]], bool]
@@ -71,7 +71,7 @@ class Goal:
     """The share of requests that must be in time, of every model (`each`) or of all together (`all`)."""
 
     criterion: Criterion = "each"
-    attainment: float = 0.99
+    attainment: float = ATTAINED
 
     def is_out_of_reach(self, offered: Mapping[str, int], lost: Mapping[str, int]) -> bool:
         """Return whether more requests are lost already than a whole run may lose."""

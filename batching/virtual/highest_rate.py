@@ -38,7 +38,7 @@ class SearchLimits:
     """Where the search begins and when it ends."""
 
     tolerance: float = 0.01  # relative width of the last bracket
-    most_runs: int = 64
+    most_runs: int = 64  # limit
     start_scale: float = 1.0
     growth: float = 2.0  # factor of a step; choose it small when the start is a good guess
 

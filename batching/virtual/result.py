@@ -17,7 +17,7 @@ from tenuto.batching.core.scheduler_status import SchedulerStatus
 from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
 from tenuto.batching.virtual.writing import Writing
-from tenuto.outcome import OUTCOMES, Outcome
+from tenuto.outcome import OUTCOMES, WARM_UP, Outcome
 from tenuto.placement.generates import TokenSlo
 
 P99_SAMPLES = 459  # derived: with fewer, the 99th percentile has no 99 % confidence bound (0.99**459 < 0.01)
@@ -102,7 +102,7 @@ class SimulationResult:
         """Join the batch log with the arrivals; `lost` has the requests without an answer. A request that never left
         its queue counts as expired."""
         total = len(arrival_ms)
-        warmup_s = 0.05 * duration_s if warmup_s is None else warmup_s
+        warmup_s = WARM_UP * duration_s if warmup_s is None else warmup_s
         kept = [i for i, preempted in enumerate(log.preempted) if not preempted]
         sizes = np.array([len(log.requests[i]) for i in kept], dtype=np.int64)
         ids = np.fromiter(chain.from_iterable(log.requests[i] for i in kept), dtype=np.int64, count=int(sizes.sum()))

@@ -37,8 +37,8 @@ class Life:
     10 s, iGniter section 5.3). `load_s` is what a running process needs to load one more model.
     """
 
-    start_s: tuple[float, float] = (10.0, 15.0)
-    load_s: tuple[float, float] = (2.0, 2.0)
+    start_s: tuple[float, float] = (10.0, 15.0)  # paper: gpulet, 10 to 15 s
+    load_s: tuple[float, float] = (2.0, 2.0)  # default
 
 
 @dataclass(frozen=True)

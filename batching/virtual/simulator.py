@@ -16,9 +16,10 @@ from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.batching.virtual.writing import Writing
 from tenuto.errors import InvalidInputError, refused
+from tenuto.outcome import WARM_UP
 from tenuto.placement.generates import TokenSlo
 
-_CHUNK = 8192  # limit: arrivals that are turned into Python numbers at once, and between two calls of `stop`
+_CHUNK = 8192  # pace: arrivals that are turned into Python numbers at once, and between two calls of `stop`
 
 
 def simulate(
@@ -64,7 +65,7 @@ def simulate(
     _check_schedule(times_ms[:planned], model_index, len(system.models), total=len(times_ms))
     if duration_s is None:
         duration_s = float(times_ms[planned - 1]) / 1000.0 if planned else 0.0
-    warmup_s = 0.05 * duration_s if warmup_s is None else warmup_s
+    warmup_s = WARM_UP * duration_s if warmup_s is None else warmup_s
     engine = Engine(
         times_ms,
         model_index,

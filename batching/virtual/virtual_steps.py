@@ -142,6 +142,7 @@ class VirtualSteps:
         # (n + 1) takes + n (n + 1) / 2 more = now - start, and then the first whole n that is later
         half, gone = 0.5 * self._more_ms, now_ms - self._start_ms
         linear = self._takes_ms + half
+        # Derived: the quadratic above.
         root = math.sqrt(max(0.0, linear * linear - 4.0 * half * (self._takes_ms - gone)))
         repeats = int(max(0.0, 2.0 * (gone - self._takes_ms) / (linear + root)))
         while repeats and self._end_of(repeats - 1) > now_ms:

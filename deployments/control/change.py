@@ -23,7 +23,7 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
 from tenuto.placement.planner.gpu_matching import gpus_of
 
-_LOOK_S = 0.25  # limit: between looks
+_LOOK_S = 0.25  # pace: between looks
 # limit: until new gpu-lets are ready; at first start, a busy machine also starts gateways meanwhile
 _READY_S, _FIRST_READY_S = 120.0, 300.0
 

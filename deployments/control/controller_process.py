@@ -152,7 +152,7 @@ class ControllerReplica:
         """Return the newest entries of the log, oldest first."""
         return await self._do(lambda _live: ControlMemory(self._store).log()[-limit:])
 
-    async def shown(self, limit: int = 30) -> ControllerStatus:
+    async def shown(self, limit: int = 30) -> ControllerStatus:  # default: lines of the log
         """Return what operators are shown: the state, the number of decisions of this process by kind, and the newest
         entries of the log, newest first, as events of the status."""
 
@@ -270,7 +270,7 @@ class ControllerReplica:
                 raise EnvironmentFaultError("the controller is being removed")
             self._work.append((what, future))
         self._wake.set()
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(30.0):  # limit: for a command to be carried out
             return await asyncio.wrap_future(future)
 
     def _count(self, entry: LogLine) -> None:

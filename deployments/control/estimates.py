@@ -63,7 +63,7 @@ class Estimates:
         for gpulet in seen.slowdowns.values():
             for program, ratio in gpulet.items():
                 ratios[program] = max(ratios.get(program, 0.0), ratio)
-        threshold, slower = self._settings.when.slow or 0.1, []
+        threshold, slower = self._settings.when.slow or 0.1, []  # derived: the default of `when.slow`
         for program, ratio in ratios.items():
             known = self.slowdowns.get(program, 1.0)
             follow = ratio if abs(ratio - known) > threshold * known else known + FOLLOW * (ratio - known)
@@ -112,7 +112,7 @@ class Estimates:
         """Plan for more than is offered when requests are lost although all else is as planned. When a part r is lost,
         N/(1-r) of what was planned for would carry all (Symphony, section 3.5)."""
         for name, part in self.attainment.lost_part(losing).items():
-            self.surplus[name] = self.surplus.get(name, 1.0) / max(0.25, 1.0 - part)
+            self.surplus[name] = self.surplus.get(name, 1.0) / max(0.25, 1.0 - part)  # limit: four times the rate
         self.attainment.forget()
 
     def traffic(self, ahead_s: float) -> Traffic:

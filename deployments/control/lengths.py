@@ -15,7 +15,7 @@ from tenuto.deployments.control.planner_requests import CHANCE
 from tenuto.placement.generates import Generates, Lengths
 from tenuto.placement.workload import ModelSpec
 
-_RECENT = 0.2  # limit: the part of the time constant after which a change is told from chance
+_RECENT = 0.2  # fitted: the part of the time constant after which a change is told from chance
 
 
 @dataclass

@@ -47,7 +47,7 @@ logger = logging.getLogger("ray.serve")
 _DRAIN_S = 2.0  # limit: from a gpu-let's last use by gateways to its end; the longest batches are shorter
 _LONGEST_DRAIN_S = 60.0  # limit: when gateways never say that
 _KEPT_LOG = 500  # limit
-_MIB = 1e-6  # limit: sums of floats differ by rounding
+_MIB = 1e-6  # derived: sums of floats differ by rounding
 _PLANS_UNDER_WAY = 4  # limit: plans that some gateway may still follow, as Serve tells each by itself
 
 
@@ -580,6 +580,7 @@ class Live:
         for decision in decisions:
             self._do(decision, now_s)
         workload = self.controller.workload
+        # Pace: rates and lengths that were learned are stored every 10 s.
         if self._memory is not None and (decisions or workload is not self._written or now_s - self._written_s > 10.0):
             self._written_s, self._written = now_s, workload
             self._memory.write(self.controller.memory())

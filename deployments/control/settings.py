@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from tenuto.documents import Fault, StrictModel
 from tenuto.errors import InvalidInputError, refused
+from tenuto.outcome import ATTAINED
 from tenuto.placement.plan import Plan, PolicyUsed
 from tenuto.placement.policy import load_policy
 
@@ -101,7 +102,7 @@ class ControlSettings(StrictModel):
     mode: Mode = "advise"
     interval_s: Seconds = 20.0
     look_s: Seconds = 0.5
-    attainment: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    attainment: Annotated[float, Field(gt=0, lt=1)] = ATTAINED
     policy: PolicyUsed | None = None
     rates: RateSettings = RateSettings()
     when: When = When()

@@ -29,9 +29,9 @@ from tenuto.placement.cluster import Gpu, node_of
 from tenuto.placement.planner.planning import Proposal, propose
 from tenuto.profiles import Profiles
 
-_PLANNING_S = 0.5  # limit: until a plan comes
-_PROVISION_S = 60.0  # limit: until an asked GPU is present
-_NOTICE_S = 0.5  # limit: until a lost GPU is known; live, the next look knows when a node's raylet has died
+_PLANNING_S = 0.5  # default: until a plan comes
+_PROVISION_S = 60.0  # default: until an asked GPU is present
+_NOTICE_S = 0.5  # default: until a lost GPU is known; live, the next look knows when a node's raylet has died
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,7 @@ class ControlledCluster:
         for incident in incidents:
             self._at(incident.at_s, partial(self._befall, incident=incident))
 
+    # Format: seconds of a window of the report.
     def run(
         self, window_s: float = 20.0, progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None
     ) -> ControlledRun:
@@ -203,7 +204,7 @@ class ControlledCluster:
                 looks = []
                 ends_s += window_s
                 progress(now_s, self._result)
-        self._system.advance(1000.0 * duration_s + 60_000.0)
+        self._system.advance(1000.0 * duration_s + 60_000.0)  # limit: for requests that are under way at the end
         self._close(duration_s + 60.0, [self._system.look()], is_rest=True)
         return self._result
 

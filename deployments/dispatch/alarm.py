@@ -73,7 +73,8 @@ class _DescriptorAlarm:
         self._is_set = True
         first, seconds = self._first, int(at_s)
         first.seconds = seconds
-        first.nanoseconds = min(999_999_999, math.ceil((at_s - seconds) * 1e9)) or 1  # all zero means never
+        # Format: of a timespec; all zero means never.
+        first.nanoseconds = min(999_999_999, math.ceil((at_s - seconds) * 1e9)) or 1
         if self._set_time(self._descriptor, _ABSOLUTE, self._pointer, None) != 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 

@@ -42,7 +42,7 @@ class Dispatcher:
         build_scheduler: SchedulerFactory,
         find_gpulet: Callable[[str], Finder],
         *,
-        max_queued: int = 10_000,
+        max_queued: int = 10_000,  # limit: requests that wait
         way: WayMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_connection: ConnectionFactory = gpulet_connection,

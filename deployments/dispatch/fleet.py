@@ -23,7 +23,7 @@ GpuletConnection = Connection[GpuletState]
 ConnectionFactory = Callable[[str, Finder, ConnectionEvents[GpuletState]], GpuletConnection]
 
 _LAST_ANSWERS_S = 30.0  # limit: for the batches of a gpu-let that the plan no longer has
-_FIRST_REST_S = 0.1  # limit: the rest of a gpu-let after its first failure; twice as long after each further one
+_FIRST_REST_S = 0.1  # pace: the rest of a gpu-let after its first failure; twice as long after each further one
 _LONGEST_REST_S = 5.0  # limit: the longest rest, so that a gpu-let that works again is soon used
 
 

@@ -95,7 +95,7 @@ class Rerun:
     def of_batch(cls, size: int, reason: str) -> Rerun:
         """Return the rerun of a batch with so many requests. Halving isolates any two of them that fail in less than
         four runs for each doubling of the size. A batch with more of them costs no more than that."""
-        return cls(4 * (size - 1).bit_length(), reason)
+        return cls(4 * (size - 1).bit_length(), reason)  # derived: see above
 
 
 @dataclass(slots=True, eq=False)

@@ -16,14 +16,14 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.placement import Plan
 from tenuto.placement.copy_times import longest_copies_ms
 
-_WEIGHT = 0.3  # derived: weight of the newest batch in the average: seven batches follow a change to 90 %
+_WEIGHT = 0.3  # fitted: weight of the newest batch in the average: seven batches follow a change to 90 %
 # derived: in mean deviations of single batches: an average is that far off by chance once in a hundred batches
 _CHANCE = 3.0
-_FADES_AFTER_S = 2.0  # derived: time without a batch after which a factor fades: longer than any client waits
+_FADES_AFTER_S = 2.0  # fitted: time without a batch after which a factor fades: longer than any client waits
 _FADES_TO = 0.7  # derived: each second this part of a factor's excess over 1 is left: 40 falls below 2 within 10 s
 _LOOKED_AT = 128  # derived: batches that a median is taken over, so that it is within 0.1 standard deviations
-_LEAST = 16  # limit: with fewer batches the starting value holds
-# limit: a longer delay comes from a busy processor and not from the network; without a bound it could stop all sending
+_LEAST = 16  # derived: batches that give their median within 0.3 standard deviations; before, the starting value holds
+# fitted: a longer delay comes from a busy processor and not from the network; without a bound it could stop all sending
 _MOST_WAY_MS = 4.0
 
 

@@ -106,7 +106,7 @@ class OpenRequests:
 
     def reject(self, request: Request, rule: Rule, reason: str) -> None:
         """Refuse a request because too many others of its model wait."""
-        wait_s = max(0.1, self.models[request.name].slo_ms / 1000.0)
+        wait_s = max(0.1, self.models[request.name].slo_ms / 1000.0)  # pace: at least so long until a client asks again
         self.refuse(request, Refused(Outcome.REJECTED, f"{reason}; retry in {wait_s:g} s", wait_s, rule=rule))
 
     def refuse_removed(self, request: Request) -> None:

@@ -34,7 +34,7 @@ _READ_OVER_BYTES = 1 << 12  # limit: of one read that is not looked at in this t
 _JOINED_BYTES = 1 << 15  # derived: below it, one write of a joined copy costs less than a vectored one
 _HEAD_S = 10.0  # limit: from the first byte of a request to the end of its headers
 _LINGER_S = 5.0  # limit: for a client that goes on sending after its last answer
-_REFUSED_S = 0.01  # limit: until one that has left altogether has refused what was sent; looked at again once a second
+_REFUSED_S = 0.01  # pace: until one that has left altogether has refused what was sent; looked at again once a second
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 

@@ -14,8 +14,8 @@ logger = logging.getLogger("ray.serve")
 
 AskBeside = Callable[[], Awaitable[Beside]]
 
-_EVERY_S = 2.0  # limit: between two questions to the controller, which looks as often
-_ABSENT_S = 10.0  # limit: time until the next question, when no controller runs
+_EVERY_S = 2.0  # pace: between two questions to the controller, which looks as often
+_ABSENT_S = 10.0  # pace: time until the next question, when no controller runs
 _WAITED_S = 1.0  # limit: for an answer that is under way; else the last one is shown
 _LASTS_S = 20.0  # limit: of one question
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import resource
 
-_SPARE = 96  # limit: for operators' connections (64), and those that a turn takes and closes again (16), twice
+_SPARE = 96  # derived: for operators' connections (64), and those that a turn takes and closes again (16), twice
 _FEWEST = 8  # limit: connections, however few descriptors there are
 _OF_OTHERS = 4096  # limit: descriptors of gpu-lets, Ray and files; where there are more, none is counted
 _WITH_HANDSHAKES = 1.25  # derived: unfinished handshakes may be a quarter as many as connections

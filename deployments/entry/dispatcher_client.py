@@ -147,6 +147,7 @@ class DispatcherClient:
         """The plan that is being served."""
         return self._plan
 
+    # Limit: for the dispatchers to connect.
     async def apply(
         self, plan: Plan, sub_clusters: Mapping[str, Sequence[str]], *, dispatchers: int = 1, wait_s: float = 20.0
     ) -> None:

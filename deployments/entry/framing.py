@@ -100,7 +100,7 @@ class Framing:
                 if is_upgrade or not self._is_headed or self.is_over == (left > 0):
                     raise malformed(_UNFIT)
                 return known, end
-        is_whole = end > 3
+        is_whole = end > 3  # format: the four bytes that end a head
         if (end if is_whole else held + len(data)) > _MOST_HEADER_BYTES:
             raise HttpError(431, f"the headers exceed {_MOST_HEADER_BYTES >> 10} KiB. Send fewer.")
         self.on_message_begin()
@@ -148,6 +148,7 @@ class Framing:
         except HttpError:
             if not self.is_over:
                 raise
+        # Limit: eight bytes and the byte itself.
         self._framing_bytes = max(0, self._framing_bytes + len(data) - 9 * (len(self.chunks) - held))
         if self._framing_bytes > _MOST_FRAMING_BYTES:
             raise malformed("there is little in its chunks beside extensions or trailers")

@@ -41,7 +41,7 @@ from tenuto.deployments.wire.status import DispatchingStatus, Served
 from tenuto.errors import EnvironmentFaultError
 
 _MOST_OPERATORS = 64  # limit: connections
-_RENEWED_S = 60  # limit: between two looks whether files of certificates have changed
+_RENEWED_S = 60  # pace: between two looks whether files of certificates have changed
 _TAKEN_S = 10.0  # limit: for a port that another gateway still has
 
 
@@ -54,7 +54,7 @@ class Entry:
         find_dispatcher: Any = find_dispatcher,
         ask_beside: AskBeside = nothing,
         *,
-        unfinished_mib: int = 512,
+        unfinished_mib: int = 512,  # default
         taken_s: float = _TAKEN_S,
     ) -> None:
         """Prepare without a plan; must be called on the loop.

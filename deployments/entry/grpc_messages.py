@@ -153,10 +153,10 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         byte = data[at]
         at += 1
         value |= (byte & 0x7F) << shift
-        if byte < 0x80:
+        if byte < 0x80:  # format: of protobuf
             return value, at
         shift += 7
-        if shift > 63:
+        if shift > 63:  # format: of protobuf
             raise IndexError
 
 

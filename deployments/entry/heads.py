@@ -114,4 +114,4 @@ def _began_s(headers: Mapping[bytes, bytes]) -> float | None:
     if not text.replace(b".", b"", 1).isdigit():
         return None
     began = float(text)
-    return began / (1e6 if began > 1e14 else 1e3 if began > 1e11 else 1.0)
+    return began / (1e6 if began > 1e14 else 1e3 if began > 1e11 else 1.0)  # format: of three servers

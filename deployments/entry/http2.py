@@ -117,7 +117,7 @@ class CallStream:
     def acknowledge(self, size: int) -> None:
         """Let the client send so many bytes more, as soon as these are many. The end of the call lets it send all."""
         self.taken += size
-        if self.taken > _STREAM_WINDOW // 4 and not self.has_ended:
+        if self.taken > _STREAM_WINDOW // 4 and not self.has_ended:  # pace: so much is worth a frame
             self.connection.acknowledge(self.id, min(self.taken, self.unacknowledged))
             self.unacknowledged -= min(self.taken, self.unacknowledged)
             self.taken = 0
@@ -299,6 +299,7 @@ class Http2Connection(ClientConnection):
                 self._refuse(ErrorCodes.ENHANCE_YOUR_CALM, b"the metadata is too long")
                 return
         if kind == SettingsFrame.type and (
+            # Format: bytes of a setting.
             len(frame) > _FRAME_HEAD_BYTES + 6 * _MOST_SETTINGS or len(self._h2.remote_settings) > _MOST_SETTINGS
         ):
             self._refuse(ErrorCodes.ENHANCE_YOUR_CALM, b"there are not so many settings")

@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 
 from tenuto.deployments.wire.status import MarginStatus
+from tenuto.outcome import ATTAINED
 
 # An operator who knows how long answers take to the clients gives `allowance_ms` instead.
 _ALLOWANCE_PART = 0.08  # derived: of an SLO of 25 ms the 2 ms below; part of the SLO
-_MOST_ALLOWANCE_MS = 2.0  # limit: only a slow network takes more, and the operator has to say so
+_MOST_ALLOWANCE_MS = 2.0  # fitted: only a slow network takes more, and the operator has to say so
 # Derived: a quantile that is followed in steps scatters by the root of step times scale. That is 0.3 ms when delays are
 # about 2 ms. The first answers of a gateway are late, because its processes still start.
 _STEP_MS = 0.05
@@ -46,7 +47,7 @@ class Margin:
     margin that is one ms smaller would serve no more than that.
     """
 
-    def __init__(self, attainment: float = 0.99) -> None:
+    def __init__(self, attainment: float = ATTAINED) -> None:
         """Take the share of requests that should be in time."""
         self.configure(attainment, None)
         self.margin_ms = _START_MS
@@ -57,7 +58,7 @@ class Margin:
     def configure(self, attainment: float, allowance_ms: float | None) -> None:
         """Take the share of requests that should be in time, and a fixed allowance; keep what was learned."""
         self._allowance_ms = allowance_ms
-        self._accepted = (1.0 - attainment) / 3.0  # the share of late answers that costs nobody his attainment
+        self._accepted = (1.0 - attainment) / 3.0  # fitted: the share of late answers that costs nobody his attainment
 
     def reserve_ms(self, slo_ms: float, alone_ms: float) -> float:
         """Return what is kept of a deadline.

@@ -217,8 +217,8 @@ class RequestReader:
     requests have these. Mixed types, nested lists and long lists stay text at first.
     """
 
-    _KEPT = 256
-    _LONGEST_KEPT_BYTES = 2048
+    _KEPT = 256  # limit: descriptions that are kept
+    _LONGEST_KEPT_BYTES = 2048  # limit: of one of them
 
     def __init__(self, inputs: Sequence[TensorSpec]) -> None:
         """Prepare for a model's inputs."""

@@ -16,9 +16,9 @@ class Limits:
     """What clients may use. `unfinished_bytes` limits the bodies of requests that are not answered, and once more the
     answers that clients do not take."""
 
-    body_bytes: int = 64 << 20
-    unfinished_bytes: int = 512 << 20
-    connections: int = 4096
+    body_bytes: int = 64 << 20  # default
+    unfinished_bytes: int = 512 << 20  # default
+    connections: int = 4096  # default
 
     @property
     def most_body_bytes(self) -> int:
@@ -135,7 +135,7 @@ class OpenConnections(Generic[HolderT]):
 
     @property
     def _strangers_part(self) -> int:
-        return max(1, self._limits.connections // 4)
+        return max(1, self._limits.connections // 4)  # limit: of clients without a key, beside others
 
     def _find_place(self, places: OrderedDict[HolderT, None], most: int) -> bool:
         """Return whether there is a place. When all are taken, the oldest connections that are not in use are

@@ -77,7 +77,7 @@ class TenutoHandle:
         self._is_closed = False
 
     @classmethod
-    async def connect(cls, *, wait_s: float = 20.0) -> TenutoHandle:
+    async def connect(cls, *, wait_s: float = 20.0) -> TenutoHandle:  # limit: for a gateway to answer
         """Connect to the Tenuto on the Ray cluster that this process has joined.
 
         Raises:
@@ -239,7 +239,7 @@ class TenutoHandle:
         model: str,
         prompt: str,
         *,
-        max_tokens: int = 16,
+        max_tokens: int = 16,  # format: the default of OpenAI's protocol
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
@@ -290,7 +290,7 @@ class TenutoHandle:
         model: str,
         prompt: Sequence[int],
         *,
-        max_tokens: int = 16,
+        max_tokens: int = 16,  # format: the default of OpenAI's protocol
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,

@@ -44,6 +44,7 @@ class SchemaChecks:
             raise HttpError(400, f"'{_FIELD}' {NEEDED}", param=_FIELD)
         if self._hooks is None:
             options = HookOptions(hooks=SCHEMA_HOOKS, hook_processes=2)
+            # Limit: ten times the processor time, on a busy machine.
             self._hooks = OwnHooks(_FIELD, options, SchemaHooks.signature, 0.0, hangs_s=10.0 * CHECKED_S)
         checked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         made = self._hooks.preprocess(schema.encode(), latest_ms)

@@ -78,9 +78,9 @@ class ReadingLag:
     that came meanwhile may still be in time.
     """
 
-    _INTERVAL_MS = 100.0
-    _ALERT_MS = 1000.0
-    _PART = 0.2  # part of the SLO that a request may wait to be read
+    _INTERVAL_MS = 100.0  # paper: CoDel's interval (RFC 8289)
+    _ALERT_MS = 1000.0  # fitted: requests are turned away until none has waited so long for a second
+    _PART = 0.2  # fitted: part of the SLO that a request may wait to be read
 
     def __init__(self) -> None:
         self._behind_from_ms = math.inf

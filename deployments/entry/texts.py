@@ -73,7 +73,7 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int], *, with_special: bool = False) -> str:
         """Return the text of bytes."""
         del with_special
-        return bytes(token % 256 for token in tokens).decode(errors="replace")
+        return bytes(token % 256 for token in tokens).decode(errors="replace")  # format: values of a byte
 
     def has_text(self, token: int, *, with_special: bool = False) -> bool:
         """Every token is a byte."""
@@ -82,7 +82,7 @@ class ByteTokenizer:
 
     def token_text(self, token: int) -> TokenText:
         """Return the byte of a token."""
-        return TokenText(self.decode([token]), bytes([token % 256]))
+        return TokenText(self.decode([token]), bytes([token % 256]))  # format: values of a byte
 
     def read_calls(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> ToolAnswer:
         """Raise: bytes call nothing."""

@@ -37,7 +37,8 @@ class Turns:
     `left`: the work that may still be done in this turn; 0 or less: none.
     """
 
-    _SLEPT_S = 2e-4  # a poll that returns sooner has not slept: bytes were there already
+    # Derived: less than the kernel takes to wake; a poll that returns sooner found bytes that were there already.
+    _SLEPT_S = 2e-4
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic) -> None:
         """Take the loop and its clock, in monotonic seconds."""

@@ -16,7 +16,8 @@ from typing import Generic, Protocol, TypeVar
 
 ItemT = TypeVar("ItemT")
 
-_SLEPT_S = 1e-4  # limit: a wait that ended sooner found bytes that were there already
+# Derived: less than the kernel takes to wake: a wait that ended sooner found bytes that were there already.
+_SLEPT_S = 1e-4
 
 
 class Source(Protocol):

@@ -34,8 +34,8 @@ from tenuto.deployments.wire.peer import Endpoint
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError
 
-_LOOK_S = 1.0  # limit: time between two looks for a batch that hangs; `hangs_s` allows for it
-_LAST_WORDS_S = 0.2  # limit: time between the notice that the device is lost and the end of the process
+_LOOK_S = 1.0  # pace: time between two looks for a batch that hangs; `hangs_s` allows for it
+_LAST_WORDS_S = 0.2  # pace: time between the notice that the device is lost and the end of the process
 
 
 class LocalReplica:
@@ -191,6 +191,7 @@ class LocalReplica:
             return
         await self._programs.close()
         self._channel.tell(GpuletCloses("it is shutting down"))
+        # Limit: within what Serve gives a process to end.
         # A server that ends lets its gateways say so to their clients first.
         await self._worker.stop(10.0 if self._shared is None else 6.0, GENERATIONS_END_S + 1.0)
         self._look.cancel()

@@ -21,7 +21,7 @@ from tenuto.errors import is_lack_of_memory, new_incident
 from tenuto.outcome import Outcome, Rule
 from tenuto.profiles.networks.generating import Generator, StepRan, TokenScores
 
-_LATER_S = 0.001  # limit: until the scheduler is asked again that had nothing to run
+_LATER_S = 0.001  # pace: until the scheduler is asked again that had nothing to run
 _DUE = "its first token could not be made in time; lower the rate, raise the SLO or add GPUs"
 _GONE = "the plan has changed and the model left this gpu-let; send the request again"
 

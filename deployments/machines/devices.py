@@ -19,7 +19,7 @@ from tenuto.mps.inventory import Nvml, load_nvml, text_of
 
 logger = logging.getLogger("ray.serve")
 
-_EVERY_S = 5.0  # limit: time between two looks at a GPU
+_EVERY_S = 5.0  # pace: time between two looks at a GPU
 _SM_CLOCK = 1  # format: NVML_CLOCK_SM
 _CORE_TEMPERATURE = 0  # format: NVML_TEMPERATURE_GPU
 

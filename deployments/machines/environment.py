@@ -121,9 +121,9 @@ def _memory() -> Finding:
         return Finding("memory", "note", "not known on this system")
     return Finding(
         "memory",
-        "ok" if free >= 4096 else "note",
+        "ok" if free >= 4096 else "note",  # limit: MiB, below which it is noted
         f"{free} MiB available",
-        "" if free >= 4096 else "free memory; Ray and three models want 4 GiB",
+        "" if free >= 4096 else "free memory; Ray and three models want 4 GiB",  # limit: likewise
     )
 
 
@@ -131,9 +131,9 @@ def _shared_memory() -> Finding:
     free = shutil.disk_usage("/dev/shm").free >> 20 if Path("/dev/shm").exists() else 0
     return Finding(
         "/dev/shm",
-        "ok" if free >= 512 else "fail",
+        "ok" if free >= 512 else "fail",  # limit: MiB, below which Ray fails
         f"{free} MiB free",
-        "" if free >= 512 else "mount -o remount,size=2G /dev/shm",
+        "" if free >= 512 else "mount -o remount,size=2G /dev/shm",  # limit: likewise
     )
 
 

@@ -13,6 +13,7 @@ from tenuto.placement.cluster import GpuGroup, GroupInstance, MigUse, Node
 from tenuto.profiles.mig_instances import instance_profiles, instance_type_of
 
 
+# Limit: a node's first worker imports Ray.
 def read_ray_inventory(
     timeout_s: float = 120.0, read: Callable[[], tuple[GpuDevice, ...]] = read_inventory
 ) -> dict[str, tuple[GpuDevice, ...]]:

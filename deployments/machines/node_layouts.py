@@ -19,7 +19,7 @@ from tenuto.mps.mig_layout import MigCut, MigDevice, apply_layout, read_mig_devi
 from tenuto.placement import Plan
 from tenuto.placement.plan import PlannedGpu
 
-_WATCHED_S = 15.0  # limit: between two looks at the instances of a node, each of which may start a worker of Ray
+_WATCHED_S = 15.0  # pace: between two looks at the instances of a node, each of which may start a worker of Ray
 _CURE = "Run `tenuto cluster` and plan on what is there"
 
 

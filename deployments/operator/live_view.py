@@ -18,8 +18,8 @@ from tenuto.placement.cluster import node_of
 logger = logging.getLogger("ray.serve")
 
 _EVERY_S = 1.0  # unit: a point of the history
-_KEPT = 120  # limit: points of the history
-_SAMPLES = 12  # limit: statuses that are kept: a window and a little more
+_KEPT = 120  # format: points of the history
+_SAMPLES = 12  # format: statuses that are kept: a window and a little more
 _WINDOW_S = 10.0  # unit: the window of the figures; long enough for a percentile at some tens of requests per second
 _LOOKED_S = 30.0  # limit: sampling ends this long after the last look
 

@@ -100,7 +100,7 @@ def _model(before: ModelStatus, after: ModelStatus, seconds: float) -> ModelFigu
     ended = sum(_grown(then, now) for then, now in pairs)
     batches = _grown(before.batches, after.batches)
     latency = _grown_buckets(before.latency_s, after.latency_s)
-    p50_s, p99_s = (quantile_s(latency, quantile) for quantile in (0.5, 0.99))
+    p50_s, p99_s = (quantile_s(latency, quantile) for quantile in (0.5, 0.99))  # format: the percentiles of the page
     ttft, tpot = _grown_buckets(before.ttft_s, after.ttft_s), _grown_buckets(before.tpot_s, after.tpot_s)
     tokens = _grown(before.written_tokens, after.written_tokens) / seconds
     proxied = sum(_grown_buckets(before.proxy_s or Buckets(), after.proxy_s or Buckets()).counts)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # format: of prctl(2)
-_LOOK_S = 1.0  # limit: time between looks at the processes below; a death must be reported within 3 s
+_LOOK_S = 1.0  # pace: time between looks at the processes below; a death must be reported within 3 s
 _HUNG_S = 10.0  # limit: a process that is stopped this long counts as dead and is killed, so that it can be replaced
 # limit: time until the command serves; the longest part, loading models, has a shorter limit of its own
 _START_S = 900.0
@@ -291,7 +291,7 @@ class _Foreground:
             for process in left if time.monotonic() >= soon else ():
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
-            if select.select([self._taken], [], [], 0.05)[0]:
+            if select.select([self._taken], [], [], 0.05)[0]:  # pace: between two looks
                 taken = os.read(self._taken, 64)
                 if signal.SIGINT in taken or signal.SIGTERM in taken:
                     if patience_s == 0.0 and time.monotonic() > looked_at + 1.0:  # it came after all were killed once

@@ -16,7 +16,7 @@ from tenuto.errors import EnvironmentFaultError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Fitted: on two busy cores Ray and Serve answered all calls but a start within 3 s. When the limit is too long, users
+# Limit: on two busy cores Ray and Serve answered all calls but a start within 3 s. When the limit is too long, users
 # wait that long for a Ray that hangs. When it is too short, a cluster that is only slow is refused.
 ANSWER_S = 20.0
 # limit: for requests under way when their process is told to end; no batch takes that long

@@ -18,7 +18,7 @@ from tenuto.errors import EnvironmentFaultError
 ResultT = TypeVar("ResultT")
 
 _STANDSTILL_S = 4.0  # limit: shorter than Serve waits for a health check, so that Serve's log says why it failed
-# limit: new objects before a collection; with 700 (the default) open requests would be looked at all the time
+# pace: new objects before a collection; with 700 (the default) open requests would be looked at all the time
 _COLLECT_AFTER = 5_000
 
 
@@ -57,7 +57,7 @@ class OwnLoop:
     async def close(self) -> None:
         """End the loop and its thread. Coroutines that still run there are dropped."""
         self.loop.call_soon_threadsafe(self.loop.stop)
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 5.0)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 5.0)  # limit: for the thread to end
 
 
 def elsewhere(

@@ -44,7 +44,7 @@ _LONGEST_FOLDER = 107 - 64  # limit: the rest of the 107 bytes
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
-def why_unreachable(address: str, timeout_s: float = 5.0) -> str | None:
+def why_unreachable(address: str, timeout_s: float = 5.0) -> str | None:  # limit: for the answer
     """Return why no Ray cluster can be at an address; None when one may be, or when the address is Ray's to resolve.
 
     Args:
@@ -54,7 +54,7 @@ def why_unreachable(address: str, timeout_s: float = 5.0) -> str | None:
     address = _resolved(address)
     bare = address.removeprefix("ray://")
     host, _, port = bare.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:  # format: ports of TCP
         return None if address in ("", "auto", "local") else f"'{address}' is not host:port"
     return _why_not_ray(host.strip("[]"), int(port), timeout_s)
 

@@ -46,7 +46,7 @@ def token() -> str:
         return ""
 
 
-def guard_of(address: str, *, shows_token: bool = True, timeout_s: float = 5.0) -> Guard:
+def guard_of(address: str, *, shows_token: bool = True, timeout_s: float = 5.0) -> Guard:  # limit: for the answer
     """Return what the Ray at `host:port` asks for. `shows_token`: whether it may be shown our token."""
     import grpc
 

@@ -10,9 +10,9 @@ logger = logging.getLogger("ray.serve")
 
 # limit: so many wrong keys of an address are answered at once, as a wrongly configured client tries a few times
 _FREE = 5.0
-_FIRST_S = 0.1  # limit: the wait of the next wrong key; each further one waits twice as long
+_FIRST_S = 0.1  # pace: the wait of the next wrong key; each further one waits twice as long
 _LONGEST_S = 2.0  # limit: the longest wait, during which the connection is held
-_HALVED_S = 30.0  # limit: time in which the count of an address halves
+_HALVED_S = 30.0  # pace: time in which the count of an address halves
 MOST_ADDRESSES = 4096  # limit: addresses that are remembered
 
 
@@ -41,7 +41,7 @@ class Guesses:
             return 0.0
         if count - 1.0 <= _FREE:
             logger.warning("more than %d wrong keys came from %s: answers to them wait", _FREE, place or "a proxy")
-        return float(min(_LONGEST_S, _FIRST_S * 2.0 ** min(32.0, count - _FREE - 1.0)))
+        return float(min(_LONGEST_S, _FIRST_S * 2.0 ** min(32.0, count - _FREE - 1.0)))  # limit: keeps the power finite
 
 
 def _network(address: str) -> str:

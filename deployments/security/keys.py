@@ -26,7 +26,7 @@ _RECENT_WEIGHT = 0.5  # derived: weight of the last second in a mean, so that tw
 _CLAIMED_S = (
     60.0  # limit: what answers under way may cost beyond the rate; a minute, in which other services count tokens
 )
-_LEAST_PART = 0.01  # limit: the part of a key's rate that every gateway may use, whatever the other gateways get
+_LEAST_PART = 0.01  # fitted: the part of a key's rate that every gateway may use, whatever the other gateways get
 
 
 class KeyEntry(StrictModel):

@@ -121,7 +121,7 @@ class ServeApplication(Generic[C]):
                     "max_ongoing_requests": self.most_ongoing,
                     "health_check_period_s": self.health_period_s,
                     "health_check_timeout_s": _HEALTH_TIMEOUT_S,
-                    "graceful_shutdown_wait_loop_s": 0.2,
+                    "graceful_shutdown_wait_loop_s": 0.2,  # pace: of Serve's looks whether a process has ended
                     "graceful_shutdown_timeout_s": self.user_config.ends_s,
                     "ray_actor_options": self.actor.to_data(),
                     "user_config": self.user_config.to_data(),

@@ -374,7 +374,7 @@ def _usual(socket: Listen | None, usual: int) -> int | None:
 
 
 def _beside(port: int, steps: int) -> int:
-    return port + steps if port + steps <= 65535 else port - steps
+    return port + steps if port + steps <= 65535 else port - steps  # format: ports of TCP
 
 
 def _standby_of(part: Plan, standby: Sequence[Gpulet]) -> dict[str, list[str]]:

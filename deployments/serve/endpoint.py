@@ -32,7 +32,7 @@ def client_key() -> str:
     return key
 
 
-def get_json(url: str, timeout_s: float = 5.0) -> Any:
+def get_json(url: str, timeout_s: float = 5.0) -> Any:  # limit: for the answer
     """Return the JSON document at a URL, also for an error status.
 
     Raises:
@@ -46,7 +46,7 @@ def get_json(url: str, timeout_s: float = 5.0) -> Any:
         raise EnvironmentFaultError(f"{url} answered {status} without JSON. Is this a Tenuto server?") from error
 
 
-def get_told(url: str, kind: type[T], timeout_s: float = 5.0) -> T:
+def get_told(url: str, kind: type[T], timeout_s: float = 5.0) -> T:  # limit: for the answer
     """Return the document of a Tenuto server at a URL, read as type `kind`.
 
     Raises:
@@ -114,7 +114,7 @@ def generating_model(url: str, model: str) -> dict[str, Any]:
     return found
 
 
-def why_unread(url: str, model: str, body: bytes, timeout_s: float = 30.0) -> str | None:
+def why_unread(url: str, model: str, body: bytes, timeout_s: float = 30.0) -> str | None:  # limit: for the answer
     """Ask a model, or NAME:VERSION, with a raw body; return why such a body is refused, whenever it is sent, or None.
 
     Raises:

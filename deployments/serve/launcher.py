@@ -181,7 +181,8 @@ class Launcher:
             contextlib.redirect_stderr(io.StringIO()),
         ):
             if self.owns_ray:
-                within(_SERVE_ENDS_S, serve_client().shutdown, _SERVE_ENDS_S - 5.0)  # by itself it waits 30 s
+                # Limit: Serve gives up before we do; by itself it waits 30 s.
+                within(_SERVE_ENDS_S, serve_client().shutdown, _SERVE_ENDS_S - 5.0)
                 within(_SERVE_ENDS_S, serve.shutdown)
             elif self._has_begun:
                 running = Applications()

@@ -17,6 +17,7 @@ from tenuto.deployments.security.keys import KeyEntry, read_keys
 from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import refused
+from tenuto.outcome import ATTAINED
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Placed
 from tenuto.placement.plan import PlanField
@@ -243,7 +244,7 @@ class Options(StrictModel):
     max_unfinished_mib: Annotated[int, Field(ge=1, le=1 << 20)] = 512
     max_connections: Annotated[int, Field(ge=1)] = 4096
     response_ms: Annotated[float, Field(ge=0)] | None = None
-    attainment: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    attainment: Annotated[float, Field(gt=0, lt=1)] = ATTAINED
 
 
 class DispatcherConfig(Options, UserConfig):

@@ -40,7 +40,7 @@ FIRST_FRAME_S = 5.0  # limit: time for a new peer to send its token
 _MOST_MESSAGE_BYTES = 1 << 24  # limit: bytes of a message, without its tensors
 _ROOM_BYTES = 1 << 16  # limit: bytes of one read from a socket
 _JOINED_BYTES = 1 << 15  # derived: below this, to join the buffers and write once costs less than a vectored write
-_LARGE_BYTES = 16 << 20  # limit: larger bodies reuse memory, as fresh pages would cost more than the copy
+_LARGE_BYTES = 16 << 20  # derived: larger bodies reuse memory, as fresh pages would cost more than the copy
 # limit: s without an acknowledgement from another machine, after which the machine or the way to it counts as lost
 _UNHEARD_S = 1
 _COUNT = struct.Struct("i")
@@ -65,7 +65,7 @@ class _LargeBodies:
     took longer than the transfer. A view keeps its array alive, so the reference count tells whether it is in use.
     """
 
-    _KEPT = 2  # one batch runs, one waits behind it
+    _KEPT = 2  # derived: one batch runs, one waits behind it
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
@@ -552,7 +552,7 @@ async def connect(
     on_lost: Callable[[FrameProtocol, BaseException | None], None],
     *,
     certificate: str = "",
-    timeout_s: float = 5.0,
+    timeout_s: float = 5.0,  # limit: for the connection
 ) -> FrameProtocol:
     """Connect and send `hello`. When the peer's certificate is given, the connection is encrypted.
 

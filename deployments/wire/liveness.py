@@ -29,7 +29,7 @@ GIVEN_UP_S = BEAT_S * SILENT_TICKS  # derived: the shortest silence after which 
 # limit: chosen: a process that gets no processor for 4.8 s serves no better than one that hangs, and is given up (but
 # not killed)
 PATIENT_TICKS = 16
-_IDLE_PART = 0.1  # limit: a process that is ready and ran for less than this part of a time waits for a processor
+_IDLE_PART = 0.1  # fitted: a process that is ready and ran for less than this part of a time waits for a processor
 # Derived: when nothing that was sent within this time is acknowledged, no batch is begun. A peer that has heard of us
 # gives us up a second later at the earliest. We send at least every 0.6 s, so 0.2 s are left for the way there and
 # back.

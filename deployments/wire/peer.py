@@ -14,7 +14,7 @@ from tenuto.deployments.wire.tensors import Buffer
 
 logger = logging.getLogger("ray.serve")
 
-_RETRY_S = (0.1, 0.2, 0.5, 1.0)  # limit: pauses between tries to connect
+_RETRY_S = (0.1, 0.2, 0.5, 1.0)  # pace: pauses between tries to connect
 
 PeerState = GpuletState | DispatcherState
 

@@ -61,6 +61,7 @@ def _start_actors(count: int) -> list[Any]:
     """
     import ray
 
+    # Limit: calls of an actor that run at once.
     kind = ray.remote(num_cpus=0, max_concurrency=16, max_restarts=0)(ClientActor)
     actors = [kind.remote() for _ in range(count)]
     try:

@@ -252,8 +252,8 @@ class Client:
             at = origin + times[row] / 1000.0
             if at > now():
                 while at > (here := now()) and not self._stopped:
-                    await timer.wait_until(min(at, here + 0.25))  # so that `stop` works within a long gap too
-            elif row % 16 == 0:
+                    await timer.wait_until(min(at, here + 0.25))  # pace: so that `stop` works within a long gap too
+            elif row % 16 == 0:  # pace
                 await asyncio.sleep(0)  # the client is behind schedule; let answers be read between sends
             if self._stopped:
                 break
@@ -298,7 +298,7 @@ class Client:
                 return wait_s
             idle.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(idle.wait(), min(left_s, 0.25))  # so that `stop` works here too
+                await asyncio.wait_for(idle.wait(), min(left_s, 0.25))  # pace: so that `stop` works here too
 
 
 def _count_error(errors: Counter[str], text: str) -> None:

@@ -16,7 +16,7 @@ from tenuto.loadgen.senders.make_sender import make_sender
 
 PREPARE_TIMEOUT_S = 120.0  # limit: time for the clients to start
 RESULT_TIMEOUT_S = 120.0  # limit: time for the clients to hand over their results after the last answer
-# limit: how long another thread of this process, such as one that prints, may keep the client waiting; Python's default
+# pace: how long another thread of this process, such as one that prints, may keep the client waiting; Python's default
 # is 5 ms
 _SWITCH_S = 0.0002
 

@@ -18,7 +18,7 @@ from tenuto.loadgen.report.palette import Style
 
 _WIDTH = 420  # unit: width of the drawing
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 14, 44  # unit: margins for the labels
-_MOST_POINTS = 400  # limit: points of a line; a screen shows no more
+_MOST_POINTS = 400  # format: points of a line; a screen shows no more
 _EVERY_BAR = 42  # unit: height of a bar with its label
 
 

@@ -29,7 +29,7 @@ STAGES = {
     "execution": "execution",
     "front_door": "front door",
 }
-_MOST_CHARTS = 16  # limit: charts of one kind on a page
+_MOST_CHARTS = 16  # format: charts of one kind on a page
 _OFFERED, _TEXT, _PREDICTED = Style("var(--muted)"), Style("var(--text)"), Style("var(--text)", "3 3")
 
 

@@ -18,7 +18,7 @@ from tenuto.placement import Gpulet, Plan
 Floats = NDArray[np.float64]
 Curve = tuple[str, Floats, Floats]  # a name with latencies and shares
 _BINS = 120  # unit: time bins of a run
-_CDF_POINTS = 300  # limit: points of a distribution
+_CDF_POINTS = 300  # format: points of a distribution
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from tenuto.files import read_file
 from tenuto.loadgen.sender import Body
 
 _MOST_BODY_BYTES = 64 << 20  # limit: bytes of a body; a gateway takes no more
-_STARTS = 4096  # limit: places where prompts begin; more would only make them differ more
-_LARGEST_TOKEN = 20_000  # limit: smaller than the vocabulary of every model in the catalogue
+_STARTS = 4096  # format: of our prompts: places where they begin; more would only make them differ more
+_LARGEST_TOKEN = 20_000  # format: of our prompts: tokens below the vocabulary of every model in the catalogue
 
 
 def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, binary: bool = True) -> list[Body]:
@@ -90,7 +90,8 @@ class Prompts:
 
     def body(self, number: int, prompt_tokens: int, output_tokens: int) -> Body:
         """Return the body of request `number` of a run, which is also the seed of its answer."""
-        start = number * 2_654_435_761 % _STARTS  # source: Knuth's multiplicative hash: neighbours begin far apart
+        # Paper: Knuth's multiplicative hash, so that neighbours begin far apart.
+        start = number * 2_654_435_761 % _STARTS
         asked = {
             "model": self._model,
             "max_tokens": output_tokens,

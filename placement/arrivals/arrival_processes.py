@@ -122,7 +122,7 @@ def _steps(rate_rps: float, duration_s: float, options: StepsOptions, generator:
 def _renewal(gaps: Callable[[int], Times], rate_rps: float, duration_s: float) -> Times:
     """Sum independent gaps until the duration is passed."""
     expected = rate_rps * duration_s
-    chunk = int(expected + 6 * math.sqrt(expected) + 16)
+    chunk = int(expected + 6 * math.sqrt(expected) + 16)  # derived: six standard deviations more than the mean
     times = np.cumsum(gaps(chunk))
     while times[-1] < duration_s:
         times = np.concatenate([times, times[-1] + np.cumsum(gaps(chunk))])

@@ -17,7 +17,7 @@ from tenuto.placement.expectation.queueing import MeanBatch, Stream, blocked_par
 from tenuto.placement.program import Program
 from tenuto.placement.solver import Rows, linear_program
 
-NOTHING = 1e-4  # limit: formulas and measurements cannot tell a smaller lost part from none
+NOTHING = 1e-4  # derived: formulas and measurements cannot tell a smaller lost part from none
 
 
 @dataclass
@@ -211,6 +211,7 @@ class Component:
                 if columns[name]:
                     values = [-1.0] * len(columns[name])
                     rows.add([*columns[name], len(pairs)], [*values, asked[name].rate_rps], 0.0)
+            # Derived: small beside the rate, so that it decides between equals.
             cost, limits = [*(1e-4 * each for each in cost), -1.0], [*limits, 1.0]
         solved = linear_program(cost, rows, limits).x
         return {} if solved is None else dict(zip(pairs, solved.tolist(), strict=False))
@@ -254,7 +255,7 @@ def _gathered(
 def mean_of_capped(largest: int, come: float) -> float:
     """Return the mean of min(largest, 1 + N) with N from a Poisson distribution of mean `come`: the requests gathered
     until a batch must begin."""
-    if come > 2.0 * largest + 50.0:
+    if come > 2.0 * largest + 50.0:  # derived: beyond it a sum of rare terms is nothing
         return float(largest)
     mean, exactly, at_most = 1.0, math.exp(-come), 0.0
     for size in range(1, largest):

@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NO_WAIT_S = 1e-4  # limit: shortest assumed wait
+NO_WAIT_S = 1e-4  # derived: shortest assumed wait, below what is measured; it keeps quotients finite
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ def _turned_away(load: float, patience: float, gpulets: int) -> float:
     for count in range(1, gpulets):
         blocked = load * gpulets * blocked / (count + load * gpulets * blocked)
     drift = (1.0 - load) * patience
-    if drift > 600.0:
+    if drift > 600.0:  # derived: e^600 is near the largest float
         return 0.0
-    if drift < -600.0:
+    if drift < -600.0:  # derived: likewise
         return 1.0 - 1.0 / load
     end = math.exp(-drift)
     waiting = load * (patience if abs(drift) < 1e-9 else -math.expm1(-drift) / (1.0 - load))

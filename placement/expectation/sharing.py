@@ -217,7 +217,7 @@ def _told(replica: Replica) -> tuple[object, ...]:
     return replica.name, replica.batch_size, replica.memory_mib, id(replica.latency) if replica.latency else None
 
 
-def listed(names: Sequence[str], most: int = 6) -> str:
+def listed(names: Sequence[str], most: int = 6) -> str:  # format: names that a sentence lists
     """Return names in one line; of many, the first few."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

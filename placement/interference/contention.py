@@ -107,7 +107,7 @@ class Contention:
     def shape(self, own: Resident, other: Resident) -> tuple[float, float]:
         """Return ln(l_own / l_other) and the product of the shares."""
         own_ms, other_ms = (one.profile.latency_ms(one.batch_size, one.share_pct) for one in (own, other))
-        return math.log(own_ms / other_ms), own.share_pct * other.share_pct / 1e4
+        return math.log(own_ms / other_ms), own.share_pct * other.share_pct / 1e4  # unit: percent squared
 
     def _weights(self, own: ModelProfile, other: ModelProfile) -> Vector | None:
         """Return the weight of each measured pair, 1 at most in total; None when no measured pair is alike."""
@@ -132,8 +132,9 @@ def trend_at(trend: Trend, ratio: float, share_product: float) -> float:
 
 def place_of(own: Resident, other: Resident) -> tuple[float, float, float]:
     """Return x, y and z of `Pair`."""
+    # Derived: from the 600 pairs: centre and spread of their batches.
     x, y = ((math.log2(resident.batch_size) - 3.0) / 2.0 for resident in (own, other))
-    return x, y, (own.share_pct / 100.0 - 0.5) / 0.3
+    return x, y, (own.share_pct / 100.0 - 0.5) / 0.3  # derived: likewise, of their shares
 
 
 def terms_of(places: Vector) -> Vector:

@@ -25,7 +25,7 @@ from tenuto.profiles import Profiles
 
 # paper: Symphony's goodput, the 99th percentile within the SLO; the plan names every model that stays below
 ATTAINED = 0.99
-NEARLY = 0.97  # limit: from this part of the rate on, the reason says "little GPU time left" instead of "none"
+NEARLY = 0.97  # format: from this part of the rate on, the reason says "little GPU time left" instead of "none"
 _SERVED_WITH = frozenset({"torch", "onnxruntime"})  # packages that execute models
 
 
@@ -214,7 +214,7 @@ def _why_below(
         )
     if why is None:
         why = "no GPU time left on its gpu-lets" if part < NEARLY else "little GPU time left, a few percent may be late"
-        if believed.get(spec.name, 0.0) > 1.001 * part * spec.rate_rps:
+        if believed.get(spec.name, 0.0) > 1.001 * part * spec.rate_rps:  # derived: above rounding
             hosts = _circumstances(plan, plan.hosts_of(spec.name))
             why = f"no GPU time left: {hosts}it carries less than the policy believed"
     return f"{part * spec.rate_rps:.4g} of {spec.rate_rps:g} rps expected in time ({100 * part:.3g} %); {why}"

@@ -40,9 +40,9 @@ from tenuto.profiles.share_latency import EVERY_RULE
 
 TRIED = 8  # limit: places for one more replica that are judged: those with the least busy gpu-lets
 UNTRIED = "what losses leave follows from the formulas, and was not tried"
-STAYS = 1e-6  # limit: the worth of a GPU keeping what it holds; decides only where preferences are equal
-LEAST_MEMORY = 0.25  # limit: of the memory of its share, with less of which a gpu-let that generates is not tried
-SLIGHT = 1e-4  # limit: a part of a rate this small is below what the expectation can tell
+STAYS = 1e-6  # derived: the worth of a GPU keeping what it holds; decides only where preferences are equal
+LEAST_MEMORY = 0.25  # fitted: of the memory of its share, with less of which a gpu-let that generates is not tried
+SLIGHT = 1e-4  # derived: a part of a rate this small is below what the expectation can tell
 
 Trial = Callable[[Plan], Mapping[str, float] | None]
 """Tries a plan: returns the part of each model's requests that is served in time, or 1 if that is at least `IN_FULL`.

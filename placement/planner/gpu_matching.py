@@ -198,6 +198,7 @@ def _pairs(
         for j, before in enumerate(old):
             same = {replica.name for replica in before.models}
             if process == then[before.id] and models & same:
+                # Derived: below 1, so that it decides between equals.
                 more = (models == same) * 1.0 + (after.models == before.models) * 0.1
                 found.append((len(models & same) * (1.0 + more), i, j))
     chosen: list[tuple[float, int, int]] = []

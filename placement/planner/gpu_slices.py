@@ -27,20 +27,20 @@ from tenuto.profiles import ModelProfile, Profile, ProfilePoint, Profiles
 from tenuto.profiles.latency import LinearLatency
 
 LEAST_SLICE_PCT = 10.0
-"""limit: the smallest share that is left to other models; below it one of the measured GPUs has a handful of SMs."""
+"""fitted: the smallest share that is left to other models; below it one of the measured GPUs has a handful of SMs."""
 MEMORY_PARTS = (1.0, 0.5, 0.25)
-"""limit: of what its share has of the GPU's memory, what a slice may get; the rest holds keys and values."""
+"""fitted: of what its share has of the GPU's memory, what a slice may get; the rest holds keys and values."""
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""limit: batch sizes of which a slice's profile tells the latency; between them it is interpolated."""
+"""derived: batch sizes of which a slice's profile tells the latency; between them it is interpolated."""
 _MEMORY_STEP = 1.5
-"""limit: amounts of memory that are told apart when shares are tried."""
+"""fitted: amounts of memory that are told apart when shares are tried."""
 _STARTS = (30, 50, 100)
-"""limit: shares from which a search begins."""
+"""fitted: shares from which a search begins."""
 _DRAWN, _CLIMBED = 300, 10
 """limit: layouts that are drawn to begin a search with, many of which do not fit, and how many are made better; each
 takes a tenth of a second."""
 _GAIN = 1.002
-"""limit: a change of the layout that gains less is not taken."""
+"""fitted: a change of the layout that gains less is not taken."""
 _ROUNDS = 60
 """limit: changes of one search."""
 
@@ -240,7 +240,7 @@ class Mixing:
         """Return the requests per second that a share carries with so much memory, rounded down. It is tried once for
         all amounts that the closed form finds to be the same."""
         spec, known = self._specs[place], self._options[self._specs[place].name][share]
-        if kv_tokens < known.kv_tokens / 4:
+        if kv_tokens < known.kv_tokens / 4:  # limit: a quarter of the share's own memory
             return 0.0
         level = math.floor(math.log(kv_tokens / known.kv_tokens) / math.log(_MEMORY_STEP) + 1e-9)
         key = spec.name, share, level

@@ -46,7 +46,7 @@ from tenuto.profiles.mig_instances import instance_type_of
 
 _MIXES = 5  # limit: layouts of both kinds that are planned; each takes as long as a plan of the others
 _OTHERS_WEIGH = 1.25  # fitted on five random workloads: what closed forms give others over what trials do
-_REWEIGH = 1.3  # limit: by how much more the kind that falls behind must carry in the next layout
+_REWEIGH = 1.3  # fitted: by how much more the kind that falls behind must carry in the next layout
 _FEWER = "both kinds together take fewer GPUs than apart"
 
 

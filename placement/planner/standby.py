@@ -150,7 +150,7 @@ def taken_over(
     best: tuple[float, float, Plan] | None = None
     for target in _ways(here, able, gpus):
         kept_after, load_after = judged(target)
-        eases = kept_after > 1.001 * kept or load_after < load - 1e-3
+        eases = kept_after > 1.001 * kept or load_after < load - 1e-3  # derived: above the noise of promises
         if eases and (best is None or (-kept_after, load_after) < best[:2]):
             best = -kept_after, load_after, target
     return None if best is None else best[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from tenuto.outcome import ATTAINED
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import Plan, PolicyUsed
@@ -65,7 +66,7 @@ class PlanRequest:
     hysteresis: float
     types: Mapping[str, int] = field(default_factory=dict)
     slowdowns: Mapping[str, float] = field(default_factory=dict)
-    attainment: float = 0.99
+    attainment: float = ATTAINED
     standby_pct: float | None = None
     standby_gpus: int = 0
     standby_ids: frozenset[str] = frozenset()

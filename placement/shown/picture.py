@@ -20,9 +20,9 @@ from tenuto.placement.shown.table import totals_of, why_unserved
 # Okabe and Ito's palette without black, then three of Tol's muted set; with more models colours repeat, labels do not.
 PALETTE = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#D55E00", "#0072B2", "#DDCC77", "#882255", "#44AA99")
 LIGHT_TEXT_ON = {"#0072B2", "#882255"}  # the other colours carry dark text with a contrast above 5
-MOST_SINGLE_BARS = 64  # limit: above, GPUs with the same gpu-lets share one bar
+MOST_SINGLE_BARS = 64  # format: above, GPUs with the same gpu-lets share one bar
 JOINT = "#e7ebef"  # behind the label of a program of several members, whose models' colours are a strip below it
-LETTERS = 169  # limit: letters of a line below the bars, 1080 pixels at 11 pixels a letter and 0.58 of that its width
+LETTERS = 169  # format: letters of a line below the bars, 1080 pixels at 11 pixels a letter and 0.58 of that its width
 
 
 def draw(plan: Plan, colours: Mapping[str, str] | None = None) -> str:

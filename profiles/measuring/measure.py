@@ -47,9 +47,9 @@ class MeasureRequest:
 
     source: str
     device: str = "auto"
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)  # default
     shares: tuple[float, ...] = (100.0,)
-    budget_s: float = 20.0
+    budget_s: float = 20.0  # default
     weights_path: str | None = None
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -109,7 +109,7 @@ def measure_joint(
     models: Mapping[str, LoadedModel],
     splits: Sequence[Mapping[str, int]],
     *,
-    shares: Sequence[float] = (100.0,),
+    shares: Sequence[float] = (100.0,),  # default
     repetitions: int,
     report: Callable[[str], None] = lambda _text: None,
 ) -> list[JointTimes]:

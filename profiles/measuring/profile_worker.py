@@ -180,7 +180,7 @@ def _measure_point(
     began = clock_s()
     for _ in range(5):
         run()
-        if clock_s() - began > budget_s / 10:
+        if clock_s() - began > budget_s / 10:  # derived: see above
             break
     timing, repeat_pct = measure_repeatedly(run, clock_s, budget_s=budget_s)
     peak_mib = memory.peak_mib()

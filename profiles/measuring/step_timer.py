@@ -14,7 +14,7 @@ from tenuto.profiles.networks.generating import Generator, Sampling, blocks_of
 _SHORT = 16
 """derived: tokens of a prompt whose attention is negligible, one block."""
 _FEWEST = 5
-"""limit: runs of a step, whose median counts; the first one more is not counted."""
+"""derived: runs of a step, whose median counts; the first one more is not counted."""
 
 _NOISY_PART = 0.2
 """limit: the middle half of the times of one kind of step spreads more than this where other work disturbs it."""
@@ -132,6 +132,7 @@ def measure_steps(
         if sequences is not None:
             decode_ms[sequences] = timer.decode_ms(sequences, _SHORT, max_batch_tokens)
         on_cost(cost())
+    # Derived: sequences whose attention is well above a step's noise.
     few, long = max(1, min(8, max_sequences)), max(_SHORT + 1, longest - 2 * _SHORT)
     more_ms = timer.decode_ms(few, long, max_batch_tokens) - dict(_rising(decode_ms))[few]
     return cost(max(0.0, more_ms) / (few * (long - _SHORT)))
@@ -149,7 +150,8 @@ def _rising(measured_ms: Mapping[int, float]) -> Knots:
 
 def blocks_needed(*, max_sequences: int, max_batch_tokens: int, longest: int, block_tokens: int) -> int:
     """Return the blocks of memory with which `measure_steps` can run."""
-    widest = max_sequences * blocks_of(3 * _SHORT, block_tokens)
+    widest = max_sequences * blocks_of(3 * _SHORT, block_tokens)  # derived: a prompt, its tokens and a block begun
+    # Derived: the sequences above.
     return max(widest, 8 * blocks_of(longest, block_tokens), 2 * blocks_of(max_batch_tokens, block_tokens)) + 1
 
 

@@ -26,7 +26,7 @@ from tenuto.profiles.networks.generating import Generator, longest_sequence
 WORKER = ["-m", "tenuto.profiles.measuring.step_worker"]
 
 _LONGEST = 2048  # limit: tokens of the longest sequence that is timed; a context costs the same for each further token
-_KINDS = 32  # limit: more kinds of steps than are timed on a share, among which its time is divided
+_KINDS = 32  # derived: more kinds of steps than are timed on a share, among which its time is divided
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class StepRequest:
     max_sequences: int
     max_batch_tokens: int
     device: str = "auto"
-    shares: tuple[float, ...] = (100.0,)
-    budget_s: float = 20.0
+    shares: tuple[float, ...] = (100.0,)  # default
+    budget_s: float = 20.0  # default
     weights_path: str | None = None
     seed: int = 0
     config: Mapping[str, Any] | None = None

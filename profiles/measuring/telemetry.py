@@ -111,7 +111,7 @@ def watch(
     clock_s: Callable[[], float],
     *,
     seconds: float,
-    period_s: float = 0.02,
+    period_s: float = 0.02,  # pace: the driver's own
 ) -> dict[str, float]:
     """Repeat `run` for a time and return the median `power_w`, `sm_clock_mhz` and `temperature_c` of its second half.
 
@@ -143,7 +143,7 @@ def watch(
                 break
     finally:
         ended.set()
-        thread.join(timeout=5.0)
+        thread.join(timeout=5.0)  # limit: for the thread to end
     if faults:
         raise faults[0]
     readings.append(telemetry.read())

@@ -40,6 +40,7 @@ class Timing:
         return cls(
             median_ms=median,
             spread_ms=float(most - least) / 2,
+            # Unit: percent, of half the interval.
             uncertainty_pct=50.0 * (ordered[high] - ordered[low]) / median if median > 0 else 0.0,
             fastest_ms=ordered[0],
             runs=len(ordered),
@@ -48,7 +49,7 @@ class Timing:
 
 def _median_interval(count: int) -> tuple[int, int]:
     """Return the indices of the order statistics around the median that hold it with 95 % (normal approximation)."""
-    half = 1.96 * math.sqrt(count) / 2
+    half = 1.96 * math.sqrt(count) / 2  # derived: 95 % of a normal distribution
     return max(0, math.floor(count / 2 - half)), min(count - 1, math.ceil(count / 2 + half))
 
 
@@ -71,6 +72,7 @@ def measure_repeatedly(
     """
     began = clock_s()
     rounds = [sample(run, clock_s, budget_s / 2) for _ in range(2)]
+    # Limit: less time is not worth a round.
     while _difference_pct(*rounds) > AGREEMENT_PCT and (left_s := budget_s - (clock_s() - began)) > budget_s / 10:
         rounds = [rounds[1], sample(run, clock_s, left_s)]
     return Timing.of([*rounds[0], *rounds[1]]), _difference_pct(*rounds)
@@ -95,7 +97,7 @@ def sample(run: Callable[[], object], clock_s: Callable[[], float], budget_s: fl
         samples.append((ended - started) * 1000.0)
         if len(samples) >= MAX_RUNS or (len(samples) >= 3 and ended - began >= budget_s):
             return samples
-        if len(samples) >= MIN_RUNS and len(samples) % 5 == 0:
+        if len(samples) >= MIN_RUNS and len(samples) % 5 == 0:  # pace
             timing = Timing.of(samples)
             if timing.uncertainty_pct <= TOLERANCE_PCT:
                 return samples

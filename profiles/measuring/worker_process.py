@@ -89,7 +89,7 @@ class LineProcess:
 
     def _close(self) -> None:
         """Close the pipes of a process that has ended."""
-        self._reader.join(timeout=5.0)
+        self._reader.join(timeout=5.0)  # limit: for the thread to end
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # lines that the process did not read
@@ -165,7 +165,7 @@ class WorkerProcess(LineProcess):
         steps: tuple[tuple[Callable[[], None], float], ...] = (
             (lambda: None, patience_s),
             (lambda: self._process.send_signal(signal.SIGINT), settle_s),
-            (self._process.terminate, 5.0),
+            (self._process.terminate, 5.0),  # limit: until the next, harder way
             (self._process.kill, 60.0),
         )
         for ask, wait_s in steps:

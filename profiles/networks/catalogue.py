@@ -82,8 +82,8 @@ class ImageInput:
     resize_px: int
     crop_px: int
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)  # format: of ImageNet's pictures
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)  # format: likewise
     as_pixels: bool = False
 
 

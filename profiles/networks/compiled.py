@@ -61,4 +61,4 @@ def _allow_shapes(count: int) -> None:
     import torch._dynamo.config as dynamo
 
     name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
-    setattr(dynamo, name, max(getattr(dynamo, name), 64, count))
+    setattr(dynamo, name, max(getattr(dynamo, name), 64, count))  # limit: shapes of a function, instead of torch's 8

@@ -183,7 +183,7 @@ class _Bytes:
     def __init__(self, vocabulary: int, ends: Sequence[int]) -> None:
         self.special_token_ids = ends or [vocabulary]
         self.eos_token_id = self.special_token_ids[0]
-        self.tokens = [bytes([token % 256]) for token in range(vocabulary + (not ends))]
+        self.tokens = [bytes([token % 256]) for token in range(vocabulary + (not ends))]  # format: values of a byte
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)

@@ -42,7 +42,7 @@ class Intake:
         self._pictures: tuple[torch.Tensor, torch.Tensor] | None = None
         if pictures is not None:
             mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (pictures.mean, pictures.std))
-            self._pictures = (-mean / std).to(device), (1.0 / (255.0 * std)).to(device)
+            self._pictures = (-mean / std).to(device), (1.0 / (255.0 * std)).to(device)  # format: values of a pixel
 
     def __call__(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the batch as the network takes it. A tensor that has the right form already is not copied; numpy's

@@ -132,6 +132,7 @@ def _from_directory(
         )
     network = load_directory(directory, expected)
     config = network.config
+    # Default: tokens, where neither options nor the network say.
     length = options.sequence_length or min(128, longest_sequence(config) or 128)
     _check_length(config, length, str(directory))
     pad_id = config.pad_token_id
@@ -237,7 +238,7 @@ def _pictures(size_px: int, seed: int) -> torch.Tensor:
     from torch.nn.functional import interpolate
 
     generator = torch.Generator().manual_seed(seed)
-    half = max(1, min(8, round(2 * (128 / size_px) ** 2)))
+    half = max(1, min(8, round(2 * (128 / size_px) ** 2)))  # limit: pictures, and four times fewer of twice the size
     white = torch.randn(half, 3, size_px, size_px, generator=generator)
     smooth = torch.zeros_like(white)
     for cells in (2, 4, 8, 16, 32):

@@ -38,7 +38,7 @@ from tenuto.profiles.networks.preprocess import normalised
 if TYPE_CHECKING:
     import torch
 
-_FEW_CORES = 8  # limit: with up to so many cores, a process that waits for its GPU sleeps; with more, it spins
+_FEW_CORES = 8  # fitted: with up to so many cores, a process that waits for its GPU sleeps; with more, it spins
 _WHOLE_BYTES = 4  # format: of a float32
 STREAMED_DEPTH = 2  # derived: batches between `stage` and `finish` when copies overlap: one executes, one is staged
 
@@ -226,7 +226,7 @@ class ProgramRunner:
             filled = {key: self._fill(slot, key, mine) for key, mine in blocks.items() if key[2] != "object"}
             now_s = time.monotonic()
             # A thread waits for the last event. With few cores it must sleep, as a spinning one takes a whole core.
-            waits = [False] * 4 + [cpu_cores() <= _FEW_CORES]
+            waits = [False] * 4 + [cpu_cores() <= _FEW_CORES]  # format: the events before the last
             events = tuple(torch.cuda.Event(enable_timing=True, blocking=blocking) for blocking in waits)
             tensors: dict[str, list[Any]] = {name: [] for name in rows}
             with torch.inference_mode(), torch.cuda.stream(stream):

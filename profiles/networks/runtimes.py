@@ -182,7 +182,7 @@ def _as_onnx(module: torch.nn.Module, name: str, examples: tuple[torch.Tensor, .
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         names = [f"input{number}" for number in range(len(examples))]
-        batch = torch.export.Dim("batch", min=1, max=4096)
+        batch = torch.export.Dim("batch", min=1, max=4096)  # limit: batch size
         try:
             with _quiet(), torch.no_grad():
                 torch.onnx.export(

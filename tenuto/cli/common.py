@@ -25,10 +25,10 @@ from tenuto.profiles import Profile, Profiles
 Verb = Callable[..., Any]
 T = TypeVar("T")
 
-# Limit: memory of a GPU of a type that is known by a profile alone which does not say it. Nothing that is counted in
+# Derived: memory of a GPU of a type that is known by a profile alone which does not say it. Nothing that is counted in
 # MiB fits; what generates is counted in the tokens of its profile.
 _NO_MIB = 1.0
-_WIDEST = 10_000  # limit: characters of a line of a table that goes to a file
+_WIDEST = 10_000  # format: characters of a line of a table that goes to a file
 _AS_JSON = "tenuto.cli.as_json"  # key in the context of the verb that runs
 
 

@@ -31,7 +31,7 @@ from tenuto.loadgen.result_folder import provenance
 from tenuto.placement.application import Application
 
 Answer = HighestRate[Trial] | HighestRate[Attempted]
-_LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # limit: defaults of a live search: seconds of a run, and number of runs
+_LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # default: defaults of a live search: seconds of a run, and number of runs
 
 
 @click.command("goodput", short_help="Find the highest rate in time; attainment by SLO, rate and burstiness.")

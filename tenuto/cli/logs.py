@@ -12,7 +12,7 @@ from tenuto.cli.deploying import address_option, operations
 from tenuto.errors import one_of, refused
 from tenuto.placement import Plan
 
-_LOOK_S = 1.0  # limit: time between two looks
+_LOOK_S = 1.0  # pace: time between two looks
 
 
 @click.command("logs", short_help="Show the logs of gpu-lets, gateways, dispatchers and the controller.")

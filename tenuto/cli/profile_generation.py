@@ -34,7 +34,7 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
     if not shares or not all(0 < share <= 100 for share in shares):
         rule = "shares are above 0, up to 100 (percent)"
         problems.append(Problem("--shares", list(asked["shares"]), rule, "Write 50,100."))
-    sequences, batch = asked["max_sequences"] or 16, asked["max_batch_tokens"] or 512
+    sequences, batch = asked["max_sequences"] or 16, asked["max_batch_tokens"] or 512  # default: as the options say
     if not 1 <= sequences <= batch:
         rule = f"must be from 1 to --max-batch-tokens ({batch})"
         problems.append(Problem("--max-sequences", sequences, rule, "Lower it, or raise the other."))

@@ -10,6 +10,7 @@ import click
 
 from tenuto.cli.common import json_option, notice, printed_as_json, say
 from tenuto.cli.tables import number, percent, print_table
+from tenuto.outcome import WARM_UP
 
 if TYPE_CHECKING:
     from tenuto.quickstart import RunSummary
@@ -60,7 +61,7 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
 
 def _cells(run: RunSummary, name: str) -> tuple[str, ...]:
     m, plan = run.document["models"][name], run.plan
-    window_s = run.document["options"]["duration_s"] * 0.95
+    window_s = run.document["options"]["duration_s"] * (1.0 - WARM_UP)
     planned_ms = plan.expected.models[name].latency_ms
     return (
         run.title,

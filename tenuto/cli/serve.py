@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tenuto.deployments.process.foreground import Orders
     from tenuto.deployments.serve.deployment import Deployment
 
-_LOOK_S = 1.0  # limit: time between looks at what runs; a loss must be reported within 3 s
+_LOOK_S = 1.0  # pace: time between looks at what runs; a loss must be reported within 3 s
 _ANSWER_S = 2.0  # limit: time for the answer to a status
 _LOST_S = 30.0  # limit: a cluster that has not answered for this long counts as lost
 

@@ -20,7 +20,7 @@ from tenuto.outcome import OUTCOMES
 if TYPE_CHECKING:
     from tenuto.deployments.control.virtual import ControlledRun
 
-PROGRESS_S = 5.0  # limit: time between two lines of progress
+PROGRESS_S = 5.0  # format: time between two lines of progress
 
 
 @click.command("simulate", short_help="Run a plan or a workload in virtual time.")

@@ -13,8 +13,8 @@ from tenuto.cli.common import ProgressLine
 from tenuto.placement import Policy
 from tenuto.placement.watch import PlanningWatch
 
-QUIET_S = 2.0  # limit: planning that ends sooner shows no progress
-EVERY_S = 5.0  # limit: time between plain lines when there is no terminal
+QUIET_S = 2.0  # format: planning that ends sooner shows no progress
+EVERY_S = 5.0  # format: time between plain lines when there is no terminal
 
 
 @contextmanager

@@ -18,7 +18,7 @@ USUAL = 2.0  # fitted: the bucket holds this many times the largest recent burst
 USUAL_MS = 10_000.0  # derived: twice the window of the offered rate: the time constant in which a burst is forgotten
 # Derived: a program with 40 requests a second and three times its planned rate is found within a second.
 STEP = 1 / 24  # weight of the newest request in the share of borrowed ones
-EXCEEDS = 0.5  # derived: the share of borrowed requests when a program sends twice its planned rate
+EXCEEDS = 0.5  # fitted: the share of borrowed requests when a program sends twice its planned rate
 
 
 class Allowance:

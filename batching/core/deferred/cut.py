@@ -19,7 +19,7 @@ from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.system import INF
 
 BORROWED = 1_000_000  # derived: more than any priority: so much priority is taken from a program that exceeds its plan
-ORDINARY_LOSS = 0.01  # derived: a hundredth: smaller differences between losses do not count
+ORDINARY_LOSS = 0.01  # fitted: smaller differences between losses do not count
 WORST_FIRST = 1e6  # derived: requests per ms, more than any batch serves, so that the program that lost more goes first
 
 

@@ -43,6 +43,7 @@ from tenuto.batching.core.step_scheduler import StepOrder
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, GeneratingGpulet, NetworkDelay, System
 
 LATELY_MS = 10_000.0  # derived: how long a lost request counts as lost lately: twice the window of the offered rate
+_HOLD = 0.4  # fitted: the first `hold` where held batches would meet; rehearsals then try others
 EVERY_LOOK = 6  # derived: from measurements: the fixed time of a look, as many times the time it takes per program
 
 
@@ -132,7 +133,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
 
     def _hold_by_room(self) -> float:
         """Return the first value of `hold`."""
-        return self.options.hold if self.options.hold is not None else (1.0 if self._is_roomy() else 0.4)
+        return self.options.hold if self.options.hold is not None else (1.0 if self._is_roomy() else _HOLD)
 
     def _resize(self, now: float) -> None:
         """Plan with the gpu-lets that are there now. When another first value of `hold` suits them, begin with it."""

@@ -237,6 +237,7 @@ def _other_weights(built_mib: float, profiled_mib: float | None) -> list[str]:
     """Return a line saying that a model's weights have another size than the profiled ones, if that is so."""
     if profiled_mib is None or abs(built_mib - profiled_mib) <= max(_ROUNDED_MIB, SAME * max(built_mib, profiled_mib)):
         return []
+    # Format: digits of a message.
     built, profiled = (f"{mib:,.1f}" if mib >= 10.0 else f"{mib:.4g}" for mib in (built_mib, profiled_mib))
     told = f"its weights are {built} MiB, those of its profile {profiled} MiB"
     return [f"{told}: another network was measured, and what the plan expects need not hold; profile it again"]

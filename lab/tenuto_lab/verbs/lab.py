@@ -82,10 +82,11 @@ def _lines(root: str | None) -> None:
 @click.option("--room", metavar="FOLDER", help="Only those below this folder, such as batching/core.")
 @json_option
 def _constants(root: str | None, origin: str | None, room: str | None) -> None:
-    """List the numeric constants of the machine's modules with the source of their values.
+    """List the numbers of the machine's modules with the source of their values.
 
-    A constant that steers is derived, from a paper, or fitted, and its comment says so; one that steers nothing begins
-    its comment with unit, format or limit. Those that say neither are unsourced. ROOT as for `tenuto lab lines`.
+    Constants, fields, defaults and literals are read. A number that steers is derived, from a paper, fitted, or the
+    default of what a user sets, and its comment says so; one that steers nothing begins its comment with unit, format,
+    pace or limit. Those that say neither are unsourced. ROOT as for `tenuto lab lines`.
 
     Example: tenuto lab constants --origin fitted
     """

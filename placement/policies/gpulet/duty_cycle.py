@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ROUNDING = 1e-9  # limit: relative rounding error
+ROUNDING = 1e-9  # derived: relative rounding error
 
 
 @dataclass(frozen=True)

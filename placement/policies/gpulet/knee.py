@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-FLAT = 1e-9  # limit: a smaller gain in rate per share is rounding
+FLAT = 1e-9  # derived: a smaller gain in rate per share is rounding
 
 Curve = Sequence[tuple[float, float]]  # (share in percent, highest rate it carries), ascending in share
 

@@ -41,10 +41,10 @@ from tenuto.placement.policy import Abilities, Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
-# limit: column generation; patterns added per round and GPU type, and rounds before the last one's bound is taken
-COLUMNS_PER_ROUND, MOST_ROUNDS = 20, 200
-# limit: parts of the time limit until the columns are made and the goodput (or price) is found. The rest keeps replicas
-# away from neighbours; building the programs also takes time, so the parts stay below 1.
+COLUMNS_PER_ROUND = 20  # fitted: column generation; patterns added per round and GPU type
+MOST_ROUNDS = 200  # limit: rounds before the last one's bound is taken
+# Fitted: parts of the time limit until the columns are made and the goodput (or price) is found. The rest keeps
+# replicas away from neighbours; building the programs also takes time, so the parts stay below 1.
 COLUMNS_UNTIL, GOODPUT_UNTIL, ALL_UNTIL = 0.35, 0.75, 0.95
 
 
@@ -220,7 +220,7 @@ class _Solving:
                 break
             new = []
             for kind, by_model in self._items.items():
-                threshold = relaxation.gpu[kind] * (1 + 1e-7) + 1e-7
+                threshold = relaxation.gpu[kind] * (1 + 1e-7) + 1e-7  # derived: rounding of the solver
                 found, _ = patterns_worth(kind, by_model, relaxation.worth, threshold, COLUMNS_PER_ROUND)
                 new += [pattern for pattern in found if pattern.key not in known]
             if not new:

@@ -176,7 +176,7 @@ def patterns_worth(
         steps += 1
         if value > threshold and chosen:
             found.append((value, Pattern(gpu_type, tuple(sorted(chosen, key=lambda item: item.model)))))
-        if len(found) >= 4 * limit or steps > 200 * limit:
+        if len(found) >= 4 * limit or steps > 200 * limit:  # limit: of the search
             complete = False
             return
         for later in range(position, len(order)):

@@ -13,7 +13,7 @@ from tenuto.placement.policies.milp.patterns import Item, Pattern
 from tenuto.placement.solver import Rows, integer_program, linear_program
 from tenuto.placement.workload import ModelSpec
 
-TOLERANCE = 1e-6  # limit: relative rounding error of the solver
+TOLERANCE = 1e-6  # derived: relative rounding error of the solver
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ class PlacementProgram:
         first = np.concatenate([self._cost(patterns), np.zeros(sizes)])
         cost = first
         if at_least is not None:
+            # Derived: rounding of the solver.
             level = (1.0 if self.buys else -1.0) * at_least + max(TOLERANCE * abs(at_least), 1e-4)
             where = np.flatnonzero(first)
             rows.add(where, first[where], level)

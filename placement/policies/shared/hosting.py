@@ -10,7 +10,7 @@ from tenuto.placement.plan import Expected, ExpectedModel, Plan, PlannedGpu, Pol
 from tenuto.placement.program import Gpulet, Replica, slowest_ms
 from tenuto.placement.workload import Workload
 
-CARRIED = 1e-6  # limit: relative shortfall below which a rate counts as carried
+CARRIED = 1e-6  # derived: relative shortfall below which a rate counts as carried
 
 
 @dataclass(frozen=True)

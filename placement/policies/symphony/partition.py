@@ -269,7 +269,7 @@ class _Case:
         does."""
         best = start.copy()
         for reduce in (np.add, np.maximum):
-            for _ in range(4 * len(best)):
+            for _ in range(4 * len(best)):  # limit: steps of the search
                 step = self._step(best, reduce)
                 if step is None:
                     break

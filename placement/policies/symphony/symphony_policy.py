@@ -149,6 +149,7 @@ class Symphony(Policy):
             placed = fits_some(entries, number, limits)
             if None not in placed or number >= most:
                 return number, placed
+            # Pace: of the search: a tenth more sub-clusters each time.
             number = min(most, number + max(1, number // 10))
 
     def _plan(

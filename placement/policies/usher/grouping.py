@@ -20,6 +20,7 @@ LARGEST_GENERAL_MATCHING = 128
 PARTS_PER_PCT = 10_000
 
 
+# Paper: §3.3.
 def group_models(
     averages: Mapping[str, tuple[float, float]], max_group_size: int = 4, *, ties: str = "exact"
 ) -> tuple[tuple[str, ...], ...]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tenuto.placement.costs import FULL_PCT
 
-DIGITS = 9  # limit: digits of loads, so that equal loads reached in another order are one state
+DIGITS = 9  # derived: digits of loads, so that equal loads reached in another order are one state
 LOOKS = 2  # limit: looks per allowed placement: choices discarded by their bound take time, too
 
 
@@ -68,7 +68,7 @@ class Choice:
 class Readings:
     """How to read what the paper leaves open, and which ingredients to leave out; see the policy's options."""
 
-    heavy_ratio: float = 1.2
+    heavy_ratio: float = 1.2  # default
     neutral: str = "falling"
     pairs: str = "single"
     classify: bool = True
@@ -260,6 +260,7 @@ class Search:
             configurations that could carry everything.
     """
 
+    # Limit: placements tried for one group.
     def __init__(
         self, choices: Sequence[Choice], states: GpuStates, readings: Readings, *, buys: bool, node_limit: int = 40_000
     ) -> None:

@@ -121,6 +121,7 @@ class Usher(Policy):
             if not members:
                 continue
             limit = 0 if self.watch.is_stopped() else max(1_000, NODES_OF_A_PLAN // len(groups))
+            # Limit: the default of `Search`.
             search = Search(members, states.as_others(), readings, buys=cluster.elastic, node_limit=min(limit, 40_000))
             search.run()
             states, cut = search.states, cut or search.cut

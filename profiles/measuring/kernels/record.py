@@ -59,10 +59,10 @@ class SmLimits:
     shared_bytes: int
     shared_unit: int
     reserved_shared_bytes: int = 0
-    registers: int = 65_536
-    register_unit: int = 256
-    warp_granularity: int = 4
-    warp_size: int = 32
+    registers: int = 65_536  # format: of NVIDIA's SMs
+    register_unit: int = 256  # format: likewise
+    warp_granularity: int = 4  # format: likewise
+    warp_size: int = 32  # format: likewise
 
 
 _KIB = 1024  # unit

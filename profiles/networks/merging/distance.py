@@ -71,7 +71,7 @@ def _assigned(a: OperatorGraph, b: OperatorGraph) -> dict[int, int]:
         cost[i, m + i] = 1 + sum(around_a[i].values()) / 2
         for j in range(m):
             differing = sum(((around_a[i] - around_b[j]) | (around_b[j] - around_a[i])).values())
-            place = 1e-4 * abs(i / n - j / m)
+            place = 1e-4 * abs(i / n - j / m)  # derived: small beside an edit, so that it decides between equals
             cost[i, j] = (a.kinds[i] != b.kinds[j]) + differing / 2 + place
     for j in range(m):
         cost[n + j, j] = 1 + sum(around_b[j].values()) / 2

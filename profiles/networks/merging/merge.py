@@ -189,6 +189,7 @@ def _worst_error(made: MergedModels, models: Mapping[str, tuple[torch.nn.Module,
     count = len(made.names)
     trials = [
         dict.fromkeys(made.names, 2),
+        # Format: batch sizes of a check, from 1 to 3.
         {name: 1 + (2 * index) % 3 for index, name in enumerate(made.names)},
         *({name: 1 + index % 2} for index, name in enumerate(made.names)),
     ]
