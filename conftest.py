@@ -5,19 +5,22 @@ import os
 import secrets
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tenuto.profiles.networks.cpu_share import calm_openmp
+from tests.instruments.durations import DURATIONS, DurationRecorder, read_durations
 from tests.instruments.forking import keep_collected
 from tests.instruments.local_ray import LocalRay
 
 if TYPE_CHECKING:
     from tenuto.deployments.serve.launcher import Launcher
+    from tests.instruments.shared_deployment import SharedDeployment
 
 MEASURING = "tenuto.profiles.measuring"
 PREPARING = "tenuto.deployments.gpulet.preparing_process"
@@ -41,11 +44,11 @@ os.environ.setdefault("RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT", "1")  # what cann
 os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
 calm_openmp(os.environ)  # several processes with torch on few cores
 
-# Every run of the suite draws the same cases, so that a change is what turns it red. Cases that nobody has seen:
-# `scripts/test --hypothesis-profile fresh`. How fast a machine draws them is no property of what is tested.
-settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", settings.get_profile("fresh"), derandomize=True)
-settings.load_profile("same")
+# Every day's run draws the same few cases, so that a change is what turns it red; `--hypothesis-profile fresh` draws
+# many that nobody has seen. How fast a machine draws them is no property of what is tested.
+settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=500)
+settings.register_profile("everyday", settings.get_profile("fresh"), derandomize=True, max_examples=25)
+settings.load_profile("everyday")
 
 # A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that: tests that interrupt a
 # process would wait in vain.
@@ -53,8 +56,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take `--image`."""
+    """Take options of this suite."""
     parser.addoption("--image", action="store_true", help="Build the image too, as root, with buildah and mmdebstrap.")
+    parser.addoption("--door", action="store_true", help="Run the deep tests of the bytes at the door too.")
+    parser.addoption("--record-durations", action="store_true", help=f"Write into {DURATIONS} how long each file took.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Write down durations where a whole run is asked to."""
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(DurationRecorder())
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups
@@ -62,9 +73,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark as `unit` whatever needs neither Ray nor a GPU, and say which tests stay in one process.
 
     Those are: all that use this run's Ray; all about networks, so that what builds them is imported once; of the others
-    those of one file. So what starts a Ray of its own runs beside those that share one. In a single process tests
-    without Ray come first and what starts a Ray of its own comes last, so that the shared one is started once.
+    those of one file. So what starts a Ray of its own runs beside those that share one. The group that took longest in
+    the recorded run begins first. In a single process tests without Ray come first and what starts a Ray of its own
+    comes last, so that the shared one is started once.
     """
+    if not config.getoption("--door"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("door")])
+        items[:] = [item for item in items if not item.get_closest_marker("door")]
     for item in items:
         if item.get_closest_marker("image") and not config.getoption("--image"):
             item.add_marker(pytest.mark.skip(reason="takes ten minutes: scripts/test tests/test_image.py --image"))
@@ -74,8 +89,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=_uses_ray)
     if hasattr(config, "workerinput"):
-        # What takes longest as a whole begins first.
-        items.sort(key=_turn)
+        seconds: Counter[str] = Counter()
+        recorded = read_durations()
+        for file, group in {(_file(item), _xdist_group(item)) for item in items}:
+            seconds[group] += recorded.get(file, 0.0)
+        items.sort(key=lambda item: -seconds[_xdist_group(item)])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -94,24 +112,25 @@ def pytest_collection_finish() -> None:
 
 
 def _uses_ray(item: pytest.Item) -> int:
-    """0: not at all; 1: that of this run; 2: one of its own."""
+    """0: not at all; 1 to 3: that of this run, whose shared deployment is asked, then changed, then taken away; 4: one
+    of its own."""
     fixtures = getattr(item, "fixturenames", ())
-    return 2 if "own_ray" in fixtures else int("local_ray" in fixtures)
+    turns = (("own_ray", 4), ("shared_url", 1), ("shared", 2), ("local_ray", 3))
+    return next((turn for name, turn in turns if name in fixtures), 0)
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.split("::")[0]
 
 
 def _group(item: pytest.Item) -> str:
-    if _uses_ray(item) == 1:
+    if 1 <= _uses_ray(item) <= 3:
         return "ray"
-    file = item.nodeid.split("::")[0]
-    return "networks" if file.startswith(WITH_NETWORKS) else file
+    return "networks" if _file(item).startswith(WITH_NETWORKS) else _file(item)
 
 
-def _turn(item: pytest.Item) -> int:
-    group = item.get_closest_marker("xdist_group")
-    assert group is not None
-    if group.args[0] == "ray":
-        return 0
-    return 1 if group.args[0] == "networks" or item.get_closest_marker("ray") else 2
+def _xdist_group(item: pytest.Item) -> str:
+    return item.get_closest_marker("xdist_group").args[0]
 
 
 @pytest.fixture(autouse=True)
@@ -177,9 +196,36 @@ def own_ray(local_ray: LocalRay) -> None:
 @pytest.fixture(scope="module")
 def launcher(local_ray: LocalRay) -> Iterator["Launcher"]:
     """A connection to this run's Ray; what a module applies is removed after its last test."""
-    from tenuto.deployments.serve.launcher import Launcher
+    from tenuto.deployments.serve.applications import Applications
+    from tenuto.deployments.serve.config import is_ours
 
     local_ray.connect()
+    with _launcher() as running:
+        shared = Applications()
+        shared.delete([name for name in shared.states() if is_ours(name)])
+        yield running
+
+
+@contextmanager
+def _launcher() -> Iterator["Launcher"]:
+    from tenuto.deployments.serve.launcher import Launcher
+
     with Launcher() as running:
         running.connect(num_gpus=4)
         yield running
+
+
+@pytest.fixture(scope="session")
+def shared(local_ray: LocalRay) -> Iterator["SharedDeployment"]:
+    """The deployment that live tests share, for those that change it; any other deployment takes it away."""
+    from tests.instruments.shared_deployment import SharedDeployment
+
+    local_ray.connect()
+    with _launcher() as running:
+        yield SharedDeployment(running)
+
+
+@pytest.fixture(scope="session")
+def shared_url(shared: "SharedDeployment") -> str:
+    """Where that deployment listens, for tests that only ask."""
+    return shared.url

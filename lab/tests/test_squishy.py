@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto_lab.squishy import Demand, full_batch, pack
@@ -53,7 +53,6 @@ demands = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(demands)
 def test_every_packing_carries_every_rate_within_slo_and_cycle(drawn: list[tuple[float, float, float, float]]) -> None:
     asked = [Demand(i, rate, 2 * slack * (a + b), line(a, b, 40)) for i, (rate, slack, a, b) in enumerate(drawn)]

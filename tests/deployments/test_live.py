@@ -1,75 +1,29 @@
 """The whole serving stack on a real local Ray: HTTP in, batches over sockets, processes killed, plans changed."""
 
-import io
 import json
 import os
 import signal
 import urllib.request
 from importlib import resources
-from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 import pytest
 
-from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
-from tenuto.deployments.serve.launcher import Launcher
 from tenuto.deployments.serve.process_logs import LogReader, process_logs
 from tenuto.loadgen.bench import BenchOptions, run_bench
-from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import lookup
 from tenuto.profiles.networks.preprocess import normalised
-from tests.instruments.live import LONG_MS, PORT, asking, bring_up, infer, pids, post, until
+from tests.instruments.live import LONG_MS, asking, infer, pids, post, until
+from tests.instruments.shared_deployment import SharedDeployment
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
 
-def make_plan(*, batch_size: int = 4, share_pct: float | None = 50.0, cpu: bool = True) -> Plan:
-    """Two emulated gpu-lets of `synthetic`, one of them with a share, and MobileNet on the processor."""
-    synthetic = {
-        "name": "synthetic",
-        "batch_size": batch_size,
-        "latency": {"alpha_ms": 1.0, "beta_ms": 9.0},
-        "latency_ms": 13.0,
-    }
-    mobilenet = {
-        "name": "mobilenet_v2",
-        "batch_size": 2,
-        "latency": {"alpha_ms": 40.0, "beta_ms": 40.0},
-        "latency_ms": 120.0,
-    }
-    gpulets: list[dict[str, Any]] = [
-        {"id": "n0/0/a", "gpu": "n0/0", "share_pct": share_pct, "models": [synthetic]},
-        {"id": "n0/1/a", "gpu": "n0/1", "models": [{**synthetic, "batch_size": 4}]},
-    ]
-    if cpu:
-        gpulets.append({"id": "n0/2/a", "gpu": "n0/2", "share_pct": 50.0, "models": [mobilenet]})
-    return Plan.from_data(
-        {
-            "policy": {"name": "test"},
-            "gpus": [{"id": "n0/0", "type": "v100"}, {"id": "n0/1", "type": "v100"}, {"id": "n0/2", "type": "cpu"}],
-            "gpulets": gpulets,
-            "models": [
-                {"name": "synthetic", "rate_rps": 100, "slo_ms": 200, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0}},
-                {"name": "mobilenet_v2", "rate_rps": 2, "slo_ms": 5000, "latency": {"alpha_ms": 40.0, "beta_ms": 40.0}},
-            ],
-            "unserved": [] if cpu else ["mobilenet_v2"],
-        }
-    )
-
-
-def apply(launcher: Launcher, **changes: Any) -> None:
-    options = {"max_body_mib": 4}
-    bring_up(
-        launcher, Deployment(plan=make_plan(**changes), port=PORT, scheduler="eager", gateway_options=options).config()
-    )
-
-
-@pytest.fixture(scope="module")
-def url(launcher: Launcher) -> str:
-    apply(launcher)
-    return launcher.base_url
+@pytest.fixture
+def url(shared_url: str) -> str:
+    return shared_url
 
 
 def test_health_and_metadata(url: str) -> None:
@@ -124,7 +78,7 @@ def test_the_real_triton_client_works_unchanged(url: str) -> None:
         assert client.is_model_ready("mobilenet_v2")
         assert client.get_model_metadata("synthetic")["inputs"][0]["name"] == "INPUT0"
         assert client.get_model_config("synthetic")["max_batch_size"] == 4
-        assert {entry["name"] for entry in client.get_model_repository_index()} == {"synthetic", "mobilenet_v2"}
+        assert {entry["name"] for entry in client.get_model_repository_index()} >= {"synthetic", "mobilenet_v2"}
         assert client.get_inference_statistics("synthetic")["model_stats"][0]["name"] == "synthetic"
         image = np.random.default_rng(0).standard_normal((1, 3, 224, 224), dtype=np.float32)
         results = []
@@ -184,7 +138,7 @@ def test_metrics_are_served(url: str) -> None:
     assert 'tenuto_requests_total{model="synthetic",outcome="ok"} ' in text
     assert 'tenuto_gpulet_up{gpulet="n0/0/a",gpu="n0/0"} 1' in text
     assert "autoscale" in get_json(f"{url}/status")
-    assert set(get_json(f"{url}/status/queue")) == {"synthetic", "mobilenet_v2"}
+    assert set(get_json(f"{url}/status/queue")) >= {"synthetic", "mobilenet_v2"}
 
 
 @pytest.mark.parametrize("slo_ms", ["0", "-3", "5"])
@@ -194,10 +148,9 @@ def test_a_deadline_that_cannot_be_met_is_answered_at_once(url: str, slo_ms: str
 
 
 def test_errors_are_json_and_say_what_to_do(url: str) -> None:
-    assert post(f"{url}/v2/models/nobody/infer", b"{}") == (
-        404,
-        {"error": "Request for unknown model: 'nobody' is not found. Models here: synthetic, mobilenet_v2."},
-    )
+    status, answer = post(f"{url}/v2/models/nobody/infer", b"{}")
+    unknown = "Request for unknown model: 'nobody' is not found. Models here: synthetic, right, mobilenet_v2, "
+    assert (status, answer["error"].startswith(unknown)) == (404, True)
     status, answer = post(f"{url}/v2/models/synthetic/infer", b"{")
     assert status == 400
     assert "not valid JSON" in answer["error"]
@@ -216,7 +169,8 @@ def test_errors_are_json_and_say_what_to_do(url: str) -> None:
 
 def test_logs_are_those_of_the_processes_and_come_once(url: str) -> None:
     logs = process_logs()
-    assert {log.application for log in logs} == {"tenuto", "gpulet-n0-0-a", "gpulet-n0-1-a", "gpulet-n0-2-a"}
+    processes = ("gpulet-n0-0-a", "gpulet-n0-1-a", "gpulet-n0-2-a", "dispatcher-0", "dispatcher-1")
+    assert {log.application for log in logs} >= {"tenuto", *processes}
     reader = LogReader(last=3)
     first = list(reader.read(logs))
     assert any("gpulet-n0-2-a" in line and "mobilenet_v2 is ready" in line for line in first)
@@ -235,8 +189,8 @@ def test_a_client_that_goes_away_does_not_disturb_others(url: str) -> None:
     assert infer(url)[0] == 200
 
 
-def test_load_by_a_ray_actor_is_judged(url: str) -> None:
-    spec = make_plan().model("synthetic")
+def test_load_by_a_ray_actor_is_judged(shared: SharedDeployment, shared_url: str) -> None:
+    spec, url = shared.plan.model("synthetic"), shared_url
     result = run_bench([spec], BenchOptions(url, duration_s=2.0, seed=3, clients=1))
     model = result.summary["models"]["synthetic"]
     assert result.verdict.conditions["sent"] == len(result.schedule)
@@ -264,31 +218,19 @@ def test_a_killed_gpulet_fails_alone_and_rejoins(url: str) -> None:
     }
 
 
-def test_a_changed_plan_restarts_only_what_changed(launcher: Launcher, url: str) -> None:
+def test_a_changed_plan_restarts_only_what_changed(shared: SharedDeployment) -> None:
+    url = shared.url
     before = pids(url)
-    apply(launcher, batch_size=2)
+    shared.apply(batch_size=2)
     reconfigured = pids(url)
     assert reconfigured == before
     assert {g["id"]: g["models"] for g in get_json(f"{url}/status")["gpulets"]}["n0/0/a"] == {"synthetic": 2}
-    apply(launcher, batch_size=2, share_pct=25.0)
+    shared.apply(share_pct=25.0)
     restarted = pids(url)
     assert restarted["n0/0/a"] != before["n0/0/a"]
     assert {k: v for k, v in restarted.items() if k != "n0/0/a"} == {k: v for k, v in before.items() if k != "n0/0/a"}
-    apply(launcher, batch_size=2, share_pct=25.0, cpu=False)
+    shared.apply(has_mobilenet=False)
     status, answer = post(f"{url}/predict/mobilenet_v2", b"x")
     assert status == 503
     assert "unserved" in answer["error"]
     assert pids(url) == {k: v for k, v in restarted.items() if k != "n0/2/a"}
-
-
-def test_serve_config_is_accepted_by_the_schema() -> None:
-    from ray.serve.schema import ServeDeploySchema
-
-    from tenuto.documents import dump_yaml
-
-    config = Deployment(plan=make_plan()).config().to_data()
-    ServeDeploySchema.model_validate(config)
-    import yaml
-
-    read = yaml.safe_load(io.StringIO(dump_yaml(config)))
-    assert Plan.from_data(read) == make_plan()

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
-from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
 from tenuto.placement import Plan
-from tests.instruments.live import PORT, bring_up, pids, post, until
+from tests.instruments.live import pids, post, until
+from tests.instruments.shared_deployment import SharedDeployment
 from tests.instruments.sockets import check_sockets
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -24,30 +23,13 @@ BODY = json.dumps(
 ).encode()
 
 
-def make_plan() -> Plan:
-    """Two models, each on an emulated gpu-let of its own."""
-    latency = {"alpha_ms": 1.0, "beta_ms": 9.0}
-    return Plan.from_data(
-        {
-            "policy": {"name": "test"},
-            "gpus": [{"id": f"n0/{n}", "type": "v100"} for n in range(2)],
-            "gpulets": [
-                {"id": f"n0/{n}/a", "gpu": f"n0/{n}", "models": [{"name": name, "batch_size": 4, "latency": latency}]}
-                for n, name in enumerate(("left", "right"))
-            ],
-            "models": [{"name": name, "rate_rps": 40, "slo_ms": 150, "latency": latency} for name in ("left", "right")],
-        }
-    )
+ASKED = ("synthetic", "right")  # one of each sub-cluster
 
 
-@pytest.fixture(scope="module")
-def url(launcher: Launcher) -> str:
-    partition = {"left": 0, "right": 1}
-    bring_up(
-        launcher, Deployment(plan=make_plan(), port=PORT, scheduler="eager", gateways=2, partition=partition).config()
-    )
-    until(lambda: met(launcher.base_url))
-    return launcher.base_url
+@pytest.fixture
+def url(shared_url: str) -> str:
+    until(lambda: met(shared_url))
+    return shared_url
 
 
 def met(url: str) -> bool:
@@ -82,13 +64,14 @@ def _is_ours(pid: int) -> bool:
     return pid > 1
 
 
-def load_and_kill(url: str, application: str) -> tuple[BenchResult, dict[str, Any]]:
+def load_and_kill(shared: SharedDeployment, application: str) -> tuple[BenchResult, dict[str, Any]]:
     """Send 8 s of requests to both models, kill one process of an application after 3 s; each has one outcome."""
     victim = min(processes(application), key=_started)  # of dispatchers the one that schedules
     timer = threading.Timer(3.0, os.kill, (victim, signal.SIGKILL))
     timer.start()
     try:
-        result = run_bench(make_plan().models, BenchOptions(url, duration_s=8.0, warmup_s=0.0, seed=5, clients=0))
+        models = [shared.plan.model(name) for name in ASKED]
+        result = run_bench(models, BenchOptions(shared.url, duration_s=8.0, warmup_s=0.0, seed=5, clients=0))
     finally:
         timer.cancel()
     models = result.summary["models"]
@@ -100,42 +83,42 @@ def load_and_kill(url: str, application: str) -> tuple[BenchResult, dict[str, An
 
 
 def test_two_gateways_and_their_dispatchers_listen_where_they_are_known_to(url: str) -> None:
-    assert post(f"{url}/v2/models/left/infer", BODY)[0] == 200
+    assert post(f"{url}/v2/models/right/infer", BODY)[0] == 200
     kinds = {each.kind for each in check_sockets()}
     assert {"ray::ServeReplica:tenuto:gateway", "ray::ServeReplica:dispatcher"} <= kinds
     status = get_json(f"{url}/status")
     assert len(status["gateways"]) == 2
 
 
-def test_both_models_answer_through_either_gateway_and_the_id_is_found(url: str) -> None:
+def test_both_models_answer_through_either_gateway_and_the_id_is_found(shared: SharedDeployment, url: str) -> None:
     assert len(processes("tenuto")) == 2
-    for name in ("left", "right"):
+    for name in ASKED:
         for _ in range(4):
             status, answer = post(f"{url}/v2/models/{name}/infer", BODY, Connection="close")
             assert (status, answer["id"], answer["parameters"]["emulated"]) == (200, "mine", True)
     found = get_json(f"{url}/requests?id=mine&limit=3")
     assert [entry["id"] for entry in found] == ["mine"] * 3
     assert all(entry["dispatched_ms"] <= entry["end_ms"] <= entry["answered_ms"] + 0.1 for entry in found)
-    assert post(f"{url}/v2/models/left/infer", BODY, X_SLO_Ms="5")[0] == 504
+    assert post(f"{url}/v2/models/right/infer", BODY, X_SLO_Ms="5")[0] == 504
     status = get_json(f"{url}/status")
-    assert {name: model["expired"] for name, model in status["models"].items()} == {"left": 1, "right": 0}
-    assert get_json(f"{url}/status/queue") == {"left": 0, "right": 0}
-    assert pids(url).keys() == {"n0/0/a", "n0/1/a"}
-    assert Plan.from_data(status["plan"]) == make_plan()
+    assert status["models"]["right"]["expired"] == 1
+    assert set(get_json(f"{url}/status/queue").values()) == {0}
+    assert pids(url).keys() == {gpulet.id for gpulet in shared.plan.gpulets}
+    assert Plan.from_data(status["plan"]) == shared.plan
 
 
-def test_a_killed_gateway_loses_only_what_it_held(url: str) -> None:
-    before = pids(url)
-    _, models = load_and_kill(url, "tenuto")
+def test_a_killed_gateway_loses_only_what_it_held(shared: SharedDeployment) -> None:
+    before = pids(shared.url)
+    _, models = load_and_kill(shared, "tenuto")
     assert sum(model["failed"] for model in models.values()) < sum(model["offered"] for model in models.values()) / 2
     until(lambda: len(processes("tenuto")) == 2)
-    assert pids(url) == before
+    assert pids(shared.url) == before
 
 
-def test_the_dispatcher_that_waits_takes_over_from_a_killed_one(url: str) -> None:
-    until(lambda: met(url))
-    before = pids(url)
-    _, models = load_and_kill(url, "dispatcher-0")
+def test_the_dispatcher_that_waits_takes_over_from_a_killed_one(shared: SharedDeployment) -> None:
+    until(lambda: met(shared.url))
+    before = pids(shared.url)
+    _, models = load_and_kill(shared, "dispatcher-0")
     assert [model["failed"] for model in models.values()] == [0, 0]
-    assert pids(url) == before
+    assert pids(shared.url) == before
     until(lambda: len(processes("dispatcher-0")) == 2)

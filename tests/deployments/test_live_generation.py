@@ -12,19 +12,11 @@ import httpx
 import pytest
 
 from tenuto.deployments.entry.python_handle import TenutoHandle
-from tenuto.deployments.serve.deployment import Deployment
-from tenuto.deployments.serve.launcher import Launcher
-from tenuto.placement import Plan
-from tests.deployments.entry.test_generation import BLOCKS, PROMPT, plan, written
-from tests.instruments.live import PATIENCE_S, PORT, bring_up, pids
+from tests.deployments.entry.test_generation import BLOCKS, PROMPT, written
+from tests.instruments.live import PATIENCE_S, pids
+from tests.instruments.shared_deployment import SharedDeployment
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
-
-
-@pytest.fixture(scope="module")
-def url(launcher: Launcher) -> str:
-    bring_up(launcher, Deployment(plan=plan(), port=PORT, scheduler="eager", gateways=2).config())
-    return launcher.base_url
 
 
 def told(url: str) -> list[dict[str, Any]]:
@@ -45,13 +37,14 @@ async def ask(client: httpx.AsyncClient, **document: Any) -> str:
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
 
-def test_a_gpulet_on_two_gpus_is_shown_on_both(url: str) -> None:
-    told = gpulet(url, "b")
+def test_a_gpulet_on_two_gpus_is_shown_on_both(shared_url: str) -> None:
+    told = gpulet(shared_url, "b")
     assert told["up"]
     assert (told["gpu"], told["also_on"]) == ("v", ["w"])
 
 
-async def test_streams_through_all_processes_are_those_of_generate(url: str) -> None:
+async def test_streams_through_all_processes_are_those_of_generate(shared_url: str) -> None:
+    url = shared_url
     expected = written(PROMPT, 24)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         asked = {"model": "real", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
@@ -69,17 +62,9 @@ async def test_streams_through_all_processes_are_those_of_generate(url: str) -> 
     assert "".join(parts) == expected
 
 
-def in_two_places() -> Plan:
-    """The same, with two gpu-lets in place of the one that writes slowly."""
-    data = plan().to_data()
-    place = next(each for each in data["gpulets"] if each["id"] == "b")
-    others = [each for each in data["gpulets"] if each["id"] != "b"]
-    twice = [{**place, "id": "e"}, {**place, "id": "f"}]
-    return Plan.from_data(data | {"gpulets": [*others, *twice], "overcommits": True})
-
-
-async def test_streams_go_on_when_their_gpulet_is_taken_away_or_killed(url: str, launcher: Launcher) -> None:
+async def test_streams_go_on_when_their_gpulet_is_taken_away_or_killed(shared: SharedDeployment) -> None:
     """What is written are letters in the order of the alphabet, so that each shows that is lost or comes twice."""
+    url = shared.url
 
     async def all_whole(strike: Callable[[], None]) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
@@ -92,6 +77,5 @@ async def test_streams_go_on_when_their_gpulet_is_taken_away_or_killed(url: str,
             for text in await asyncio.gather(*streams):
                 assert text == "".join(chr(97 + (ord(text[0]) - 97 + n) % 26) for n in range(150))
 
-    config = Deployment(plan=in_two_places(), port=PORT, scheduler="eager", gateways=2).config()
-    await all_whole(lambda: bring_up(launcher, config))
+    await all_whole(lambda: shared.apply(slow_on=("e", "f")))
     await all_whole(lambda: os.kill(pids(url)["e"], signal.SIGKILL))

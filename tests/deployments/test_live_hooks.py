@@ -7,44 +7,19 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.serve.deployment import Deployment
-from tenuto.deployments.serve.launcher import Launcher
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.bench import BenchOptions, run_bench
-from tenuto.placement import Plan
-from tests.instruments.live import PORT, bring_up, post, until
+from tests.instruments.live import post, until
+from tests.instruments.shared_deployment import SharedDeployment
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
 
-def make_plan(hooks: str = "Numbers") -> Plan:
-    replica = {"name": "own", "batch_size": 4, "latency": {"alpha_ms": 1.0, "beta_ms": 5.0}}
-    own: dict[str, Any] = {
-        "name": "own",
-        "source": "tests.instruments.own_models:scale",
-        "rate_rps": 20,
-        "slo_ms": 60_000,
-        "options": {"factor": 3.0, "hooks": f"tests.instruments.own_hooks:{hooks}"},
-    }
-    return Plan.from_data(
-        {
-            "policy": {"name": "hand"},
-            "gpus": [{"id": "n0/0", "type": "cpu"}],
-            "gpulets": [{"id": "n0/0/a", "gpu": "n0/0", "models": [replica]}],
-            "models": [own],
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def url(launcher: Launcher) -> str:
-    bring_up(launcher, Deployment(plan=make_plan(), port=PORT, scheduler="eager").config())
-
-    def works() -> bool:  # the processes of hooks start beside the gateway
-        return post(f"{launcher.base_url}/predict/own", b"[1, 2, 3, 4]")[0] == 200
-
-    until(works)
-    return launcher.base_url
+@pytest.fixture
+def url(shared_url: str) -> str:
+    """The processes of hooks start beside the gateways, of which each request may meet either."""
+    until(lambda: all(post(f"{shared_url}/predict/own", b"[1, 2, 3, 4]")[0] == 200 for _ in range(20)))
+    return shared_url
 
 
 def test_a_raw_body_gets_the_answer_of_the_hooks(url: str) -> None:
@@ -63,19 +38,19 @@ def test_a_hook_that_hangs_leaves_the_other_process_to_the_others(url: str) -> N
 
 
 @pytest.mark.parametrize("via", ["http", "handle"])
-def test_a_bench_sends_bodies_as_they_are(url: str, via: Any, tmp_path: Path) -> None:
+def test_a_bench_sends_bodies_as_they_are(shared: SharedDeployment, url: str, via: Any, tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(b"[1, 2, 3, 4]")
     (tmp_path / "two").write_bytes(b"[0, 0, 0, 1]")
     options = BenchOptions(url, duration_s=2.0, clients=0, via=via, bodies={"own": str(tmp_path)})
-    result = run_bench(make_plan().models, options)
+    result = run_bench([shared.plan.model("own")], options)
     assert result.errors == []
     found = result.summary["models"]["own"]
     assert found["ok"] == found["offered"] > 0
     (tmp_path / "three").write_bytes(b"none")
     with pytest.raises(InvalidInputError, match="refused by the model: the body is no list of 4 numbers"):
-        run_bench(make_plan().models, options)
+        run_bench([shared.plan.model("own")], options)
 
 
-def test_hooks_that_fail_with_their_own_example_end_the_deployment(launcher: Launcher) -> None:
+def test_hooks_that_fail_with_their_own_example_end_the_deployment(shared: SharedDeployment) -> None:
     with pytest.raises(EnvironmentFaultError, match="failed with their own example"):
-        bring_up(launcher, Deployment(plan=make_plan("Halves"), port=PORT, scheduler="eager").config())
+        shared.apply(hooks="Halves")

@@ -30,7 +30,7 @@ class LocalRay:
         from tenuto.deployments.serve.launcher import start_local_ray, unused_port
 
         if not ray.is_initialized():
-            start_local_ray(num_gpus=4)
+            start_local_ray(num_gpus=8)
             # The port that a config names does not count any more: Tenuto uses the Serve that runs.
             options = {"host": "127.0.0.1", "port": unused_port(), "request_timeout_s": None}
             serve.start(proxy_location="HeadOnly", http_options=options, logging_config={"enable_access_log": False})

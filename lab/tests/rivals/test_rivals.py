@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.batching.core.system import System
@@ -30,28 +30,23 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
 drawn = st.sampled_from(CHOICES)
 # Nexus binds a request to one gpu-let, and timeouts wait by the clock and not by deadlines.
 BY_DEADLINE = [chosen for chosen in CHOICES if chosen[0] not in ("nexus", "timeout")]
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@FEW
 @given(scenarios(), drawn)
 def test_every_request_has_one_outcome_and_no_promise_is_broken(scenario: Drawn, chosen: Chosen) -> None:
     contract.every_request_has_one_outcome_and_no_promise_is_broken(scenario, chosen)
 
 
-@FEW
 @given(scenarios(), drawn)
 def test_an_expired_request_is_answered_by_its_deadline(scenario: Drawn, chosen: Chosen) -> None:
     contract.an_expired_request_is_answered_by_its_deadline(scenario, chosen)
 
 
-@FEW
 @given(scenarios(faults=False), drawn)
 def test_the_same_events_give_the_same_batches(scenario: Drawn, chosen: Chosen) -> None:
     contract.the_same_events_give_the_same_batches(scenario, chosen)
 
 
-@FEW
 @given(scenarios(faults=False), st.sampled_from(BY_DEADLINE))
 def test_a_lone_request_that_can_be_met_is_served(scenario: Drawn, chosen: Chosen) -> None:
     contract.a_lone_request_that_can_be_met_is_served(scenario, chosen)

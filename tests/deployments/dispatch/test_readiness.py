@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.batching.core.build import from_plan
@@ -241,7 +241,6 @@ STORIES = st.one_of(
 )
 
 
-@settings(max_examples=60)
 @given(st.lists(STORIES, min_size=6, max_size=16))
 def test_a_gpulet_is_ready_when_nothing_is_wrong_with_its_process_and_every_change_is_announced(
     stories: list[tuple[tuple[Any, ...], ...]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.deployments.serve.applications import missing_from, nobody_listens
@@ -50,7 +50,6 @@ def spread(gpus: int, per_gpu: int, nodes: int, **more: object) -> ServeConfig:
 
 
 @given(st.integers(1, 6), st.integers(1, 60), st.integers(1, 3), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
 def test_a_plan_that_cannot_run_on_a_cluster_is_refused(gpus: int, per_gpu: int, nodes: int, there: int) -> None:
     cluster = [([f"10.0.0.{i}"], float(there)) for i in range(nodes)]
     most = -(-gpus // nodes)  # GPUs of the plan on one node

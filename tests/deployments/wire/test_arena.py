@@ -58,7 +58,7 @@ class ArenaUse(RuleBasedStateMachine):
             assert bytes(slot.data[:1]) == bytes(slot.data[-1:]) == pattern
 
 
-ArenaUse.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ArenaUse.TestCase.settings = settings(stateful_step_count=40)
 test_arena_use = ArenaUse.TestCase
 
 

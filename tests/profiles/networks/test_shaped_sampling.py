@@ -158,7 +158,7 @@ def test_without_memory_for_scores_of_a_prompt_only_its_sequence_fails(
     assert found[1].tokens == generated(network(), PROMPTS[1], 4)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     banned=st.sets(st.integers(0, 299), max_size=290), temperature=st.sampled_from([0.0, 1.0, 2.0]), seed=st.integers(0)
 )
@@ -176,7 +176,7 @@ def test_a_bias_forbids_and_forces(model: LanguageModel, banned: set[int], tempe
     assert found[1].tokens == [forced] * 4
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fewest=st.integers(0, 12), seed=st.integers(0, 2**63 - 1))
 def test_the_end_waits_for_the_fewest_tokens_or_is_a_token_as_any_other(
     model: LanguageModel, fewest: int, seed: int
@@ -222,7 +222,7 @@ ENDING = st.deferred(
 INTS, SIZES = st.integers(-50, 50), st.integers(0, 4)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings.default.max_examples // 3)
 @given(schemas=st.lists(ENDING, min_size=1, max_size=6), seed=st.integers(0, 2**62), chance=st.randoms())
 def test_a_text_by_a_schema_is_json_that_keeps_it_or_is_cut_by_its_length(
     model: LanguageModel, schemas: list[Any], seed: int, chance: Any
