@@ -12,13 +12,15 @@ class SchedulerStatus:
     """The settings that one scheduler uses, and what their last change should gain.
 
     `hold`: part of Symphony's holding time that batches are held; `defend`: part of the staggered batch for which heads
-    are given up. The other fields are None when it does not rehearse. `rehearsals`: replays so far; `expected_gain`:
+    are given up. `losing`: programs that lost requests lately, for which gpu-lets are kept free; None when it keeps no
+    account of them. The other fields are None when it does not rehearse. `rehearsals`: replays so far; `expected_gain`:
     share of the requests that the last change should save; `expected_spared`: share of the GPU time that it should
     save; `rehearsal_cpu_s`: processor time of all replays.
     """
 
     hold: float
     defend: float
+    losing: int | None = None
     rehearsals: int | None = None
     expected_gain: float | None = None
     expected_spared: float | None = None

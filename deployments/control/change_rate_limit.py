@@ -1,6 +1,5 @@
 """Limits changes of plan: at most so many an hour, none for a while after a failed one, and none soon after another
-that only saves GPUs. It is one of three brakes against flapping; the others are the hysteresis of `change_cost`, and
-`planner_requests`, which asks the planner nothing twice."""
+that only saves GPUs. It is one of the five brakes against flapping that docs/reference/control.md names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Measured times of batches: execution times per program and gpu-let, and delays on the way to a gpu-let.
 
-This is one of the three loops of docs/reference/scheduling.md. Its signal is measured over planned execution time. It
+This is one of the loops of docs/reference/scheduling.md. Its signal is measured over planned execution time. It
 is shown as `slowdown` of every gpu-let and as `network` in the status. To learn costs the same however many gpu-lets
 and models there are. Differences between single batches are not learned.
 """

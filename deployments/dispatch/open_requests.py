@@ -129,7 +129,8 @@ class OpenRequests:
                 else:
                     reason = f"'{request.name}' exceeds the rate it is planned for. Send less, or plan for more"
                     wait_s = refusal.retry_after_ms / 1000.0
-                    self.refuse(request, Refused(Outcome.REJECTED, reason, wait_s, rule=Rule.BEYOND_PLAN))
+                    refused = Refused(Outcome.REJECTED, reason, wait_s, rule=Rule.BEYOND_PLAN, loop=Loop.LOSSES)
+                    self.refuse(request, refused)
 
     def close(self) -> None:
         """Answer every request as failed."""

@@ -5,7 +5,7 @@ at most 2 ms, or what the operator gives. The *margin* is for delays on this sid
 a core, executions that take longer than planned. The margin is controlled by the requests that are lost. When answers
 leave late, it grows, as it was too small. When requests are refused because of it, more late answers are accepted.
 
-This is one of the three loops of docs/reference/scheduling.md. Its signal is answers that leave late. Its figure in
+This is one of the loops of docs/reference/scheduling.md. Its signal is answers that leave late. Its figure in
 the status is `margin_ms`.
 """
 

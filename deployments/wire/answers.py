@@ -20,6 +20,7 @@ class Loop(StrEnum):
 
     MARGIN = "margin"
     MEASURED_TIMES = "measured times"
+    LOSSES = "recent losses"
     NONE = ""
 
 

@@ -469,7 +469,8 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
         return DeferredSteps(gpulet.cost, gpulet.limits.max_batch_tokens)
 
     def status(self) -> SchedulerStatus:
-        return SchedulerStatus(hold=self._holding.hold, defend=self._holding.defend)
+        held = self._holding
+        return SchedulerStatus(hold=held.hold, defend=held.defend, losing=len(self._lost_until))
 
     # Everything else -------------------------------------------------------------------------------------------------
 

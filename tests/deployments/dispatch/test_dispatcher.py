@@ -307,8 +307,8 @@ async def test_what_is_refused_says_by_which_rule_and_whether_the_margin_was_in_
     assert told == [
         ("expired", Rule.TOO_LATE, None),
         ("expired", Rule.CUT, Loop.MARGIN),
-        ("rejected", Rule.BEYOND_PLAN, None),
-        ("rejected", Rule.BEYOND_PLAN, None),
+        ("rejected", Rule.BEYOND_PLAN, Loop.LOSSES),
+        ("rejected", Rule.BEYOND_PLAN, Loop.LOSSES),
     ]
     await dispatcher.close()
     gpulet.die()
