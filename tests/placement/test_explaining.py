@@ -59,7 +59,7 @@ def changed(plan: Plan, name: str | None, **factors: float) -> Plan:
     return plan.model_copy(update={"models": tuple(new)})
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(models, st.sampled_from(("symphony", "gpulet")))
 def test_what_is_said_of_rates_slos_and_growth_is_so_when_it_is_tried(
     entries: list[dict[str, Any]], policy: str
@@ -79,7 +79,7 @@ def test_what_is_said_of_rates_slos_and_growth_is_so_when_it_is_tried(
         assert set() < set(found.breaks) <= before
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(models, st.sampled_from(("symphony", "gpulet")))
 def test_what_models_cost_is_what_the_plan_costs(entries: list[dict[str, Any]], policy: str) -> None:
     plan = planned(entries, policy)

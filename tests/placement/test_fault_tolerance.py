@@ -8,7 +8,7 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.errors import InvalidInputError
@@ -53,7 +53,6 @@ models = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=20)
 @given(st.lists(models, min_size=1, max_size=4), st.sampled_from(POLICIES))
 def test_every_plan_obeys_and_says_what_each_loss_leaves(entries: list[dict[str, Any]], policy: str) -> None:
     asked = workload(*entries)
@@ -85,7 +84,6 @@ def _preferred(plan: Plan, lies_on: Mapping[str, str]) -> float:
     return sum(rate / whole[spec.name] for spec, rate, at in rates if prefers(spec, gpus[at]))
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.sampled_from([None, "n0", "n1", "n2", "r1", "n2/1"]), min_size=1, max_size=5),
     st.lists(st.sampled_from([100.0, 300.0, 900.0]), min_size=5, max_size=5),
@@ -176,7 +174,6 @@ def test_an_elastic_cluster_grows_for_what_must_survive() -> None:
     assert not safe.unserved_reasons
 
 
-@settings(max_examples=15)
 @given(st.lists(models, min_size=1, max_size=3), st.sampled_from(POLICIES), st.sampled_from([0.0, 0.4, 0.97]))
 def test_no_loss_is_said_to_leave_more_than_a_trial_of_it(
     entries: list[dict[str, Any]], policy: str, served: float

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.batching.planning.losses import LossTrials
@@ -62,7 +62,6 @@ wishes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(wishes, min_size=1, max_size=3), st.lists(wishes, max_size=2))
 def test_every_plan_obeys_and_says_what_each_loss_leaves(
     generating: list[dict[str, Any]], others: list[dict[str, Any]]

@@ -1,7 +1,7 @@
 """Reasons that plans give, held against their structure over random workloads."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
@@ -36,7 +36,6 @@ def untrue(plan: Plan) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", ["symphony", "gpulet", "igniter"])
-@settings(max_examples=25, deadline=None)
 @given(models=st.lists(MODEL, min_size=1, max_size=5), gpus=st.integers(1, 4))
 def test_reasons_are_true_of_the_plan(policy: str, models: list[dict[str, object]], gpus: int) -> None:
     entries = [{"name": f"m{number}", **model} for number, model in enumerate(models)]

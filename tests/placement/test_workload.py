@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -118,7 +118,6 @@ models = st.lists(
 
 
 @given(models)
-@settings(max_examples=25, deadline=None)
 def test_a_workload_survives_a_round_trip_through_yaml(entries: list[dict[str, object]]) -> None:
 
     workload = Workload.model_validate({"models": entries})

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpulet, System
@@ -17,7 +17,6 @@ from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event, Outcomes
 from tests.instruments.systems import everywhere_linear
 
-FEW = settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 coefficients = st.tuples(st.floats(0.1, 5.0), st.floats(0.0, 10.0), st.floats(1.05, 6.0))
 
 
@@ -98,7 +97,6 @@ def check_outcomes(events: list[Event], out: Outcomes, run: CheckedRun) -> None:
     assert not run.queued
 
 
-@FEW
 @given(scenarios(), chosen_schedulers)
 def test_every_request_has_one_outcome_and_an_expired_one_is_answered_by_its_deadline(
     scenario: tuple[System, list[Event]], chosen: Chosen
@@ -112,7 +110,6 @@ def test_every_request_has_one_outcome_and_an_expired_one_is_answered_by_its_dea
         assert at <= max(run.deadline[request], arrived[request]) + 0.01
 
 
-@FEW
 @given(scenarios(faults=False), chosen_schedulers)
 def test_the_same_events_give_the_same_batches(scenario: tuple[System, list[Event]], chosen: Chosen) -> None:
     system, events = scenario
@@ -121,7 +118,6 @@ def test_the_same_events_give_the_same_batches(scenario: tuple[System, list[Even
     assert first == second
 
 
-@FEW
 @given(scenarios(faults=False), chosen_schedulers)
 def test_an_idle_cluster_drops_nothing_that_could_have_been_met(
     scenario: tuple[System, list[Event]], chosen: Chosen
@@ -143,7 +139,6 @@ def test_an_idle_cluster_drops_nothing_that_could_have_been_met(
             assert event.ref in out.served
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(0.3, 3.0), st.integers(1, 6))
 def test_the_fast_driver_agrees_with_the_checked_one(seed: int, load: float, gpus: int) -> None:
     system = everywhere_linear([("a", 1.0, 5.0, 25.0, None), ("b", 2.0, 6.0, 60.0, None)], gpus)
@@ -163,7 +158,7 @@ def test_the_fast_driver_agrees_with_the_checked_one(seed: int, load: float, gpu
     assert sorted(result.batches.finish_ms) == pytest.approx(sorted(batch[4] for batch in out.batches))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4)
 @example(8522563, 2.450247700836485)  # one model at 0.33 and another at 0.76 in the first 1.4 s
 @given(st.integers(0, 2**32 - 1), st.floats(1.0, 2.5))
 def test_no_model_starves_while_another_is_served_late(seed: int, load: float) -> None:

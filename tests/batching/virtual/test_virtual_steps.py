@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.batching.core.deferred_steps import DeferredSteps
@@ -153,7 +153,6 @@ def plainly(limits: StepLimits, arrivals: list[tuple[float, int, int]], ahead: b
 LOADS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 70), st.integers(1, 90)), min_size=1, max_size=14)
 
 
-@settings(max_examples=300)
 @given(
     load=LOADS,
     kv=st.integers(10, 40),
@@ -191,7 +190,6 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=300)
 @given(events=EVENTS, size=st.sampled_from((1, 4, 16)))
 def test_memory_is_never_exceeded_and_all_of_it_comes_back(events: list[tuple[str, int, int]], size: int) -> None:
     steps = StepScheduler(StepLimits(4, 24, 160, size))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.errors import InvalidInputError
@@ -84,7 +84,6 @@ def renamed(plan: Plan, seed: int) -> Plan:
     return plan.model_copy(update={"gpus": gpus, "gpulets": tuple(gpulets)})
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), other=st.integers(0, 10_000))
 def test_a_plan_is_laid_on_what_runs(seed: int, other: int) -> None:
     running, new = random_plan(seed), renamed(random_plan(other), seed)
@@ -99,7 +98,6 @@ def test_a_plan_is_laid_on_what_runs(seed: int, other: int) -> None:
             assert (gpulet.gpu, gpulet.share_pct) == (before[gpulet.id].gpu, before[gpulet.id].share_pct)
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_the_same_layout_under_other_names_changes_nothing(seed: int) -> None:
     running = match_to_running(random_plan(seed), None, GPUS, keep_idle=True)
@@ -125,7 +123,6 @@ def ready_hosts(plan: Plan, waiting: frozenset[str]) -> Mapping[str, int]:
     return hosts
 
 
-@settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 10_000), other=st.integers(0, 10_000))
 def test_every_stage_fits_its_gpus_and_the_last_is_the_target(seed: int, other: int) -> None:
     running = random_plan(seed)
@@ -142,7 +139,6 @@ def test_every_stage_fits_its_gpus_and_the_last_is_the_target(seed: int, other: 
     assert now.to_data() == target.to_data()
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_with_an_idle_gpu_for_each_in_use_nothing_is_ever_away(seed: int) -> None:
     running = random_plan(seed, gpus=2)

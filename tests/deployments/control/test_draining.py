@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.deployments.control.change import change_deployment
@@ -52,7 +52,6 @@ rates = st.dictionaries(st.sampled_from("abc"), st.sampled_from([50.0, 300.0, 15
 places = st.sampled_from(["n0", "n1", "n0/0", "r0"])
 
 
-@settings(max_examples=15)
 @given(rates, places)
 def test_nothing_is_unserved_while_a_place_is_drained_and_nothing_is_there_afterwards(
     asked: dict[str, float], place: str
@@ -76,7 +75,6 @@ def test_nothing_is_unserved_while_a_place_is_drained_and_nothing_is_there_after
     assert not held_at(version.deployment.plan, (place,))
 
 
-@settings(max_examples=15)
 @given(rates, places, st.sampled_from([0.3, 2.0]))
 def test_the_controller_plans_nothing_onto_what_is_drained_and_remembers_it(
     asked: dict[str, float], place: str, grows: float
@@ -109,7 +107,6 @@ def promised(plan: Plan) -> dict[str, float]:
     return {name: model.goodput_rps for name, model in expected_of(plan).models.items()}
 
 
-@settings(max_examples=25)
 @given(rates, places)
 def test_what_is_elsewhere_stays_and_no_more_is_lost_than_with_the_place(asked: dict[str, float], place: str) -> None:
     before = planned(asked)
@@ -126,7 +123,6 @@ def test_what_is_elsewhere_stays_and_no_more_is_lost_than_with_the_place(asked: 
     assert sum(promised(after).values()) >= sum(promised(bare).values()) * (1.0 - 1e-3)
 
 
-@settings(max_examples=25)
 @given(rates, places)
 def test_undraining_gives_back_what_was_lost_and_moves_nothing_where_nothing_was(
     asked: dict[str, float], place: str

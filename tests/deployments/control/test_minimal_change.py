@@ -57,7 +57,6 @@ entries = st.dictionaries(
 policies = st.sampled_from(sorted(OPTIONS))
 
 
-@settings(max_examples=20)
 @given(entries, policies, st.booleans())
 def test_what_serves_all_as_it_is_stays(asked: dict[str, tuple[float, float]], policy: str, elastic: bool) -> None:
     workload_, on = workload(asked), cluster(1 if elastic else 3, elastic=elastic)
@@ -67,7 +66,6 @@ def test_what_serves_all_as_it_is_stays(asked: dict[str, tuple[float, float]], p
     assert plan.expected.gpus_used <= old.expected.gpus_used
 
 
-@settings(max_examples=20)
 @given(entries, entries, policies, st.booleans())
 def test_every_model_is_served_as_well_as_anew_with_no_more_changes(
     before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]], policy: str, elastic: bool
@@ -83,7 +81,6 @@ def test_every_model_is_served_as_well_as_anew_with_no_more_changes(
     assert int(near_.rpartition(": ")[2]) == changes_of(old, plan) <= int(anew_.rpartition(": ")[2])
 
 
-@settings(max_examples=20)
 @given(entries, entries, policies, st.integers(0, 4))
 def test_never_more_changes_than_allowed_and_more_of_them_serve_no_less(
     before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]], policy: str, most: int
@@ -97,7 +94,6 @@ def test_never_more_changes_than_allowed_and_more_of_them_serve_no_less(
     assert totals[1] >= totals[0] - 1e-2 * sum(rate for rate, _ in after.values())
 
 
-@settings(max_examples=20)
 @given(entries, policies, st.sampled_from(["n0", "n1", "n2", "n1/0"]))
 def test_a_drained_place_holds_nothing_and_what_lay_elsewhere_stays(
     asked: dict[str, tuple[float, float]], policy: str, place: str
@@ -114,7 +110,7 @@ def test_a_drained_place_holds_nothing_and_what_lay_elsewhere_stays(
     assert Plan.from_data(plan.to_data()) == plan
 
 
-@settings(max_examples=6)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(entries, entries, policies, st.sampled_from(["node", "gpu"]))
 def test_what_a_plan_says_of_losses_is_of_the_gpus_it_lies_on(
     before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]], policy: str, kind: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.deployments.control.settings import ControlSettings
@@ -67,7 +67,6 @@ def test_a_preference_chooses_among_equal_gpus_and_moves_nothing_that_runs() -> 
     assert {g.gpu for g in again.hosts_of("m0")} == {g.gpu for g in elsewhere.hosts_of("m0")}
 
 
-@settings(max_examples=15)
 @given(st.lists(models, min_size=1, max_size=3), st.sampled_from(["n0", "n1", "n2", "n1/0"]))
 def test_after_any_loss_what_is_proposed_lies_as_the_gpus_that_are_left_allow(
     entries: list[dict[str, Any]], lost: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.batching.core.system import NetworkDelay
@@ -229,7 +229,6 @@ def test_traffic_says_what_a_second_may_bring() -> None:
     assert Traffic({"a": 100.0}).upper_rps == {"a": 100.0}
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_what_was_found_for_other_plans_changes_nothing(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.placement.expectation.queueing import MeanBatch, Stream, blocked_part, lost_parts, used_part
@@ -22,7 +22,6 @@ streams = st.lists(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(streams, st.floats(0.05, 3.0), st.integers(1, 50))
 def test_never_more_than_the_load_or_the_gpus_and_more_with_more_load_or_time_to_wait(
     asked: list[Stream], load: float, gpulets: int
@@ -34,7 +33,6 @@ def test_never_more_than_the_load_or_the_gpus_and_more_with_more_load_or_time_to
     assert used_part(load * 1.05, asked, gpulets) >= used - 1e-9
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(streams, st.floats(0.0, 0.6))
 def test_long_deadlines_and_many_gpulets_lose_nothing(asked: list[Stream], load: float) -> None:
     patient = [Stream(s.rate_rps, s.batch, 1000.0 * s.slo_ms) for s in asked]
@@ -63,7 +61,6 @@ def test_nobody_is_blocked_by_batches_shorter_than_it_may_wait() -> None:
     assert blocked_part(10.0, [(0.5, 40.0)], 3) == pytest.approx(0.375**3)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(streams, st.floats(0.0, 1.0))
 def test_all_that_is_lost_falls_on_someone_and_most_on_what_serves_least(asked: list[Stream], part: float) -> None:
     lost = part * sum(stream.work for stream in asked)

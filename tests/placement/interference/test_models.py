@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.errors import InvalidInputError, MissingProfileError
@@ -34,7 +34,6 @@ residents = st.builds(
 
 @pytest.mark.parametrize("name", NAMES)
 @given(own=residents, neighbours=st.lists(residents, max_size=4))
-@settings(max_examples=40, deadline=None)
 def test_neighbours_never_speed_up_and_one_more_never_helps(
     name: str, own: Resident, neighbours: list[Resident]
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
@@ -159,7 +159,7 @@ def test_plans_are_valid_deterministic_and_leave_their_input_alone(name: str) ->
 
 def check_plans(case: Case) -> None:
     @given(workload=workloads(case), cluster=clusters(case))
-    @settings(max_examples=case.examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=settings.default.max_examples * case.examples // 25)
     def holds(workload: Workload, cluster: Cluster) -> None:
         before = (workload.model_dump_json(), cluster.model_dump_json())
         policy = _Recorder(case.make())
@@ -236,7 +236,7 @@ def check_what_fits_nowhere(case: Case) -> None:
 
 
 @given(workload=models, count=st.integers(1, 5))
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings.default.max_examples // 4)
 @pytest.mark.parametrize("policy", [AoMilp, WsmMilp])
 def test_one_more_gpu_never_lowers_the_goodput_of_the_milp(
     policy: Callable[[], Policy], workload: Workload, count: int

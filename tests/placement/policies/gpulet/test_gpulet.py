@@ -105,7 +105,7 @@ rates = st.lists(st.sampled_from([0, 1, 30, 200, 600, 2000]), min_size=5, max_si
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(rates=rates, gpus=st.integers(1, 3), elastic=st.booleans())
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors])
+@settings(max_examples=settings.default.max_examples // 3, suppress_health_check=[HealthCheck.differing_executors])
 def test_turns_are_kept_and_an_elastic_cluster_carries_every_rate(
     name: str, rates: list[int], gpus: int, elastic: bool
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.errors import InvalidInputError
@@ -202,7 +202,6 @@ needs = st.dictionaries(
 
 
 @given(needs, st.floats(5, 600))
-@settings(max_examples=40, deadline=None)
 def test_patterns_are_all_that_fit(by_model, rate: float) -> None:  # type: ignore[no-untyped-def]
     workload = equal_rates(by_model, rate, 10_000)
     profiles = Profiles([requirement_profile(by_model)])

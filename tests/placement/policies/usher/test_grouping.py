@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.placement.policies.usher import grouping as usher_grouping
@@ -28,7 +28,6 @@ def weight(values: list[int], pairs: list[tuple[int, int]]) -> int:
 
 
 @given(surpluses)
-@settings(max_examples=60, deadline=None)
 def test_both_matchings_have_the_least_weight_and_leave_at_most_one_alone(values: list[int]) -> None:
     for matching in (usher_grouping.general_matching, usher_grouping.matching_on_a_line):
         pairs = matching(values)
@@ -45,7 +44,6 @@ def test_compute_heavy_pairs_with_memory_heavy() -> None:
 
 
 @given(st.integers(0, 40), st.sampled_from([1, 2, 4, 8]))
-@settings(max_examples=30, deadline=None)
 def test_every_model_is_in_exactly_one_group_of_at_most_the_size(count: int, size: int) -> None:
     averages = {f"m{i}": (float(i * 37 % 100), float(i * 53 % 100)) for i in range(count)}
     groups = group_models(averages, size)
