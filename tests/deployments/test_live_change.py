@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tenuto.deployments.control.operations import Operations
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.placement import Plan
+from tests.instruments import plans
 from tests.instruments.live import asking, pids, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -20,28 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarni
 PORT = unused_port()
 
 
-def make_plan(gpulets: dict[str, tuple[float, list[str]]]) -> Plan:
-    """Emulated gpu-lets of models that take 10 ms."""
-    latency = {"alpha_ms": 1.0, "beta_ms": 9.0}
-    names = sorted({name for _, held in gpulets.values() for name in held})
-    return Plan.from_data(
-        {
-            "policy": {"name": "test"},
-            "gpus": [{"id": "n0/0", "type": "v100"}, {"id": "n0/1", "type": "v100"}],
-            "gpulets": [
-                {
-                    "id": gpulet,
-                    "gpu": gpulet.rpartition("/")[0],
-                    "share_pct": share,
-                    "models": [
-                        {"name": name, "batch_size": 4, "latency": latency, "latency_ms": 13.0} for name in held
-                    ],
-                }
-                for gpulet, (share, held) in gpulets.items()
-            ],
-            "models": [{"name": name, "rate_rps": 20, "slo_ms": 1000, "latency": latency} for name in names],
-        }
-    )
+make_plan = partial(plans.make_plan, slo_ms=1000.0, rate_rps=20.0)
 
 
 def of(plan: Plan, **how: Any) -> Deployment:

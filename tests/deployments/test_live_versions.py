@@ -13,30 +13,15 @@ from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 from tests.instruments.live import asking, infer, until
 from tests.instruments.local_ray import LocalRay
+from tests.instruments.plans import make_plan
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
-LATENCY = {"alpha_ms": 1.0, "beta_ms": 9.0}
-PLAN = Plan.from_data(
-    {
-        "policy": {"name": "ffd"},
-        "gpus": [{"id": "n0/0", "type": "v100"}],
-        "gpulets": [
-            {
-                "id": "n0/0/a",
-                "gpu": "n0/0",
-                "share_pct": 100.0,
-                "models": [{"name": "one", "batch_size": 4, "latency": LATENCY, "latency_ms": 13.0}],
-            }
-        ],
-        "models": [{"name": "one", "rate_rps": 20, "slo_ms": 1000, "latency": LATENCY}],
-    }
-)
+PLAN = make_plan({"n0/0/a": (100.0, ["one"])}, slo_ms=1000.0, rate_rps=20.0)
 GPUS = tuple(Gpu(id=f"n0/{index}", type="v100", memory_mib=16_000.0) for index in range(3))
 
 
@@ -105,7 +90,7 @@ def test_a_version_that_is_slower_is_taken_back_by_itself(operator: Operations, 
     """As `test_version_edits` has operators take one back, so does the controller, but for the reason."""
     before = answered_by(operator)
     bring(operator, "3", only_on=["n0/1"])
-    local_ray.slower.write_text(json.dumps({"one:3": 45.0}))
+    local_ray.slower.write_text(json.dumps({"one:3": 90.0}))
     with asking(operator.base_url, ["one", "one"], X_SLO_Ms="300") as answers:
         until(lambda: "3" not in versions(operator))
     assert {status: answer for status, answer in answers if status not in (200, 504)} == {}

@@ -10,34 +10,17 @@ from tenuto.deployments.process.ray_token import guard_of
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
-from tenuto.placement import Plan
 from tests.instruments.live import PORT, bring_up, infer
+from tests.instruments.plans import make_plan
 from tests.instruments.sockets import check_sockets, listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
 
-def make_plan() -> Plan:
-    latency = {"alpha_ms": 1.0, "beta_ms": 9.0}
-    return Plan.from_data(
-        {
-            "policy": {"name": "test"},
-            "gpus": [{"id": "n0/0", "type": "v100"}],
-            "gpulets": [
-                {
-                    "id": "n0/0/a",
-                    "gpu": "n0/0",
-                    "models": [{"name": "synthetic", "batch_size": 4, "latency": latency, "latency_ms": 13.0}],
-                }
-            ],
-            "models": [{"name": "synthetic", "rate_rps": 100, "slo_ms": 200, "latency": latency}],
-        }
-    )
-
-
 @pytest.fixture(scope="module")
 def running(launcher: Launcher) -> Launcher:
-    bring_up(launcher, Deployment(plan=make_plan(), port=PORT, scheduler="eager", log_json=True).config())
+    plan = make_plan({"n0/0/a": (100.0, ["synthetic"])}, slo_ms=200.0)
+    bring_up(launcher, Deployment(plan=plan, port=PORT, scheduler="eager", log_json=True).config())
     return launcher
 
 
@@ -90,7 +73,7 @@ def test_logs_are_json_with_one_line_per_event_and_none_per_request(running: Lau
     import ray
 
     folder = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
-    events = {"replica_tenuto_gateway": "is connected", "replica_gpulet": "is ready up to batch 4"}
+    events = {"replica_tenuto_gateway": "is connected", "replica_gpulet": "is ready up to batch 8"}
 
     def lines_of(kind: str) -> list[dict[str, str]]:
         newest = max(folder.glob(f"{kind}*.log"), key=lambda file: file.stat().st_ctime)
