@@ -130,7 +130,8 @@ def names_page() -> str:
         if not inspect.isclass(thing):
             continue
         if issubclass(thing, BaseModel):
-            lines += [f"Its keys: [{name}](files.md#{name.lower()}).", ""]
+            page = {"Profile": "profile-file.md", "Plan": "plan-file.md"}.get(name, f"files.md#{name.lower()}")
+            lines += [f"Its keys: [{name}]({page}).", ""]
         for part, made in vars(thing).items():
             given = getattr(made, "__func__", getattr(made, "fget", made))
             if part.startswith("_") or not inspect.isfunction(given) or not given.__doc__:

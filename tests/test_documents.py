@@ -227,8 +227,8 @@ def test_inputs_that_are_sent_are_those_of_the_catalogue(page: str) -> None:
     [
         ("files", "Workload", Workload),
         ("files", "Cluster", Cluster),
-        ("files", "Profile", Profile),
-        ("files", "Plan", Plan),
+        ("profile-file", "", Profile),
+        ("plan-file", "", Plan),
         ("control", "", ControlSettings),
     ],
 )

@@ -1,4 +1,4 @@
-"""docs/reference/files.md names every key of every file, and its examples are valid."""
+"""The pages of files in docs/reference name every key of every file, and their examples are valid."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ from tenuto.placement.plan import Expected, ExpectedModel, PlannedGpu, PolicyUse
 from tenuto.placement.program import Gpulet, MergedGroup, Replica
 from tenuto.profiles import Fit, LatencyTable, LinearLatency, Measured, ModelProfile, Profile, ProfilePoint
 
-TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "files.md").read_text()
-SECTIONS = dict(zip(*[iter(re.split(r"^## (\w+)\n", TEXT, flags=re.MULTILINE)[1:])] * 2, strict=True))
+PAGES = Path(__file__).parents[2] / "docs" / "reference"
+SECTIONS = {
+    **dict(
+        zip(
+            *[iter(re.split(r"^## (\w+)\n", (PAGES / "files.md").read_text(), flags=re.MULTILINE)[1:])] * 2, strict=True
+        )
+    ),
+    "Profile": (PAGES / "profile-file.md").read_text(),
+    "Plan": (PAGES / "plan-file.md").read_text(),
+}
 SCHEMAS: dict[str, tuple[type[BaseModel], ...]] = {
     "Workload": (Workload, ModelSpec, Arrival, Application, Stage, LinearLatency, LatencyTable),
     "Cluster": (Cluster, Node, GpuGroup),

@@ -142,7 +142,7 @@ def test_a_call_that_is_cut_or_no_json_is_content(folders: dict[str, str]) -> No
 
 
 def test_the_response_template_of_the_page_reads_calls(folders: dict[str, str], tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "reference" / "generating.md").read_text()
+    page = (ROOT / "docs" / "reference" / "asking.md").read_text()
     shown = json.loads("{" + page.partition("```json\n")[2].partition("```")[0] + "}")
     save(tmp_path, "qwen3")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(shown))
