@@ -1,4 +1,5 @@
-"""The cluster that a plan is made for: its nodes, their GPUs, and the MIG instances into which GPUs are cut."""
+"""The cluster that a plan is made for: its nodes, their GPUs, and the MIG instances into which GPUs are cut. A GPU
+type has one price; spot prices are not known."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ A closed form says how many requests per second a gpu-let carries. While b seque
 
 and b / (output * T) requests are answered per second. When some more sequences than b decode, as arrivals have it, T
 may not exceed the SLO's TPOT nor two of the longest steps its TTFT, and all have to fit into the memory beside the
-weights. A policy may try the same in virtual time instead. What the models do to each other beside their shares is not
-known: no interference between them is counted.
+weights (KV cache). A policy may try the same in virtual time instead. What the models do to each other beside their
+shares is not known: no interference between them is counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The memory ledger of a plan: what every process needs of its GPU, and the cap it gets.
+"""The memory ledger of a plan: what every process needs of its GPU, and the cap it gets. A plan fits in memory or is
+refused.
 
 A process needs the memory of its programs and of the CUDA context that it opens. Its cap is a limit that CUDA MPS and
 the allocator enforce. So when a process grows, that process fails, and not its neighbours.

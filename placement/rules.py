@@ -1,5 +1,5 @@
-"""The rules that hold for every plan: ids and names that exist, models that can run as one program, and options that
-work where models are placed.
+"""Validation of plans by the rules that hold for every one: ids and names that exist, models that can run as one
+program, and options that work where models are placed.
 
 They need only the plan. `tenuto.placement.planner.completion` checks what also needs the cluster.
 """

@@ -1,4 +1,6 @@
-"""Which sequences the next step of a program that generates works on: events go in, steps come out; no clock, no I/O.
+"""Which sequences the next step of a program that generates works on, prefill or decode (continuous batching).
+
+Events go in, steps come out; no clock, no I/O.
 
 The same object decides in virtual time and where requests are served. A step is decided by `decide` and ends by `done`.
 Positions advance when a step is decided, so that an engine may decide on the next while one runs; memory and places of

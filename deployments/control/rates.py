@@ -1,6 +1,6 @@
 """Estimates how many requests per second each model is offered, and how many to plan for.
 
-The mean is exponentially weighted and starts from the declared rate. When the last seconds can hardly have come from
+The mean is a moving average (EWMA) and starts from the declared rate. When the last seconds can hardly have come from
 that mean, it starts anew from them. So a rate that triples is known within two seconds, and a steady rate is known
 well. The planned rate is one that a second exceeds only as often as requests may be lost. When rates rise, it is the
 rate to come by the time the plan can be ready; when they fall, the highest of the last `settle_s`. So plans grow early

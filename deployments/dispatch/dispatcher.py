@@ -1,4 +1,4 @@
-"""Requests in, batches out to gpu-lets, answers back.
+"""Requests in, batches out to gpu-lets, answers back. Admission control: what cannot be in time is refused.
 
 It lives in the gateway's process, or in a process of its own for a sub-cluster, so that only whole batches and bundles
 cross process boundaries. `OpenRequests` has the requests, `DrivenScheduler` the clock and the core, which decides, and

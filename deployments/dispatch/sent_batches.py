@@ -2,7 +2,8 @@
 gpu-let is lost, and given up where one hangs.
 
 An error that a model raises is the fault of a request or of the model. It says nothing of the gpu-let, which stays
-ready. A gpu-let becomes unready when it says so itself, when it is lost, or when it hangs.
+ready. A gpu-let becomes unready when it says so itself, when it is lost, or when it hangs. When its process dies or
+crashes, what it held is tried once more elsewhere (retry).
 """
 
 from __future__ import annotations

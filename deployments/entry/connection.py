@@ -3,7 +3,8 @@
 A connection has one request at a time: the next one is read when the answer of the one before has been sent (RFC 9112,
 9.3.2, allows it). `tenuto.deployments.entry.framing` says where requests begin and end. A connection puts large bodies
 where gpu-lets can read them, and notes when bytes arrived. Everything that a client could make grow has a bound:
-connections, bodies, bytes behind a request, unread answers, and the time that each of them may take.
+connections, bodies, bytes behind a request, unread answers, and the time that each of them may take. So slow clients
+end by timeouts, and a stream that nobody reads is given up (backpressure).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The resident programs of a gpu-let: they are loaded, warmed up and released as the plan says."""
+"""The resident programs of a gpu-let: they are loaded, warmed up (cold start) and released as the plan says."""
 
 from __future__ import annotations
 
