@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tenuto.batching.core.scheduler import Scheduler
     from tenuto.batching.registry import make_scheduler
     from tenuto.batching.virtual.simulator import simulate
-    from tenuto.deployments.entry.python_handle import TenutoHandle
+    from tenuto.deployments.entry.service.python_handle import TenutoHandle
     from tenuto.errors import EnvironmentFaultError, InvalidInputError, TenutoError, UnavailableError
     from tenuto.outcome import Outcome
     from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, policy_names, solve
@@ -48,7 +48,7 @@ _HOMES = {
     "tenuto.batching.core.scheduler": ("Scheduler",),
     "tenuto.batching.registry": ("make_scheduler",),
     "tenuto.batching.virtual.simulator": ("simulate",),
-    "tenuto.deployments.entry.python_handle": ("TenutoHandle",),
+    "tenuto.deployments.entry.service.python_handle": ("TenutoHandle",),
     "tenuto.errors": ("EnvironmentFaultError", "InvalidInputError", "TenutoError", "UnavailableError"),
     "tenuto.outcome": ("Outcome",),
     "tenuto.placement": ("Cluster", "Plan", "Policy", "Workload", "load_policy", "policy_names", "solve"),

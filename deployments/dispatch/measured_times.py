@@ -90,7 +90,7 @@ class WayMeter:
 
     It takes the median; the margin covers longer delays, which are rare. The time that a batch waits at the gpu-let is
     not part of the way: we cause it ourselves, and if it were budgeted it would grow by itself. The way back to the
-    client is no part either: see `tenuto.deployments.entry.margin`.
+    client is no part either: see `tenuto.deployments.entry.service.margin`.
     """
 
     def __init__(self, ctrl_ms: float = 1.0, response_ms: float = 0.0) -> None:

@@ -14,19 +14,19 @@ from typing import Any
 
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
-from tenuto.deployments.entry.connection import HttpConnection
-from tenuto.deployments.entry.decisions import AskBeside, nothing
-from tenuto.deployments.entry.descriptors import use_all_descriptors
-from tenuto.deployments.entry.dispatcher_client import DispatcherClient
-from tenuto.deployments.entry.dispatching import Dispatching
-from tenuto.deployments.entry.http_server import HttpServer, Speaks
-from tenuto.deployments.entry.incoming import REACH
-from tenuto.deployments.entry.management import ManagementService
-from tenuto.deployments.entry.open_connections import Limits
-from tenuto.deployments.entry.routes import make_app
-from tenuto.deployments.entry.service import InferenceService
-from tenuto.deployments.entry.traces import Traces
-from tenuto.deployments.entry.watched import WatchedGateway
+from tenuto.deployments.entry.http.body_memory import REACH
+from tenuto.deployments.entry.http.file_descriptors import use_all_descriptors
+from tenuto.deployments.entry.http.http1 import HttpConnection
+from tenuto.deployments.entry.http.open_connections import Limits
+from tenuto.deployments.entry.http.server import HttpServer, Speaks
+from tenuto.deployments.entry.service.controller_cache import AskController, nothing
+from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
+from tenuto.deployments.entry.service.dispatching import Dispatching
+from tenuto.deployments.entry.service.gateway_metrics import GatewayMetrics
+from tenuto.deployments.entry.service.inference import InferenceService
+from tenuto.deployments.entry.service.management import ManagementService
+from tenuto.deployments.entry.service.management_routes import make_app
+from tenuto.deployments.entry.service.traces import Traces
 from tenuto.deployments.operator.app import make_operator_app
 from tenuto.deployments.process.limits import GENERATIONS_END_S, REQUESTS_END_S
 from tenuto.deployments.process.niceness import run_at_normal_priority
@@ -52,7 +52,7 @@ class Entry:
         self,
         find_gpulet: Any = find_gpulet,
         find_dispatcher: Any = find_dispatcher,
-        ask_beside: AskBeside = nothing,
+        ask_beside: AskController = nothing,
         *,
         unfinished_mib: int = 512,  # default
         taken_s: float = _TAKEN_S,
@@ -75,12 +75,12 @@ class Entry:
         self._arena = Arena(unfinished_mib << 20, reach=REACH)
         self.service = InferenceService(lambda exchange, caller: self._management.answer(exchange, caller))
         self.server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
-        self.watched = WatchedGateway(self.service, self.server, ask_beside)
+        self.metrics = GatewayMetrics(self.service, self.server, ask_beside)
         few = Limits(body_bytes=1 << 16, connections=_MOST_OPERATORS)
-        operator_app = make_operator_app(self.watched, self._operators_are_local)
-        turns = self.server.turns
-        self._management = ManagementService(turns, make_app(self.service))
-        self._operators = HttpServer(ManagementService(turns, operator_app), self._arena, few)
+        operator_app = make_operator_app(self.metrics, self._operators_are_local)
+        budget = self.server.budget
+        self._management = ManagementService(budget, make_app(self.service))
+        self._operators = HttpServer(ManagementService(budget, operator_app), self._arena, few)
         self._grpc: Speaks | None = None  # what serves a client of gRPC, once there was a port for it
         self._tasks: set[asyncio.Task[None]] = set()
         self._look: asyncio.Handle | None = None
@@ -106,7 +106,7 @@ class Entry:
             self._trace(config.traces)
         self._config = config
         is_shared = config.is_shared_with_clients
-        self._management.app = make_app(service, None if is_shared else self.watched)
+        self._management.app = make_app(service, None if is_shared else self.metrics)
         old = self._dispatching
         if config.sub_clusters:
             client = (
@@ -133,7 +133,7 @@ class Entry:
     async def _listen_for_grpc(self, wanted: Listen | None, *, is_shared: bool) -> None:
         if wanted is not None and self._grpc is None:
             try:
-                from tenuto.deployments.entry.grpc_calls import GrpcServer
+                from tenuto.deployments.entry.protocols.grpc_calls import GrpcServer
             except ImportError as error:
                 raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
             self._grpc = GrpcServer(self.service, self.service.takes_bytes).connection
@@ -198,7 +198,7 @@ class Entry:
     def _tick(self) -> None:
         if self._config is not None:  # gpu-lets come and go, and need descriptors, too
             self.server.limit_connections(self._config.max_connections)
-        self._keep(asyncio.create_task(self.watched.meet(), name="meet the other gateways"))
+        self._keep(asyncio.create_task(self.metrics.meet(), name="meet the other gateways"))
         self._ticks += 1
         if self._ticks % _RENEWED_S == 0:  # on a thread, as a disk of another machine may hang
             self._keep(asyncio.create_task(asyncio.to_thread(self.server.renew_certificates), name="renew"))
@@ -232,7 +232,7 @@ class Entry:
     async def close(self) -> None:
         """Answer the requests under way, fail those that wait, and disconnect."""
         self._ticker.cancel()
-        self.watched.close()
+        self.metrics.close()
         await self._operators.drain(0.0)
         is_generating = self._dispatching is not None and self._dispatching.is_generating
         until_s = time.monotonic() + (GENERATIONS_END_S if is_generating else REQUESTS_END_S)

@@ -24,9 +24,9 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
-from tenuto.deployments.entry import dispatcher_client
-from tenuto.deployments.entry.dispatcher_client import DispatcherClient
-from tenuto.deployments.entry.dispatching import Dispatching, ask
+from tenuto.deployments.entry.service import dispatcher_client
+from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
+from tenuto.deployments.entry.service.dispatching import Dispatching, ask
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.messages import BatchRan, GpuletState, Message, Requests, RunBatch

@@ -26,7 +26,7 @@ from serving import closed_loop, heading, synthetic_plan
 from triton_rival import WHEEL, installed, triton
 
 from tenuto.deployments.control.operations import begin, end_all
-from tenuto.deployments.entry.grpc_messages import InferRequest, InferResponse
+from tenuto.deployments.entry.protocols.grpc_messages import InferRequest, InferResponse
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 

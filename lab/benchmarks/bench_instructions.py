@@ -228,16 +228,16 @@ class _Gateway:
         from tenuto.batching.core.build import from_plan
         from tenuto.batching.registry import make_scheduler
         from tenuto.deployments.dispatch.dispatcher import Dispatcher
-        from tenuto.deployments.entry.http_server import HttpServer
-        from tenuto.deployments.entry.open_connections import Limits
-        from tenuto.deployments.entry.service import InferenceService
-        from tenuto.deployments.entry.turns import Turns
+        from tenuto.deployments.entry.http.loop_budget import LoopBudget
+        from tenuto.deployments.entry.http.open_connections import Limits
+        from tenuto.deployments.entry.http.server import HttpServer
+        from tenuto.deployments.entry.service.inference import InferenceService
         from tenuto.deployments.wire.arena import Arena
 
         loop, arena = asyncio.get_running_loop(), Arena(1 << 24)
         self.service = InferenceService(lambda *_: None, clock=loop.time)
         self.server = HttpServer(self.service, arena, Limits())
-        self.server.turns = Turns(loop, loop.time)
+        self.server.budget = LoopBudget(loop, loop.time)
         options = {"rehearse": "false"} if scheduler == "deferred" else {}
         self.gpulets: list[_Gpulet] = []
 
@@ -261,7 +261,7 @@ class _Gateway:
         self.service.follow(self.dispatcher)
 
     def connect(self, on_answer: Callable[[bytes], None]) -> Any:
-        from tenuto.deployments.entry.connection import HttpConnection
+        from tenuto.deployments.entry.http.http1 import HttpConnection
 
         connection = HttpConnection(self.server)
         connection.connection_made(_Wire(on_answer))  # type: ignore[arg-type]

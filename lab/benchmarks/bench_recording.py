@@ -24,7 +24,7 @@ from serving import heading, synthetic_plan
 from tenuto.deployments.dispatch.counters import Counters
 from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.dispatch.measured_times import LatencyRatios, WayMeter
-from tenuto.deployments.entry.call import Shown
+from tenuto.deployments.entry.service.infer_call import Shown
 from tenuto.deployments.wire.answers import Executed
 
 MODEL, GPULET = "m", "n0/0/a"

@@ -37,8 +37,8 @@ from typing import cast
 import numpy as np
 from serving import heading, synthetic_plan
 
-from tenuto.deployments.entry.dispatcher_client import DispatcherClient
-from tenuto.deployments.entry.python_handle import ALONE, TenutoHandle
+from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
+from tenuto.deployments.entry.service.python_handle import ALONE, TenutoHandle
 from tenuto.deployments.process.ray_address import join_ray
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import machine_id

@@ -33,10 +33,10 @@ _BODIES = {"73 bytes": bytes(73), "a picture, 602,112 bytes": bytes(602_112)}
 
 
 async def _ours(port: int) -> None:
-    from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
-    from tenuto.deployments.entry.exchange import JSON
-    from tenuto.deployments.entry.http_server import HttpServer
-    from tenuto.deployments.entry.open_connections import Limits
+    from tenuto.deployments.entry.http.exchange import JSON
+    from tenuto.deployments.entry.http.http1 import HttpConnection, HttpExchange
+    from tenuto.deployments.entry.http.open_connections import Limits
+    from tenuto.deployments.entry.http.server import HttpServer
     from tenuto.deployments.wire.arena import Arena
 
     class Service:

@@ -19,7 +19,7 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
-from tenuto.deployments.entry.dispatching import ask
+from tenuto.deployments.entry.service.dispatching import ask
 from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.answers import Answer

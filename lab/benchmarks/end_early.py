@@ -26,7 +26,7 @@ from serving import heading
 from walk_attacks import _KEY, Served, request, served
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tenuto.deployments.entry.grpc_messages import InferRequest
+from tenuto.deployments.entry.protocols.grpc_messages import InferRequest
 from tests.instruments.http2_client import INFER, Http2Client, message
 
 _AT_ONCE = 100

@@ -317,7 +317,7 @@ def _stream_case(chance: random.Random) -> bytes:
 
 def _message(name: str) -> bytes:
     """Return a good request of gRPC, as a call has it."""
-    from tenuto.deployments.entry.grpc_messages import InferRequest
+    from tenuto.deployments.entry.protocols.grpc_messages import InferRequest
 
     asked = InferRequest(model_name="m", id=name, raw_input_contents=[bytes(8)])
     asked.inputs.add(name="x", datatype="FP32", shape=[1, 2])
@@ -336,7 +336,7 @@ def _conversation_case(chance: random.Random) -> bytes:
 
 def _call_case(chance: random.Random) -> bytes:
     """One call, whose frames are as they should be; its metadata and its messages need not be."""
-    from tenuto.deployments.entry.grpc_messages import MANAGEMENT, SERVICE, InferRequest
+    from tenuto.deployments.entry.protocols.grpc_messages import MANAGEMENT, SERVICE, InferRequest
     from tests.instruments import http2_frames as http2
 
     paths = [f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"] * 6
@@ -481,7 +481,7 @@ def frames_of(answer: bytes) -> Iterator[tuple[int, int, int, bytes]]:
 def _verdict_of_frames(case: Case, answer: bytes) -> str:
     from hpack import Decoder
 
-    from tenuto.deployments.entry.grpc_messages import InferResponse
+    from tenuto.deployments.entry.protocols.grpc_messages import InferResponse
     from tests.deployments.entry.test_http2_differential import InvalidBodyLengthError, theirs
     from tests.instruments import http2_frames as http2
 

@@ -46,7 +46,7 @@ from fuzz_door import KINDS, Case, send
 from jh2.hpack import Decoder
 
 from tenuto.deployments.control.operations import begin
-from tenuto.deployments.entry.grpc_messages import SERVICE, InferRequest
+from tenuto.deployments.entry.protocols.grpc_messages import SERVICE, InferRequest
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.deployments.serve.states import serve_client

@@ -35,7 +35,7 @@ import yaml
 from hpack import Decoder, Encoder
 from serving import BODY, PATH, heading, synthetic_plan
 
-from tenuto.deployments.entry.grpc_messages import SERVICE, InferRequest
+from tenuto.deployments.entry.protocols.grpc_messages import SERVICE, InferRequest
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.profiles.generation import StepCost
 

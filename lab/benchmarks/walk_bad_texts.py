@@ -26,7 +26,7 @@ from serving import heading
 from tritonclient.grpc import InferenceServerClient, InferInput, aio
 
 from tenuto.deployments.control.operations import begin, end_all
-from tenuto.deployments.entry.python_handle import RequestFailedError, TenutoHandle
+from tenuto.deployments.entry.service.python_handle import RequestFailedError, TenutoHandle
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher, unused_port

@@ -9,8 +9,9 @@ import math
 import time
 from typing import Any
 
-from tenuto.deployments.entry.oip import BadRequestError, RequestReader
-from tenuto.deployments.entry.python_handle import RequestFailedError, TenutoHandle
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.protocols.oip import RequestReader
+from tenuto.deployments.entry.service.python_handle import RequestFailedError, TenutoHandle
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, TenutoError, UnavailableError
 from tenuto.loadgen.sender import Body, OnReply, Reply
@@ -52,7 +53,7 @@ class HandleSender:
                     raise UnavailableError("its pictures travel as pixels. Use HTTP.")
             else:
                 parts = RequestReader(interface.inputs).read(body.data, body.json_length).parts[0]
-        except (BadRequestError, TenutoError) as error:
+        except (HttpError, TenutoError) as error:
             raise EnvironmentFaultError(f"'{model}' cannot be asked over the handle: {error}") from error
         return model, [part.data for part in parts], slo_ms
 

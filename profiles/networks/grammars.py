@@ -112,8 +112,8 @@ class Grammars:
 
 
 class SchemaHooks:
-    """Says of a schema whether it can be kept, in a process of hooks (`tenuto.deployments.entry.own_hooks`), which ends
-    when that takes more than `CHECKED_S`."""
+    """Says of a schema whether it can be kept, in a process of hooks, which ends when that takes more than
+    `CHECKED_S`."""
 
     signature = ModelSignature("tensor", (TensorSignature("checked", "uint8", (1,)),), ())
 
@@ -175,8 +175,8 @@ def _tokenizer(place: str, vocabulary: int, ends: Collection[int]) -> LLTokenize
 
 
 class _Bytes:
-    """The tokenizer of bytes (`tenuto.deployments.entry.texts`) as the package reads one. It must have an end of text:
-    where the model has none, that is none of the model's tokens."""
+    """The gateway's tokenizer of bytes as the package reads one. It must have an end of text: where the model has none,
+    that is none of the model's tokens."""
 
     bos_token_id = None
 

@@ -184,7 +184,7 @@ _ASKED_BY = {
 def check_texts(deployment: Deployment, *, is_here: bool = False) -> None:
     """Raise `InvalidInputError` for a tokenizer or a chat template that cannot be read, if it is on this machine.
     `is_here`: the gateways are, so it has to be."""
-    from tenuto.deployments.entry.texts import place_of, tokenizer_of
+    from tenuto.deployments.entry.protocols.texts import place_of, tokenizer_of
 
     for spec in deployment.plan.models:
         if spec.generates is not None and (is_here or place_of(spec).exists()):

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tenuto.deployments.entry.python_handle import TenutoHandle
+from tenuto.deployments.entry.service.python_handle import TenutoHandle
 from tests.deployments.entry.test_generation import BLOCKS, PROMPT, written
 from tests.instruments.live import PATIENCE_S, pids
 from tests.instruments.shared_deployment import SharedDeployment

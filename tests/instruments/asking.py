@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tenuto.deployments.entry.dispatching import Dispatching, ask
+from tenuto.deployments.entry.service.dispatching import Dispatching, ask
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tests.instruments.live import PATIENCE_S

@@ -28,8 +28,8 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.dispatch.leadership import Leadership
-from tenuto.deployments.entry.dispatcher_client import DispatcherClient
-from tenuto.deployments.entry.dispatching import ask
+from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
+from tenuto.deployments.entry.service.dispatching import ask
 from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.replica import LocalReplica

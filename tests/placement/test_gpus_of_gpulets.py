@@ -46,7 +46,7 @@ KNOWN = {
     ("placement/planner/batch_growth.py", "enlarge_batches"): SINGLE,
     ("placement/planner/planning.py", "_extended"): SINGLE,
     ("deployments/dispatch/fleet.py", "descriptions"): ALL,
-    ("deployments/entry/dispatcher_client.py", "gpulets"): ALL,
+    ("deployments/entry/service/dispatcher_client.py", "gpulets"): ALL,
     ("tenuto/cli/live_picture.py", "_notes"): ALL,
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
-from tenuto.deployments.entry.dispatching import ask
+from tenuto.deployments.entry.service.dispatching import ask
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.tensors import InputPart

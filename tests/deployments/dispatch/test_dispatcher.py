@@ -13,7 +13,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import Request
-from tenuto.deployments.entry.dispatching import ask
+from tenuto.deployments.entry.service.dispatching import ask
 from tenuto.deployments.wire.answers import Executed, Loop, Refused
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.tensors import InputPart

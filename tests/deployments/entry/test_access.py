@@ -17,7 +17,7 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tenuto.deployments.entry.traces import Traces
+from tenuto.deployments.entry.service.traces import Traces
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import CLIENT_KEY, client_key, model_metadata
 from tenuto.deployments.serve.launcher import unused_port

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
-from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.http_server import HttpServer
-from tenuto.deployments.entry.open_connections import Limits
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.http.http1 import HttpConnection, HttpExchange
+from tenuto.deployments.entry.http.open_connections import Limits
+from tenuto.deployments.entry.http.server import HttpServer
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena
 from tests.deployments.entry.test_framing import REFUSED, TAKEN, made_up, post

@@ -17,9 +17,9 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
-from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.gateway import Entry
-from tenuto.deployments.entry.python_handle import TenutoHandle
+from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
+from tenuto.deployments.entry.service.python_handle import TenutoHandle
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint
@@ -38,7 +38,7 @@ from tests.instruments.live import PATIENCE_S
 torch = pytest.importorskip("torch")
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("h2")
-messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
+messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages")
 
 MOST_BYTES = 100_000  # of a sample of the model that returns what it is given
 SHAPE = (2, 2)

@@ -13,7 +13,7 @@ pytest.importorskip("grpc")
 pytest.importorskip("h2")
 pytest.importorskip("hpack")
 pytest.importorskip("tritonclient.grpc.aio")
-messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
+messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages")
 
 from tests.instruments.http2_client import INFER, WINDOW_UPDATE, Http2Client, message  # noqa: E402
 from tests.instruments.live import PATIENCE_S  # noqa: E402

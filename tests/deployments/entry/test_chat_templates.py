@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.entry.texts import FileTokenizer
+from tenuto.deployments.entry.protocols.texts import FileTokenizer
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.text_networks import prepare_transformers
 from tests.instruments.chat_templates import WHY_NONE, chat_templates

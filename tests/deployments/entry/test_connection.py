@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
-from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.http_server import HttpServer
-from tenuto.deployments.entry.open_connections import Limits
-from tenuto.deployments.entry.turns import Turns
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.http.http1 import HttpConnection, HttpExchange
+from tenuto.deployments.entry.http.loop_budget import LoopBudget
+from tenuto.deployments.entry.http.open_connections import Limits
+from tenuto.deployments.entry.http.server import HttpServer
 from tenuto.deployments.wire.arena import Arena
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S
@@ -543,7 +543,7 @@ class Loop:
 
 def test_bytes_that_waited_for_the_loop_are_dated_back_and_others_are_not() -> None:
     loop = Loop()
-    turns = Turns(loop, clock=lambda: loop.now_s)  # type: ignore[arg-type]
+    turns = LoopBudget(loop, clock=lambda: loop.now_s)  # type: ignore[arg-type]
     loop.now_s = 10.050  # the loop slept: they came now
     assert turns.arrived_ms() == 10_050.0
     loop.now_s = 10.080  # the same turn, after 30 ms of work

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.deployments.entry.descriptors import most_connections
+from tenuto.deployments.entry.http.file_descriptors import most_connections
 from tenuto.deployments.serve.launcher import unused_port
 from tests.deployments.entry.test_access import certificate
 

@@ -20,8 +20,8 @@ from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.dispatch.driven_scheduler import SchedulerFactory
 from tenuto.deployments.dispatch.in_flight import Request, Samples
 from tenuto.deployments.dispatch.leadership import Leadership
-from tenuto.deployments.entry.dispatcher_client import DispatcherClient
-from tenuto.deployments.entry.dispatching import ask
+from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
+from tenuto.deployments.entry.service.dispatching import ask
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.sub_clusters import cut_plan
 from tenuto.deployments.wire.answers import Executed, Refused

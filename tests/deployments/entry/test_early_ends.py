@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.entry.dispatcher_client import DispatcherClient
-from tenuto.deployments.entry.python_handle import RequestFailedError, TenutoHandle
+from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
+from tenuto.deployments.entry.service.python_handle import RequestFailedError, TenutoHandle
 from tenuto.deployments.security.keys import new_key
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.peer import Endpoint
@@ -28,7 +28,7 @@ from tests.instruments.live import PATIENCE_S
 
 pytest.importorskip("h2")
 hpack = pytest.importorskip("hpack")
-messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
+messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages")
 
 from tests.instruments.http2_client import HEADERS, WINDOW_UPDATE, Http2Client, message  # noqa: E402
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.entry.connection import HttpConnection
-from tenuto.deployments.entry.encrypted import EncryptedConnection
-from tenuto.deployments.entry.http_server import HttpServer
-from tenuto.deployments.entry.open_connections import Limits
-from tenuto.deployments.entry.turns import MOST_WORK
+from tenuto.deployments.entry.http.http1 import HttpConnection
+from tenuto.deployments.entry.http.loop_budget import MOST_WORK
+from tenuto.deployments.entry.http.open_connections import Limits
+from tenuto.deployments.entry.http.server import HttpServer
+from tenuto.deployments.entry.http.tls import TlsConnection
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena
 from tests.deployments.entry.test_access import certificate
@@ -29,7 +29,7 @@ from tests.instruments.live import PATIENCE_S
 TOGETHER = 200
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 40000\r\n\r\n" + bytes(40_000)
-ENDS: list[EncryptedConnection] = []  # of the test that runs
+ENDS: list[TlsConnection] = []  # of the test that runs
 
 
 class Line(Deaf):
@@ -54,7 +54,7 @@ class Client:
         self.piece = piece
         self.line = Line()
         made = server.connection(HttpConnection, tls)
-        assert isinstance(made, EncryptedConnection)
+        assert isinstance(made, TlsConnection)
         self.end = made
         self._came, self._leaves = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = trust.wrap_bio(self._came, self._leaves, server_hostname="127.0.0.1")
@@ -90,7 +90,7 @@ async def server() -> AsyncIterator[HttpServer]:
     yield made
     while ENDS:
         ENDS.pop().connection_lost(None)
-    while made.turns.waiting:  # some wait for a turn, and are gone when it comes
+    while made.budget.waiting:  # some wait for a turn, and are gone when it comes
         await asyncio.sleep(0)
     arena.close()
 
@@ -108,13 +108,13 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        inner = EncryptedConnection.go_on
+        inner = TlsConnection.resume
 
-        def counted(connection: EncryptedConnection) -> None:
+        def counted(connection: TlsConnection) -> None:
             self.count += 1
             inner(connection)
 
-        monkeypatch.setattr(EncryptedConnection, "go_on", counted)
+        monkeypatch.setattr(TlsConnection, "resume", counted)
 
 
 @pytest.mark.parametrize("piece", [1 << 16, 100])
@@ -133,7 +133,7 @@ async def test_a_turn_does_one_step_of_one_handshake(
         if all(client.is_shaken for client in clients):
             break
     assert all(client.is_shaken for client in clients)
-    while server.turns.waiting:
+    while server.budget.waiting:
         await asyncio.sleep(0)
         for client in clients:
             client.speak()
@@ -144,7 +144,7 @@ async def test_a_turn_does_one_step_of_one_handshake(
 async def shaken(server: HttpServer, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> list[Client]:
     """Return clients whose handshakes are over, and whose first request is answered."""
     clients = [Client(server, *contexts, 1 << 16) for _ in range(TOGETHER)]
-    while server.turns.waiting or not all(client.is_shaken for client in clients):
+    while server.budget.waiting or not all(client.is_shaken for client in clients):
         for client in clients:
             client.speak()
         await asyncio.sleep(0)
@@ -168,7 +168,7 @@ async def test_a_turn_decrypts_what_it_has_work_left_for(
     for client in clients:
         client.tls.write(POST)
     most = 0
-    while server.turns.waiting or decrypted < TOGETHER:
+    while server.budget.waiting or decrypted < TOGETHER:
         before = decrypted
         with Calls() as calls:
             for client in clients:
@@ -177,7 +177,7 @@ async def test_a_turn_decrypts_what_it_has_work_left_for(
         most = max(most, calls.count)
         assert decrypted <= before + 3 * MOST_WORK  # read, gone on with, and read on
     held = max(client.end._incoming.pending for client in clients)
-    assert held <= 2 * EncryptedConnection.max_size + (1 << 14)
+    assert held <= 2 * TlsConnection.max_size + (1 << 14)
     assert most < MOST_WORK * 200 + TOGETHER * MOST_PUT_OFF
 
 
@@ -192,7 +192,7 @@ async def test_a_turn_ends_one_of_those_that_leave_together(
             for client in (*clients, *begun):
                 ends(client)
         assert calls.count < 2 * TOGETHER * MOST_PUT_OFF
-        while server.turns.waiting:
+        while server.budget.waiting:
             before = steps.count
             await asyncio.sleep(0)
             assert steps.count <= before + 1
@@ -234,7 +234,7 @@ def test_a_turn_takes_few_of_those_who_come_together(
                 await asyncio.sleep(0)
                 together.append(made)
             await server.drain(0.0)
-        while server.turns.waiting or server.places.taken():
+        while server.budget.waiting or server.places.taken():
             await asyncio.sleep(0.001)
         server.close()
         arena.close()

@@ -13,7 +13,7 @@ from hpack import Encoder
 
 pytest.importorskip("h2")
 
-from tenuto.deployments.entry.grpc_messages import HEALTH, SERVICE, InferRequest
+from tenuto.deployments.entry.protocols.grpc_messages import HEALTH, SERVICE, InferRequest
 from tests.deployments.entry.test_endless import Calls
 from tests.deployments.entry.test_http2 import HEADERS, Bench, Line, begun, message, number
 from tests.instruments import http2_frames as http2

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tenuto.deployments.entry.exchange import HttpError, inflated
+from tenuto.deployments.entry.http.exchange import HttpError, inflated
 
 LIMIT = 1 << 20
 

@@ -18,8 +18,8 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
-from tenuto.deployments.entry.decisions import LatestBeside
 from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.entry.service.controller_cache import ControllerStatusCache
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
@@ -134,7 +134,7 @@ async def test_a_keys_rate_goes_where_its_client_asks(gateways: list[tuple[Entry
     parts = []
     for _ in range(2):
         for entry in (first, second):
-            await entry.watched.meet()
+            await entry.metrics.meet()
     for entry in (first, second):
         assert entry.service is not None
         caller = entry.service.callers.find(b"key")
@@ -155,7 +155,7 @@ async def test_a_controller_that_does_not_answer_keeps_nobody_waiting() -> None:
             raise OSError("its process ended")
         return answers.pop(0)
 
-    figures = LatestBeside(ask, clock=lambda: now_s)
+    figures = ControllerStatusCache(ask, clock=lambda: now_s)
     for at_s, shown, count in (
         (0.0, CONTROLLER, 1),
         (1.0, CONTROLLER, 1),

@@ -14,8 +14,8 @@ import h11
 import httptools
 import pytest
 
-from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.framing import Framing, KnownHeads
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.http.framing import Framing, KnownHeads
 
 CASES = int(os.environ.get("TENUTO_FUZZ_CASES", "3000"))
 NEXT = b"GET /next HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -267,7 +267,7 @@ async def test_what_nobody_expected_is_told_by_a_name_that_the_log_has(
     def fail(*_arguments: object) -> None:
         raise RuntimeError("secret of the model")
 
-    monkeypatch.setattr("tenuto.deployments.entry.call.JsonRows", fail)
+    monkeypatch.setattr("tenuto.deployments.entry.service.infer_call.JsonRows", fail)
     answer = await bench.infer()
     assert answer.status_code == 500
     assert "secret" not in answer.text

@@ -17,10 +17,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.entry import gateway
-from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.gateway import Entry
-from tenuto.deployments.entry.python_handle import RequestFailedError, TenutoHandle
-from tenuto.deployments.entry.traces import Traces
+from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
+from tenuto.deployments.entry.service.python_handle import RequestFailedError, TenutoHandle
+from tenuto.deployments.entry.service.traces import Traces
 from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.security.keys import new_key
 from tenuto.deployments.serve.deployment import Deployment

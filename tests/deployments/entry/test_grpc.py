@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.deployments.entry.exchange import HttpError
+from tenuto.deployments.entry.http.exchange import HttpError
 from tenuto.deployments.serve.launcher import unused_port
 from tests.deployments.entry.test_access import certificate
 from tests.instruments.fake_gpulet import make_plan
@@ -24,7 +24,7 @@ from tests.instruments.served_grpc import Served
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("h2")
 client = pytest.importorskip("tritonclient.grpc.aio")
-messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
+messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages")
 
 VALUES = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], np.float32)
 

@@ -19,11 +19,11 @@ from hpack import Decoder  # noqa: E402
 from jh2.config import H2Configuration  # noqa: E402
 from jh2.events import ConnectionTerminated, DataReceived, ResponseReceived, StreamReset, TrailersReceived  # noqa: E402
 
-from tenuto.deployments.entry.grpc_calls import GrpcServer  # noqa: E402
-from tenuto.deployments.entry.grpc_messages import InferRequest, InferResponse  # noqa: E402
-from tenuto.deployments.entry.http2 import MOST_STREAMS  # noqa: E402
-from tenuto.deployments.entry.http_server import HttpServer  # noqa: E402
-from tenuto.deployments.entry.open_connections import Limits  # noqa: E402
+from tenuto.deployments.entry.http.http2 import MOST_STREAMS  # noqa: E402
+from tenuto.deployments.entry.http.open_connections import Limits  # noqa: E402
+from tenuto.deployments.entry.http.server import HttpServer  # noqa: E402
+from tenuto.deployments.entry.protocols.grpc_calls import GrpcServer  # noqa: E402
+from tenuto.deployments.entry.protocols.grpc_messages import InferRequest, InferResponse  # noqa: E402
 from tenuto.deployments.wire.arena import Arena  # noqa: E402
 from tests.instruments import http2_frames as http2  # noqa: E402
 
@@ -52,7 +52,7 @@ class Service:
     def refusal(self, exchange: Any) -> None:
         return None
 
-    def handle(self, exchange: Any) -> None:
+    def handle(self, exchange: Any, _given: Any = None) -> None:
         self.asked.append(exchange)
         exchange.on_left = self._leave
         if not self.waits:
@@ -127,7 +127,7 @@ class Bench:
         """Let bytes come until the server has looked at all of them; returns the turns that this took."""
         self.came(data)
         for turn in range(100_000):
-            if not (self.unread or self.server.turns.waiting) or self.line.is_closed:
+            if not (self.unread or self.server.budget.waiting) or self.line.is_closed:
                 return turn
             await asyncio.sleep(0)
             if self.unread and self.line.reads:

@@ -19,7 +19,7 @@ from h2.exceptions import InvalidBodyLengthError, ProtocolError  # noqa: E402
 from h2.utilities import HeaderValidationFlags, validate_headers  # noqa: E402
 from hpack import Encoder  # noqa: E402
 
-from tenuto.deployments.entry.grpc_messages import InferRequest  # noqa: E402
+from tenuto.deployments.entry.protocols.grpc_messages import InferRequest  # noqa: E402
 from tests.deployments.entry.test_http2 import BLOCK, HEADERS, Bench, number  # noqa: E402
 from tests.instruments import http2_frames as http2  # noqa: E402
 

@@ -14,9 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.incoming import REACH, Account, BodyMemory, IncomingBody
-from tenuto.deployments.entry.open_connections import Limits
+from tenuto.deployments.entry.http.body_memory import REACH, Account, BodyMemory, IncomingBody
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.http.open_connections import Limits
 from tenuto.deployments.wire.arena import Arena
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S

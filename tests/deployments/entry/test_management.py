@@ -3,8 +3,8 @@
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from tenuto.deployments.entry.exchange import Exchange, Head
-from tenuto.deployments.entry.management import answer_with
+from tenuto.deployments.entry.http.exchange import Exchange, Head
+from tenuto.deployments.entry.service.management import answer_with
 from tenuto.deployments.wire.tensors import Buffer
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.deployments.entry.margin import Margin
+from tenuto.deployments.entry.service.margin import Margin
 
 SLO_MS = 100.0
 Answers = st.lists(st.one_of(st.none(), st.floats(0.0, 500.0)), max_size=80)  # None: in time; else late by so much

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.deployments.entry.oip import JsonRows, RequestReader, TensorSpec, encode_response
+from tenuto.deployments.entry.protocols.oip import JsonRows, RequestReader, TensorSpec, encode_response
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.tensors import DATATYPES, OutputTensor, RowOutput
 from tenuto.profiles.networks.catalogue import DTYPES, LoadedModel, ModelSignature, TensorSignature
@@ -87,7 +87,7 @@ def test_json_and_typed_contents_have_every_digit(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float16"])  # gRPC has no field for it
 def test_typed_contents_of_grpc_have_every_digit(dtype: str) -> None:
-    messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
+    messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages")
     values = values_of(dtype)
     asked = messages.InferRequest(model_name="m")
     given = asked.inputs.add(name="x", datatype=NAMES[dtype], shape=[1, len(values)])

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.deployments.entry import oip
-from tenuto.deployments.entry.oip import (
+from tenuto.deployments.entry.protocols import oip
+from tenuto.deployments.entry.protocols.oip import (
     PLAIN,
     BadRequestError,
     InferHeader,

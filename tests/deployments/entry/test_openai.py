@@ -13,11 +13,11 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.grpc_messages import AskedMessage, InferReader, InferRequest
-from tenuto.deployments.entry.openai import AskedChoice, Wanted, wanted
-from tenuto.deployments.entry.openai_answers import Piece, ScoredToken, Usage
-from tenuto.deployments.entry.openai_bodies import (
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.protocols.grpc_messages import AskedMessage, InferReader, InferRequest
+from tenuto.deployments.entry.protocols.openai import AskedChoice, Wanted, wanted
+from tenuto.deployments.entry.protocols.openai_answers import Piece, ScoredToken, Usage
+from tenuto.deployments.entry.protocols.openai_bodies import (
     ChatBody,
     CompletionBody,
     GenerateBody,
@@ -25,7 +25,7 @@ from tenuto.deployments.entry.openai_bodies import (
     made_body,
     read_body,
 )
-from tenuto.deployments.entry.texts import ByteTokenizer, Tokenizer
+from tenuto.deployments.entry.protocols.texts import ByteTokenizer, Tokenizer
 from tenuto.profiles.networks.catalogue import GenerationLimits
 from tenuto.profiles.networks.generating import Sampling, TokenScores
 

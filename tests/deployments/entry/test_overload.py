@@ -21,8 +21,8 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.fleet import GpuletConnection
-from tenuto.deployments.entry.exchange import Exchange, Head
-from tenuto.deployments.entry.service import InferenceService, ReadingLag
+from tenuto.deployments.entry.http.exchange import Exchange, Head
+from tenuto.deployments.entry.service.inference import InferenceService, ReadingLag
 from tenuto.deployments.wire.messages import GpuletState
 from tenuto.deployments.wire.peer import ConnectionEvents, Finder
 from tenuto.deployments.wire.tensors import Buffer
@@ -35,7 +35,7 @@ SLO_MS = 25.0
 LATENCY = {"alpha_ms": 1.053, "beta_ms": 5.072}
 PEAK_RPS = 1000.0  # what two gpu-lets serve in time here, a little below the scheduler's own limit
 ACCEPT_MS, ANSWER_MS, TURN_AWAY_MS = 0.06, 0.02, 0.02
-HEAD = Head(b"POST", b"/v2/models/m/infer", {})
+HEAD = Head(b"POST", b"/v2/models/m/infer", {}, is_cached=True)
 BODY = b'{"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[1,2]}]}'
 
 
@@ -142,7 +142,7 @@ def play(
             ends = at + phase.seconds
             while (at := at + chance.expovariate(phase.rate_rps)) < ends:
                 await asyncio.sleep(max(0.0, at - clock()))
-                exchange = Timed(Head(HEAD.method, HEAD.url, {}), at * 1000.0, BODY, loop=loop)
+                exchange = Timed(HEAD, at * 1000.0, BODY, loop=loop)
                 phase.exchanges.append(exchange)
                 behind = service.lag.turned_away
                 service.handle(exchange)
@@ -208,8 +208,10 @@ def test_requests_leave_nothing_for_the_collector() -> None:
         gc.collect()
         gc.disable()
         try:
-            play(phase, rehearse=False)  # elsewhere replays leave things in another process
-            return gc.collect()
+            served = play(phase, rehearse=False)  # elsewhere replays leave things in another process
+            found = gc.collect()
+            served.close()  # and has lived until here, with the dispatcher's log
+            return found
         finally:
             gc.enable()
 

@@ -17,10 +17,10 @@ import httpx
 import numpy as np
 import pytest
 
-from tenuto.deployments.entry import own_hooks
-from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.own_hooks import HookFaultError, OwnHooks
-from tenuto.deployments.entry.planned_model import PlannedModel
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.service import hook_pool
+from tenuto.deployments.entry.service.hook_pool import HookFaultError, HookPool
+from tenuto.deployments.entry.service.planned_model import PlannedModel
 from tenuto.placement import Plan
 from tenuto.profiles.networks.model_options import HookOptions
 from tests.deployments.entry.test_gateway import Bench
@@ -41,7 +41,7 @@ def plan(hooks: str = NUMBERS, *, processes: int = 1) -> Plan:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of hooks that ended are replaced at once."""
-    monkeypatch.setattr(own_hooks, "AGAIN_S", 0.01)
+    monkeypatch.setattr(hook_pool, "AGAIN_S", 0.01)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ async def test_a_process_that_cannot_be_started_for_want_of_descriptors_is_start
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as short:
-        short.setattr(own_hooks.subprocess, "Popen", full)
+        short.setattr(hook_pool.subprocess, "Popen", full)
         await predict(bench, b"crash")
         while (answer := await predict(bench, b"[1, 2]")).status_code == 200:
             await asyncio.sleep(0.01)
@@ -140,15 +140,15 @@ LATER_MS = 1e15
 
 
 @pytest.fixture
-async def hooks() -> AsyncIterator[OwnHooks]:
+async def hooks() -> AsyncIterator[HookPool]:
     """One process."""
-    made = OwnHooks("m", HookOptions(hooks=NUMBERS, hook_processes=1), SIGNATURE, 10.0, hangs_s=PATIENCE_S)
+    made = HookPool("m", HookOptions(hooks=NUMBERS, hook_processes=1), SIGNATURE, 10.0, hangs_s=PATIENCE_S)
     yield made
     made.close()
 
 
 async def test_a_process_that_hangs_is_replaced() -> None:
-    hasty = OwnHooks("m", HookOptions(hooks=NUMBERS, hook_processes=1), SIGNATURE, 10.0, hangs_s=0.2)
+    hasty = HookPool("m", HookOptions(hooks=NUMBERS, hook_processes=1), SIGNATURE, 10.0, hangs_s=0.2)
     try:
         for body in (b"hang", b"spin"):
             with pytest.raises(HookFaultError, match="and its process was killed"):
@@ -160,7 +160,7 @@ async def test_a_process_that_hangs_is_replaced() -> None:
         hasty.close()
 
 
-async def test_a_call_that_comes_too_late_never_reaches_its_hook(hooks: OwnHooks) -> None:
+async def test_a_call_that_comes_too_late_never_reaches_its_hook(hooks: HookPool) -> None:
     with pytest.raises(HttpError, match="deadline"):
         await hooks.preprocess(b"crash", 0.0)
     first = await number_of(hooks)
@@ -171,7 +171,7 @@ async def test_a_call_that_comes_too_late_never_reaches_its_hook(hooks: OwnHooks
     assert await number_of(hooks) == first  # the same process goes on
 
 
-async def started_by(hooks: OwnHooks) -> int:
+async def started_by(hooks: HookPool) -> int:
     """Return a process that a hook has started, which would sleep for an hour."""
     (part,) = await hooks.preprocess(b"start", LATER_MS)
     return int(np.frombuffer(part.data, np.float32)[0])
@@ -186,7 +186,7 @@ async def ends(pid: int) -> None:
 
 
 @pytest.mark.parametrize("end", ["crash", "close"])
-async def test_what_hooks_have_started_ends_with_their_process(hooks: OwnHooks, end: str) -> None:
+async def test_what_hooks_have_started_ends_with_their_process(hooks: HookPool, end: str) -> None:
     started = await started_by(hooks)
     if end == "close":
         hooks.close()
@@ -198,12 +198,12 @@ async def test_what_hooks_have_started_ends_with_their_process(hooks: OwnHooks, 
 
 _GATEWAY = """
 import asyncio, os, signal
-from tenuto.deployments.entry.own_hooks import OwnHooks
+from tenuto.deployments.entry.service.hook_pool import HookPool
 from tenuto.profiles.networks.model_options import HookOptions
 from tests.deployments.entry.test_own_hooks import LATER_MS, NUMBERS, SIGNATURE, started_by
 
 async def main() -> None:
-    hooks = OwnHooks("m", HookOptions(hooks=NUMBERS, hook_processes=1), SIGNATURE, 10.0)
+    hooks = HookPool("m", HookOptions(hooks=NUMBERS, hook_processes=1), SIGNATURE, 10.0)
     print(await started_by(hooks), flush=True)
     hung = hooks.preprocess(b"spin", LATER_MS)
     await asyncio.sleep(0.1)
@@ -219,7 +219,7 @@ async def test_what_hooks_have_started_ends_with_a_gateway_that_is_killed() -> N
     await ends(int(killed.stdout))
 
 
-async def number_of(hooks: OwnHooks) -> float:
+async def number_of(hooks: HookPool) -> float:
     """Return what tells one process of hooks from another."""
     (part,) = await hooks.preprocess(b"print", LATER_MS)
     return float(np.frombuffer(part.data, np.float32)[0])
@@ -294,6 +294,6 @@ def below() -> list[int]:
             status: Any = (entry / "status").read_text() if command else ""
         except OSError:
             continue
-        if b"entry.hook_process" in command and f"PPid:\t{os.getpid()}\n" in status:
+        if b"entry.service.hook_process" in command and f"PPid:\t{os.getpid()}\n" in status:
             found.append(int(entry.name))
     return found

@@ -18,7 +18,7 @@ from tests.instruments.live import PATIENCE_S
 from tests.instruments.served_grpc import Served
 
 grpc = pytest.importorskip("grpc")
-messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
+messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages")
 
 BODY = b'{"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[1,2]}]}'
 INFER = "/inference.GRPCInferenceService/ModelInfer"

@@ -1,4 +1,4 @@
-"""Asking from Python: the same outcomes as over HTTP, and inputs checked before they are sent."""
+"""Resumable from Python: the same outcomes as over HTTP, and inputs checked before they are sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from tenuto.deployments.entry.python_handle import RequestFailedError, TenutoHandle
+from tenuto.deployments.entry.service.python_handle import RequestFailedError, TenutoHandle
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, UnavailableError
 from tenuto.outcome import Outcome
 from tests.deployments.entry.test_dispatcher_client import Start, start

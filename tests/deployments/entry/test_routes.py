@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.oip import TensorSpec
-from tenuto.deployments.entry.routes import make_app
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.protocols.oip import TensorSpec
+from tenuto.deployments.entry.service.management_routes import make_app
 from tenuto.deployments.operator.app import make_operator_app
 from tenuto.profiles.networks.catalogue import ImageInput
 from tests.instruments.plans import make_plan

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.deployments.entry.python_handle import TenutoHandle
-from tenuto.deployments.entry.splits import splits_of
+from tenuto.deployments.entry.service.python_handle import TenutoHandle
+from tenuto.deployments.entry.service.traffic_split import traffic_splits
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tenuto.placement.versions import versioned
@@ -199,7 +199,7 @@ TERMS = (("m", {}), ("m:2", {"share_pct": 5}), ("m:3", {"share_pct": 20}), ("m:4
 
 
 def test_a_split_is_without_bias_and_adds_up() -> None:
-    split = splits_of(plan_of(*TERMS).models, SIGNATURES.__contains__, SIGNATURES.__getitem__)["m"]
+    split = traffic_splits(plan_of(*TERMS).models, SIGNATURES.__contains__, SIGNATURES.__getitem__)["m"]
     draw = random.Random(7)
     count = 100_000
     found = Counter(split.choose(draw.random()) for _ in range(count))
@@ -215,7 +215,7 @@ def test_what_is_not_ready_gives_its_share_to_what_is() -> None:
     specs = plan_of(*TERMS, ("m:5", {"share_pct": 60})).models
     names = sorted(SIGNATURES)
     for ready in itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1)):
-        split = splits_of(specs, ready.__contains__, SIGNATURES.__getitem__)["m"]
+        split = traffic_splits(specs, ready.__contains__, SIGNATURES.__getitem__)["m"]
         part, last = {}, 0.0
         for below, name in (*split.canaries, (1.0, split.rest)):
             part[name], last = below - last, below
@@ -236,7 +236,7 @@ def test_a_version_of_other_tensors_has_no_part_in_the_split(caplog: pytest.LogC
     other = replace(signature, inputs=(replace(signature.inputs[0], shape=(3,)),))
     signatures = {"m": signature, "m:2": other}
     for ready in (["m", "m:2"], ["m:2"]):
-        assert splits_of(specs, ready.__contains__, signatures.__getitem__)["m"].canaries == ()
+        assert traffic_splits(specs, ready.__contains__, signatures.__getitem__)["m"].canaries == ()
         assert "m:2 is sent none of the requests of 'm': it has inputs x float32[3]" in caplog.text
         caplog.clear()
 

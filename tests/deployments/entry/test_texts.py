@@ -13,7 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.deployments.entry.texts import ByteTokenizer, FileTokenizer, GrowingText, Tokenizer, open_tokenizer
+from tenuto.deployments.entry.protocols.texts import (
+    ByteTokenizer,
+    FileTokenizer,
+    GrowingText,
+    Tokenizer,
+    open_tokenizer,
+)
 from tenuto.errors import InvalidInputError
 
 

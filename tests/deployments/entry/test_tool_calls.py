@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.deployments.entry.exchange import HttpError
-from tenuto.deployments.entry.openai import wanted
-from tenuto.deployments.entry.openai_bodies import ChatBody, read_body
-from tenuto.deployments.entry.texts import ByteTokenizer, FileTokenizer
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.protocols.openai import wanted
+from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, read_body
+from tenuto.deployments.entry.protocols.texts import ByteTokenizer, FileTokenizer
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import GenerationLimits

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tenuto.deployments.entry.traces import Traces
+from tenuto.deployments.entry.service.traces import Traces
 
 CALLER = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 STAGES = {"batching": (1000.0, 1004.0), "gpulet_queue": (1004.0, 1005.0), "execution": (1005.0, 1009.0)}

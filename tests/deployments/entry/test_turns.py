@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from tenuto.deployments.entry.connection import HttpConnection, HttpExchange
-from tenuto.deployments.entry.http_server import HttpServer
-from tenuto.deployments.entry.management import ManagementService
-from tenuto.deployments.entry.open_connections import Limits
-from tenuto.deployments.entry.turns import MOST_WORK, Turns
+from tenuto.deployments.entry.http.http1 import HttpConnection, HttpExchange
+from tenuto.deployments.entry.http.loop_budget import MOST_WORK, LoopBudget
+from tenuto.deployments.entry.http.open_connections import Limits
+from tenuto.deployments.entry.http.server import HttpServer
+from tenuto.deployments.entry.service.management import ManagementService
 from tenuto.deployments.wire.arena import Arena
 from tests.deployments.entry.test_endless import ENDLESS, Calls, Deaf, Service
 
@@ -76,7 +76,7 @@ async def test_no_turn_does_more_because_more_are_ready(server: HttpServer, name
             assert calls.count < MOST_CALLS
         for _ in range(10 * TOGETHER):
             await asyncio.sleep(0)
-            if not server.turns.waiting or data is block:
+            if not server.budget.waiting or data is block:
                 break
     for connection, _transport in pairs:
         connection.connection_lost(None)
@@ -88,7 +88,7 @@ async def _quiet(server: HttpServer) -> None:
     """Let all turns come that somebody waits for."""
     for _ in range(10 * TOGETHER):
         await asyncio.sleep(0)
-        if server.turns.left > 0 and not server.turns.waiting:
+        if server.budget.left > 0 and not server.budget.waiting:
             return
     raise AssertionError("somebody waits without end")
 
@@ -103,13 +103,13 @@ async def test_nor_because_all_leave_or_all_are_too_slow(server: HttpServer, mon
     pairs = connect(server, TOGETHER)
     for connection, transport in pairs:
         read(connection, transport, memoryview(ENDLESS["requests"][1] * 40))
-    while server.turns.waiting:
+    while server.budget.waiting:
         await asyncio.sleep(0)
     with Calls() as calls:
         for connection, _transport in pairs:
             connection.connection_lost(None)
     assert calls.count < MOST_CALLS + TOGETHER * MOST_PUT_OFF
-    while server.turns.waiting:
+    while server.budget.waiting:
         with Calls() as calls:
             await asyncio.sleep(0)
         assert calls.count < MOST_CALLS
@@ -117,7 +117,7 @@ async def test_nor_because_all_leave_or_all_are_too_slow(server: HttpServer, mon
 
     slow = connect(server, TOGETHER)
     for connection, transport in slow:
-        while server.turns.left <= 0:
+        while server.budget.left <= 0:
             await asyncio.sleep(0)
         read(connection, transport, memoryview(b"GET / HTTP/1.1\r\n"))
         connection.changed_s -= 1000.0
@@ -142,7 +142,7 @@ async def test_one_request_in_a_turn_is_answered_by_the_application(server: Http
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    server.service = ManagementService(server.turns, app)
+    server.service = ManagementService(server.budget, app)
     pairs = connect(server, 100)
     for connection, transport in pairs:
         read(connection, transport, memoryview(ENDLESS["requests"][1] * 5))
@@ -251,25 +251,25 @@ async def test_whoever_is_put_off_gets_every_answer_in_order(server: HttpServer,
 class Sending:
     """A connection that has always more to be looked at."""
 
-    def __init__(self, turns: Turns, takes: int) -> None:
-        self.turns, self.takes, self.went_on = turns, takes, 0
+    def __init__(self, budget: LoopBudget, takes: int) -> None:
+        self.budget, self.takes, self.went_on = budget, takes, 0
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.went_on += 1
-        self.turns.spend(self.takes)
-        self.turns.wait_behind(self)
+        self.budget.spend(self.takes)
+        self.budget.wait_behind(self)
 
 
 @pytest.mark.parametrize(
     ("takes", "others", "least"), [(0, 0, 8), (1, 0, 5), (4, 0, 2), (MOST_WORK, 0, 1), (4, MOST_WORK, 1)]
 )
 async def test_who_sends_ahead_uses_what_a_turn_has_left(takes: int, others: int, least: int) -> None:
-    turns = Turns(asyncio.get_running_loop())
-    ahead, first = Sending(turns, takes), [Sending(turns, 1) for _ in range(others)]
-    turns.wait_behind(ahead)
+    budget = LoopBudget(asyncio.get_running_loop())
+    ahead, first = Sending(budget, takes), [Sending(budget, 1) for _ in range(others)]
+    budget.wait_behind(ahead)
     for each in first:
-        turns.wait(each)
+        budget.wait(each)
     await asyncio.sleep(0)
     assert least <= ahead.went_on <= MOST_WORK
     assert all(each.went_on == 1 for each in first)
-    assert turns.left >= -takes - 1
+    assert budget.left >= -takes - 1

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.entry.connection import HttpConnection
-from tenuto.deployments.entry.http_server import HttpServer, Speaks
-from tenuto.deployments.entry.open_connections import Limits
+from tenuto.deployments.entry.http.http1 import HttpConnection
+from tenuto.deployments.entry.http.open_connections import Limits
+from tenuto.deployments.entry.http.server import HttpServer, Speaks
 from tenuto.deployments.security.certificate import Certificate
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena
@@ -26,7 +26,7 @@ from tests.instruments import http2_frames as http2
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S
 
-grpc_calls = pytest.importorskip("tenuto.deployments.entry.grpc_calls")
+grpc_calls = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_calls")
 
 from tests.deployments.entry.test_endless_http2 import REFLECTED, REFLECTION, data, head  # noqa: E402
 from tests.deployments.entry.test_http2 import ANSWER, begun, message, number  # noqa: E402
@@ -53,7 +53,7 @@ class Service:
     def refusal(self, exchange: Any) -> None:
         del exchange
 
-    def handle(self, exchange: Any) -> None:
+    def handle(self, exchange: Any, _given: Any = None) -> None:
         kind = exchange.head.url[1:].decode()
         kind = self.kind if kind.startswith("v2") and self.kind else kind
         if kind == "stream":

@@ -15,7 +15,7 @@ from tests.instruments.live import PATIENCE_S
 
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("h2")
-messages = pytest.importorskip("tenuto.deployments.entry.grpc_messages")
+messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages")
 
 BURST = 3
 # What clients are told: over HTTP, over gRPC, and amid a stream of gRPC, which has no codes for single messages.

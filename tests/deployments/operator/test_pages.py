@@ -10,8 +10,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from tenuto.deployments.entry.routes import make_app
-from tenuto.deployments.entry.service import InferenceService
+from tenuto.deployments.entry.service.inference import InferenceService
+from tenuto.deployments.entry.service.management_routes import make_app
 from tenuto.deployments.operator.app import make_operator_app
 from tenuto.deployments.operator.web_pages import docs_page, live_page
 from tenuto.pages import templates

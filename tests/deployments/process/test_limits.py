@@ -38,8 +38,8 @@ ALLOWED = {
     ("deployments/process/ray_address.py", "ray.init"),
     ("deployments/gpulet/mps_sharing.py", ".join"),  # joins a daemon, and waits for no thread
     ("mps/gpu_shares.py", ".join"),
-    ("deployments/entry/python_handle.py", ".result"),  # of a future of asyncio that is done
-    ("deployments/entry/service.py", ".result"),
+    ("deployments/entry/service/python_handle.py", ".result"),  # of a future of asyncio that is done
+    ("deployments/entry/service/inference.py", ".result"),
     ("loadgen/senders/handle_sender.py", ".result"),
     ("mps/daemon.py", "subprocess.run"),  # of a shell that goes into the background at once
 }

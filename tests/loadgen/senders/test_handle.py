@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tenuto.deployments.entry.planned_model import ModelInterface
-from tenuto.deployments.entry.python_handle import TenutoHandle
+from tenuto.deployments.entry.service.planned_model import ModelInterface
+from tenuto.deployments.entry.service.python_handle import TenutoHandle
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, UnavailableError
 from tenuto.loadgen.sender import Body, Reply

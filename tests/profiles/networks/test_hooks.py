@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tenuto.deployments.entry.hook_process import Done, Faulty, Postprocess, Preprocess, answer
+from tenuto.deployments.entry.service.hook_process import Done, Faulty, Postprocess, Preprocess, answer
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.hooks import Classifier, answer_json, load_hooks, made_inputs, try_hooks

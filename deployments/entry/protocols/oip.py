@@ -1,0 +1,773 @@
+"""The Open Inference Protocol v2 on the wire: JSON tensors and Triton's binary tensor extension, both ways.
+
+Pure functions of bytes, whose errors have the status of HTTP; nothing here knows Ray or the dispatcher.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import orjson
+
+from tenuto.deployments.entry.http.bounded_cache import BoundedCache
+from tenuto.deployments.entry.http.exchange import BadRequestError, HttpError
+from tenuto.deployments.wire.answers import Executed
+from tenuto.deployments.wire.arena import Slot
+from tenuto.deployments.wire.tensors import (
+    DATATYPES,
+    Buffer,
+    InputPart,
+    OutputTensor,
+    bytes_row,
+    element_ends,
+    pack_elements,
+    read_elements,
+)
+from tenuto.profiles.networks.catalogue import BYTES, TensorSignature
+from tenuto.profiles.networks.preprocess import largest
+
+_PROTOCOL_NAMES = {BYTES: "BYTES", **{numpy_name: name for name, numpy_name in DATATYPES.items()}}
+_KNOWN_DATATYPES = {name: numpy_name for numpy_name, name in _PROTOCOL_NAMES.items()}
+_DTYPES = {numpy_name: np.dtype(numpy_name) for numpy_name in DATATYPES.values()}
+MAX_SAMPLES = 1024  # limit: of one request
+# limit: a picture of 3 x 224 x 224 floats takes 1.5 to 3 MiB; binary tensors have no such limit
+MOST_JSON_BYTES = 4 << 20
+JSON_AT_ONCE_BYTES = 1 << 16  # limit: from here on it is read aside: 5 ms or less
+_MOST_JSON_VALUES = 1 << 18  # limit: numbers of a body
+_MOST_QUOTES = 1 << 12  # limit: quotation marks of a body
+_PART_BYTES = 1 << 15  # limit: of JSON numbers that are read at once, 2 ms or less: other threads wait so long
+
+JSON_TOO_LARGE = (
+    f"the JSON exceeds {MOST_JSON_BYTES >> 20} MiB or {_MOST_JSON_VALUES:,} values. Send large tensors as binary data "
+    "(Inference-Header-Content-Length), which also takes a fraction of the time."
+)
+
+Values = TypeVar("Values")
+Scalar = str | int | float | bool | None
+
+
+# A request that may wait longer is a mistake: it would hold its memory and its client's connection all the time.
+LONGEST_SLO_MS = 3_600_000.0  # limit: an hour
+
+
+NO_SHARED_MEMORY = "shared memory of clients is not offered. Send tensors in the body as binary data."
+
+
+class NotFiniteError(HttpError):
+    """An answer holds NaN or infinite values, or bytes that are no text, which JSON cannot carry (406)."""
+
+    def __init__(self, output: str, holds: str = "NaN or infinite values") -> None:
+        super().__init__(
+            406,
+            f"output '{output}' holds {holds}, which JSON cannot carry. Ask for binary data "
+            "(parameter binary_data_output), and look at the model.",
+        )
+
+
+class TensorSpec(TensorSignature):
+    """One input or output of a model, in the protocol's terms."""
+
+    @property
+    def datatype(self) -> str:
+        """The protocol's name of the dtype."""
+        return _PROTOCOL_NAMES[self.dtype]
+
+    @property
+    def elements(self) -> int:
+        """Values of one sample."""
+        return math.prod(self.shape)
+
+    def sample_bytes(self, dtype: str) -> int:
+        """Bytes of one sample in one of the dtypes of numbers."""
+        return self.elements * _DTYPES[dtype].itemsize
+
+    def dtype_of(self, datatype: Any) -> str:
+        """Return the numpy dtype of a protocol datatype that this input takes.
+
+        Raises:
+            BadRequestError: it takes another.
+        """
+        dtype = _KNOWN_DATATYPES.get(datatype) if isinstance(datatype, str) else None
+        if dtype is None or (dtype != self.dtype and dtype not in self.accepts):
+            taken = " or ".join(_PROTOCOL_NAMES[each] for each in (self.dtype, *self.accepts))
+            raise BadRequestError(f"input '{self.name}' has datatype {datatype!r}; the model takes {taken}.")
+        return dtype
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the tensor's entry in the model metadata; -1 is the batch dimension."""
+        return {"name": self.name, "datatype": self.datatype, "shape": [-1, *self.shape]}
+
+
+class RequestedOutput(NamedTuple):
+    """An output the client asked for, and in which form."""
+
+    name: str
+    binary: bool
+    classification: int = 0
+
+
+@dataclass(slots=True)
+class InferHeader:
+    """The JSON part of a request. It says where tensors lie, and not their values. So one object serves every request
+    that begins with the same bytes."""
+
+    id: str
+    tensors: list[_Tensor]  # in signature order
+    binary_bytes: int
+    count: int  # samples
+    outputs: list[RequestedOutput] | None
+    binary_output: bool
+    slo_ms: float | None
+    yields: bool = False  # other requests of its model go first
+
+    def fill(self, binary: memoryview, slot: Slot | None = None, at: int = 0) -> InferRequest:
+        """Return the request with the bytes that follow the JSON part; they lie in `slot`, from `at` on.
+
+        Raises:
+            BadRequestError: the bytes have another length than announced, or hold values that the model does not know.
+        """
+        surplus = len(binary) - self.binary_bytes
+        if surplus < 0:
+            raise BadRequestError(f"the body ends {-surplus} bytes before the announced binary data does.")
+        if surplus:
+            raise BadRequestError(
+                f"{surplus} bytes follow the last binary tensor. Correct the binary_data_size values."
+            )
+        whole: list[InputPart] = []
+        ends: dict[int, list[int]] = {}  # of the samples of inputs of bytes
+        arena, offset = ("", 0) if slot is None else (slot.arena, slot.offset + at)
+        for spec, dtype, source in self.tensors:
+            if isinstance(source, range):
+                part = InputPart(binary[source.start : source.stop], dtype, arena, offset + source.start)
+            else:
+                part = InputPart(source, dtype)
+            if dtype == BYTES:
+                ends[len(whole)] = _sample_ends(spec, part.data, self.count)
+            if spec.below is not None:
+                _check_range(spec, part)
+            whole.append(part)
+        return InferRequest(self, [whole] if self.count == 1 else _samples(whole, self.count, ends))
+
+
+class InferRequest(msgspec.Struct):
+    """A parsed request: `parts[sample]` holds one tensor per input in signature order."""
+
+    header: InferHeader
+    parts: list[list[InputPart]]
+
+
+class _Tensor(NamedTuple):
+    """One input: `source` is its values, or where they lie in the binary part. `dtype`: "" for the signature's own,
+    unless that is `bytes`."""
+
+    spec: TensorSpec
+    dtype: str
+    source: bytes | range
+
+
+class TensorGiven(msgspec.Struct, Generic[Values], gc=False):
+    """One entry of `inputs` as it comes."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    data: Values | msgspec.UnsetType = msgspec.UNSET
+    parameters: dict[str, Scalar] | None = None
+
+
+class OutputGiven(msgspec.Struct, gc=False):
+    """One entry of `outputs`."""
+
+    name: str
+    parameters: dict[str, Scalar] | None = None
+
+
+class RequestGiven(msgspec.Struct, Generic[Values], gc=False):
+    """The JSON part of a request."""
+
+    inputs: list[TensorGiven[Values]]
+    id: str | int = ""
+    parameters: dict[str, Scalar] | None = None
+    outputs: list[OutputGiven] | None = None
+
+
+class Given(NamedTuple):
+    """A request as gRPC gives it, without its tensors, which are binary data. Requests with the same `key` are
+    equal."""
+
+    key: tuple[Any, ...]
+    request: RequestGiven[Any]
+
+
+class RequestReader:
+    """Reads the requests of one model.
+
+    msgspec checks names and types of everything while it reads. Values in flat lists are read with the rest; almost all
+    requests have these. Mixed types, nested lists and long lists stay text at first.
+    """
+
+    _KEPT = 256  # limit: descriptions that are kept
+    _LONGEST_KEPT_BYTES = 2048  # limit: of one of them
+
+    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
+        """Prepare for a model's inputs."""
+        self.inputs = inputs
+        self._known = {spec.name: spec for spec in inputs}
+        self.takes_bytes = any(spec.dtype == BYTES for spec in inputs)
+        kinds = {np.dtype(dtype).kind for spec in inputs for dtype in (spec.dtype, *spec.accepts)}
+        self._decode = _DECODERS[kinds.pop()] if len(kinds) == 1 else _decode_as_text
+        # How each tensor of a plain request is named and packed; none if values have to be checked, or are of bytes.
+        self._plain = [
+            ((spec.name, spec.datatype, [1, *spec.shape]), struct.Struct(f"<{spec.elements}{_CODES[spec.dtype]}").pack)
+            for spec in inputs
+            if all(each.below is None and each.dtype != BYTES for each in inputs)
+        ]
+        # JSON parts in front of binary tensors: clients send the same one again and again.
+        self._headers: BoundedCache[bytes | tuple[Any, ...], InferHeader] = BoundedCache(self._KEPT)
+
+    def read(self, body: Buffer, header_length: int | None = None, slot: Slot | None = None) -> InferRequest:
+        """Return what a request asks for.
+
+        Args:
+            body: the whole HTTP body.
+            header_length: value of `Inference-Header-Content-Length`, or None for a body that is all JSON.
+            slot: what the body lies in; binary tensors are then not copied.
+
+        Raises:
+            BadRequestError: malformed JSON, or tensors that do not fit the signature.
+        """
+        if header_length is None:
+            given = self._decoded(body)
+            return self._read_plain(given) or self._header(given).fill(_NOTHING)
+        whole = memoryview(body)
+        if not 0 <= header_length <= len(whole):
+            raise BadRequestError(
+                f"Inference-Header-Content-Length is {header_length}, but the body has {len(whole)} bytes. "
+                "Send the length of the JSON part."
+            )
+        if not header_length:
+            return self._raw(len(whole)).fill(whole, slot)
+        text = whole[:header_length]
+        if len(text) > self._LONGEST_KEPT_BYTES:
+            header = self._header(self._decoded(text))
+        else:
+            key = bytes(text)
+            header = self._find(key, lambda: self._decoded(key))
+        return header.fill(whole[header_length:], slot, header_length)
+
+    def read_given(self, given: Given, binary: Buffer, slot: Slot | None = None) -> InferRequest:
+        """Return what a request over gRPC asks for; `binary`: its tensors one behind the other, at the beginning of
+        `slot` where they lie in one.
+
+        Raises:
+            BadRequestError: the tensors do not fit the signature.
+        """
+        return self._find(given.key, lambda: given.request).fill(memoryview(binary), slot)
+
+    def _raw(self, size: int) -> InferHeader:
+        """Return the request whose body is the one tensor of the model, in as many samples as it has room for."""
+        if len(self.inputs) != 1:
+            raise BadRequestError(
+                f"a body without a JSON part holds one input; the model has {len(self.inputs)}. Send the length of the "
+                "JSON part as Inference-Header-Content-Length."
+            )
+        spec = self.inputs[0]
+        if spec.dtype == BYTES:
+            raise BadRequestError(
+                f"a body without a JSON part holds numbers; input '{spec.name}' takes BYTES. Send the length of the "
+                "JSON part as Inference-Header-Content-Length."
+            )
+        each = spec.sample_bytes(spec.dtype)
+        count, rest = divmod(size, each or 1)
+        if rest or not 1 <= count <= MAX_SAMPLES:
+            raise BadRequestError(
+                f"the body has {size} bytes; input '{spec.name}' takes {each} bytes of {spec.datatype} for each of "
+                f"1 to {MAX_SAMPLES} samples."
+            )
+        return InferHeader("", [_Tensor(spec, "", range(size))], size, count, None, False, None)
+
+    def _find(self, key: bytes | tuple[Any, ...], read: Callable[[], RequestGiven[Any]]) -> InferHeader:
+        """Return a request that was read before; requests with an id of their own do not come again."""
+        header = self._headers.get(key)
+        if header is None:
+            header = self._header(read())
+            if not header.id:
+                self._headers.add(key, header)
+        return header
+
+    def _read_plain(self, given: RequestGiven[Any]) -> InferRequest | None:
+        """Return a request that has only one sample's values, in flat lists of the signature's order and types. Most
+        requests are like this. None for others, and for any with a fault."""
+        if given.id or given.parameters or given.outputs is not None or len(given.inputs) != len(self.inputs):
+            return None
+        if not self._plain:
+            return None
+        parts = []
+        for tensor, (said, pack) in zip(given.inputs, self._plain, strict=True):
+            if (
+                (tensor.name, tensor.datatype, tensor.shape) != said
+                or tensor.parameters
+                or type(tensor.data) is not list
+            ):
+                return None
+            try:
+                parts.append(InputPart(pack(*tensor.data)))
+            except (struct.error, OverflowError):
+                return None
+        return InferRequest(PLAIN, [parts])
+
+    def _header(self, given: RequestGiven[Any]) -> InferHeader:
+        parameters = given.parameters
+        count, tensors, binary_bytes = self._tensors(given.inputs)
+        header = InferHeader(str(given.id), tensors, binary_bytes, count, None, False, None)
+        if parameters:
+            header.yields = yields_from(parameters)
+            header.binary_output = bool(parameters.get("binary_data_output", False))
+            header.slo_ms = slo_from(parameters)
+        if given.outputs is not None:
+            header.outputs = _requested(given.outputs, binary=header.binary_output)
+        return header
+
+    def _decoded(self, text: Buffer) -> RequestGiven[Any]:
+        try:
+            if len(text) <= JSON_AT_ONCE_BYTES:
+                try:
+                    return self._decode(text)
+                except msgspec.ValidationError:
+                    pass  # nested values, or something wrong
+            else:
+                _check_size(text, _MOST_QUOTES + (2 * _MOST_JSON_VALUES if self.takes_bytes else 0))
+            return _decode_as_text(text)
+        except msgspec.ValidationError as error:
+            raise BadRequestError(f"this is no Open Inference Protocol v2 request: {error}.") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequestError(
+                f"the body is not valid JSON: {error}. Send an Open Inference Protocol v2 request."
+            ) from None
+
+    def _tensors(self, given: list[TensorGiven[Any]]) -> tuple[int, list[_Tensor], int]:
+        """Return how many samples there are, every input's tensor, and how many bytes of binary data there must be."""
+        found: dict[str, _Tensor] = {}
+        counts: dict[str, int] = {}
+        binary_bytes = 0
+        for tensor in given:
+            name = tensor.name
+            spec = self._known.get(name)
+            if spec is None:
+                raise BadRequestError(f"unknown input '{name}'. The model's inputs: {', '.join(self._known)}.")
+            if name in found:
+                raise BadRequestError(f"input '{name}' is given twice.")
+            dtype = spec.dtype_of(tensor.datatype)
+            count = counts[name] = _batch_dimension(tensor.shape, spec)
+            source = _source(tensor, spec, dtype, count, binary_bytes)
+            found[name] = _Tensor(spec, "" if dtype == spec.dtype != BYTES else dtype, source)
+            if isinstance(source, range):
+                binary_bytes = source.stop
+        if len(found) < len(self._known):
+            missing = [name for name in self._known if name not in found]
+            raise BadRequestError(f"missing input {', '.join(missing)}.")
+        if len(found) == 1:
+            return count, [found[name]], binary_bytes
+        if len(set(counts.values())) > 1:
+            raise BadRequestError(
+                f"inputs disagree on the batch dimension: {counts}. Give all the same first dimension."
+            )
+        return max(counts.values(), default=0), [found[spec.name] for spec in self.inputs], binary_bytes
+
+
+def _check_size(text: Buffer, most_quotes: int) -> None:
+    """Refuse JSON that would take long to read, before reading it."""
+    if len(text) > MOST_JSON_BYTES or _count(text, b",") > _MOST_JSON_VALUES:
+        raise BadRequestError(JSON_TOO_LARGE)
+    if _count(text, b'"') > most_quotes:
+        raise BadRequestError("the JSON has more names than a request needs.")
+
+
+def _count(text: Buffer, mark: bytes) -> int:
+    """Return how often one byte is in a text; `bytes.count` takes five times as long if it is there often."""
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == mark[0]))
+
+
+def _sample_ends(spec: TensorSpec, data: Buffer, count: int) -> list[int]:
+    """Return where each sample of an input of bytes ends.
+
+    Raises:
+        BadRequestError: the tensor has other elements than its shape says, or a sample is too long.
+    """
+    try:
+        all_ends = element_ends(data, count * spec.elements)
+    except ValueError as error:
+        raise BadRequestError(f"input '{spec.name}': {error}.") from None
+    ends = all_ends[spec.elements - 1 :: spec.elements] if spec.elements else [0] * count
+    longest = max(map(operator.sub, ends, [0, *ends]))
+    if longest > spec.most_bytes:
+        raise BadRequestError(
+            f"input '{spec.name}' has a sample of {longest} bytes, the lengths of its elements included; the model "
+            f"takes {spec.most_bytes}. Send less."
+        )
+    return ends
+
+
+def _samples(whole: Sequence[InputPart], count: int, ends: Mapping[int, Sequence[int]]) -> list[list[InputPart]]:
+    """Cut every tensor into those of its samples; `ends`: where these end in tensors of bytes, by their places."""
+    parts: list[list[InputPart]] = [[] for _ in range(count)]
+    for at, part in enumerate(whole):
+        data = memoryview(part.data)
+        if at in ends:
+            start = 0
+            for mine, end in zip(parts, ends[at], strict=True):
+                mine.append(InputPart(data[start:end], part.dtype, part.arena, part.offset + start))
+                start = end
+            continue
+        size = data.nbytes // count
+        for sample in range(count):
+            start = sample * size
+            parts[sample].append(InputPart(data[start : start + size], part.dtype, part.arena, part.offset + start))
+    return parts
+
+
+def slo_from(parameters: Mapping[str, Any]) -> float | None:
+    """Return the time allowed in ms: parameter `slo_ms`, else Triton's `timeout` in microseconds, of which 0 is no
+    limit; else None."""
+    if "slo_ms" in parameters:
+        return parse_slo(parameters["slo_ms"], "parameter slo_ms")
+    if "timeout" in parameters:
+        timeout_us = parse_slo(parameters["timeout"], "parameter timeout", 1000.0 * LONGEST_SLO_MS)
+        return timeout_us / 1000.0 if timeout_us else None
+    return None
+
+
+def yields_from(parameters: Mapping[str, Any]) -> bool:
+    """Return whether Triton's `priority` ranks a request below the others of its model. 0 (none) and 1 (the highest)
+    are the rank by the plan; values above 1 are lower.
+
+    Raises:
+        BadRequestError: it is no whole number of at least 0.
+    """
+    given = parameters.get("priority", 0)
+    if type(given) is not int or given < 0:
+        raise BadRequestError("parameter priority must be a whole number: 0 or 1, or above 1 to go behind others.")
+    return given > 1
+
+
+def parse_slo(value: Any, where: str, most: float = LONGEST_SLO_MS) -> float:
+    """Return a number of at most an hour; raises `BadRequestError` otherwise. Zero and less are allowed: expired."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or isinstance(value, bool) or number > most:
+        shown = repr(value)
+        shown = shown if len(shown) <= 40 else shown[:37] + "..."
+        raise BadRequestError(f"{where} is {shown}. Give a number of at most {most:.0f}.")
+    return number
+
+
+def _source(tensor: TensorGiven[Any], spec: TensorSpec, dtype: str, count: int, at: int) -> bytes | range:
+    """Return one input's values, or where they lie; `at` is the end of the binary data of those before it."""
+    parameters = tensor.parameters
+    if parameters:
+        _refuse_shared_memory(parameters, f"input '{spec.name}'")
+        size = parameters.get("binary_data_size")
+        if size is not None:
+            if tensor.data is not msgspec.UNSET:
+                raise BadRequestError(f"input '{spec.name}' has 'data' and binary data. Give one of them.")
+            if dtype == BYTES and type(size) is int and size >= 0:
+                return range(at, at + size)
+            expected = "some" if dtype == BYTES else count * spec.sample_bytes(dtype)
+            if type(size) is not int or size != expected:
+                raise BadRequestError(
+                    f"input '{spec.name}' announces {size!r} binary bytes; its shape needs {expected}."
+                )
+            return range(at, at + size)
+    data = tensor.data
+    if data is msgspec.UNSET:
+        raise BadRequestError(f"input '{spec.name}' has neither 'data' nor binary data.")
+    if dtype == BYTES:
+        return _read_texts(data, spec, tensor.shape)
+    try:
+        if type(data) is not list:
+            return _read_values(bytes(data), spec, dtype, tensor.shape)
+        _check_count(len(data), count * spec.elements, spec, tensor.shape)
+        return struct.pack(f"<{len(data)}{_CODES[dtype]}", *data)
+    except msgspec.DecodeError:
+        raise BadRequestError(f"the data of input '{spec.name}' is not all {_PROTOCOL_NAMES[dtype]} values.") from None
+    except (struct.error, OverflowError):
+        raise BadRequestError(f"the data of input '{spec.name}' does not fit {_PROTOCOL_NAMES[dtype]}.") from None
+
+
+def _refuse_shared_memory(parameters: Mapping[str, Any], where: str) -> None:
+    """Say that the protocol's shared memory extensions are not offered."""
+    if "shared_memory_region" in parameters:
+        raise BadRequestError(f"{where}: {NO_SHARED_MEMORY}")
+
+
+def _batch_dimension(shape: list[int], spec: TensorSpec) -> int:
+    """Return how many samples a shape holds: with or without the leading batch dimension."""
+    if tuple(shape) == spec.shape and spec.shape:
+        return 1
+    if len(shape) != len(spec.shape) + 1 or tuple(shape[1:]) != spec.shape or not 1 <= shape[0] <= MAX_SAMPLES:
+        wanted = f"[n, {', '.join(map(str, spec.shape))}]" if spec.shape else "[n]"
+        raise BadRequestError(
+            f"input '{spec.name}' has shape {shape}; the model takes {wanted} with n from 1 to {MAX_SAMPLES}."
+        )
+    return shape[0]
+
+
+def _check_count(given: int, needed: int, spec: TensorSpec, shape: list[int]) -> None:
+    if given != needed:
+        raise BadRequestError(f"input '{spec.name}' has {given} values; shape {shape} needs {needed}.")
+
+
+def _read_values(text: bytes, spec: TensorSpec, dtype: str, shape: list[int]) -> bytes:
+    """Convert JSON numbers, nested or flat, without silent rounding or wrapping; in parts, where they are many."""
+    code, decode = _CODES[dtype], _VALUE_DECODERS[np.dtype(dtype).kind]
+    if not text.startswith(b"["):
+        decode(text)  # raises
+    is_nested = text.find(b"[", 1) > 0
+    if is_nested:
+        _check_nesting(text, spec, shape)
+    _check_count(_count(text, b",") + 1, math.prod(shape), spec, shape)
+    parts = []
+    at, end = 1, len(text) - 1
+    while at < end:
+        until = text.find(b",", min(at + _PART_BYTES, end))
+        until = end if until < 0 else until
+        part = text[at:until]
+        some = decode(b"[%b]" % (part.translate(None, b"[]") if is_nested else part))
+        parts.append(struct.pack(f"<{len(some)}{code}", *some))
+        at = until + 1
+    return b"".join(parts)
+
+
+def _read_texts(data: Any, spec: TensorSpec, shape: list[int]) -> bytes:
+    """Return texts in JSON, nested or flat, as a tensor of bytes."""
+    try:
+        texts = np.array(data if type(data) is list else msgspec.json.decode(bytes(data)), object)
+        elements = [text.encode() for text in texts.flat]  # an element of ragged lists is a list
+    except (msgspec.DecodeError, RecursionError, AttributeError, UnicodeEncodeError):
+        raise BadRequestError(f"the data of input '{spec.name}' is not all BYTES values, which are texts.") from None
+    _check_count(len(elements), math.prod(shape), spec, shape)
+    whole = (1, *spec.shape) if len(shape) == len(spec.shape) else tuple(shape)
+    if texts.shape not in ((len(elements),), whole, whole[1:] if whole[0] == 1 else whole):
+        raise BadRequestError(
+            f"the data of input '{spec.name}' is not nested as shape {shape} is. Nest it so, or not at all."
+        )
+    return pack_elements(elements)
+
+
+def _check_nesting(text: bytes, spec: TensorSpec, shape: list[int]) -> None:
+    """Refuse nested lists that are not as long as the shape says, each of them."""
+    nested = text.translate(None, _SCALARS)
+    whole = [1, *spec.shape] if len(shape) == len(spec.shape) else shape
+    if nested not in (_skeleton(whole), _skeleton(whole[1:]) if whole[0] == 1 else b""):
+        raise BadRequestError(
+            f"the data of input '{spec.name}' is ragged, or not nested as shape {shape} is. Nest it so, or not at all."
+        )
+
+
+def _skeleton(shape: Sequence[int]) -> bytes:
+    """Return what is left of nested lists of a shape without their values: `[[,],[,]]` for (2, 2)."""
+    found = b""
+    for size in reversed(shape):
+        found = b"[%b]" % b",".join([found] * size)
+    return found
+
+
+# The characters of JSON values of a tensor, beside brackets and commas.
+_SCALARS = b"0123456789+-.eEtrufals \t\r\n"
+# How the values of a tensor are packed.
+_CODES = dict(zip(DATATYPES.values(), "?BHIQbhiqefd", strict=True))
+# The readers by numpy's kind of the type, and readers of whole requests of models that have only this kind.
+_KINDS: dict[str, Any] = {"b": list[bool], "i": list[int], "u": list[int], "f": list[float], "S": list[str]}
+_VALUE_DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
+    kind: msgspec.json.Decoder(values).decode for kind, values in _KINDS.items()
+}
+_DECODERS: dict[str, Callable[[Buffer], RequestGiven[Any]]] = {
+    kind: msgspec.json.Decoder(RequestGiven[values]).decode  # type: ignore[valid-type]
+    for kind, values in _KINDS.items()
+}
+_decode_as_text: Callable[[Buffer], RequestGiven[Any]] = msgspec.json.Decoder(RequestGiven[msgspec.Raw]).decode
+_NOTHING = memoryview(b"")
+PLAIN = InferHeader("", [], 0, 1, None, False, None)  # one sample, and all outputs as JSON
+
+
+def _check_range(spec: TensorSpec, part: InputPart) -> None:
+    assert spec.below is not None
+    values = np.frombuffer(part.data, dtype=part.dtype or spec.dtype)
+    if values.size and not (int(values.min()) >= 0 and int(values.max()) < spec.below):
+        raise BadRequestError(
+            f"input '{spec.name}' has values outside 0 to {spec.below - 1}; the model knows no others."
+        )
+
+
+def _requested(given: list[OutputGiven], *, binary: bool) -> list[RequestedOutput]:
+    """Return the outputs that a client asks for; `binary`: the form of those for which it gives none."""
+    found = []
+    for output in given:
+        options = output.parameters or {}
+        _refuse_shared_memory(options, f"output '{output.name}'")
+        classes = options.get("classification", 0)
+        if type(classes) is not int or classes < 0:
+            raise BadRequestError(f"output '{output.name}': classification must be a number of classes.")
+        found.append(RequestedOutput(output.name, bool(options.get("binary_data", binary)), classes))
+    return found
+
+
+def check_outputs(requested: Sequence[RequestedOutput], outputs: Sequence[TensorSpec]) -> None:
+    """Raise `BadRequestError` when a requested output does not exist."""
+    known = {spec.name: spec for spec in outputs}
+    for output in requested:
+        if output.name not in known:
+            raise BadRequestError(f"unknown output '{output.name}'. The model's outputs: {', '.join(known)}.")
+        if output.classification and known[output.name].dtype == BYTES:
+            raise BadRequestError(f"output '{output.name}' is of BYTES, which have no classes. Ask for it as it is.")
+
+
+def encode_response(
+    named: bytes,
+    header: InferHeader,
+    samples: Sequence[Sequence[OutputTensor]],
+    parameters: bytes,
+    labels: Sequence[str] = (),
+) -> tuple[bytes, list[Buffer]]:
+    """Return the JSON part of the response and the binary tensors that follow it.
+
+    Args:
+        named: the model's name and version, as JSON.
+        header: what was asked.
+        samples: the outputs of each sample of the request.
+        parameters: response parameters (times, batch size, gpu-let), as JSON.
+        labels: class names for the classification extension.
+
+    Raises:
+        NotFiniteError: an output that is wanted as JSON holds NaN or infinite values.
+    """
+    binary: list[Buffer] = []
+    described = []
+    if header.outputs is None:
+        into = binary if header.binary_output else None
+        described = [_described(tensors, into) for tensors in zip(*samples, strict=True)]
+    for output in header.outputs or ():
+        tensors = [next(t for t in sample if t.name == output.name) for sample in samples]
+        if output.classification:
+            described.append(orjson.dumps(_classified(output, tensors, labels, binary)))
+        else:
+            described.append(_described(tensors, binary if output.binary else None))
+    text = b'{%b,"outputs":[%b],"parameters":%b%b}' % (
+        named,
+        b",".join(described),
+        parameters,
+        b',"id":%b' % orjson.dumps(header.id) if header.id else b"",
+    )
+    return text, binary
+
+
+def _described(tensors: Sequence[OutputTensor], binary: list[Buffer] | None) -> bytes:
+    """Return one output as JSON; its values go into `binary`, where that is there."""
+    first = tensors[0]
+    begin = _begin_output(first.name, first.dtype, (len(tensors), *first.shape))
+    if binary is not None:
+        binary += [t.data for t in tensors]
+        return b'%b"parameters":{"binary_data_size":%d}}' % (begin, sum([t.data.nbytes for t in tensors]))
+    values = first.data if len(tensors) == 1 else b"".join([t.data for t in tensors])
+    if first.dtype == BYTES:
+        return b'%b"data":%b}' % (begin, _texts(first.name, values, len(tensors) * math.prod(first.shape)))
+    return b'%b"data":%b}' % (begin, _numbers(first.name, np.frombuffer(values, _DTYPES[first.dtype])))
+
+
+class JsonRows:
+    """The outputs of one batch as JSON, row by row; the parts that rows have in common are made once."""
+
+    def __init__(self, executed: Executed) -> None:
+        self._outputs: list[tuple[str, bytes, Any, int]] = [
+            (
+                output.name,
+                _begin_output(output.name, output.dtype, (1, *output.shape)),
+                [bytes_row(data, row * output.row_bytes) for row in range(executed.rows)]
+                if output.dtype == BYTES
+                else np.frombuffer(data, _DTYPES[output.dtype]).reshape(executed.rows, -1 if output.row_bytes else 0),
+                math.prod(output.shape),
+            )
+            for output, data in zip(executed.outputs, executed.data, strict=True)
+        ]
+
+    def text(self, row: int) -> bytes:
+        """Return one row, as all outputs of a request of one sample; raises `NotFiniteError`."""
+        return b",".join(
+            [
+                b'%b"data":%b}'
+                % (begin, _texts(name, values[row], count) if type(values) is list else _numbers(name, values[row]))
+                for name, begin, values, count in self._outputs
+            ]
+        )
+
+
+def _numbers(output: str, values: np.ndarray[Any, Any]) -> bytes:
+    """Return an array as JSON; raises `NotFiniteError`."""
+    numbers = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
+    if b"null" in numbers:  # a number that is not finite is written so
+        raise NotFiniteError(output)
+    return numbers
+
+
+def _texts(output: str, values: Buffer, count: int) -> bytes:
+    """Return a tensor of bytes as JSON; raises `NotFiniteError` if an element is no text in UTF-8."""
+    try:
+        return orjson.dumps([element.decode() for element in read_elements(values, count)])
+    except UnicodeDecodeError:
+        raise NotFiniteError(output, "bytes that are no text in UTF-8") from None
+
+
+@functools.lru_cache
+def _begin_output(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the JSON that precedes the values of an output, which is the same for all rows."""
+    return orjson.dumps({"name": name, "datatype": _PROTOCOL_NAMES[dtype], "shape": shape})[:-1] + b","
+
+
+def check_finite(tensors: Sequence[OutputTensor]) -> None:
+    """Raise `NotFiniteError` where a value of an output cannot be written as JSON."""
+    for tensor in tensors:
+        if tensor.dtype.startswith("float") and not np.isfinite(np.frombuffer(tensor.data, tensor.dtype)).all():
+            raise NotFiniteError(tensor.name)
+
+
+def _plain(value: Any) -> Any:
+    """Return half-precision arrays in a form that orjson can write."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(type(value).__name__)
+
+
+def bytes_tensor(texts: Iterable[str]) -> bytes:
+    """Return texts as the values of a BYTES tensor: each behind its length in four bytes."""
+    return pack_elements([text.encode() for text in texts])
+
+
+def _classified(
+    output: RequestedOutput, tensors: Sequence[OutputTensor], labels: Sequence[str], binary: list[Buffer]
+) -> dict[str, Any]:
+    """Triton's classification extension: the k largest values as `score:index[:label]` strings."""
+    rows = []
+    for tensor in tensors:
+        scores = np.frombuffer(tensor.data, dtype=tensor.dtype)
+        best = largest(scores, output.classification)
+        shown = "{:f}" if scores.dtype.kind == "f" else "{:d}"
+        rows.append([f"{shown.format(scores[i])}:{i}" + (f":{labels[i]}" if i < len(labels) else "") for i in best])
+    entry: dict[str, Any] = {"name": output.name, "datatype": "BYTES", "shape": [len(rows), len(rows[0])]}
+    flat = [text for row in rows for text in row]
+    if not output.binary:
+        entry["data"] = flat
+        return entry
+    encoded = bytes_tensor(flat)
+    entry["parameters"] = {"binary_data_size": len(encoded)}
+    binary.append(encoded)
+    return entry

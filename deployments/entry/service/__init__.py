@@ -1,0 +1,1 @@
+"""What answers: keys, admission, deadlines, versions, figures, and the Python handle."""

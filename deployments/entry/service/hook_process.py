@@ -1,0 +1,162 @@
+"""The process that runs a model's own hooks (`tenuto.profiles.networks.hooks`), one call at a time.
+
+`hook_pool` starts the process beside the gateway. Both speak over a socket, which is the process's standard input. A
+frame is two lengths, a message and raw bytes. What hooks print goes to the gateway's log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import struct
+import traceback
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from tenuto.errors import InvalidInputError
+from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.grammars import SCHEMA_HOOKS, SchemaHooks
+from tenuto.profiles.networks.hooks import Hooks, answer_json, load_hooks, made_inputs
+
+PREFIX = struct.Struct("<IQ")  # format: bytes of the message, bytes behind it
+_PR_SET_PDEATHSIG = 1  # format: of prctl(2)
+_MOST_SAID = 8192  # limit: characters of a traceback, or of what a client is told
+
+Output = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
+
+
+class SetUp(msgspec.Struct, frozen=True, tag=1):
+    """The first message: which hooks, for which model."""
+
+    hooks: str
+    signature: ModelSignature
+
+
+class Preprocess(msgspec.Struct, frozen=True, tag=2):
+    """Make tensors of the request body behind it."""
+
+
+class Postprocess(msgspec.Struct, frozen=True, tag=3):
+    """Make an answer of the output tensors behind it."""
+
+    outputs: list[Output]
+
+
+class Done(msgspec.Struct, frozen=True, tag=4):
+    """Set up, or the result is behind it: JSON, or the input tensors one after the other in these dtypes."""
+
+    dtypes: list[str] = []
+
+
+class BadBody(msgspec.Struct, frozen=True, tag=5):
+    """The client must send another body: what it is told."""
+
+    text: str
+
+
+class Faulty(msgspec.Struct, frozen=True, tag=6):
+    """The hooks failed: what the log is told."""
+
+    text: str
+
+
+Asked = SetUp | Preprocess | Postprocess
+Said = Done | BadBody | Faulty
+pack = msgspec.msgpack.Encoder().encode
+_ASKED: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
+
+
+def answer(hooks: Hooks, signature: ModelSignature, asked: Asked, body: bytes) -> tuple[Said, Sequence[memoryview]]:
+    """Return what hooks say to one call; whatever they raise is an answer too."""
+    try:
+        if isinstance(asked, Postprocess):
+            return Done(), [memoryview(answer_json(hooks.postprocess(_arrays(asked.outputs, body))))]
+        try:
+            arrays = hooks.preprocess(body)
+        except InvalidInputError as error:
+            return BadBody(str(error)[:_MOST_SAID]), ()
+        made = made_inputs(signature, arrays)
+        return Done([array.dtype.name for array in made]), [array.reshape(-1).view(np.uint8).data for array in made]
+    except InvalidInputError as error:
+        return Faulty(str(error)[:_MOST_SAID]), ()
+    except BaseException:  # anybody's code: also what would end the process
+        return Faulty(traceback.format_exc()[-_MOST_SAID:]), ()
+
+
+def _arrays(outputs: Sequence[Output], body: bytes) -> dict[str, np.ndarray]:
+    found, at = {}, 0
+    for name, dtype, shape in outputs:
+        count = int(np.prod(shape, dtype=np.int64))
+        found[name] = np.frombuffer(body, dtype, count, at).reshape(shape)
+        at += found[name].nbytes
+    return found
+
+
+def main() -> None:
+    """Be that process: answer until nobody asks any more, and end with the gateway."""
+    _go_on_in_child()
+    line = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    came = line.makefile("rb")
+    first = _received(came)
+    if first is None or not isinstance(first[0], SetUp):
+        return
+    signature = first[0].signature
+    try:
+        source = first[0].hooks
+        # Ours is allowed, whatever factories an operator allows.
+        hooks = SchemaHooks(signature) if source == SCHEMA_HOOKS else load_hooks(source, signature)
+    except BaseException as error:
+        is_told = isinstance(error, InvalidInputError)
+        _send(line, Faulty(str(error) if is_told else traceback.format_exc()[-_MOST_SAID:]), ())
+        return
+    _send(line, Done(), ())
+    while (call := _received(came)) is not None:
+        _send(line, *answer(hooks, signature, *call))
+
+
+def _go_on_in_child() -> None:
+    """Return in a child process. This one, which leads the process group, waits for the child and ends with its code.
+
+    When the gateway has gone without a word, this one kills the group. The child could not: whatever hooks do may keep
+    it from hearing of that.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    os.close(0)  # the gateway sees the end of whoever holds the socket
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os._exit(code if code >= 0 else 128 - code)  # as shells tell of a signal
+
+
+def _received(came: BinaryIO) -> tuple[Asked, bytes] | None:
+    """Return the next call and the bytes behind it; None where the gateway has gone."""
+    prefix = came.read(PREFIX.size)
+    if len(prefix) < PREFIX.size:
+        return None
+    message_bytes, body_bytes = PREFIX.unpack(prefix)
+    message, body = came.read(message_bytes), came.read(body_bytes)
+    return None if len(message) < message_bytes or len(body) < body_bytes else (_ASKED.decode(message), body)
+
+
+def _send(line: socket.socket, said: Said, parts: Sequence[memoryview]) -> None:
+    message = pack(said)
+    line.sendall(PREFIX.pack(len(message), sum(part.nbytes for part in parts)) + message)
+    for part in parts:
+        line.sendall(part)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,613 @@
+"""Handles a request before it is a call: routes it, checks its key, refuses it early if possible, and decodes large
+ones in a thread. `InferCall` does the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import random
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
+from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.entry.http.bounded_cache import BoundedCache
+from tenuto.deployments.entry.http.exchange import Exchange, Head, HttpError, expired, fail, inflated, refuse
+from tenuto.deployments.entry.http.framing import MOST_CACHED_HEADS
+from tenuto.deployments.entry.protocols.oip import (
+    JSON_AT_ONCE_BYTES,
+    JSON_TOO_LARGE,
+    MOST_JSON_BYTES,
+    Given,
+    InferRequest,
+)
+from tenuto.deployments.entry.protocols.openai import Wanted, wanted
+from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, CompletionBody, GenerateBody, read_body
+from tenuto.deployments.entry.service.dispatching import Dispatching
+from tenuto.deployments.entry.service.generation_call import GenerationCall
+from tenuto.deployments.entry.service.infer_call import InferCall
+from tenuto.deployments.entry.service.margin import Margin
+from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
+from tenuto.deployments.entry.service.routing import OPENAI_ACTIONS, Route, load_path, named_model, route_to
+from tenuto.deployments.entry.service.schema_checks import SchemaChecks
+from tenuto.deployments.entry.service.traces import Traces
+from tenuto.deployments.entry.service.traffic_split import CopiedCall, ShadowCopies, Split, traffic_splits
+from tenuto.deployments.security.cross_site import refusal_reason
+from tenuto.deployments.security.guesses import Guesses
+from tenuto.deployments.security.keys import Caller, Callers, presented_key
+from tenuto.deployments.wire.tensors import Buffer, InputPart
+from tenuto.outcome import Outcome
+from tenuto.placement import Plan
+from tenuto.placement.versions import versioned
+from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.model_options import ModelOptions
+
+T = TypeVar("T")
+
+_PRINTABLE = "".join(chr(code) for code in range(33, 127) if code != ord("%"))
+_SITE = {name: name.encode() for name in ("host", "origin", "sec-fetch-site", "sec-fetch-mode")}
+_MOST_MANAGEMENT_BYTES = 1 << 16  # limit: of requests that carry no load: the application reads them on the loop
+_MANAGEMENT_TOO_LARGE = f"the body exceeds {_MOST_MANAGEMENT_BYTES >> 10} KiB. Only inference takes large ones."
+_TEXT_AT_ONCE_BYTES = 1 << 12  # limit: from here on it is read aside: a tokenizer takes up to 5 ms for this
+_MOST_TEXT_BYTES = 1 << 20  # limit: of a text: a tokenizer takes 0.6 s for it
+_LONGEST_BEFORE_S = 60.0  # limit: a proxy that says more has another clock
+WITHOUT_KEY = (b"/v2/health/", b"/health")  # load balancers have none
+_BEARER = b"www-authenticate: Bearer\r\n"
+_GENERATIONS: dict[str, type[CompletionBody] | type[ChatBody] | type[GenerateBody]] = {
+    "completions": CompletionBody,
+    "chat": ChatBody,
+    "generate": GenerateBody,
+    "generate_stream": GenerateBody,
+}
+_DECODERS = min(4, os.cpu_count() or 1)
+_MOST_DECODING = 64  # limit: pictures and texts that wait for a thread; what comes then is turned away
+
+
+class ReadingLag:
+    """Whether the event loop reads too late, by the rule of CoDel (RFC 8289). When for a tenth of a second every
+    request has waited too long to be read, requests that waited so long are turned away at once. That ends when no
+    request has waited so long for a second.
+
+    When more comes than the processor can read, first come first served would read each request when its deadline is
+    almost over, and serve none in time. A short standstill of the machine does not begin this, because the requests
+    that came meanwhile may still be in time.
+    """
+
+    _INTERVAL_MS = 100.0  # paper: CoDel's interval (RFC 8289)
+    _ALERT_MS = 1000.0  # fitted: requests are turned away until none has waited so long for a second
+    _PART = 0.2  # fitted: part of the SLO that a request may wait to be read
+
+    def __init__(self) -> None:
+        self._behind_from_ms = math.inf
+        self._alert_until_ms = -math.inf
+        self.turned_away = 0
+
+    def is_behind(self, lag_ms: float, slo_ms: float, now_ms: float) -> bool:
+        """Take the next request that is read, and return whether it is to be turned away.
+
+        Args:
+            lag_ms: since its bytes came.
+            slo_ms: time it is allowed.
+            now_ms: the clock.
+        """
+        if slo_ms <= 0.0:
+            return False  # it had expired when it was sent, however soon it was read
+        if lag_ms <= self._PART * slo_ms:
+            self._behind_from_ms = math.inf
+            return False
+        self._behind_from_ms = min(self._behind_from_ms, now_ms)
+        if now_ms - self._behind_from_ms < self._INTERVAL_MS and now_ms > self._alert_until_ms:
+            return False
+        self._alert_until_ms = now_ms + self._ALERT_MS
+        self.turned_away += 1
+        return True
+
+
+class InferenceService:
+    """Answers the requests that carry load. Invariant: every exchange is responded to exactly once, or left."""
+
+    def __init__(
+        self,
+        manage: Callable[[Exchange, Caller | None], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """Prepare without a plan.
+
+        Args:
+            manage: answers every other request, of a client that is known or not.
+            clock: monotonic seconds.
+            draw: returns random numbers in [0, 1): which version a request goes to.
+        """
+        self.margin = Margin()
+        self.lag = ReadingLag()
+        self.callers = Callers()
+        self.guesses = Guesses()
+        # Names by which clients may call this server, besides those of this machine; None: any name.
+        self.host_names: frozenset[str] | None = frozenset()
+        self.traces: Traces | None = None
+        self.proxied: dict[str, Histogram] = {}  # by model: seconds in a proxy in front, if it says so
+        self.max_body_bytes = 64 << 20
+        self._manage = manage
+        self._clock = clock
+        self._dispatching: Dispatching | None = None
+        self._plan: Plan | None = None
+        self._models: dict[str, PlannedModel] = {}
+        self._splits: dict[str, Split] = {}  # of models that have versions
+        self._draw, self._copies = draw, ShadowCopies(draw)
+        self._routes: BoundedCache[Head, Route] = BoundedCache(MOST_CACHED_HEADS)  # by the present plan
+        self._id_prefix = secrets.token_hex(4)
+        self._numbers = itertools.count()
+        self._threads = ThreadPoolExecutor(_DECODERS, "decode")
+        self._schemas = SchemaChecks()
+        self._decoding = 0
+
+    # --- the plan -----------------------------------------------------------------------------------------------
+
+    def follow(self, dispatching: Dispatching) -> None:
+        """Send requests to a scheduling side, by its present plan. Call this again when the plan has changed, or what
+        gpu-lets hold."""
+        plan = dispatching.plan
+        self._dispatching, self._plan = dispatching, plan
+        self._routes.clear()
+        known, self._models = self._models, {}
+        if plan is not None:
+            for spec in plan.models:
+                model = self._models[spec.name] = known.get(spec.name) or PlannedModel(spec.name)
+                signature, is_ready = dispatching.signature(spec.name), dispatching.is_ready(spec.name)
+                hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks
+                model.follow(spec.slo_ms, _alone_ms(plan, spec.name), signature, hooks, is_ready=is_ready)
+                model.follow_texts(spec)
+        models = self._models
+        self._splits = (
+            {} if plan is None else traffic_splits(plan.models, lambda n: models[n].is_ready, self._signature)
+        )
+        for name in known.keys() - self._models.keys():
+            known[name].close()
+
+    def _signature(self, name: str) -> ModelSignature | None:
+        """Return the tensors of a model of the plan, as a gpu-let reported them last; None before any did."""
+        interface = self._models[name].interface
+        return None if interface is None else interface.signature
+
+    @property
+    def dispatching(self) -> Dispatching:
+        """The scheduling side; raises `HttpError` 503 before the first plan."""
+        if self._dispatching is None:
+            raise HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
+        return self._dispatching
+
+    def interface(self, name: str, version: str = "") -> ModelInterface:
+        """Return a model that can be asked now: the named version, or without a name the one that takes the rest, of
+        those that are ready.
+
+        Raises:
+            HttpError: 404 for a model or a version the plan does not know, 503 for one that is unserved or whose
+                gpu-lets are starting.
+        """
+        return self._ready(self._known(name, version))
+
+    def takes_bytes(self, name: str, version: str) -> bool:
+        """Return whether a model, or a version of it, is known to have inputs of bytes."""
+        model = self._models.get(self.name(name, version))
+        return model is not None and model.interface is not None and model.interface.signature.takes_bytes
+
+    def versions(self, name: str) -> list[str]:
+        """Return the versions of a model of the plan."""
+        return [model.version for model in self._models.values() if model.model == name]
+
+    def generative(self) -> list[str]:
+        """Return the models that generate and can be asked."""
+        found = [(each.model, each.interface) for each in self._models.values() if each.is_ready]
+        return list(dict.fromkeys(name for name, interface in found if interface and interface.signature.generates))
+
+    def name(self, model: str, version: str = "") -> str:
+        """Return the plan's name for a client's name."""
+        if version or ":" in model:  # the latter is no client's name
+            return versioned(model, version or "?")
+        split = self._splits.get(model)
+        return model if split is None else split.rest
+
+    def _known(self, name: str, version: str = "") -> PlannedModel:
+        model = self._models.get(self.name(name, version))
+        if model is None:
+            _ = self.dispatching  # before the first plan no model is unknown
+            versions = self.versions(name)
+            if versions:
+                raise HttpError(
+                    404,
+                    f"Request for unknown model: '{name}' has no version '{version}'. Versions here: "
+                    f"{', '.join(versions)}.",
+                )
+            # The names of other models may be secrets of other clients.
+            names = dict.fromkeys(model.model for model in self._models.values())
+            known = "" if self.callers else f" Models here: {', '.join(names) or '(none)'}."
+            raise HttpError(404, f"Request for unknown model: '{name}' is not found.{known}")  # in Triton's words
+        return model
+
+    def _ready(self, model: PlannedModel) -> ModelInterface:
+        if model.is_ready and model.interface is not None:
+            return model.interface
+        plan = self._plan
+        if plan is not None and model.name in plan.unserved:
+            why = plan.unserved_reasons.get(model.name, "no reason given")
+            raise HttpError(
+                503, f"the plan leaves '{model.name}' unserved: {why}. Plan again with more GPUs or another policy."
+            )
+        raise HttpError(503, f"no gpu-let of '{model.name}' is ready. Retry in a few seconds.", retry_after_s=2)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def refusal(self, exchange: Exchange) -> HttpError | None:
+        """Return why a request is refused before its body; called once, when its head is there."""
+        head = exchange.head
+        route = self._routes.get(head) or self._route(head)
+        problem = route.problem
+        if problem is None and route.caller is None:
+            return None
+        if problem is not None and problem.status == 401 and presented_key(exchange.head.headers) is not None:
+            wait_s = self.guesses.wait_s(exchange.address, self._clock())
+            return HttpError(401, problem.message, headers=problem.headers, after_s=wait_s)
+        exchange.key = "" if route.caller is None else route.caller.name
+        if problem is None and route.caller is not None:
+            wait_s = route.caller.wait_s(self._clock())
+            if wait_s > 0.0:
+                reason = f"'{route.caller.name}' asks more often than its key allows. See Retry-After."
+                return HttpError(429, reason, retry_after_s=wait_s)
+        return route.problem
+
+    def handle(self, exchange: Exchange, given: Given | None = None) -> None:
+        """Answer a request whose body is there. `given`: what a request over gRPC asks for; its body is its tensors."""
+        head = exchange.head
+        route = self._routes.get(head) or self._route(head)
+        problem = route.problem or exchange.problem
+        if problem is not None:
+            fail(exchange, problem)
+            return
+        try:
+            if route.began_s is not None and route.model is not None:
+                self._count_proxy(exchange, route.model, route.began_s)
+            route.handle(exchange, route, given)
+        except HttpError as error:
+            refuse(exchange, error)
+
+    def _route(self, head: Head) -> Route:
+        """Find what a head leads to, once for each head and plan, and return it."""
+        action, name, version = load_path(head.url)
+        try:
+            self._check_site(head)
+            caller = self._caller(head, name)
+            if action and head.method != b"POST":
+                method = head.method.decode("latin-1")
+                raise HttpError(405, f"{method} is not taken here. Send POST.", headers=b"allow: POST\r\n")
+            if not action:
+                if head.length > _MOST_MANAGEMENT_BYTES:
+                    raise HttpError(413, _MANAGEMENT_TOO_LARGE)
+                route = Route(self._answer_management, caller=caller)
+            elif action in OPENAI_ACTIONS:
+                route = self._generation_route(action, None, head)._replace(caller=caller)
+            else:
+                route = self._load_route(action, self._known(name, version), head)
+                if not version and name in self._splits:
+                    route = self._split_route(action, self._splits[name], head, route)
+                route = route._replace(caller=caller)
+        except HttpError as error:
+            route = Route(lambda _exchange, _route, _given: None, problem=error.without_frames())
+        return self._routes.add(head, route) if head.is_cached else route
+
+    def _check_site(self, head: Head) -> None:
+        """Raise `HttpError` 403 if the page of another site may have asked and only this machine may ask."""
+        if self.host_names is not None:
+            said = {name: head.headers[key].decode("latin-1") for name, key in _SITE.items() if key in head.headers}
+            reason = refusal_reason(said, self.host_names)
+            if reason is not None:
+                raise HttpError(403, reason)
+
+    def _answer_management(self, exchange: Exchange, route: Route, _given: Given | None) -> None:
+        if len(exchange.body) > _MOST_MANAGEMENT_BYTES:
+            raise HttpError(413, _MANAGEMENT_TOO_LARGE)
+        self._manage(exchange, route.caller)
+
+    def _caller(self, head: Head, model: str) -> Caller | None:
+        """Return who asks; None if clients need no keys.
+
+        Raises:
+            HttpError: 401 without a key that is known, 403 for a model that is not among those of the key.
+        """
+        if not self.callers or head.url.startswith(WITHOUT_KEY):
+            return None
+        key = presented_key(head.headers)
+        if key is None:
+            raise HttpError(401, "no key. Send `Authorization: Bearer KEY`, or X-Api-Key.", headers=_BEARER)
+        caller = self.callers.find(key)
+        if caller is None:
+            raise HttpError(401, "this key is not known here. Ask who runs this server for one.", headers=_BEARER)
+        named = model or named_model(head.url)
+        if named and not caller.may_ask(named):
+            raise HttpError(403, f"the key of '{caller.name}' is not for model '{named}'.")
+        return caller
+
+    def _count_proxy(self, exchange: Exchange, model: PlannedModel, began: float) -> None:
+        """Take the time before this process as part of the request's: its deadline counts from where it began."""
+        before_s = time.time() - began
+        if 0.0 <= before_s < _LONGEST_BEFORE_S:
+            exchange.arrived_ms -= before_s * 1000.0
+            histogram = self.proxied.get(model.name)
+            if histogram is None:
+                histogram = self.proxied[model.name] = Histogram(buckets_around(model.slo_ms))
+            histogram.add(before_s)
+
+    def _load_route(self, action: str, model: PlannedModel, head: Head) -> Route:
+        generates = self._ready(model).signature.generates is not None
+        if generates != (action in _GENERATIONS):
+            cure = "Ask /v1/completions." if generates else "Ask /v2/models/MODEL/infer."
+            does = "generates: it takes no tensors" if generates else "has no language-modelling head"
+            raise HttpError(400, f"'{model.model}' {does}. {cure}")
+        if generates:
+            return self._generation_route(action, model, head)
+        length = head.headers.get(b"inference-header-content-length")
+        if length is not None and not (length.isdigit() and len(length) < 12):
+            shown = length.decode("latin-1")
+            raise HttpError(400, f"Inference-Header-Content-Length is {shown!r}. Give a number of bytes.")
+        if action == "infer" and (head.length if length is None else int(length)) > MOST_JSON_BYTES:
+            raise HttpError(413, JSON_TOO_LARGE)
+        route = route_to(self._infer if action == "infer" else self._predict, model, head)
+        return route._replace(json_length=None if length is None else int(length), call=InferCall)
+
+    def _generation_route(self, action: str, model: PlannedModel | None, head: Head) -> Route:
+        """Return the route of a generation; of OpenAI's interface only the body names the model."""
+        if head.length > _MOST_TEXT_BYTES:
+            raise HttpError(413, f"a prompt may have {_MOST_TEXT_BYTES >> 10} KiB. Send less of it.")
+        return route_to(self._generate, model, head)._replace(action=action)
+
+    def _split_route(self, action: str, split: Split, head: Head, rest: Route) -> Route:
+        """Return the route of requests that name no version: to one of those that can be asked."""
+        to = [(below, self._load_route(action, self._models[name], head)) for below, name in split.canaries]
+        to.append((math.inf, rest))
+        if split.shadows:
+            call = partial(CopiedCall, _copies=self._copies)
+            to = [(below, route._replace(call=call, shadows=split.shadows)) for below, route in to]
+        return rest._replace(handle=self._split, began_s=None, split=tuple(to))
+
+    def _split(self, exchange: Exchange, route: Route, given: Given | None) -> None:
+        drawn = self._draw()
+        for below, chosen in route.split:
+            if drawn < below:
+                if chosen.began_s is not None and chosen.model is not None:
+                    self._count_proxy(exchange, chosen.model, chosen.began_s)
+                chosen.handle(exchange, chosen, given)
+                return
+
+    def _infer(self, exchange: Exchange, route: Route, given: Given | None) -> None:
+        model: Any = route.model  # a `PlannedModel`: only routes of models lead here
+        slo_ms = min(model.slo_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
+        now_ms = self._clock() * 1000.0
+        if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
+            raise _behind()
+        call: InferCall
+        call, encoding = self._call(exchange, route, model, slo_ms, given), route.encoding
+        json_bytes = len(exchange.body) if route.json_length is None else route.json_length
+        if model.reader.takes_bytes:  # each element is looked at, wherever it lies
+            is_short = len(exchange.body) <= JSON_AT_ONCE_BYTES
+        else:
+            is_short = json_bytes <= JSON_AT_ONCE_BYTES or given is not None
+        if encoding is None and is_short:
+            call.begin()
+            return
+        limit = MOST_JSON_BYTES if route.json_length is None else self.max_body_bytes
+
+        def parse() -> InferRequest:
+            if encoding is None:
+                return call.parse(exchange.body, exchange.slot)
+            return call.parse(inflated(exchange.body, encoding, limit))
+
+        self._aside(exchange, parse, call.begin_parsed)
+
+    def _generate(self, exchange: Exchange, route: Route, _given: Given | None) -> None:
+        """Answer a request for generation. Large prompts are read in threads: tokenizers take their time."""
+
+        def read() -> tuple[PlannedModel, Wanted, str]:
+            body = bytes(exchange.body)
+            if route.encoding is not None:
+                body = inflated(body, route.encoding, _MOST_TEXT_BYTES)
+            return self._wanted(body, route)
+
+        if route.encoding is None and len(exchange.body) <= _TEXT_AT_ONCE_BYTES:
+            self._begin_checked(exchange, route, *read())
+        else:
+            self._aside(exchange, read, lambda found: self._begin_checked(exchange, route, *found))
+
+    def _begin_checked(self, exchange: Exchange, route: Route, model: PlannedModel, asked: Wanted, own_id: str) -> None:
+        """Begin generations, when the schema that they keep is one that can be kept."""
+        schema = asked.choices[0].sampling.schema
+        if not schema or self._schemas.is_known(schema):
+            self._begin_generation(exchange, route, model, asked, own_id)
+            return
+        due_ms = exchange.arrived_ms + _ttft_ms(exchange, route, model)
+        checked = self._schemas.check(schema, due_ms)
+        self.wait_for(
+            exchange, checked, lambda _: self._begin_generation(exchange, route, model, asked, own_id), due_ms
+        )
+
+    def _wanted(self, body: bytes, route: Route) -> tuple[PlannedModel, Wanted, str]:
+        """Return the model that is asked, what it is asked for, and the id that the body gives the request."""
+        parsed = read_body(_GENERATIONS[route.action], body)
+        model = route.model
+        if isinstance(parsed, GenerateBody):
+            assert model is not None
+            own_id = parsed.id
+        else:
+            own_id = ""
+            if route.caller is not None and not route.caller.may_ask(parsed.model):
+                raise HttpError(403, f"the key of '{route.caller.name}' is not for model '{parsed.model}'.")
+            split = self._splits.get(parsed.model)
+            model = self._known(parsed.model) if split is None else self._models[split.choose(self._draw())]
+        limits = self._ready(model).signature.generates
+        if limits is None:
+            raise HttpError(400, f"'{model.model}' has no language-modelling head. Ask /v2/models/MODEL/infer.")
+        is_streamed = route.action == "generate_stream"
+        return model, wanted(parsed, model.model, model.tokenizer, limits, is_streamed=is_streamed), own_id
+
+    def _begin_generation(
+        self, exchange: Exchange, route: Route, model: PlannedModel, asked: Wanted, own_id: str
+    ) -> None:
+        ttft_ms = _ttft_ms(exchange, route, model)
+        now_ms = self._clock() * 1000.0
+        if self.lag.is_behind(now_ms - exchange.arrived_ms, ttft_ms, now_ms):
+            raise _behind()
+        if route.caller is not None:
+            most = sum(len(choice.prompt) + choice.sampling.max_tokens for choice in asked.choices)
+            wait_s = route.caller.text_wait_s(now_ms / 1000.0, most)
+            if wait_s > 0.0:
+                reason = (
+                    f"'{route.caller.name}' uses more tokens than its key allows. See Retry-After, or ask for less."
+                )
+                raise HttpError(429, reason, retry_after_s=wait_s)
+        traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
+        name = self.request_id(own_id or route.client_id)
+        call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced, route.caller)
+        call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=model.tpot_ms)
+
+    def _predict(self, exchange: Exchange, route: Route, _given: Given | None) -> None:
+        """Answer a raw image or text. Decoding and resizing are real work: in threads, where they delay no timer."""
+        model = route.model
+        assert model is not None
+        interface = self._ready(model)
+        hooks = model.hooks
+        limit = self.max_body_bytes if hooks is not None or interface.signature.text is None else _MOST_TEXT_BYTES
+        if len(exchange.body) > limit:
+            raise HttpError(413, f"a text may have {limit >> 10} KiB. Send less of it.")
+        slo_ms = min(model.slo_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
+        due_ms = exchange.arrived_ms + slo_ms
+        latest_ms = due_ms - model.alone_ms - model.after_ms
+        if self._clock() * 1000.0 > latest_ms:
+            raise expired()
+
+        def plain() -> Buffer:
+            return exchange.body if route.encoding is None else inflated(exchange.body, route.encoding, limit)
+
+        def begin(parts: list[InputPart]) -> None:
+            self._call(exchange, route, model, slo_ms).begin_decoded(parts)
+
+        if hooks is None:
+            self._aside(exchange, lambda: interface.preprocess(plain()), begin, due_ms)
+        elif route.encoding is None:
+            self.wait_for(exchange, hooks.preprocess(exchange.body, latest_ms), begin, due_ms)
+        else:
+
+            def preprocess(body: Buffer) -> None:
+                self.wait_for(exchange, hooks.preprocess(body, latest_ms), begin, due_ms)
+
+            self._aside(exchange, plain, preprocess, due_ms)
+
+    def _call(
+        self, exchange: Exchange, route: Route, model: PlannedModel, slo_ms: float, given: Given | None = None
+    ) -> Any:
+        traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
+        return route.call(self, self.dispatching, exchange, route, model, slo_ms, traced, given)
+
+    def _aside(
+        self, exchange: Exchange, work: Callable[[], T], then: Callable[[T], None], due_ms: float = math.inf
+    ) -> None:
+        """Run something in a thread, and go on with its result on the loop; `due_ms` as in `wait_for`."""
+        if self._decoding >= _MOST_DECODING:
+            raise HttpError(429, f"{_MOST_DECODING} bodies wait to be decoded. Retry in a second.", retry_after_s=1.0)
+        self._decoding += 1
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        future.add_done_callback(self._decoded)
+        self.wait_for(exchange, future, then, due_ms)
+
+    def _decoded(self, _done: object) -> None:
+        self._decoding -= 1
+
+    def wait_for(self, exchange: Exchange, result: asyncio.Future[T], then: Callable[[T], None], due_ms: float) -> None:
+        """Go on with a result when it is there. The request expires when it is not there at `due_ms`, on the monotonic
+        clock."""
+
+        def expire() -> None:
+            if result.cancel():
+                fail(exchange, expired())
+
+        timer = None
+        if due_ms < math.inf:
+            left_s = max(0.0, due_ms / 1000.0 - self._clock())
+            timer = asyncio.get_running_loop().call_later(left_s, expire)
+        exchange.on_left = result.cancel
+        result.add_done_callback(lambda done: self._resume(exchange, done, then, timer))
+
+    def _resume(
+        self, exchange: Exchange, done: asyncio.Future[T], then: Callable[[T], None], timer: asyncio.TimerHandle | None
+    ) -> None:
+        if timer is not None:
+            timer.cancel()
+        if done.cancelled():
+            return  # the client has left, or was answered
+        exchange.on_left = None
+        error = done.exception()  # raised here it would hold this frame, and this frame it
+        if error is not None:
+            refuse(exchange, error)
+            return
+        try:
+            then(done.result())
+        except Exception as raised:
+            refuse(exchange, raised)
+
+    def request_id(self, raw: str) -> str:
+        """Return the name of a request: its client's name for it, else one that is made here.
+
+        The name goes into headers and logs. So characters that are not printable ASCII are percent-encoded, and 128
+        characters are kept.
+        """
+        if not raw:
+            return f"{self._id_prefix}-{next(self._numbers)}"
+        return raw[:128] if raw.isascii() and raw.isprintable() else quote(raw, safe=_PRINTABLE)[:128]
+
+    def gave_up(self, request: Request, alone_ms: float) -> None:
+        """A request expired: note whether only the margin prevented it."""
+        allowance_ms = self.margin.allowance_ms(request.deadline_ms - request.arrived_ms, alone_ms)
+        if self._clock() * 1000.0 + alone_ms <= request.deadline_ms - allowance_ms:
+            self.margin.refused_for_it()
+
+    @property
+    def now_ms(self) -> float:
+        """The monotonic clock."""
+        return self._clock() * 1000.0
+
+    def close(self) -> None:
+        """End the threads, the processes of hooks and the traces."""
+        for model in self._models.values():
+            model.close()
+        self._routes.clear()  # they lead back here
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._schemas.close()
+        if self.traces is not None:
+            self.traces.close()
+
+
+def _ttft_ms(exchange: Exchange, route: Route, model: PlannedModel) -> float:
+    """Return how long a first token may take."""
+    return min(model.ttft_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
+
+
+def _behind() -> HttpError:
+    reason = "more requests come than this gateway can read. Retry in a second."
+    return HttpError(429, reason, retry_after_s=1.0, details={"outcome": Outcome.REJECTED.word})
+
+
+def _alone_ms(plan: Plan, model: str) -> float:
+    """Return what a batch of one request takes on the fastest gpu-let of a model; 0 where nothing hosts it."""
+    found = [
+        program.latency.at(1) * program.slowdown
+        for gpulet in plan.gpulets
+        for program in gpulet.programs
+        if model in program.models and program.latency is not None
+    ]
+    return min(found, default=0.0)

@@ -1,0 +1,304 @@
+"""The gateway's FastAPI routes beside the infer path: server and model metadata, health, statistics, status,
+documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+
+from tenuto import __version__
+from tenuto.deployments.entry.http.exchange import OPENAI, HttpError, openai_error
+from tenuto.deployments.entry.protocols.oip import NO_SHARED_MEMORY, RequestGiven, TensorSpec
+from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, CompletionBody, GenerateBody
+from tenuto.deployments.entry.service.inference import WITHOUT_KEY, InferenceService
+from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes, make_api, plain_error
+from tenuto.deployments.security.keys import Caller
+from tenuto.deployments.wire.status import ModelStatus
+from tenuto.placement.versions import split_name, versioned
+from tenuto.profiles.networks.catalogue import BYTES
+
+
+def make_app(service: InferenceService, watched: Watched | None = None) -> FastAPI:
+    """Return the application with every route that does not carry load.
+
+    `watched`: also answers operators, when clients and operators are the same people.
+    """
+    app = make_api("Tenuto", "Multi-model inference with latency SLOs.", _complete)
+
+    @app.exception_handler(HttpError)
+    async def _http_error(request: Request, error: HttpError) -> Response:
+        headers = {"retry-after": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
+        payload = error.payload(request.url.path.encode())
+        return Response(payload, error.status, headers, media_type="application/json")
+
+    add_error_answers(app, "this server", _error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        return JSONResponse({"error": f"invalid request: {error.errors()}"}, 400)
+
+    @app.get("/v2", tags=["server"], summary="Server metadata")
+    async def server() -> dict[str, Any]:
+        return {
+            "name": "tenuto",
+            "version": __version__,
+            "extensions": [
+                "binary_tensor_data",
+                "classification",
+                "statistics",
+                "model_repository",
+                "model_configuration",
+                "generate",
+            ],
+        }
+
+    @app.get("/v2/health/live", tags=["server"], summary="Whether the process answers")
+    async def live() -> dict[str, bool]:
+        return {"live": True}
+
+    @app.get("/health", tags=["generation"], summary="The same as /v2/health/ready, where vLLM's clients ask")
+    @app.get("/v2/health/ready", tags=["server"], summary="Whether every gpu-let of the plan is connected")
+    async def ready() -> JSONResponse:
+        dispatching = service.dispatching
+        if dispatching.is_ready():
+            return JSONResponse({"ready": True})
+        missing = [gpulet.id for gpulet in dispatching.gpulets() if not gpulet.up]
+        return JSONResponse({"ready": False, "error": f"gpu-lets not connected yet: {', '.join(missing)}"}, 503)
+
+    @app.get("/v2/models/stats", tags=["models"], summary="Statistics of every model of the key")
+    async def all_statistics(request: Request) -> dict[str, Any]:
+        models = (await service.dispatching.status()).models
+        shown = [_statistics(name, counts) for name, counts in models.items() if _may_ask(request, name)]
+        return {"model_stats": shown}
+
+    @app.get("/v1/models", tags=["generation"], summary="The models of the key that generate, as OpenAI lists them")
+    async def written_by(request: Request) -> dict[str, Any]:
+        shown = [name for name in service.generative() if _may_ask(request, name)]
+        return {"object": "list", "data": [_openai(service, name) for name in shown]}
+
+    @app.get("/v1/models/{model:path}", tags=["generation"], summary="A model that generates")
+    async def one_written_by(model: str) -> dict[str, Any]:
+        if model not in service.generative():
+            raise HttpError(404, f"no model '{model}' that generates is here. GET /v1/models lists them.")
+        return _openai(service, model)
+
+    for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        _add_model_routes(app, service, prefix)
+
+    @app.post("/v2/repository/index", tags=["models"], summary="The models of the key, and whether they are ready")
+    async def index(request: Request) -> list[dict[str, str]]:
+        dispatching = service.dispatching
+        planned = dispatching.plan.models if dispatching.plan else ()
+        states = {True: "READY", False: "UNAVAILABLE"}
+        return [
+            {"name": spec.model, "version": spec.version, "state": states[dispatching.is_ready(spec.name)]}
+            for spec in planned
+            if _may_ask(request, spec.name)
+        ]
+
+    @app.api_route("/v2/{kind}sharedmemory/{rest:path}", methods=["GET", "POST"], include_in_schema=False)
+    async def shared_memory() -> None:
+        raise HttpError(404, NO_SHARED_MEMORY)
+
+    if watched is not None:
+        add_operator_routes(app, watched)
+    return app
+
+
+def _error(path: str, text: str) -> dict[str, Any]:
+    """Return an error that is about no model, in OpenAI's form where its interface was asked."""
+    is_openai = path.startswith(OPENAI.decode())
+    return openai_error(text, "invalid_request_error") if is_openai else plain_error(path, text)
+
+
+def _openai(service: InferenceService, model: str) -> dict[str, Any]:
+    """Return OpenAI's form of a model, with vLLM's `max_model_len`, and the number of tokens that the model knows."""
+    limits = service.interface(model).signature.generates
+    assert limits is not None  # it generates
+    told = {"id": model, "object": "model", "created": 0, "owned_by": "tenuto"}
+    return {**told, "max_model_len": limits.longest, "vocabulary": limits.vocabulary}
+
+
+def _may_ask(request: Request, model: str) -> bool:
+    """Whether a model is among those of the client's key, if clients have keys; a key is for all its versions."""
+    caller: Caller | None = request.scope.get("user")
+    return caller is None or caller.may_ask(split_name(model)[0])
+
+
+def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> None:
+    """Add the routes of one model, or of one version of it."""
+    document = "version}" not in prefix
+
+    def named(request: Request) -> str:
+        """Return the version; "" if the path names none."""
+        found: str = request.path_params.get("version", "")
+        return found
+
+    @app.get(prefix, tags=["models"], summary="Model metadata", include_in_schema=document)
+    async def metadata(request: Request, model: str) -> dict[str, Any]:
+        interface = service.interface(model, named(request))
+        return {
+            "name": model,
+            "versions": service.versions(model),
+            "platform": interface.signature.platform,
+            "inputs": [t.metadata() for t in interface.inputs],
+            "outputs": [t.metadata() for t in interface.outputs],
+        }
+
+    @app.get(prefix + "/ready", tags=["models"], summary="Whether a model can be asked", include_in_schema=document)
+    async def ready(request: Request, model: str) -> JSONResponse:
+        try:
+            service.interface(model, named(request))
+        except HttpError as error:
+            return JSONResponse({"name": model, "ready": False, "error": error.message}, error.status)
+        return JSONResponse({"name": model, "ready": True})
+
+    @app.get(prefix + "/config", tags=["models"], summary="Model configuration", include_in_schema=document)
+    async def config(request: Request, model: str) -> dict[str, Any]:
+        interface, name = service.interface(model, named(request)), service.name(model, named(request))
+        plan = service.dispatching.plan
+        hosts = plan.hosts_of(name) if plan is not None else ()
+        batch = max((r.batch_size for gpulet in hosts for r in gpulet.models if r.name == name), default=0)
+        return {
+            "name": model,
+            "platform": interface.signature.platform,
+            "backend": "tenuto",
+            "max_batch_size": batch,
+            "input": [
+                _config_entry(t) | ({"format": "FORMAT_NCHW"} if interface.signature.image else {})
+                for t in interface.inputs
+            ],
+            "output": [_config_entry(t) for t in interface.outputs],
+        }
+
+    @app.get(prefix + "/stats", tags=["models"], summary="Statistics of a model", include_in_schema=document)
+    async def statistics(request: Request, model: str) -> dict[str, Any]:
+        version = named(request)
+        service.interface(model, version)
+        names = [versioned(model, each) for each in ([version] if version else service.versions(model))]
+        models = (await service.dispatching.status()).models
+        return {"model_stats": [_statistics(name, models[name]) for name in names]}
+
+
+def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
+    data_type = "TYPE_STRING" if tensor.dtype == BYTES else f"TYPE_{tensor.datatype}"
+    return {"name": tensor.name, "data_type": data_type, "dims": list(tensor.shape)}
+
+
+def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:
+    """Return counts in the statistics extension's form; times are sums in ns over requests, or over batches."""
+    answered = counts.ok + counts.late
+    name, version = split_name(model)
+
+    def summed(seconds: float) -> dict[str, int]:
+        return {"count": answered, "ns": round(1e9 * seconds)}
+
+    return {
+        "name": name,
+        "version": version,
+        "last_inference": counts.last_ms,
+        "inference_count": counts.inferences,
+        "execution_count": counts.batches,
+        "inference_stats": {
+            "success": summed(counts.latency_s.sum),
+            "fail": {"count": counts.ended - answered, "ns": round(1e6 * counts.failed_ms)},
+            "queue": summed(counts.batching_s.sum + counts.gpulet_queue_s.sum),
+            "compute_input": {"count": answered, "ns": 0},  # inputs are read on the way in and copied by the executor
+            "compute_infer": summed(counts.execution_s.sum),
+            "compute_output": {"count": answered, "ns": 0},
+        },
+    }
+
+
+_HEADERS = {
+    "X-SLO-Ms": ("number", "Time allowed from arrival, in ms; the model's SLO by default."),
+    "X-Request-Id": (
+        "string",
+        "What the client calls the request; echoed, and found in /requests. The body's id goes first.",
+    ),
+}
+_FAILURES = {
+    400: "Malformed request; `error` says what to change.",
+    404: "Unknown model.",
+    406: "An output holds NaN or infinite values, which JSON has not.",
+    413: "The body exceeds the limit.",
+    429: "Rejected: too many requests wait; see Retry-After.",
+    500: "The model raised an error for this request; the log says more under the name in `error`.",
+    503: "Not ready, or the gpu-let died with the request.",
+    504: "Expired: the deadline could not be met; the request was not executed.",
+}
+_UNASKED = {401: "No key, or one that is not known.", 403: "The key is not for this model, or another site asks."}
+_INFER = RequestGiven[msgspec.Raw]
+_BODIES = (_INFER, CompletionBody, ChatBody, GenerateBody)
+_BYTES = {"schema": {"type": "string", "format": "binary"}}
+
+
+def _complete(document: dict[str, Any]) -> None:
+    """Add the paths that carry load, and which paths need a key when clients have keys."""
+    bodies, schemas = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
+    document["paths"].update(_hot_paths(dict(zip(_BODIES, bodies, strict=True))))
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(schemas)
+    components["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+    }
+    document["security"] = [{"bearer": []}, {"key": []}, {}]  # none where clients have no keys
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            if path.encode().startswith(WITHOUT_KEY):
+                operation["security"] = []
+            else:
+                operation["responses"] |= {str(status): {"description": text} for status, text in _UNASKED.items()}
+
+
+def _hot_paths(bodies: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the documentation of the paths that carry load, which are answered elsewhere.
+
+    `bodies`: the schema of each type of body.
+    """
+    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    headers = [
+        {"name": name, "in": "header", "required": False, "schema": {"type": kind}, "description": text}
+        for name, (kind, text) in _HEADERS.items()
+    ]
+
+    def post(
+        name: str, summary: str, taken: Mapping[str, Any], answer: str, parameters: Sequence[Any] = (model, *headers)
+    ) -> dict[str, Any]:
+        told = {str(status): {"description": text} for status, text in {200: answer, **_FAILURES}.items()}
+        body = {"required": True, "content": taken}
+        about = {"tags": ["inference"], "operationId": name, "summary": summary, "parameters": list(parameters)}
+        return {"post": {**about, "requestBody": body, "responses": told}}
+
+    def written(name: str, summary: str, body: type, parameters: Sequence[Any] = headers) -> dict[str, Any]:
+        text = "The text that was generated, whole or as server-sent events."
+        return post(name, summary, {"application/json": {"schema": bodies[body]}}, text, parameters)
+
+    return {
+        "/v2/models/{model}/infer": post(
+            "infer",
+            "Open Inference Protocol v2 inference, JSON or binary tensors",
+            {"application/json": {"schema": bodies[_INFER]}, "application/octet-stream": _BYTES},
+            "Outputs; times and batch size in parameters.",
+        ),
+        "/predict/{model}": post(
+            "predict",
+            "A raw image or plain text in, labels out",
+            {"image/jpeg": _BYTES, "image/png": _BYTES, "text/plain": {"schema": {"type": "string"}}},
+            "The most likely labels with their scores.",
+        ),
+        "/v1/completions": written("complete", "A text that goes on, as OpenAI's interface has it", CompletionBody),
+        "/v1/chat/completions": written("chat", "The next message of a chat, as OpenAI's interface has it", ChatBody),
+        "/v2/models/{model}/generate": written(
+            "generate", "A text that goes on, by the generate extension", GenerateBody, [model, *headers]
+        ),
+        "/v2/models/{model}/generate_stream": written(
+            "generate_stream", "The same, part by part as server-sent events", GenerateBody, [model, *headers]
+        ),
+    }

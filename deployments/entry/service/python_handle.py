@@ -1,0 +1,431 @@
+"""Asks a running Tenuto from Python, without HTTP, from any process of the Ray cluster on which it serves.
+
+A request through a Serve handle costs 3 to 4 ms of processor time. So the handle asks the entry application only once,
+where its dispatchers listen. Requests go there over sockets in bundles, as between gateways.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import operator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.protocols.oip import parse_slo
+from tenuto.deployments.entry.protocols.openai import Wanted, wanted
+from tenuto.deployments.entry.protocols.openai_bodies import CompletionBody, made_body
+from tenuto.deployments.entry.protocols.texts import GrowingText, Tokenizer, tokenizer_of
+from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
+from tenuto.deployments.entry.service.dispatching import ask
+from tenuto.deployments.entry.service.generation_call import CollectedTokens
+from tenuto.deployments.entry.service.margin import Margin
+from tenuto.deployments.entry.service.planned_model import ModelInterface
+from tenuto.deployments.entry.service.traffic_split import ShadowCopies, Split, traffic_splits
+from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.deployments.serve.config import ENTRY_APPLICATION
+from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
+from tenuto.deployments.wire.answers import Answer, Refused
+from tenuto.deployments.wire.arena import Arena, Slot
+from tenuto.deployments.wire.peer import Finder
+from tenuto.deployments.wire.status import Served
+from tenuto.deployments.wire.tensors import Buffer, InputPart, pack_elements
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, UnavailableError, refused
+from tenuto.outcome import Outcome
+from tenuto.placement import Plan
+from tenuto.placement.versions import by_model, split_name, versioned
+from tenuto.profiles.networks.catalogue import BYTES, GenerationLimits, TensorSignature
+from tenuto.profiles.networks.generating import Ending
+from tenuto.profiles.networks.inputs import packed_bytes
+
+_SLOT_BYTES = 1 << 14  # derived: below it a copy costs less than shared memory, as for bodies of HTTP
+_ARENA_BYTES = 1 << 28  # limit: of the memory that a handle shares with gpu-lets; beyond it tensors are sent
+ALONE = "gateway"  # the only sub-cluster when the gateway itself schedules
+
+
+class RequestFailedError(UnavailableError):
+    """A request that was not answered in time, or at all; `answer` has its outcome and reason."""
+
+    def __init__(self, model: str, answer: Answer) -> None:
+        """Take the model's name and its answer."""
+        super().__init__(model, answer)
+        self.answer = answer
+        self._model = model
+
+    def __str__(self) -> str:
+        return f"{self._model}: {self.answer.outcome.word}: {self.answer.reason or 'no reason given'}"
+
+
+class TenutoHandle:
+    """A connection to what is being served. Use it on one event loop; `close` it, or use it as a context manager."""
+
+    def __init__(self, dispatchers: DispatcherClient) -> None:
+        """Take connected dispatchers, which follow a plan; `connect` is the usual way."""
+        assert dispatchers.plan is not None
+        self._plan = dispatchers.plan
+        self._versions = by_model(self._plan.models)
+        self._dispatchers = dispatchers
+        self._margin = Margin()
+        self._arena: Arena | None = None  # made for the first large input
+        self._models: dict[str, ModelInterface] = {}
+        self._copies = ShadowCopies()
+        self._is_closed = False
+
+    @classmethod
+    async def connect(cls, *, wait_s: float = 20.0) -> TenutoHandle:  # limit: for a gateway to answer
+        """Connect to the Tenuto on the Ray cluster that this process has joined.
+
+        Raises:
+            EnvironmentFaultError: Ray is not joined, or no Tenuto runs on it.
+        """
+        import ray
+
+        if not ray.is_initialized():
+            raise EnvironmentFaultError("this process has not joined a Ray cluster. Call join_ray() first.")
+        from ray import serve
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            handle = await asyncio.to_thread(within, ANSWER_S, serve.get_app_handle, ENTRY_APPLICATION)
+            async with asyncio.timeout(ANSWER_S):
+                served: Served | None = await handle.entry.remote()
+        except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+            raise EnvironmentFaultError(
+                f"no Tenuto runs on this Ray cluster ({error}). Start it with `tenuto serve PLAN`."
+            ) from error
+        if served is None:
+            raise EnvironmentFaultError("Tenuto has no plan yet. Wait a moment, or apply one with `serve deploy`.")
+        plan = Plan.from_data(served.plan, origin="the running Tenuto", is_whole=False)
+        sub_clusters = served.sub_clusters
+
+        def find(name: str) -> Finder:
+            return find_dispatcher(name) if sub_clusters else find_gateway()
+
+        dispatchers = DispatcherClient(find, is_watched=False)  # its loop is the user's
+        await dispatchers.apply(
+            plan,
+            sub_clusters or {ALONE: tuple(spec.name for spec in plan.models)},
+            dispatchers=served.dispatchers,
+            wait_s=wait_s,
+        )
+        return cls(dispatchers)
+
+    async def __aenter__(self) -> TenutoHandle:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The plan's models that can be asked now."""
+        return tuple(spec.name for spec in self._plan.models if self._dispatchers.is_ready(spec.name))
+
+    def interface(self, model: str, version: str | None = None) -> ModelInterface:
+        """Return the inputs and outputs of a model, or of a version of it.
+
+        Raises:
+            InvalidInputError: the plan does not know the model, or has no such version of it.
+            UnavailableError: none of its gpu-lets is ready.
+        """
+        name = self._name(model, version)
+        signature = self._dispatchers.signature(name)
+        if signature is None or not self._dispatchers.is_ready(name):
+            raise UnavailableError(f"no gpu-let of '{name}' is ready. Retry in a few seconds.")
+        interface = self._models.get(name)
+        if interface is None or interface.signature != signature:
+            interface = self._models[name] = ModelInterface.of(signature)
+        return interface
+
+    def _name(self, model: str, version: str | None) -> str:
+        """Return the plan's name of a model or a version; without a version, that of the one that takes the rest."""
+        if self._is_closed:
+            raise UnavailableError("this handle is closed. Connect again: `await TenutoHandle.connect()`.")
+        names = [spec.name for spec in self._plan.models]
+        split = None if version else self._split(model)
+        name = versioned(model, version) if version else model if split is None else split.rest
+        if name in names:
+            return name
+        versions = [split_name(each)[1] for each in names if split_name(each)[0] == model]
+        if version and versions:
+            cure = f"Ask for one of {', '.join(versions)}, or connect again after the plan has changed."
+            raise refused("version", version, f"is no version of '{model}' in the plan", cure)
+        raise refused(
+            "model",
+            model,
+            f"is not in the plan that was served at the connection ({', '.join(names) or '(none)'})",
+            "Ask for one of them, or connect again after the plan has changed.",
+        )
+
+    def _split(self, model: str) -> Split | None:
+        """Return the split of requests that name no version; None for a model without versions."""
+        versions = self._versions.get(model)
+        if versions is None:
+            return None
+        return traffic_splits(versions, self._dispatchers.is_ready, self._dispatchers.signature).get(model)
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        version: str | None = None,
+        slo_ms: float | None = None,
+        request_id: str = "",
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """Ask a model with one sample and return its outputs by name, without the batch dimension.
+
+        Args:
+            model: name in the plan.
+            inputs: one array per input of the model's signature, without the batch dimension.
+            version: of the model; default: the one that the model's split chooses.
+            slo_ms: time to answer, from now; default: the plan's.
+            request_id: its name in `/requests` and in the records.
+
+        Raises:
+            InvalidInputError: unknown model or version, inputs that do not fit its signature, or no time.
+            UnavailableError: none of its gpu-lets is ready.
+            RequestFailedError: expired, rejected or failed.
+        """
+        slo_ms = _allowed_ms(slo_ms)
+        parts = _parts(self.interface(model, version), inputs)
+        answer = await self.submit(model, parts, slo_ms, request_id, version)
+        if answer.outcome is not Outcome.OK:
+            raise RequestFailedError(model, answer)
+        return {t.name: t.array for t in answer.outputs}
+
+    def submit(
+        self,
+        model: str,
+        parts: Sequence[Buffer],
+        slo_ms: float | None = None,
+        request_id: str = "",
+        version: str | None = None,
+    ) -> asyncio.Future[Answer]:
+        """Send one request with raw little-endian buffers, one per input, and return the future of its answer. In a
+        buffer of bytes each element has its length in front, in four bytes.
+
+        Cancelling the future frees its place. Raises KeyError for an unknown model.
+        """
+        split = None if version else self._split(model)
+        name = split.choose(self._copies.draw()) if split else versioned(model, version) if version else model
+        spec_slo_ms = self._plan.model(name).slo_ms if slo_ms is None else slo_ms
+        reserve_ms = self._margin.reserve_ms(spec_slo_ms, 0.0)
+        signature = self._dispatchers.signature(name)
+        placed, slot = self._placed(parts, () if signature is None else signature.inputs)
+        future = ask(
+            self._dispatchers, name, placed, memory=slot, slo_ms=slo_ms, client_id=request_id, reserve_ms=reserve_ms
+        )
+        due_ms = time.monotonic() * 1000.0 + spec_slo_ms
+
+        def learn(done: asyncio.Future[Answer]) -> None:
+            if not done.cancelled() and done.result().outcome is Outcome.OK:
+                self._margin.answered(due_ms - time.monotonic() * 1000.0, spec_slo_ms, 0.0, reserve_ms)
+                if split is not None and split.shadows:
+                    self._copies.send(self._dispatchers, split.shadows, [placed], slot, request_id)
+            if slot is not None:
+                slot.release()
+
+        future.add_done_callback(learn)
+        return future
+
+    async def generate(
+        self,
+        model: str,
+        prompt: str,
+        *,
+        max_tokens: int = 16,  # format: the default of OpenAI's protocol
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        slo_ms: float | None = None,
+        request_id: str = "",
+    ) -> AsyncIterator[str]:
+        """Let a model go on with a text, and give out its text part by part; leaving the loop ends the generation.
+
+        Args:
+            model: name in the plan.
+            prompt: the text.
+            max_tokens: the most tokens to be made.
+            temperature: 0 for the likeliest tokens.
+            top_p: one of the likeliest tokens that together have this probability is drawn.
+            seed: of the draws.
+            stop: the text ends before this string, or the first of these.
+            slo_ms: time to the first token, from now; default: the plan's.
+            request_id: its name in `/requests`.
+
+        Raises:
+            InvalidInputError: unknown model, one that has no tokenizer, or what the model cannot do.
+            UnavailableError: none of its gpu-lets is ready.
+            RequestFailedError: expired, rejected or failed.
+        """
+        spec = self._plan.model(self._name(model, None))
+        self._limits(model)
+        tokenizer = tokenizer_of(spec)
+        if tokenizer is None:
+            raise refused("prompt", prompt, f"needs a tokenizer, and '{model}' has none", "Use `generate_tokens`.")
+        options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
+        asked = self._wanted(model, tokenizer, prompt=prompt, **options)
+        text = GrowingText(tokenizer, asked.stops)
+        tokens = self._tokens(model, asked, slo_ms, request_id)
+        async with contextlib.aclosing(tokens):
+            async for token in tokens:
+                part = text.add(token)
+                if part:
+                    yield part
+                if text.is_stopped:
+                    return
+        rest = text.end()
+        if rest:
+            yield rest
+
+    async def generate_tokens(
+        self,
+        model: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 16,  # format: the default of OpenAI's protocol
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        slo_ms: float | None = None,
+        request_id: str = "",
+    ) -> AsyncGenerator[int]:
+        """Let a model go on with tokens, and give out its tokens; see `generate`."""
+        options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        tokens = self._tokens(model, self._wanted(model, None, prompt=_plain(prompt), **options), slo_ms, request_id)
+        async with contextlib.aclosing(tokens):
+            async for token in tokens:
+                yield token
+
+    def _wanted(self, model: str, tokenizer: Tokenizer | None, **fields: Any) -> Wanted:
+        """Return what is asked of a model, by the rules of /v1/completions.
+
+        Raises:
+            InvalidInputError: the model cannot do this.
+        """
+        limits = self._limits(model)
+        try:
+            return wanted(made_body(CompletionBody, model=model, **fields), model, tokenizer, limits)
+        except HttpError as error:
+            raise InvalidInputError(error.message) from None
+
+    def _limits(self, model: str) -> GenerationLimits:
+        limits = self.interface(model).signature.generates
+        if limits is None:
+            raise refused("model", model, "has no language-modelling head", "Use `infer`.")
+        return limits
+
+    async def _tokens(self, model: str, asked: Wanted, slo_ms: float | None, request_id: str) -> AsyncGenerator[int]:
+        """Give out the tokens of a generation."""
+        name, collected, slo_ms = self._name(model, None), CollectedTokens(), _allowed_ms(slo_ms)
+        slo = self._plan.model(name).slo
+        generation = self._dispatchers.generate(
+            name,
+            collected,
+            asked.choices[0].prompt,
+            asked.choices[0].sampling,
+            ttft_ms=slo_ms if slo_ms is not None else math.inf if slo is None else slo.ttft_ms,
+            tpot_ms=math.inf if slo is None else slo.tpot_ms,
+            client_id=request_id,
+        )
+        try:
+            while not isinstance(came := await collected.came.get(), Ending):
+                if isinstance(came, Refused):
+                    waited_ms = time.monotonic() * 1000.0 - generation.arrived_ms
+                    raise RequestFailedError(model, Answer.of_refusal(waited_ms, came))
+                yield came
+        finally:
+            self._dispatchers.leave(generation)
+
+    def _placed(
+        self, parts: Sequence[Buffer], inputs: Sequence[TensorSignature]
+    ) -> tuple[list[InputPart], Slot | None]:
+        """Put large inputs where gpu-lets of this machine can read them: one copy instead of four."""
+        dtypes = [tensor.dtype if tensor.dtype == BYTES else "" for tensor in inputs] or [""] * len(parts)
+        views = [memoryview(part).cast("B") for part in parts]
+        size = sum(len(view) for view in views)
+        if size < _SLOT_BYTES:
+            return [InputPart(view, dtype) for view, dtype in zip(views, dtypes, strict=True)], None
+        if self._arena is None:
+            self._arena = Arena(_ARENA_BYTES)
+        slot = self._arena.take(size)
+        if slot is None:
+            return [InputPart(view, dtype) for view, dtype in zip(views, dtypes, strict=True)], None
+        placed, at = [], 0
+        for view, dtype in zip(views, dtypes, strict=True):
+            slot.data[at : at + len(view)] = view
+            placed.append(InputPart(slot.data[at : at + len(view)], dtype, slot.arena, slot.offset + at))
+            at += len(view)
+        return placed, slot
+
+    async def close(self) -> None:
+        """Disconnect; what is under way fails."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await self._dispatchers.close()
+        if self._arena is not None:
+            self._arena.close()
+
+
+def _allowed_ms(slo_ms: float | None) -> float | None:
+    """Return the time that is allowed; raises `InvalidInputError`."""
+    try:
+        return None if slo_ms is None else parse_slo(slo_ms, "slo_ms")
+    except HttpError as error:
+        raise InvalidInputError(str(error)) from None
+
+
+def _plain(prompt: Sequence[int]) -> list[int]:
+    """Return tokens as integers of Python, whatever array they are in; raises `InvalidInputError`."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise refused("prompt", prompt, "is no sequence of tokens", "Give whole numbers.") from None
+
+
+def _parts(interface: ModelInterface, inputs: Mapping[str, Any]) -> list[memoryview]:
+    """Return the raw buffers of one sample in the signature's order; lists every input that does not fit."""
+    known = [tensor.name for tensor in interface.inputs]
+    problems = [
+        Problem(f"inputs.{name}", name, "is no input of the model", f"Its inputs: {', '.join(known)}.")
+        for name in inputs
+        if name not in known
+    ]
+    parts = []
+    for tensor in interface.inputs:
+        if tensor.name not in inputs:
+            problems.append(Problem(f"inputs.{tensor.name}", None, "is missing", "Give one array per input."))
+            continue
+        if tensor.dtype == BYTES:
+            elements = np.asarray(inputs[tensor.name], object)
+            if elements.shape != tensor.shape or not all(type(each) is bytes for each in elements.flat):
+                rule = f"must be {list(tensor.shape)} bytes objects, one sample without a batch dimension"
+                found = f"{type(inputs[tensor.name]).__name__} {list(elements.shape)}"
+                problems.append(Problem(f"inputs.{tensor.name}", found, rule, "Encode texts, and send samples alone."))
+            elif (size := packed_bytes(elements.ravel())) > tensor.most_bytes:
+                rule = f"must take at most {tensor.most_bytes} bytes, the lengths of its elements included"
+                problems.append(Problem(f"inputs.{tensor.name}", size, rule, "Send less."))
+            else:
+                parts.append(memoryview(pack_elements(elements.flat)))
+            continue
+        array = np.asarray(inputs[tensor.name])
+        if array.shape != tensor.shape or not np.can_cast(array.dtype, tensor.dtype, casting="same_kind"):
+            found = f"{array.dtype} {list(array.shape)}"
+            rule = f"must be {tensor.dtype} {list(tensor.shape)}, one sample without a batch dimension"
+            problems.append(Problem(f"inputs.{tensor.name}", found, rule, "Convert it, or send samples one by one."))
+        elif tensor.below is not None and array.size and not (array.min() >= 0 and array.max() < tensor.below):
+            rule = f"must be between 0 and {tensor.below - 1}"
+            problems.append(Problem(f"inputs.{tensor.name}", int(array.max()), rule, "Use the model's own tokeniser."))
+        else:
+            parts.append(np.ascontiguousarray(array, dtype=tensor.dtype).reshape(-1).view(np.uint8).data)
+    if problems:
+        raise InvalidInputError(problems)
+    return parts

@@ -1,0 +1,115 @@
+"""Reads the head of a request: where it leads, its deadline, its trace, and when a proxy in front took it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from tenuto.deployments.entry.http.exchange import Exchange, Head, HttpError
+from tenuto.deployments.entry.protocols.oip import Given, parse_slo
+from tenuto.deployments.entry.service.planned_model import PlannedModel
+from tenuto.deployments.security.keys import Caller
+
+# What answers a request; the last argument is what a request over gRPC asks for, whose body is then its tensors.
+Handler = Callable[["Exchange", "Route", "Given | None"], None]
+
+
+class Route(NamedTuple):
+    """Where a head leads, and what its headers say; `problem` if they are wrong.
+
+    `caller`: who asks, if clients have keys. `began_s`: when a proxy in front took the request, in Unix time. `call`
+    makes the request's call. `split`: the versions among which a random number below 1 decides, each with its upper
+    bound; the bound of the last one is infinity. `shadows`: the versions that get copies, likewise. `action`: what is
+    asked for.
+    """
+
+    handle: Handler
+    model: PlannedModel | None = None
+    slo_ms: float | None = None
+    json_length: int | None = None
+    encoding: bytes | None = None
+    client_id: str = ""
+    problem: HttpError | None = None
+    caller: Caller | None = None
+    began_s: float | None = None
+    traceparent: bytes | None = None
+    call: Any = None
+    split: tuple[tuple[float, Route], ...] = ()
+    shadows: tuple[tuple[float, str], ...] = ()
+    action: str = ""
+
+
+_OPENAI = {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}
+OPENAI_ACTIONS = frozenset(_OPENAI.values())  # whose model only the body names
+_OF_MODELS = ("infer", "generate", "generate_stream")
+
+
+def load_path(url: bytes) -> tuple[str, str, str]:
+    """Return (infer|predict|generate|generate_stream|completions|chat, model, version) for the paths that carry load,
+    "" for a version that is not named, and for a model that only the body names; else three empty strings."""
+    found = _OPENAI.get(url.partition(b"?")[0])
+    if found is not None:
+        return found, "", ""
+    parts = url.partition(b"?")[0].decode("latin-1").split("/")
+    if len(parts) in (5, 7) and parts[1:3] == ["v2", "models"] and parts[-1] in _OF_MODELS:
+        action, model, version = parts[-1], parts[3], parts[4:-1]
+    elif len(parts) in (3, 5) and parts[1] == "predict":
+        action, model, version = "predict", parts[2], parts[3:]
+    else:
+        return "", "", ""
+    if version and (version[0] != "versions" or not version[1]):
+        return "", "", ""
+    return action, unquote(model), unquote(version[1]) if version else ""
+
+
+def named_model(url: bytes) -> str:
+    """Return the model that a path names, whatever is asked of it; empty if it names none, or all of them.
+
+    The path is read as the application reads it, which decodes all of it first.
+    """
+    parts = unquote(url.partition(b"?")[0].decode("latin-1")).split("/")
+    if len(parts) > 3 and parts[1:3] == ["v1", "models"]:
+        return "/".join(parts[3:])
+    names_one = len(parts) > 3 and parts[1:3] == ["v2", "models"] and parts[3:] != ["stats"]
+    return parts[3] if names_one else ""
+
+
+def route_to(handle: Handler, model: PlannedModel | None, head: Head) -> Route:
+    """Return the route of a head that carries load, with what its headers say. `model`: None if only the body names it.
+
+    Raises:
+        HttpError: 400 for a deadline that is no number.
+    """
+    headers = head.headers
+    encoding = headers.get(b"content-encoding", b"").strip().lower()  # names without case (RFC 9110, 8.4.1)
+    return Route(
+        handle,
+        model,
+        _slo_of(headers),
+        encoding=None if encoding in (b"", b"identity") else encoding,
+        client_id=headers.get(b"x-request-id", b"").decode("latin-1"),
+        began_s=None if model is None else _began_s(headers),
+        traceparent=headers.get(b"traceparent"),
+    )
+
+
+def _slo_of(headers: Mapping[bytes, bytes]) -> float | None:
+    """Return the value of header X-SLO-Ms; raises `HttpError` 400 if it is no number."""
+    raw = headers.get(b"x-slo-ms")
+    return None if raw is None else parse_slo(raw.decode("latin-1"), "header X-SLO-Ms")
+
+
+def _began_s(headers: Mapping[bytes, bytes]) -> float | None:
+    """Return when a proxy in front took a request, in Unix time; None if it does not say so in a known form.
+
+    X-Request-Start is written in seconds by nginx (`t=${msec}`), in ms by others, in µs by Apache (`t=%t`).
+    """
+    raw = headers.get(b"x-request-start")
+    if raw is None:
+        return None
+    text = raw.removeprefix(b"t=")[:32]
+    if not text.replace(b".", b"", 1).isdigit():
+        return None
+    began = float(text)
+    return began / (1e6 if began > 1e14 else 1e3 if began > 1e11 else 1.0)  # format: of three servers
