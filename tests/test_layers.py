@@ -238,6 +238,11 @@ def test_modules_that_may_import_torch_exist(module: str) -> None:
     assert module in _modules()
 
 
+def test_rooms_and_modules_that_rules_name_exist() -> None:
+    assert [name for name in WITHOUT_LIBRARIES if not any(module.startswith(name) for module in _modules())] == []
+    assert [room for room in TYPED_ROOMS if not (ROOT / room).is_dir()] == []
+
+
 def test_planning_and_simulation_import_without_ray_torch_and_cuda() -> None:
     modules = [name for name in _modules() if name.startswith(WITHOUT_LIBRARIES) and not name.startswith(WITH_TORCH)]
     program = f"""

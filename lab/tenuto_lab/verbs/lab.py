@@ -14,6 +14,7 @@ from tenuto.cli.tables import number, print_table
 from tenuto.placement import Plan
 from tenuto_lab.house.constants import ORIGINS, find_constants
 from tenuto_lab.house.lines import lines_by_room
+from tenuto_lab.house.rooms import with_figures
 from tenuto_lab.house.sources import APART, checkout, read_sources
 from tenuto_lab.house.walk import summary, walked
 from tenuto_lab.usher_balance import balances
@@ -74,6 +75,24 @@ def _lines(root: str | None) -> None:
         rows += [("", room.removeprefix(f"{folder}/"), f"{own:,}") for room, own in inside if len(inside) > 1]
     print_table(("folder", "room", "lines"), rows, left=("room",))
     say(f"the machine: {machine:,} lines")
+
+
+@command.command("rooms", short_help="The figures behind the marks of CONTRIBUTING.")
+@click.option("--write", is_flag=True, help="Write them into CONTRIBUTING.md.")
+@json_option
+def _rooms(write: bool) -> None:
+    """Print which figures of CONTRIBUTING's table of marks are off by more than a tenth, and what they are now.
+
+    Example: tenuto lab rooms --write
+    """
+    page = checkout() / "CONTRIBUTING.md"
+    text, stale = with_figures(page.read_text(encoding="utf-8"), list(read_sources(checkout())))
+    if write:
+        page.write_text(text, encoding="utf-8")
+    if printed_as_json({"stale": {rooms: asdict(figures) for rooms, figures in stale.items()}}):
+        return
+    print_table(("rooms", "lines / files / arrows"), ((rooms, str(now)) for rooms, now in stale.items()))
+    say(f"{len(stale)} rooms have other figures than CONTRIBUTING.md{', which has them now' if write else ''}")
 
 
 @command.command("constants", short_help="Numeric constants, and where their values come from.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.deployments.wire.peer import Finder
 from tenuto.placement import Plan
 from tenuto.profiles.generation import StepCost
+from tenuto_lab.house.sources import checkout
 from tenuto_lab.house.walk import Stay, summary, walked
 from tests.deployments.control.desk import PlanningDesk
 from tests.deployments.control.fake_serve import FakeServe
@@ -136,6 +138,15 @@ def plan(folder: Path) -> list[Stay]:
         ran = CliRunner().invoke(verb, [str(folder / "w.yaml"), "--gpus", "v100:2", "-o", str(folder / "p.yaml")])
     assert ran.exit_code == 0, ran.output
     return stays
+
+
+def test_contributing_says_how_long_the_walks_are() -> None:
+    text = (checkout() / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    told = {
+        name: int(stays)
+        for name, stays in re.findall(r"(\w+) (\d+)", text.partition("Stays today:")[2].partition(".")[0])
+    }
+    assert told == pytest.approx(STAYS, rel=0.1)
 
 
 @pytest.mark.parametrize("walk", [request, generation, deployment, controller, plan])
