@@ -138,6 +138,12 @@ class System:
             gifts = [max(gift for gift in given[number_] if gift[1] == by and gift[0] < at) for at, by in times]
             assert gifts == sorted(gifts), f"{times[-1][1]} began {number_}, which {times[0][1]} had been given since"
 
+    def recovers(self) -> None:
+        """Wait until all have joined again, serve through every gateway, and judge all that was done."""
+        until(self.is_whole)
+        self.serves(*GATEWAYS)
+        self.judge()
+
     def _by_request(self, file: str) -> dict[int, list[tuple[float, str]]]:
         """Return when requests were given to gpu-lets, or begun there, and to which, in order."""
         found: dict[int, list[tuple[float, str]]] = {}
@@ -175,6 +181,13 @@ def _victim(system: System, kind: str) -> str:
     return system.scheduling() if kind == "dispatcher" else next(name for name in KIND if KIND[name] == kind)
 
 
+def _victim_and_others(system: System, kind: str) -> tuple[str, list[str]]:
+    """Serve, and return the victim and the gateways that it is not."""
+    victim = _victim(system, kind)
+    system.serves(*GATEWAYS)
+    return victim, [name for name in GATEWAYS if name != victim]
+
+
 def _has_noticed(system: System, victim: str, others: Sequence[str]) -> Callable[[], bool]:
     pid = system.processes[victim].pid
 
@@ -193,26 +206,20 @@ def _has_noticed(system: System, victim: str, others: Sequence[str]) -> Callable
 def test_a_process_that_is_killed_or_stopped_costs_no_other_and_runs_nothing_twice(
     system: System, kind: str, fault: str
 ) -> None:
-    victim = _victim(system, kind)
-    others = [name for name in GATEWAYS if name != victim]
-    system.serves(*GATEWAYS)
+    victim, others = _victim_and_others(system, kind)
     process = system.processes[victim]
     process.send_signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     process.wait(300.0)  # of a stopped one its peers make an end
     assert process.returncode == -signal.SIGKILL
     system.serves(*others)
     system.start(victim)
-    until(system.is_whole)
-    system.serves(*GATEWAYS)
-    system.judge()
+    system.recovers()
 
 
 @BY_ADDRESS
 @pytest.mark.parametrize("kind", ["gpulet", "dispatcher", "gateway"])
 def test_a_process_that_was_given_up_and_goes_on_runs_nothing_that_others_were_given(system: System, kind: str) -> None:
-    victim = _victim(system, kind)
-    others = [name for name in GATEWAYS if name != victim]
-    system.serves(*GATEWAYS)
+    victim, others = _victim_and_others(system, kind)
     process = system.processes[victim]
     process.send_signal(signal.SIGSTOP)
     if kind != "gateway":
@@ -221,10 +228,8 @@ def test_a_process_that_was_given_up_and_goes_on_runs_nothing_that_others_were_g
         time.sleep(1.5)  # the dispatchers let it go meanwhile, or do not: nothing is judged by that
     process.send_signal(signal.SIGCONT)
     system.serves(*others)
-    until(system.is_whole)
-    system.serves(*GATEWAYS)
+    system.recovers()
     assert process.poll() is None
-    system.judge()
 
 
 # --- lines between machines -------------------------------------------------------------------------------------------
@@ -234,9 +239,7 @@ def test_a_process_that_was_given_up_and_goes_on_runs_nothing_that_others_were_g
 @pytest.mark.parametrize("ends", ["mended", "killed behind it"])
 @pytest.mark.parametrize("kind", ["gpulet", "dispatcher", "gateway"])
 def test_a_machine_that_is_cut_off_is_replaced_and_joins_again_by_itself(system: System, kind: str, ends: str) -> None:
-    victim = _victim(system, kind)
-    others = [name for name in GATEWAYS if name != victim]
-    system.serves(*GATEWAYS)
+    victim, others = _victim_and_others(system, kind)
     system.machines[victim].cut()
     if kind != "gateway":
         until(_has_noticed(system, victim, others))
@@ -250,9 +253,7 @@ def test_a_machine_that_is_cut_off_is_replaced_and_joins_again_by_itself(system:
         system.start(victim)
     else:
         system.machines[victim].mend()
-    until(system.is_whole)
-    system.serves(*GATEWAYS)
-    system.judge()
+    system.recovers()
 
 
 @APART
@@ -270,9 +271,7 @@ def test_a_gateway_cut_off_from_the_dispatcher_that_schedules_takes_all_to_the_o
     }
     far.mend()
     near.mend()
-    until(system.is_whole)
-    system.serves(*GATEWAYS)
-    system.judge()
+    system.recovers()
 
 
 @APART
@@ -291,9 +290,7 @@ def test_a_far_line_that_loses_packets_repeats_no_request_and_all_join_again(
         system.serves(*GATEWAYS)
     for machine in lines:
         machine.mend()
-    until(system.is_whole)
-    system.serves(*GATEWAYS)
-    system.judge()
+    system.recovers()
 
 
 @APART
@@ -305,9 +302,7 @@ def test_a_gpulet_that_hears_its_dispatcher_late_runs_nothing_that_others_were_g
     until(_has_noticed(system, victim, GATEWAYS))
     system.serves(*GATEWAYS)
     system.machines[victim].mend()
-    until(system.is_whole)
-    system.serves(*GATEWAYS)
-    system.judge()
+    system.recovers()
 
 
 def _kill(machine: Machine) -> None:

@@ -162,3 +162,9 @@ class Bench:
             start_reaper=self.reapers.append,
             wall_clock=self.clock,
         )
+
+    def joined(self, uuid: str = UUID) -> PrivateDaemon:
+        """Return one more process that uses the daemon."""
+        found = self.gpulet(uuid)
+        found.join()
+        return found

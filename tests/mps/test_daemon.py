@@ -67,8 +67,7 @@ def test_a_foreign_daemon_is_named_and_left_alone(bench: Bench) -> None:
 
 def test_an_orphan_of_our_own_is_taken_over(bench: Bench) -> None:
     """Who started it was killed before it could write down that it had."""
-    first = bench.gpulet()
-    first.join()
+    first = bench.joined()
     (pipe_directory(UUID, bench.root).parent / "owner.json").unlink()
     first.leave()
     for wrong in ({"CUDA_VISIBLE_DEVICES": "GPU-other"}, None):
@@ -76,8 +75,7 @@ def test_an_orphan_of_our_own_is_taken_over(bench: Bench) -> None:
         with pytest.raises(ControlError, match="did not start"):
             bench.gpulet().join()
     bench.processes.environments[bench.daemon.pid] = bench.daemon.environments[0]
-    later = bench.gpulet()
-    later.join()
+    later = bench.joined()
     assert later.is_ours()
     assert bench.daemon.starts == 1
     assert bench.reapers == [UUID, UUID]
@@ -154,9 +152,7 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
 
 
 def test_gpulets_are_admitted_one_after_another(bench: Bench) -> None:
-    first, second = bench.gpulet(), bench.gpulet()
-    first.join()
-    second.join()
+    first, second = bench.joined(), bench.joined()
 
     with (
         first.admitted(),
@@ -169,8 +165,7 @@ def test_gpulets_are_admitted_one_after_another(bench: Bench) -> None:
 
 
 def test_after_a_fault_nobody_is_admitted_until_the_server_is_active_again(bench: Bench) -> None:
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     bench.daemon.connect(41)
     bench.daemon.status = "FAULT"
     assert gpulet.status() == "FAULT"
@@ -183,8 +178,7 @@ def test_after_a_fault_nobody_is_admitted_until_the_server_is_active_again(bench
 
 
 def test_a_client_is_terminated_through_its_server(bench: Bench) -> None:
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     bench.daemon.connect(41)
     gpulet.terminate(41)
 
@@ -194,9 +188,7 @@ def test_a_client_is_terminated_through_its_server(bench: Bench) -> None:
 
 
 def test_the_daemon_stops_only_after_the_last_gpulet_and_its_clients_have_gone(bench: Bench) -> None:
-    first, second = bench.gpulet(), bench.gpulet()
-    first.join()
-    second.join()
+    first, second = bench.joined(), bench.joined()
     bench.daemon.connect(41)
     reaper = bench.gpulet()
 
@@ -214,8 +206,7 @@ def test_the_daemon_stops_only_after_the_last_gpulet_and_its_clients_have_gone(b
 
 
 def test_a_daemon_has_time_to_end_on_a_machine_that_takes_seconds_for_each_command(bench: Bench) -> None:
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     gpulet.leave()
     bench.daemon.on_command = lambda: bench.clock.sleep(6.0)
     bench.daemon.seen_after_quit = 3
@@ -223,8 +214,7 @@ def test_a_daemon_has_time_to_end_on_a_machine_that_takes_seconds_for_each_comma
 
 
 def test_a_daemon_that_ignores_quit_is_an_error(bench: Bench) -> None:
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     gpulet.leave()
     bench.daemon.ignores_quit = True
 
@@ -233,8 +223,7 @@ def test_a_daemon_that_ignores_quit_is_an_error(bench: Bench) -> None:
 
 
 def test_the_reaper_waits_for_a_gpulet_that_is_being_replaced(bench: Bench) -> None:
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     gpulet.leave()
     polls = 0
 
@@ -253,8 +242,7 @@ def test_the_reaper_waits_for_a_gpulet_that_is_being_replaced(bench: Bench) -> N
 
 
 def test_the_reaper_keeps_a_count_of_faults_until_gpulets_had_time_to_start_again(bench: Bench) -> None:
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     fault_and_recover(bench)
     gpulet.leave()
     polls = 0
@@ -281,8 +269,7 @@ def test_the_reaper_ends_when_the_daemon_has_died(bench: Bench) -> None:
 
 
 def test_leftovers_are_dead_daemons_and_daemons_without_gpulets(bench: Bench) -> None:
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     assert find_leftovers(bench.root, bench.processes) == ()
 
     gpulet.leave()
@@ -313,8 +300,7 @@ def fault_and_recover(bench: Bench) -> None:
 
 
 def test_restarts_after_faults_come_to_an_end_and_begin_again_later(bench: Bench) -> None:
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     bench.daemon.connect(41)
     for _ in range(2):
         fault_and_recover(bench)
@@ -333,8 +319,7 @@ def test_restarts_after_faults_come_to_an_end_and_begin_again_later(bench: Bench
 
 
 def test_faults_are_forgotten_with_the_daemon(bench: Bench) -> None:
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     for _ in range(3):
         fault_and_recover(bench)
         with contextlib.suppress(ControlError), gpulet.admitted():
@@ -347,9 +332,7 @@ def test_faults_are_forgotten_with_the_daemon(bench: Bench) -> None:
 
 
 def test_a_running_gpulet_waits_for_its_turn_to_load_more_unless_it_has_to_leave(bench: Bench) -> None:
-    first, second = bench.gpulet(), bench.gpulet()
-    first.join()
-    second.join()
+    first, second = bench.joined(), bench.joined()
     bench.daemon.connect(41)
     with first.admitted():
         with pytest.raises(ControlError, match="gave up after 3 s"), second.turn(lambda: False, 3.0):
@@ -368,8 +351,7 @@ def test_a_daemon_of_another_container_is_used_while_it_answers(bench: Bench) ->
     bench.gpulet().join()
     bench.processes.number = 77  # this process is in another container, which does not see the daemon's pid
     bench.processes.alive.clear()
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     assert bench.daemon.starts == 1
     assert gpulet.is_ours()
     assert not gpulet.speaks_our_pids()

@@ -35,8 +35,7 @@ def test_server_and_clients_are_ours_and_the_rest_is_named(bench: Bench) -> None
 
 
 def test_where_nvml_does_not_tell_nothing_is_known(bench: Bench) -> None:
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     assert read_others(gpulet, FakeNvml(has_driver=False)) is None
 
 

@@ -18,8 +18,7 @@ GOOD = Report(pid=41, gpu_uuid=UUID, sm_count=32)
 
 @pytest.fixture
 def daemon(bench: Bench) -> PrivateDaemon:
-    gpulet = bench.gpulet()
-    gpulet.join()
+    gpulet = bench.joined()
     bench.daemon.connect(41)
     return gpulet
 
@@ -133,8 +132,7 @@ def test_a_number_that_another_containers_process_has_too_is_no_proof(bench: Ben
 
 def test_a_mig_device_is_told_by_its_own_uuid_and_shows_all_its_memory(bench: Bench) -> None:
     uuid = UUID.replace("GPU-", "MIG-")
-    gpulet = bench.gpulet(uuid)
-    gpulet.join()
+    gpulet = bench.joined(uuid)
     assert bench.daemon.environments[-1]["CUDA_VISIBLE_DEVICES"] == uuid
     bench.processes.number = 77
     bench.daemon.connect(9041)
