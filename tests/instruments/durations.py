@@ -18,7 +18,8 @@ DURATIONS = "tests/durations.tsv"
 class DurationRecorder:
     """A plugin of the process that hears of every test; it renews the table when the run ends without a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
         self._seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -28,13 +29,13 @@ class DurationRecorder:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write the table, longest first."""
         if exitstatus == pytest.ExitCode.OK:
-            known = {**read_durations(), **self._seconds}
-            rows = sorted((-seconds, file) for file, seconds in known.items() if (ROOT / file).exists())
-            (ROOT / DURATIONS).write_text("".join(f"{-seconds:.1f}\t{file}\n" for seconds, file in rows))
+            known = {**read_durations(self._root), **self._seconds}
+            rows = sorted((-seconds, file) for file, seconds in known.items() if (self._root / file).exists())
+            (self._root / DURATIONS).write_text("".join(f"{-seconds:.1f}\t{file}\n" for seconds, file in rows))
 
 
-def read_durations() -> dict[str, float]:
+def read_durations(root: Path = ROOT) -> dict[str, float]:
     """Return the seconds by file; nothing where no table is."""
-    path = ROOT / DURATIONS
+    path = root / DURATIONS
     rows = (line.split("\t") for line in path.read_text().splitlines()) if path.exists() else ()
     return {file: float(seconds) for seconds, file in rows}

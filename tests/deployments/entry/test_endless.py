@@ -179,7 +179,9 @@ def sent(name: str, piece: int) -> Iterator[bytes]:
             del waiting[:piece]
 
 
-@pytest.mark.parametrize("how", ["answered", "never answered", "never reads"])
+@pytest.mark.parametrize(
+    "how", ["answered", *(pytest.param(how, marks=pytest.mark.door) for how in ("never answered", "never reads"))]
+)
 @pytest.mark.parametrize("name", ENDLESS)
 async def test_nothing_a_client_sends_without_end_is_kept_or_worked_on_without_end(
     server: HttpServer, name: str, how: str

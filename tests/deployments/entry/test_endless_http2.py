@@ -18,6 +18,8 @@ from tests.deployments.entry.test_endless import Calls
 from tests.deployments.entry.test_http2 import HEADERS, Bench, Line, begun, message, number
 from tests.instruments import http2_frames as http2
 
+pytestmark = pytest.mark.door
+
 SENT_BYTES = 2 << 20
 SENT_FRAMES = 1500  # of small ones
 UNFINISHED_BYTES = 1 << 18
