@@ -17,7 +17,7 @@ from tenuto.profiles import Latency, LatencyTable, LinearLatency, ModelProfile, 
 from tenuto.profiles.share_latency import EVERY_RULE, WHOLE_GPU_PCT, ShareRule, latency_on_share
 
 MOST_BATCH = 128  # limit: the largest batch considered unless a policy says otherwise
-CONTEXT_MIB = 600.0  # fitted: memory kept free for a CUDA context that was not measured
+CONTEXT_MIB = 600.0  # default: memory kept free for a CUDA context that was not measured
 SLACK = 1e-9  # derived: relative error of rounding; a budget is often exactly a latency
 FULL_PCT = WHOLE_GPU_PCT + 1e-9  # limit: a sum of shares, with its error of rounding
 

@@ -63,6 +63,7 @@ class ArrivalRate:
 
     STEP_MS: Final = 250.0  # derived: a twentieth of the window
     WINDOW_STEPS: Final = 20  # fitted: the window of the offered rate, in steps: 5 s
+    WINDOW_MS: Final = WINDOW_STEPS * STEP_MS
     RECENT_MS: Final = 1000.0  # fitted: the window of the recent rate
     LEAST: Final = 10  # derived: requests that give a rate within a third
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from tenuto.batching.core.deferred.deferring import DeferredOptions
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.judging import Judged, Worth, foreseen
 from tenuto.batching.planning.sliced import ways_to_slice
@@ -34,7 +35,7 @@ LARGE = 40  # limit: models or GPUs; beyond, a trial takes minutes
 SLOW = {"ideal": LARGE, "gpulet": 500, "usher": 500, "wao-usher": 500}
 # Derived: of its time, as the scheduler's `save_above`: a busiest gpu-let below it has headroom enough, and fewer
 # processes are better.
-ROOMY = 0.5
+ROOMY = DeferredOptions.save_above
 # Fitted: times as many requests of other arrivals before a plan is bought, and where it is neither clear that a loss is
 # borne nor that it is not. Of rare models the trial sees a few hundred, whose misses come in clumps: of 193 models four
 # had stood it and lose 1.2 to 2.6 % for good (lab/journal/benchmarks-placement.md).

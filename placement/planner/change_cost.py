@@ -20,7 +20,7 @@ from tenuto.placement.expectation.sharing import listed
 from tenuto.placement.planner.change_stages import made_anew, next_stage, not_ready
 from tenuto.placement.planner.task import Durations, PlanRequest
 
-# Fitted: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters
+# Default: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters
 # or leaves MIG mode is reset.
 CUTTING_S = 10.0
 MOST_STAGES = 1000  # limit: one gpu-let at a time; more would be a bug in `steps`

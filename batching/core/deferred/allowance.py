@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 
+from tenuto.batching.core.staggered import ArrivalRate
 from tenuto.batching.core.system import INF
 
 # Derived: three standard deviations of a thousand Poisson requests, so that chance alone does not empty the bucket.
 MARGIN = 1.1  # of the planned rate
 BURST_MS = 2000.0  # fitted: the bucket holds at most what the planned rate brings in this time
-LEAST_BURST = 10.0  # derived: requests that the bucket holds at least: as many as `ArrivalRate.LEAST` needs for a rate
+LEAST_BURST = float(ArrivalRate.LEAST)  # derived: requests that the bucket holds at least
 USUAL = 2.0  # fitted: the bucket holds this many times the largest recent burst; half of its most while none is known
-USUAL_MS = 10_000.0  # derived: twice the window of the offered rate: the time constant in which a burst is forgotten
+USUAL_MS = 2.0 * ArrivalRate.WINDOW_MS  # derived: the time constant in which a burst is forgotten
 # Derived: a program with 40 requests a second and three times its planned rate is found within a second.
 STEP = 1 / 24  # weight of the newest request in the share of borrowed ones
 EXCEEDS = 0.5  # fitted: the share of borrowed requests when a program sends twice its planned rate

@@ -42,7 +42,7 @@ from tenuto.batching.core.staggered import ArrivalRate
 from tenuto.batching.core.step_scheduler import StepOrder
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, GeneratingGpulet, NetworkDelay, System
 
-LATELY_MS = 10_000.0  # derived: how long a lost request counts as lost lately: twice the window of the offered rate
+LATELY_MS = 2.0 * ArrivalRate.WINDOW_MS  # derived: how long a lost request counts as lost lately
 _HOLD = 0.4  # fitted: the first `hold` where held batches would meet; rehearsals then try others
 EVERY_LOOK = 6  # derived: from measurements: the fixed time of a look, as many times the time it takes per program
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-# Derived: the window of the offered rate, so that one batch hardly changes the share.
-WINDOW_S = 5.0
+from tenuto.batching.core.staggered import ArrivalRate
+
+WINDOW_S = ArrivalRate.WINDOW_MS / 1000.0  # derived: so that one batch hardly changes the share
 LEAST = 200.0  # derived: the fewest requests the share is taken over, so that it is known to 1 %
 
 

@@ -16,11 +16,11 @@ that draw pages, constants alone are read.
 
 A number says its kind in the comment on its line, in the lines above it or in the text below it. A literal may lean on
 the docstring of its function where that one names a paper. These kinds steer: *derived* (from what), *paper* (which
-section), *fitted* (on what, and what is lost when it is halved or doubled) and *default* (a user sets it; fields of
-schemas and options are this by themselves). These do not: a *unit*, a *format* (of a protocol, a file, a driver or a
-page), a *pace* (how soon something is looked at or tried again, which costs a little work or a little delay) and a
-*limit*, one number beyond which something is refused, raised or ended. Several values in one constant are choices, so
-they cannot be a limit.
+section), *fitted* (on what, and what is lost when it is halved or doubled) and *default* (a user sets it, or a
+measurement replaces it; fields of schemas and options are this by themselves). These do not: a *unit*, a *format* (of a
+protocol, a file, a driver or a page), a *pace* (how soon something is looked at or tried again, which costs a little
+work or a little delay) and a *limit*, one number beyond which something is refused, raised or ended. Several values in
+one constant are choices, so they cannot be a limit.
 """
 
 from __future__ import annotations
