@@ -51,7 +51,7 @@ FOREIGN_KEYS = {
     "deployments/entry/service/management.py": 5,  # ASGI
     "deployments/entry/protocols/grpc_calls.py": 2,  # the Open Inference Protocol
     "deployments/entry/protocols/grpc_messages.py": 5,  # the same
-    "deployments/entry/protocols/oip.py": 7,  # the Open Inference Protocol, and its schema
+    "deployments/entry/protocols/oip_requests.py": 7,  # the same
     "deployments/entry/service/management_routes.py": 4,  # OpenAPI, ASGI
     "deployments/entry/protocols/texts.py": 3,  # files of tokenizers, and messages as chat templates take them
     "deployments/entry/service/traces.py": 2,  # OpenTelemetry

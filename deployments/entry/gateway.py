@@ -130,23 +130,23 @@ class Entry:
         await self._listen(self._operators, config.operators, HttpConnection, is_shared=shared)
         await self._listen_for_grpc(config.grpc, is_shared=shared)
 
-    async def _listen_for_grpc(self, wanted: Listen | None, *, is_shared: bool) -> None:
-        if wanted is not None and self._grpc is None:
+    async def _listen_for_grpc(self, setting: Listen | None, *, is_shared: bool) -> None:
+        if setting is not None and self._grpc is None:
             try:
                 from tenuto.deployments.entry.protocols.grpc_calls import GrpcServer
             except ImportError as error:
                 raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
             self._grpc = GrpcServer(self.service, self.service.takes_bytes).connection
         if self._grpc is not None:
-            await self._listen(self.server, wanted, self._grpc, is_shared=is_shared)
+            await self._listen(self.server, setting, self._grpc, is_shared=is_shared)
 
     def _operators_are_local(self) -> bool:
         return self._config is None or self._config.operators is None or self._config.operators.is_loopback
 
-    def _trace(self, wanted: TracesConfig | None) -> None:
+    def _trace(self, setting: TracesConfig | None) -> None:
         if self.service.traces is not None:
             self.service.traces.close()
-        self.service.traces = None if wanted is None else Traces.otlp(wanted.endpoint, wanted.ratio)
+        self.service.traces = None if setting is None else Traces.otlp(setting.endpoint, setting.ratio)
 
     def _changed(self) -> None:
         """The plan has changed, or a gpu-let, or what a gpu-let holds. All changes of a turn of the loop are handled at
@@ -161,22 +161,22 @@ class Entry:
         if self.bundles is not None:
             self.bundles.announce()
 
-    async def _listen(self, server: HttpServer, wanted: Listen | None, speaks: Speaks, *, is_shared: bool) -> None:
+    async def _listen(self, server: HttpServer, setting: Listen | None, speaks: Speaks, *, is_shared: bool) -> None:
         for host, port in server.addresses(speaks):
-            if wanted is None or (host, port) != (wanted.host, wanted.port):
+            if setting is None or (host, port) != (setting.host, setting.port):
                 server.stop_listening(host, port)
-        if wanted is None:
+        if setting is None:
             return
         is_grpc, tls = speaks == self._grpc, None
-        if wanted.tls_cert and wanted.tls_key:
-            tls = Certificate(wanted.tls_cert, wanted.tls_key, ["h2" if is_grpc else "http/1.1"])
+        if setting.tls_cert and setting.tls_key:
+            tls = Certificate(setting.tls_cert, setting.tls_key, ["h2" if is_grpc else "http/1.1"])
         await self._when_free(
-            wanted,
+            setting,
             "--grpc-port" if is_grpc else "--port",
-            lambda: server.listen(wanted.host, wanted.port, speaks, is_shared=is_shared, tls=tls),
+            lambda: server.listen(setting.host, setting.port, speaks, is_shared=is_shared, tls=tls),
         )
 
-    async def _when_free(self, wanted: Listen, option: str, listen: Callable[[], Awaitable[None]]) -> None:
+    async def _when_free(self, setting: Listen, option: str, listen: Callable[[], Awaitable[None]]) -> None:
         """Listen as soon as a gateway that is about to end has left the port.
 
         Raises:
@@ -190,7 +190,7 @@ class Entry:
             except OSError as error:
                 if time.monotonic() > until:
                     raise EnvironmentFaultError(
-                        f"{wanted.host}:{wanted.port} cannot be listened on ({error.strerror}). Choose another port "
+                        f"{setting.host}:{setting.port} cannot be listened on ({error.strerror}). Choose another port "
                         f"with {option}, or move Serve's own HTTP port away."
                     ) from error
                 await asyncio.sleep(0.5)

@@ -488,6 +488,7 @@ def _verdict_of_frames(case: Case, answer: bytes) -> str:
     bodies: dict[int, bytes] = {}
     others: set[int] = set()
     word, decoder = "", Decoder()
+    decoder.max_allowed_table_size = 1 << 32  # a case may have allowed as much
     for kind, flags, stream, payload in frames_of(answer):
         if kind == http2.DATA:
             bodies[stream] = bodies.get(stream, b"") + payload

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from tenuto.deployments.entry.http.exchange import HttpError
-from tenuto.deployments.entry.protocols.oip import RequestReader
+from tenuto.deployments.entry.protocols.oip_requests import RequestReader
 from tenuto.deployments.entry.service.python_handle import RequestFailedError, TenutoHandle
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, TenutoError, UnavailableError

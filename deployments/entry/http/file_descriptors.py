@@ -18,11 +18,11 @@ def use_all_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def most_connections(wanted: int, held: int) -> int:
-    """Return how many connections a server may have: as many as are wanted, or fewer where the limit of file
+def most_connections(most: int, held: int) -> int:
+    """Return how many connections a server may have: as many as are asked for, or fewer where the limit of file
     descriptors is low. `held`: the connections that it has now."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY or limit >= _WITH_HANDSHAKES * wanted + _OF_OTHERS:
-        return wanted
+    if limit == resource.RLIM_INFINITY or limit >= _WITH_HANDSHAKES * most + _OF_OTHERS:
+        return most
     others = len(os.listdir("/proc/self/fd")) - held
-    return min(wanted, max(_FEWEST, int((limit - others - _SPARE) / _WITH_HANDSHAKES)))
+    return min(most, max(_FEWEST, int((limit - others - _SPARE) / _WITH_HANDSHAKES)))

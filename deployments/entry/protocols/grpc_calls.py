@@ -46,7 +46,7 @@ from tenuto.deployments.entry.protocols.grpc_messages import (
     message,
     to_answer,
 )
-from tenuto.deployments.entry.protocols.oip import Given
+from tenuto.deployments.entry.protocols.oip_requests import DescribedRequest
 from tenuto.deployments.wire.tensors import Buffer
 
 _MESSAGE_S = 60.0  # limit: until a call's message has come, as for a body of HTTP
@@ -80,8 +80,8 @@ class GrpcService(Protocol):
     def refusal(self, exchange: Exchange) -> HttpError | None:
         """See `HttpService`."""
 
-    def handle(self, exchange: Exchange, given: Given | None) -> None:
-        """Answer a message. `given`: what it asks for, when its body is its tensors; else its body says what."""
+    def handle(self, exchange: Exchange, described: DescribedRequest | None) -> None:
+        """Answer a message. `described`: what it asks for, when its body is its tensors; else its body says what."""
 
 
 class Metadata(NamedTuple):
@@ -356,7 +356,7 @@ class Call:
         arrived_ms, patience_ms = self.stream.connection.arrived_ms, self.metadata.patience_ms
         return GrpcExchange(head, arrived_ms, body, patience_ms=patience_ms, id=id, _call=self)
 
-    def ask(self, exchange: GrpcExchange, body: IncomingBody, given: Given | None = None) -> None:
+    def ask(self, exchange: GrpcExchange, body: IncomingBody, described: DescribedRequest | None = None) -> None:
         """Let the service answer a message, when the key's rate lets it in. Each message counts as a request."""
         refusal = None if self._is_admitted else self.grpc.service.refusal(exchange)
         self._is_admitted = False
@@ -370,7 +370,7 @@ class Call:
             body.slot.hold()
             exchange.slot = body.slot
         self._open.add(exchange)
-        self.grpc.service.handle(exchange, given)
+        self.grpc.service.handle(exchange, described)
 
     # --- answering ----------------------------------------------------------------------------------------------
 
@@ -489,9 +489,9 @@ class UnaryInferCall(Call):
             exchange.problem = asked.problem
             self.ask(exchange, body)
             return
-        if asked.given is not None:
+        if asked.described is not None:
             head = self.grpc.head(self.metadata, b"POST", f"/v2/models/{asked.path}/infer".encode())
-            self.ask(self.exchange(head, tensors, asked.id), body, asked.given)
+            self.ask(self.exchange(head, tensors, asked.id), body, asked.described)
             return
         url = f"/v2/models/{asked.path}/{self.generates}" if asked.generates else f"/predict/{asked.path}"
         headers = self.metadata.forwarded

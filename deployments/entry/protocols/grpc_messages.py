@@ -20,7 +20,8 @@ from google.protobuf.message import DecodeError
 
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import Head, HttpError
-from tenuto.deployments.entry.protocols.oip import Given, OutputGiven, RequestGiven, TensorGiven, bytes_tensor
+from tenuto.deployments.entry.protocols.oip_answers import bytes_tensor
+from tenuto.deployments.entry.protocols.oip_requests import DescribedRequest, OutputJson, RequestJson, TensorJson
 from tenuto.deployments.wire.tensors import DATATYPES, Buffer, pack_elements
 from tenuto.profiles.networks.inputs import fitted
 
@@ -68,14 +69,14 @@ InferRequest = message("inference.ModelInferRequest")
 InferResponse = message("inference.ModelInferResponse")
 
 
-class AskedMessage(NamedTuple):
-    """What a `ModelInferRequest` asks of the model at `path`. `given`: it brings tensors, which are raw or in `packed`.
-    Without `given`, `body` is a picture, a text, or a request of the generate extension (`generates`). `problem`: what
-    is wrong with it, which says nothing of the model."""
+class InferMessage(NamedTuple):
+    """What a `ModelInferRequest` asks of the model at `path`. `described`: it brings tensors, which are raw or in
+    `packed`. Without it, `body` is a picture, a text, or a request of the generate extension (`generates`). `problem`:
+    what is wrong with it, which says nothing of the model."""
 
     path: str
     id: str
-    given: Given | None
+    described: DescribedRequest | None
     packed: bytes | None = None
     body: bytes = b""
     generates: bool = False
@@ -93,9 +94,9 @@ class InferReader:
         """`takes_bytes`: whether a model, or a version of it, has inputs of bytes. BYTES for any other model is a
         picture, a text or a generation."""
         self._takes_bytes = takes_bytes
-        self._known: BoundedCache[tuple[Any, ...], AskedMessage] = BoundedCache(self._KEPT)
+        self._known: BoundedCache[tuple[Any, ...], InferMessage] = BoundedCache(self._KEPT)
 
-    def read(self, data: memoryview) -> tuple[AskedMessage, Buffer]:
+    def read(self, data: memoryview) -> tuple[InferMessage, Buffer]:
         """Return what is asked for, and the tensors one behind the other. Several tensors are moved to the front of
         `data`; a single one stays where it lies.
 
@@ -108,10 +109,10 @@ class InferReader:
         if asked is None:
             asked = _asked(key, data, raws, self._takes_bytes)
             if (
-                asked.given is not None
+                asked.described is not None
                 and len(described) <= self._LONGEST_KEPT_BYTES
                 and not asked.id
-                and all(given.datatype != "BYTES" for given in asked.given.request.inputs)
+                and all(given.datatype != "BYTES" for given in asked.described.request.inputs)
             ):
                 self._known.add(key, asked)
         if asked.packed is not None:
@@ -170,14 +171,14 @@ def _moved(data: memoryview, raws: Sequence[tuple[int, int]]) -> memoryview:
 
 def _asked(
     key: tuple[Any, ...], data: memoryview, raws: Sequence[tuple[int, int]], takes_bytes: Callable[[str, str], bool]
-) -> AskedMessage:
+) -> InferMessage:
     """Return what a message asks for, when the same was not read before. Raises `HttpError` 400 for one that names no
     model."""
     try:
         said = InferRequest.FromString(key[0])
     except DecodeError:
         raise HttpError(400, _NO_MESSAGE) from None
-    asked = AskedMessage(_path(said.model_name, said.model_version), said.id, None)
+    asked = InferMessage(_path(said.model_name, said.model_version), said.id, None)
     is_text = any(given.datatype == "BYTES" for given in said.inputs)
     is_text = is_text and not takes_bytes(said.model_name, said.model_version)
     try:
@@ -189,7 +190,7 @@ def _asked(
         return asked._replace(generates=generates, problem=error.without_frames())
 
 
-def _tensors(asked: AskedMessage, said: Message, key: tuple[Any, ...], raws: int) -> AskedMessage:
+def _tensors(asked: InferMessage, said: Message, key: tuple[Any, ...], raws: int) -> InferMessage:
     """Return what a request of tensors asks for. Raises `HttpError` 400."""
     parameters = _plain(said.parameters)
     if raws and raws != len(said.inputs):
@@ -200,7 +201,7 @@ def _tensors(asked: AskedMessage, said: Message, key: tuple[Any, ...], raws: int
     packed = None if raws else [_packed(given) for given in said.inputs]
     sizes = key[1:] if packed is None else map(len, packed)
     inputs = [
-        TensorGiven[Any](
+        TensorJson[Any](
             given.name,
             list(given.shape),
             given.datatype,
@@ -208,9 +209,9 @@ def _tensors(asked: AskedMessage, said: Message, key: tuple[Any, ...], raws: int
         )
         for given, size in zip(said.inputs, sizes, strict=True)
     ]
-    outputs = [OutputGiven(each.name, {**_plain(each.parameters), "binary_data": True}) for each in said.outputs]
-    request = RequestGiven[Any](inputs, said.id, {**parameters, "binary_data_output": True}, outputs or None)
-    return asked._replace(given=Given(key, request), packed=None if packed is None else b"".join(packed))
+    outputs = [OutputJson(each.name, {**_plain(each.parameters), "binary_data": True}) for each in said.outputs]
+    request = RequestJson[Any](inputs, said.id, {**parameters, "binary_data_output": True}, outputs or None)
+    return asked._replace(described=DescribedRequest(key, request), packed=None if packed is None else b"".join(packed))
 
 
 def _path(model: str, version: str) -> str:
@@ -227,7 +228,7 @@ def _plain(given: Mapping[str, Message]) -> dict[str, Any]:
     return {key: getattr(value, value.WhichOneof("parameter_choice") or "string_param") for key, value in given.items()}
 
 
-def _texts(asked: AskedMessage, said: Message, raws: Sequence[bytes]) -> AskedMessage:
+def _texts(asked: InferMessage, said: Message, raws: Sequence[bytes]) -> InferMessage:
     """Return what a request of BYTES asks for: a picture, a text, or a generation as Triton's backend for vLLM takes
     it. Raises `HttpError` 400."""
     parameters, found = _plain(said.parameters), {}

@@ -59,7 +59,7 @@ class AskedChoice(NamedTuple):
     is_echo_only: bool = False  # no token is wanted, and one is made: without one nothing runs
 
 
-class Wanted(NamedTuple):
+class GenerationRequest(NamedTuple):
     """A request for generations, from any of the protocols; `writer` writes its answer. With several prompts, the
     `choices` of the first come first; each prompt has `n` of them."""
 
@@ -71,7 +71,7 @@ class Wanted(NamedTuple):
     answer: Callable[[], ToolAnswer] | None = None  # reads one that may call tools
 
 
-def wanted(
+def read_generation(
     body: CompletionBody | ChatBody | GenerateBody,
     model: str,
     tokenizer: Tokenizer | None,
@@ -79,7 +79,7 @@ def wanted(
     *,
     is_streamed: bool = False,
     draw_seed: Callable[[], int] = lambda: secrets.randbits(_SEED_BITS),
-) -> Wanted:
+) -> GenerationRequest:
     """Return the generations that a body asks for.
 
     Args:
@@ -150,7 +150,7 @@ def wanted(
             choices.append(AskedChoice(prompt, sampling, echo if echoes else None, is_echo_only))
     if shared.logprobs is not None:
         _check_scores(choices, 1 + shared.logprobs, is_streamed=is_streamed)
-    return Wanted(choices, n, stops, is_streamed, writer, answer)
+    return GenerationRequest(choices, n, stops, is_streamed, writer, answer)
 
 
 def _sampling(

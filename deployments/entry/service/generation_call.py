@@ -12,7 +12,7 @@ import msgspec
 
 from tenuto.deployments.dispatch.in_flight import OpenGeneration
 from tenuto.deployments.entry.http.exchange import JSON, Exchange, HttpError, fail
-from tenuto.deployments.entry.protocols.openai import AskedChoice, Wanted
+from tenuto.deployments.entry.protocols.openai import AskedChoice, GenerationRequest
 from tenuto.deployments.entry.protocols.openai_answers import Piece, ScoredToken, Usage
 from tenuto.deployments.entry.protocols.texts import GrowingText, Tokenizer
 from tenuto.deployments.entry.protocols.tool_calls import ToolAnswer, joined
@@ -58,7 +58,7 @@ class _Choice(msgspec.Struct, eq=False):
 
     def _take(self, text: str = "", finish: Ending | None = None) -> Piece:
         """Return what is not sent yet, and then this text."""
-        scored = self._scored if self._scored or (finish and not self._call.wanted.is_streamed) else None
+        scored = self._scored if self._scored or (finish and not self._call.request.is_streamed) else None
         asks = self.asked.sampling.logprobs is not None
         why = None if finish is None else finish.value
         piece = Piece("".join(self._parts) + text, self._tokens, why, scored if asks else None)
@@ -108,7 +108,7 @@ class _Choice(msgspec.Struct, eq=False):
             if generation is not None:
                 self._call.leave(generation, is_answered=True)
             self._finish(Ending.STOP, generation)
-        elif self._call.wanted.is_streamed:
+        elif self._call.request.is_streamed:
             self._stream(text)
 
     def _stream(self, text: str) -> None:
@@ -154,7 +154,7 @@ class GenerationCall(msgspec.Struct, eq=False):
     _service: SharedService
     _dispatching: Dispatching
     _exchange: Exchange
-    wanted: Wanted
+    request: GenerationRequest
     tokenizer: Tokenizer | None
     _id: str
     _traced: Traced | None
@@ -171,10 +171,10 @@ class GenerationCall(msgspec.Struct, eq=False):
         """Ask for the generations."""
         self._exchange.on_left = self._leave
         self._model = model
-        for index, asked in enumerate(self.wanted.choices):
-            answer = None if self.wanted.answer is None else self.wanted.answer()
+        for index, asked in enumerate(self.request.choices):
+            answer = None if self.request.answer is None else self.request.answer()
             most, fewest = asked.sampling.max_tokens, asked.sampling.min_tokens
-            text = GrowingText(self.tokenizer, self.wanted.stops, fewest, with_special=answer is not None)
+            text = GrowingText(self.tokenizer, self.request.stops, fewest, with_special=answer is not None)
             self._choices.append(_Choice(self, index, asked, text, answer, most))
             if self.caller is not None:
                 self.caller.begin_text(len(asked.prompt), most)
@@ -212,7 +212,7 @@ class GenerationCall(msgspec.Struct, eq=False):
         self._send(choice, piece)
 
     def _send(self, choice: _Choice, piece: Piece) -> None:
-        writer = self.wanted.writer
+        writer = self.request.writer
         if writer.has_usage_so_far:
             writer.so_far = self._usage(sum(each.count for each in self._choices))
         self._exchange.send(writer.piece(choice.index, piece))
@@ -222,25 +222,25 @@ class GenerationCall(msgspec.Struct, eq=False):
         if not self._has_begun:
             self._has_begun = True
             self._exchange.begin(200, self._lines(generation) + _EVENTS)
-            first = self.wanted.writer.first(len(self._choices))
+            first = self.request.writer.first(len(self._choices))
             if first:
                 self._exchange.send(first)
 
     def ended(self, choice: _Choice, piece: Piece, generation: OpenGeneration | None) -> None:
         """Send the end of a choice, and behind the last one that of the answer."""
-        exchange, writer = self._exchange, self.wanted.writer
+        exchange, writer = self._exchange, self.request.writer
         self._pieces[choice.index] = piece
         self._tokens += choice.count
         if generation is not None:
             self._first_ms = min(self._first_ms, generation.first_ms)
             self._missed = self._missed or generation.missed
-        if self.wanted.is_streamed:
+        if self.request.is_streamed:
             self._open(generation)
             self._send(choice, piece)
         if len(self._pieces) < len(self._choices):
             return
         usage = self._usage(self._tokens)
-        if self.wanted.is_streamed:
+        if self.request.is_streamed:
             last = writer.last(usage)
             if last:
                 exchange.send(last)
@@ -254,7 +254,7 @@ class GenerationCall(msgspec.Struct, eq=False):
 
     def _usage(self, tokens: int) -> Usage:
         """Return the tokens of the request. A prompt counts once, however many choices it has."""
-        return Usage(sum(len(each.prompt) for each in self.wanted.choices[:: self.wanted.n]), tokens)
+        return Usage(sum(len(each.prompt) for each in self.request.choices[:: self.request.n]), tokens)
 
     def refused(self, generation: OpenGeneration, refused: Refused) -> None:
         """Send the refusal of a choice, which is that of the request; amid a stream it is the last event."""
@@ -268,7 +268,7 @@ class GenerationCall(msgspec.Struct, eq=False):
             details={"outcome": refused.outcome.word},
         )
         if self._has_begun:
-            self._exchange.send(self.wanted.writer.failed(error))
+            self._exchange.send(self.request.writer.failed(error))
             self._exchange.end()
         else:
             fail(self._exchange, error)

@@ -32,12 +32,12 @@ import numpy as np
 from tenuto.deployments.entry.http.exchange import HttpError, expired
 from tenuto.deployments.entry.service.hook_process import (
     PREFIX,
-    Asked,
     BadBody,
     Faulty,
+    HookAnswer,
+    HookCall,
     Postprocess,
     Preprocess,
-    Said,
     SetUp,
     pack,
 )
@@ -60,7 +60,7 @@ _FADES = 0.99  # derived: remembers the longest of about the last hundred calls;
 _MODULE = "tenuto.deployments.entry.service.hook_process"
 
 ResultT = TypeVar("ResultT")
-_SAID: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+_ANSWERS: msgspec.msgpack.Decoder[HookAnswer] = msgspec.msgpack.Decoder(HookAnswer)
 
 
 class HookFaultError(Exception):
@@ -71,15 +71,15 @@ class _LostError(Exception):
     """A process of hooks has ended, or has to be ended. The text says why."""
 
 
-class _Call(NamedTuple):
+class _QueuedCall(NamedTuple):
     """One call of a hook. `latest_ms`: the latest moment at which it may begin. `number`: of two such calls, the lower
     one goes first."""
 
     latest_ms: float
     number: int
-    asked: Asked
+    asked: HookCall
     parts: Sequence[Buffer]
-    read: Callable[[Said, memoryview], Any]
+    read: Callable[[HookAnswer, memoryview], Any]
     done: asyncio.Future[Any]
 
 
@@ -112,7 +112,7 @@ class HookPool:
         self._longest_s = max(hangs_s, slo_ms / 1000.0)
         self._clock = clock
         self._numbers = itertools.count()
-        self._waiting: asyncio.PriorityQueue[_Call] = asyncio.PriorityQueue()
+        self._waiting: asyncio.PriorityQueue[_QueuedCall] = asyncio.PriorityQueue()
         self._count = 0
         self._broken = ""  # why the last process could not be started
         self._tasks = [
@@ -137,7 +137,11 @@ class HookPool:
         return self._begin(asked, [each.data for each in outputs], latest_ms, lambda _, body: bytes(body))
 
     def _begin(
-        self, asked: Asked, parts: Sequence[Buffer], latest_ms: float, read: Callable[[Said, memoryview], ResultT]
+        self,
+        asked: HookCall,
+        parts: Sequence[Buffer],
+        latest_ms: float,
+        read: Callable[[HookAnswer, memoryview], ResultT],
     ) -> asyncio.Future[ResultT]:
         if self._broken:
             raise HttpError(503, self._broken, retry_after_s=AGAIN_S)
@@ -146,10 +150,10 @@ class HookPool:
             raise HttpError(429, reason, retry_after_s=1.0)
         done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._count += 1
-        self._waiting.put_nowait(_Call(latest_ms, next(self._numbers), asked, parts, read, done))
+        self._waiting.put_nowait(_QueuedCall(latest_ms, next(self._numbers), asked, parts, read, done))
         return done
 
-    def _inputs(self, said: Said, body: memoryview) -> list[InputPart]:
+    def _inputs(self, said: HookAnswer, body: memoryview) -> list[InputPart]:
         """Cut the bytes behind an answer into tensors. Sizes and types are checked, as an attacker may have taken over
         the process, and must not harm a gpu-let."""
         dtypes = getattr(said, "dtypes", [])
@@ -203,7 +207,7 @@ class HookPool:
             raise _LostError(said.text)
         process.is_set_up = True
 
-    async def _perform(self, process: _Process, call: _Call) -> None:
+    async def _perform(self, process: _Process, call: _QueuedCall) -> None:
         """Answer one call; raises `_LostError` when the process cannot go on."""
         if call.done.done():
             return  # its client was answered, or has left
@@ -279,7 +283,7 @@ class _Process:
                 raise
         self._line.setblocking(False)
 
-    async def ask(self, asked: Asked, parts: Sequence[Buffer], longest_s: float) -> tuple[Said, memoryview]:
+    async def ask(self, asked: HookCall, parts: Sequence[Buffer], longest_s: float) -> tuple[HookAnswer, memoryview]:
         """Return the process's message, and the bytes behind that message.
 
         Raises:
@@ -298,7 +302,7 @@ class _Process:
                 message_bytes, body_bytes = PREFIX.unpack(await self._exactly(PREFIX.size))
                 if message_bytes > _MOST_SAID_BYTES or body_bytes > self._most_bytes:
                     raise _LostError(f"an answer of {message_bytes + body_bytes} bytes is too large")
-                said = _SAID.decode(await self._exactly(message_bytes))
+                said = _ANSWERS.decode(await self._exactly(message_bytes))
                 return said, memoryview(await self._exactly(body_bytes))
         except TimeoutError:
             raise _LostError(f"a call took more than {longest_s:g} s, and its process was killed") from None

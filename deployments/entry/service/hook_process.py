@@ -65,13 +65,15 @@ class Faulty(msgspec.Struct, frozen=True, tag=6):
     text: str
 
 
-Asked = SetUp | Preprocess | Postprocess
-Said = Done | BadBody | Faulty
+HookCall = SetUp | Preprocess | Postprocess
+HookAnswer = Done | BadBody | Faulty
 pack = msgspec.msgpack.Encoder().encode
-_ASKED: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
+_CALLS: msgspec.msgpack.Decoder[HookCall] = msgspec.msgpack.Decoder(HookCall)
 
 
-def answer(hooks: Hooks, signature: ModelSignature, asked: Asked, body: bytes) -> tuple[Said, Sequence[memoryview]]:
+def answer(
+    hooks: Hooks, signature: ModelSignature, asked: HookCall, body: bytes
+) -> tuple[HookAnswer, Sequence[memoryview]]:
     """Return what hooks say to one call; whatever they raise is an answer too."""
     try:
         if isinstance(asked, Postprocess):
@@ -141,17 +143,17 @@ def _go_on_in_child() -> None:
     os._exit(code if code >= 0 else 128 - code)  # as shells tell of a signal
 
 
-def _received(came: BinaryIO) -> tuple[Asked, bytes] | None:
+def _received(came: BinaryIO) -> tuple[HookCall, bytes] | None:
     """Return the next call and the bytes behind it; None where the gateway has gone."""
     prefix = came.read(PREFIX.size)
     if len(prefix) < PREFIX.size:
         return None
     message_bytes, body_bytes = PREFIX.unpack(prefix)
     message, body = came.read(message_bytes), came.read(body_bytes)
-    return None if len(message) < message_bytes or len(body) < body_bytes else (_ASKED.decode(message), body)
+    return None if len(message) < message_bytes or len(body) < body_bytes else (_CALLS.decode(message), body)
 
 
-def _send(line: socket.socket, said: Said, parts: Sequence[memoryview]) -> None:
+def _send(line: socket.socket, said: HookAnswer, parts: Sequence[memoryview]) -> None:
     message = pack(said)
     line.sendall(PREFIX.pack(len(message), sum(part.nbytes for part in parts)) + message)
     for part in parts:

@@ -14,15 +14,8 @@ import orjson
 
 from tenuto.deployments.dispatch.in_flight import Request, Samples
 from tenuto.deployments.entry.http.exchange import JSON, Exchange, refuse, retry_after
-from tenuto.deployments.entry.protocols.oip import (
-    PLAIN,
-    Given,
-    InferRequest,
-    JsonRows,
-    check_finite,
-    check_outputs,
-    encode_response,
-)
+from tenuto.deployments.entry.protocols.oip_answers import JsonRows, check_finite, encode_response
+from tenuto.deployments.entry.protocols.oip_requests import PLAIN, DescribedRequest, InferRequest, check_outputs
 from tenuto.deployments.entry.service.dispatching import Dispatching
 from tenuto.deployments.entry.service.margin import Margin
 from tenuto.deployments.entry.service.planned_model import PlannedModel
@@ -75,7 +68,7 @@ class InferCall(msgspec.Struct, eq=False):
     _model: PlannedModel
     _slo_ms: float
     _traced: Traced | None = None
-    _given: Given | None = None  # what a request over gRPC asks for; the body is then its tensors
+    _described: DescribedRequest | None = None  # what a request over gRPC asks for; the body is then its tensors
     _id: str = ""  # the protocol's
     _parsed: InferRequest | None = None  # None: the response names classes
     _open: list[Request] = []  # in the order of the samples; msgspec copies defaults
@@ -91,7 +84,7 @@ class InferCall(msgspec.Struct, eq=False):
         """
         route, body = self._route, self._exchange.body
         early: Request | None = None
-        if self._given is None and not _may_name(body, route.json_length, slo=route.slo_ms is None):
+        if self._described is None and not _may_name(body, route.json_length, slo=route.slo_ms is None):
             early = self._admit(route.client_id)
             if self._is_over:
                 return  # turned away, and responded to
@@ -123,11 +116,11 @@ class InferCall(msgspec.Struct, eq=False):
         Raises:
             BadRequestError: the body is malformed, or does not fit the model.
         """
-        given, reader = self._given, self._model.reader
-        if given is None:
+        described, reader = self._described, self._model.reader
+        if described is None:
             parsed = reader.read(body, self._route.json_length, slot)
         else:
-            parsed = reader.read_given(given, body, slot)
+            parsed = reader.read_described(described, body, slot)
         if parsed.header.outputs:
             interface = self._model.interface
             assert interface is not None

@@ -21,14 +21,14 @@ from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import Exchange, Head, HttpError, expired, fail, inflated, refuse
 from tenuto.deployments.entry.http.framing import MOST_CACHED_HEADS
-from tenuto.deployments.entry.protocols.oip import (
+from tenuto.deployments.entry.protocols.oip_requests import (
     JSON_AT_ONCE_BYTES,
     JSON_TOO_LARGE,
     MOST_JSON_BYTES,
-    Given,
+    DescribedRequest,
     InferRequest,
 )
-from tenuto.deployments.entry.protocols.openai import Wanted, wanted
+from tenuto.deployments.entry.protocols.openai import GenerationRequest, read_generation
 from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, CompletionBody, GenerateBody, read_body
 from tenuto.deployments.entry.service.dispatching import Dispatching
 from tenuto.deployments.entry.service.generation_call import GenerationCall
@@ -264,8 +264,9 @@ class InferenceService:
                 return HttpError(429, reason, retry_after_s=wait_s)
         return route.problem
 
-    def handle(self, exchange: Exchange, given: Given | None = None) -> None:
-        """Answer a request whose body is there. `given`: what a request over gRPC asks for; its body is its tensors."""
+    def handle(self, exchange: Exchange, described: DescribedRequest | None = None) -> None:
+        """Answer a request whose body is there. `described`: what a request over gRPC asks for, whose body is
+        tensors."""
         head = exchange.head
         route = self._routes.get(head) or self._route(head)
         problem = route.problem or exchange.problem
@@ -275,7 +276,7 @@ class InferenceService:
         try:
             if route.began_s is not None and route.model is not None:
                 self._count_proxy(exchange, route.model, route.began_s)
-            route.handle(exchange, route, given)
+            route.handle(exchange, route, described)
         except HttpError as error:
             refuse(exchange, error)
 
@@ -300,7 +301,7 @@ class InferenceService:
                     route = self._split_route(action, self._splits[name], head, route)
                 route = route._replace(caller=caller)
         except HttpError as error:
-            route = Route(lambda _exchange, _route, _given: None, problem=error.without_frames())
+            route = Route(lambda _exchange, _route, _described: None, problem=error.without_frames())
         return self._routes.add(head, route) if head.is_cached else route
 
     def _check_site(self, head: Head) -> None:
@@ -311,7 +312,7 @@ class InferenceService:
             if reason is not None:
                 raise HttpError(403, reason)
 
-    def _answer_management(self, exchange: Exchange, route: Route, _given: Given | None) -> None:
+    def _answer_management(self, exchange: Exchange, route: Route, _described: DescribedRequest | None) -> None:
         if len(exchange.body) > _MOST_MANAGEMENT_BYTES:
             raise HttpError(413, _MANAGEMENT_TOO_LARGE)
         self._manage(exchange, route.caller)
@@ -377,28 +378,28 @@ class InferenceService:
             to = [(below, route._replace(call=call, shadows=split.shadows)) for below, route in to]
         return rest._replace(handle=self._split, began_s=None, split=tuple(to))
 
-    def _split(self, exchange: Exchange, route: Route, given: Given | None) -> None:
+    def _split(self, exchange: Exchange, route: Route, described: DescribedRequest | None) -> None:
         drawn = self._draw()
         for below, chosen in route.split:
             if drawn < below:
                 if chosen.began_s is not None and chosen.model is not None:
                     self._count_proxy(exchange, chosen.model, chosen.began_s)
-                chosen.handle(exchange, chosen, given)
+                chosen.handle(exchange, chosen, described)
                 return
 
-    def _infer(self, exchange: Exchange, route: Route, given: Given | None) -> None:
+    def _infer(self, exchange: Exchange, route: Route, described: DescribedRequest | None) -> None:
         model: Any = route.model  # a `PlannedModel`: only routes of models lead here
         slo_ms = min(model.slo_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
         now_ms = self._clock() * 1000.0
         if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
             raise _behind()
         call: InferCall
-        call, encoding = self._call(exchange, route, model, slo_ms, given), route.encoding
+        call, encoding = self._call(exchange, route, model, slo_ms, described), route.encoding
         json_bytes = len(exchange.body) if route.json_length is None else route.json_length
         if model.reader.takes_bytes:  # each element is looked at, wherever it lies
             is_short = len(exchange.body) <= JSON_AT_ONCE_BYTES
         else:
-            is_short = json_bytes <= JSON_AT_ONCE_BYTES or given is not None
+            is_short = json_bytes <= JSON_AT_ONCE_BYTES or described is not None
         if encoding is None and is_short:
             call.begin()
             return
@@ -411,21 +412,23 @@ class InferenceService:
 
         self._aside(exchange, parse, call.begin_parsed)
 
-    def _generate(self, exchange: Exchange, route: Route, _given: Given | None) -> None:
+    def _generate(self, exchange: Exchange, route: Route, _described: DescribedRequest | None) -> None:
         """Answer a request for generation. Large prompts are read in threads: tokenizers take their time."""
 
-        def read() -> tuple[PlannedModel, Wanted, str]:
+        def read() -> tuple[PlannedModel, GenerationRequest, str]:
             body = bytes(exchange.body)
             if route.encoding is not None:
                 body = inflated(body, route.encoding, _MOST_TEXT_BYTES)
-            return self._wanted(body, route)
+            return self._read_generation(body, route)
 
         if route.encoding is None and len(exchange.body) <= _TEXT_AT_ONCE_BYTES:
             self._begin_checked(exchange, route, *read())
         else:
             self._aside(exchange, read, lambda found: self._begin_checked(exchange, route, *found))
 
-    def _begin_checked(self, exchange: Exchange, route: Route, model: PlannedModel, asked: Wanted, own_id: str) -> None:
+    def _begin_checked(
+        self, exchange: Exchange, route: Route, model: PlannedModel, asked: GenerationRequest, own_id: str
+    ) -> None:
         """Begin generations, when the schema that they keep is one that can be kept."""
         schema = asked.choices[0].sampling.schema
         if not schema or self._schemas.is_known(schema):
@@ -437,7 +440,7 @@ class InferenceService:
             exchange, checked, lambda _: self._begin_generation(exchange, route, model, asked, own_id), due_ms
         )
 
-    def _wanted(self, body: bytes, route: Route) -> tuple[PlannedModel, Wanted, str]:
+    def _read_generation(self, body: bytes, route: Route) -> tuple[PlannedModel, GenerationRequest, str]:
         """Return the model that is asked, what it is asked for, and the id that the body gives the request."""
         parsed = read_body(_GENERATIONS[route.action], body)
         model = route.model
@@ -454,10 +457,10 @@ class InferenceService:
         if limits is None:
             raise HttpError(400, f"'{model.model}' has no language-modelling head. Ask /v2/models/MODEL/infer.")
         is_streamed = route.action == "generate_stream"
-        return model, wanted(parsed, model.model, model.tokenizer, limits, is_streamed=is_streamed), own_id
+        return model, read_generation(parsed, model.model, model.tokenizer, limits, is_streamed=is_streamed), own_id
 
     def _begin_generation(
-        self, exchange: Exchange, route: Route, model: PlannedModel, asked: Wanted, own_id: str
+        self, exchange: Exchange, route: Route, model: PlannedModel, asked: GenerationRequest, own_id: str
     ) -> None:
         ttft_ms = _ttft_ms(exchange, route, model)
         now_ms = self._clock() * 1000.0
@@ -476,7 +479,7 @@ class InferenceService:
         call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced, route.caller)
         call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=model.tpot_ms)
 
-    def _predict(self, exchange: Exchange, route: Route, _given: Given | None) -> None:
+    def _predict(self, exchange: Exchange, route: Route, _described: DescribedRequest | None) -> None:
         """Answer a raw image or text. Decoding and resizing are real work: in threads, where they delay no timer."""
         model = route.model
         assert model is not None
@@ -509,10 +512,15 @@ class InferenceService:
             self._aside(exchange, plain, preprocess, due_ms)
 
     def _call(
-        self, exchange: Exchange, route: Route, model: PlannedModel, slo_ms: float, given: Given | None = None
+        self,
+        exchange: Exchange,
+        route: Route,
+        model: PlannedModel,
+        slo_ms: float,
+        described: DescribedRequest | None = None,
     ) -> Any:
         traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
-        return route.call(self, self.dispatching, exchange, route, model, slo_ms, traced, given)
+        return route.call(self, self.dispatching, exchange, route, model, slo_ms, traced, described)
 
     def _aside(
         self, exchange: Exchange, work: Callable[[], T], then: Callable[[T], None], due_ms: float = math.inf

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tenuto import __version__
 from tenuto.deployments.entry.http.exchange import OPENAI, HttpError, openai_error
-from tenuto.deployments.entry.protocols.oip import NO_SHARED_MEMORY, RequestGiven, TensorSpec
+from tenuto.deployments.entry.protocols.oip_requests import NO_SHARED_MEMORY, RequestJson, TensorSpec
 from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, CompletionBody, GenerateBody
 from tenuto.deployments.entry.service.inference import WITHOUT_KEY, InferenceService
 from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes, make_api, plain_error
@@ -233,7 +233,7 @@ _FAILURES = {
     504: "Expired: the deadline could not be met; the request was not executed.",
 }
 _UNASKED = {401: "No key, or one that is not known.", 403: "The key is not for this model, or another site asks."}
-_INFER = RequestGiven[msgspec.Raw]
+_INFER = RequestJson[msgspec.Raw]
 _BODIES = (_INFER, CompletionBody, ChatBody, GenerateBody)
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tenuto.deployments.entry.protocols.oip import RequestReader, TensorSpec
+from tenuto.deployments.entry.protocols.oip_requests import RequestReader, TensorSpec
 from tenuto.deployments.entry.protocols.texts import Tokenizer, tokenizer_of
 from tenuto.deployments.entry.service.hook_pool import HookPool
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from tenuto.deployments.entry.http.exchange import HttpError
-from tenuto.deployments.entry.protocols.oip import parse_slo
-from tenuto.deployments.entry.protocols.openai import Wanted, wanted
+from tenuto.deployments.entry.protocols.oip_requests import parse_slo
+from tenuto.deployments.entry.protocols.openai import GenerationRequest, read_generation
 from tenuto.deployments.entry.protocols.openai_bodies import CompletionBody, made_body
 from tenuto.deployments.entry.protocols.texts import GrowingText, Tokenizer, tokenizer_of
 from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
@@ -271,7 +271,7 @@ class TenutoHandle:
         if tokenizer is None:
             raise refused("prompt", prompt, f"needs a tokenizer, and '{model}' has none", "Use `generate_tokens`.")
         options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
-        asked = self._wanted(model, tokenizer, prompt=prompt, **options)
+        asked = self._read_generation(model, tokenizer, prompt=prompt, **options)
         text = GrowingText(tokenizer, asked.stops)
         tokens = self._tokens(model, asked, slo_ms, request_id)
         async with contextlib.aclosing(tokens):
@@ -299,12 +299,14 @@ class TenutoHandle:
     ) -> AsyncGenerator[int]:
         """Let a model go on with tokens, and give out its tokens; see `generate`."""
         options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-        tokens = self._tokens(model, self._wanted(model, None, prompt=_plain(prompt), **options), slo_ms, request_id)
+        tokens = self._tokens(
+            model, self._read_generation(model, None, prompt=_plain(prompt), **options), slo_ms, request_id
+        )
         async with contextlib.aclosing(tokens):
             async for token in tokens:
                 yield token
 
-    def _wanted(self, model: str, tokenizer: Tokenizer | None, **fields: Any) -> Wanted:
+    def _read_generation(self, model: str, tokenizer: Tokenizer | None, **fields: Any) -> GenerationRequest:
         """Return what is asked of a model, by the rules of /v1/completions.
 
         Raises:
@@ -312,7 +314,7 @@ class TenutoHandle:
         """
         limits = self._limits(model)
         try:
-            return wanted(made_body(CompletionBody, model=model, **fields), model, tokenizer, limits)
+            return read_generation(made_body(CompletionBody, model=model, **fields), model, tokenizer, limits)
         except HttpError as error:
             raise InvalidInputError(error.message) from None
 
@@ -322,7 +324,9 @@ class TenutoHandle:
             raise refused("model", model, "has no language-modelling head", "Use `infer`.")
         return limits
 
-    async def _tokens(self, model: str, asked: Wanted, slo_ms: float | None, request_id: str) -> AsyncGenerator[int]:
+    async def _tokens(
+        self, model: str, asked: GenerationRequest, slo_ms: float | None, request_id: str
+    ) -> AsyncGenerator[int]:
         """Give out the tokens of a generation."""
         name, collected, slo_ms = self._name(model, None), CollectedTokens(), _allowed_ms(slo_ms)
         slo = self._plan.model(name).slo

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from tenuto.deployments.entry.http.exchange import Exchange, Head, HttpError
-from tenuto.deployments.entry.protocols.oip import Given, parse_slo
+from tenuto.deployments.entry.protocols.oip_requests import DescribedRequest, parse_slo
 from tenuto.deployments.entry.service.planned_model import PlannedModel
 from tenuto.deployments.security.keys import Caller
 
 # What answers a request; the last argument is what a request over gRPC asks for, whose body is then its tensors.
-Handler = Callable[["Exchange", "Route", "Given | None"], None]
+Handler = Callable[["Exchange", "Route", "DescribedRequest | None"], None]
 
 
 class Route(NamedTuple):

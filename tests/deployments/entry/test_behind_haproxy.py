@@ -25,7 +25,10 @@ from tests.instruments.live import PATIENCE_S
 
 CASES = int(os.environ.get("TENUTO_FUZZ_CASES", "300"))
 HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-pytestmark = pytest.mark.skipif(HAPROXY is None, reason="no HAProxy on this machine (Debian: apt install haproxy)")
+pytestmark = [
+    pytest.mark.door,
+    pytest.mark.skipif(HAPROXY is None, reason="no HAProxy on this machine (Debian: apt install haproxy)"),
+]
 CONFIG = """
 global
     maxconn 2000

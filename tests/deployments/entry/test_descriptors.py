@@ -40,15 +40,15 @@ REQUEST = b"GET /v2/health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 def test_places_follow_the_limit_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def places(limit: int, wanted: int = 1000, held: int = 0) -> int:
+    def places(limit: int, most: int = 1000, held: int = 0) -> int:
         monkeypatch.setattr(resource, "getrlimit", lambda _name: (limit, limit))
-        return most_connections(wanted, held)
+        return most_connections(most, held)
 
     assert places(1 << 20) == places(resource.RLIM_INFINITY) == 1000
     assert 8 <= places(512) < 512 - 96
     assert places(1024) > places(512) > places(256) >= places(16) == 8
     assert places(512, held=10) == places(512) + 8  # four for each handshake
-    assert places(512, wanted=20) == 20
+    assert places(512, most=20) == 20
 
 
 @pytest.mark.parametrize("says", ["hello", "nothing"])

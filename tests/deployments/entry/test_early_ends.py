@@ -32,6 +32,8 @@ messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages
 
 from tests.instruments.http2_client import HEADERS, WINDOW_UPDATE, Http2Client, message  # noqa: E402
 
+pytestmark = pytest.mark.door
+
 ROUNDS, TIMES = 3, 8  # the first round warms caches up
 MOST_BLOCKS = 8  # of one call; an exception that keeps its frames has more, a timer that was cancelled fewer
 RECORDS = 4096  # of the last requests, which are kept on purpose

@@ -21,6 +21,8 @@ import tenuto
 from tests.deployments.entry.test_gateway import PLAN, TENSOR, Bench
 from tests.instruments.asking import PATIENCE_S
 
+pytestmark = pytest.mark.door
+
 OURS = str(Path(tenuto.__file__).parent)
 KEY = "the key"
 GOOD = json.dumps({"inputs": [TENSOR]}).encode()

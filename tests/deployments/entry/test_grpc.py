@@ -237,7 +237,7 @@ def test_a_picture_or_a_text_is_asked_for_by_one_value_of_bytes() -> None:
     asked = messages.InferRequest(model_name="a/b", id="mine")
     asked.inputs.add(name="any", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"a text")
     found, _ = read(asked)
-    assert (found.path, found.id, found.given, found.body) == ("a%2Fb", "mine", None, b"a text")
+    assert (found.path, found.id, found.described, found.body) == ("a%2Fb", "mine", None, b"a text")
     told = (
         b'{"model_name":"a/b","model_version":"1","predictions":[{"label":"cat","score":0.5}],'
         b'"parameters":{"emulated":true}}'
@@ -265,7 +265,7 @@ def test_raw_tensors_lie_one_behind_the_other_whatever_stands_between() -> None:
     for data in (text + parts[0] + parts[1], parts[0] + text + parts[1], parts[0] + parts[1] + text):
         found, tensors = reader.read(memoryview(bytearray(data)))
         assert bytes(tensors) == b"abcdef"
-        assert [each.parameters["binary_data_size"] for each in found.given.request.inputs] == [3, 3]
+        assert [each.parameters["binary_data_size"] for each in found.described.request.inputs] == [3, 3]
     assert reader.read(memoryview(bytearray(data)))[0] is found
 
 

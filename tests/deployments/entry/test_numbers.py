@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.deployments.entry.protocols.oip import JsonRows, RequestReader, TensorSpec, encode_response
+from tenuto.deployments.entry.protocols.oip_answers import JsonRows, encode_response
+from tenuto.deployments.entry.protocols.oip_requests import RequestReader, TensorSpec
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.tensors import DATATYPES, OutputTensor, RowOutput
 from tenuto.profiles.networks.catalogue import DTYPES, LoadedModel, ModelSignature, TensorSignature

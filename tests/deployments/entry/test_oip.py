@@ -6,24 +6,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.deployments.entry.protocols import oip
-from tenuto.deployments.entry.protocols.oip import (
+from tenuto.deployments.entry.http.exchange import BadRequestError
+from tenuto.deployments.entry.protocols.oip_answers import JsonRows, NotFiniteError, encode_response
+from tenuto.deployments.entry.protocols.oip_requests import (
+    JSON_AT_ONCE_BYTES,
+    MOST_JSON_BYTES,
     PLAIN,
-    BadRequestError,
     InferHeader,
-    JsonRows,
-    NotFiniteError,
     RequestedOutput,
     RequestReader,
     TensorSpec,
     check_outputs,
-    encode_response,
     parse_slo,
     yields_from,
 )
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import Arena
-from tenuto.deployments.wire.tensors import OutputTensor, pack_outputs
+from tenuto.deployments.wire.tensors import DATATYPES, OutputTensor, pack_outputs
 
 IMAGE = (TensorSpec("image", "float32", (2, 2)),)
 TEXT = (TensorSpec("ids", "int64", (3,), below=10), TensorSpec("mask", "int64", (3,)))
@@ -223,7 +222,7 @@ def test_json_response_lists_the_samples() -> None:
     }
 
 
-@pytest.mark.parametrize("dtype", sorted(oip.DATATYPES.values()))
+@pytest.mark.parametrize("dtype", sorted(DATATYPES.values()))
 def test_a_row_of_a_batch_reads_as_the_answer_to_its_request_does(dtype: str) -> None:
     dice, rows = np.random.default_rng(27), 3
     for shapes in [((),), ((2,), (3, 1)), ((0,), (2, 2)), ()]:
@@ -281,7 +280,7 @@ def test_time_allowed_must_be_a_finite_number(value: Any) -> None:
         parse_slo(value, "header X-SLO-Ms")
 
 
-@pytest.mark.parametrize("dtype", sorted(oip.DATATYPES.values()))
+@pytest.mark.parametrize("dtype", sorted(DATATYPES.values()))
 def test_values_are_numpys_whatever_their_type_number_and_nesting(dtype: str) -> None:
     dice = np.random.default_rng(26)
     for shape in ((2,), (3, 4), (), (2, 3, 4), (9000,)):
@@ -317,7 +316,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("part", ENDLESS)
 @pytest.mark.parametrize("where", ["data", "inputs", "outputs", "parameters", "shape", "more", "id"])
-@pytest.mark.parametrize("size", [oip.JSON_AT_ONCE_BYTES, oip.MOST_JSON_BYTES])
+@pytest.mark.parametrize("size", [JSON_AT_ONCE_BYTES, MOST_JSON_BYTES])
 def test_what_is_refused_was_not_built_before(part: str, where: str, size: int) -> None:
     """The work is counted by the memory it takes: as an object a value of two bytes takes up to 200."""
     values = b"[%b1]" % (ENDLESS[part] * ((size - 200) // len(ENDLESS[part])))

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from tenuto.deployments.entry.http.exchange import HttpError
-from tenuto.deployments.entry.protocols.grpc_messages import AskedMessage, InferReader, InferRequest
-from tenuto.deployments.entry.protocols.openai import AskedChoice, Wanted, wanted
+from tenuto.deployments.entry.protocols.grpc_messages import InferMessage, InferReader, InferRequest
+from tenuto.deployments.entry.protocols.openai import AskedChoice, GenerationRequest, read_generation
 from tenuto.deployments.entry.protocols.openai_answers import Piece, ScoredToken, Usage
 from tenuto.deployments.entry.protocols.openai_bodies import (
     ChatBody,
@@ -35,9 +35,9 @@ PLAIN = {"model": "m", "prompt": "hi"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def asked(kind: Any, document: Any, tokenizer: Tokenizer | None = BYTES) -> Wanted:
+def asked(kind: Any, document: Any, tokenizer: Tokenizer | None = BYTES) -> GenerationRequest:
     body = read_body(kind, json.dumps(document).encode())
-    return wanted(body, "m", tokenizer, LIMITS, draw_seed=lambda: 77)
+    return read_generation(body, "m", tokenizer, LIMITS, draw_seed=lambda: 77)
 
 
 def refused(kind: Any, document: Any, tokenizer: Tokenizer | None = BYTES) -> HttpError:
@@ -63,7 +63,7 @@ def test_all_that_can_be_asked_is_read() -> None:
     assert prompts(asked(CompletionBody, {"model": "m", "prompt": ["hi"]})) == [[104, 105]]
 
 
-def prompts(wanted: Wanted) -> list[list[int]]:
+def prompts(wanted: GenerationRequest) -> list[list[int]]:
     return [choice.prompt for choice in wanted.choices]
 
 
@@ -73,7 +73,7 @@ def test_each_choice_of_each_prompt_is_a_generation_with_a_seed_of_its_own() -> 
     assert [choice.sampling.seed for choice in found.choices] == [5, 6] * 3
     drawn = iter(range(10, 13))
     body = read_body(CompletionBody, json.dumps({"model": "m", "prompt": ["a", "a", "a"], "n": 2}).encode())
-    found = wanted(body, "m", BYTES, LIMITS, draw_seed=lambda: next(drawn) * 10)
+    found = read_generation(body, "m", BYTES, LIMITS, draw_seed=lambda: next(drawn) * 10)
     assert [choice.sampling.seed for choice in found.choices] == [100, 101, 110, 111, 120, 121]
     assert len(asked(CompletionBody, {"model": "m", "prompt": ["a"] * 128}).choices) == 128
     assert len(asked(ChatBody, {**CHAT, "n": 3}).choices) == 3
@@ -116,7 +116,7 @@ def test_tritons_clients_are_taken_as_they_ask() -> None:
     assert asked(GenerateBody, example).choices[0].sampling == Sampling(3, 0.5, 0.95, 77)
     assert asked(GenerateBody, {"text_input": "hi", "stream": False}).choices[0].sampling == greedy
     streamed = read_body(GenerateBody, b'{"text_input":"hi","stream":true,"parameters":{"stream":true}}')
-    assert wanted(streamed, "m", BYTES, LIMITS, is_streamed=True).is_streamed
+    assert read_generation(streamed, "m", BYTES, LIMITS, is_streamed=True).is_streamed
     for where in ("", "parameters."):
         said = {"stream": True} if not where else {"parameters": {"stream": True}}
         assert refused(GenerateBody, {"text_input": "hi", **said}).param == f"{where}stream"
@@ -380,13 +380,13 @@ def test_a_field_that_is_not_known_is_refused_with_its_name(kind: Any, place: st
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_python_and_grpc_keep_the_same_rules(name: str) -> None:
-    def made(value: Any) -> Wanted:
-        return wanted(made_body(CompletionBody, model="m", prompt="hi", **{name: value}), "m", BYTES, LIMITS)
+    def made(value: Any) -> GenerationRequest:
+        return read_generation(made_body(CompletionBody, model="m", prompt="hi", **{name: value}), "m", BYTES, LIMITS)
 
-    def sent(value: Any) -> Wanted:
+    def sent(value: Any) -> GenerationRequest:
         given = {"text_input": b"hi", "sampling_parameters": json.dumps({name: value}).encode()}
         body = read_message(**given).body
-        return wanted(read_body(GenerateBody, body), "m", BYTES, LIMITS)
+        return read_generation(read_body(GenerateBody, body), "m", BYTES, LIMITS)
 
     for ask in (made, sent):
         for value in VALUES:
@@ -406,7 +406,7 @@ def test_python_and_grpc_keep_the_same_rules(name: str) -> None:
             read_message(parameters={name: value}, text_input=b"hi")
 
 
-def read_message(parameters: Mapping[str, float] = MappingProxyType({}), **texts: bytes) -> AskedMessage:
+def read_message(parameters: Mapping[str, float] = MappingProxyType({}), **texts: bytes) -> InferMessage:
     """Return what gRPC reads of a message with inputs of BYTES."""
     message = InferRequest(model_name="m")
     for name, text in texts.items():
@@ -416,7 +416,7 @@ def read_message(parameters: Mapping[str, float] = MappingProxyType({}), **texts
     return read_bytes(message.SerializeToString())
 
 
-def read_bytes(message: bytes) -> AskedMessage:
+def read_bytes(message: bytes) -> InferMessage:
     asked, _ = InferReader().read(memoryview(bytearray(message)))
     if asked.problem is not None:
         raise asked.problem
@@ -530,7 +530,7 @@ def test_what_a_generator_refuses_is_refused_by_its_name() -> None:
     ):
         body = read_body(CompletionBody, json.dumps({**PLAIN, **more}).encode())
         with pytest.raises(HttpError, match=f"'{name}' is a lie") as caught:
-            wanted(body, "m", BYTES, limits)
+            read_generation(body, "m", BYTES, limits)
         assert caught.value.param == name
 
 
@@ -539,7 +539,7 @@ def test_scores_and_schemas_have_a_bound() -> None:
 
     def refused_field(kind: Any, **fields: Any) -> str | None:
         with pytest.raises(HttpError) as caught:
-            wanted(read_body(kind, json.dumps({"model": "m", **fields}).encode()), "m", BYTES, limits)
+            read_generation(read_body(kind, json.dumps({"model": "m", **fields}).encode()), "m", BYTES, limits)
         assert caught.value.status == 400
         return caught.value.param
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tenuto.deployments.entry.http.exchange import HttpError
-from tenuto.deployments.entry.protocols.oip import TensorSpec
+from tenuto.deployments.entry.protocols.oip_requests import TensorSpec
 from tenuto.deployments.entry.service.management_routes import make_app
 from tenuto.deployments.operator.app import make_operator_app
 from tenuto.profiles.networks.catalogue import ImageInput

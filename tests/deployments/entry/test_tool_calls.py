@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.deployments.entry.http.exchange import HttpError
-from tenuto.deployments.entry.protocols.openai import wanted
+from tenuto.deployments.entry.protocols.openai import read_generation
 from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, read_body
 from tenuto.deployments.entry.protocols.texts import ByteTokenizer, FileTokenizer
 from tenuto.errors import InvalidInputError
@@ -176,9 +176,11 @@ def test_tools_that_nothing_can_keep_are_refused_by_their_name(folders: dict[str
         ),
     ):
         with pytest.raises(HttpError) as caught:
-            wanted(read_body(ChatBody, json.dumps(asked | more).encode()), "m", tokenizer, LIMITS)
+            read_generation(read_body(ChatBody, json.dumps(asked | more).encode()), "m", tokenizer, LIMITS)
         assert (caught.value.status, caught.value.param) == (400, param)
-    assert wanted(read_body(ChatBody, json.dumps({**asked, "tool_choice": "none"}).encode()), "m", deaf, LIMITS)
+    assert read_generation(
+        read_body(ChatBody, json.dumps({**asked, "tool_choice": "none"}).encode()), "m", deaf, LIMITS
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"response_template": {"fields": {}}}))
     with pytest.raises(InvalidInputError, match="response_template"):
         FileTokenizer(str(tmp_path))

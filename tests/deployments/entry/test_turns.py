@@ -21,6 +21,8 @@ from tenuto.deployments.entry.service.management import ManagementService
 from tenuto.deployments.wire.arena import Arena
 from tests.deployments.entry.test_endless import ENDLESS, Calls, Deaf, Service
 
+pytestmark = pytest.mark.door
+
 TOGETHER = 1000
 MOST_CALLS = 20_000  # of a turn: one read of the smallest chunks has 11,000
 # What each sends: first, and then as much as a read takes.

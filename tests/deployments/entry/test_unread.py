@@ -31,6 +31,8 @@ grpc_calls = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_calls"
 from tests.deployments.entry.test_endless_http2 import REFLECTED, REFLECTION, data, head  # noqa: E402
 from tests.deployments.entry.test_http2 import ANSWER, begun, message, number  # noqa: E402
 
+pytestmark = pytest.mark.door
+
 CLIENTS = 12
 LARGE = 1 << 20
 UNFINISHED_BYTES = 8 << 20

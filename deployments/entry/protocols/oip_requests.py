@@ -1,42 +1,29 @@
-"""The Open Inference Protocol v2 on the wire: JSON tensors and Triton's binary tensor extension, both ways.
+"""Requests of the Open Inference Protocol v2: JSON tensors, and Triton's binary tensor extension.
 
 Pure functions of bytes, whose errors have the status of HTTP; nothing here knows Ray or the dispatcher.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
-import orjson
 
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
-from tenuto.deployments.entry.http.exchange import BadRequestError, HttpError
-from tenuto.deployments.wire.answers import Executed
+from tenuto.deployments.entry.http.exchange import BadRequestError
 from tenuto.deployments.wire.arena import Slot
-from tenuto.deployments.wire.tensors import (
-    DATATYPES,
-    Buffer,
-    InputPart,
-    OutputTensor,
-    bytes_row,
-    element_ends,
-    pack_elements,
-    read_elements,
-)
+from tenuto.deployments.wire.tensors import DATATYPES, Buffer, InputPart, element_ends, pack_elements
 from tenuto.profiles.networks.catalogue import BYTES, TensorSignature
-from tenuto.profiles.networks.preprocess import largest
 
-_PROTOCOL_NAMES = {BYTES: "BYTES", **{numpy_name: name for name, numpy_name in DATATYPES.items()}}
-_KNOWN_DATATYPES = {name: numpy_name for numpy_name, name in _PROTOCOL_NAMES.items()}
-_DTYPES = {numpy_name: np.dtype(numpy_name) for numpy_name in DATATYPES.values()}
+PROTOCOL_NAMES = {BYTES: "BYTES", **{numpy_name: name for name, numpy_name in DATATYPES.items()}}
+_KNOWN_DATATYPES = {name: numpy_name for numpy_name, name in PROTOCOL_NAMES.items()}
+DTYPES = {numpy_name: np.dtype(numpy_name) for numpy_name in DATATYPES.values()}
 MAX_SAMPLES = 1024  # limit: of one request
 # limit: a picture of 3 x 224 x 224 floats takes 1.5 to 3 MiB; binary tensors have no such limit
 MOST_JSON_BYTES = 4 << 20
@@ -61,24 +48,13 @@ LONGEST_SLO_MS = 3_600_000.0  # limit: an hour
 NO_SHARED_MEMORY = "shared memory of clients is not offered. Send tensors in the body as binary data."
 
 
-class NotFiniteError(HttpError):
-    """An answer holds NaN or infinite values, or bytes that are no text, which JSON cannot carry (406)."""
-
-    def __init__(self, output: str, holds: str = "NaN or infinite values") -> None:
-        super().__init__(
-            406,
-            f"output '{output}' holds {holds}, which JSON cannot carry. Ask for binary data "
-            "(parameter binary_data_output), and look at the model.",
-        )
-
-
 class TensorSpec(TensorSignature):
     """One input or output of a model, in the protocol's terms."""
 
     @property
     def datatype(self) -> str:
         """The protocol's name of the dtype."""
-        return _PROTOCOL_NAMES[self.dtype]
+        return PROTOCOL_NAMES[self.dtype]
 
     @property
     def elements(self) -> int:
@@ -87,7 +63,7 @@ class TensorSpec(TensorSignature):
 
     def sample_bytes(self, dtype: str) -> int:
         """Bytes of one sample in one of the dtypes of numbers."""
-        return self.elements * _DTYPES[dtype].itemsize
+        return self.elements * DTYPES[dtype].itemsize
 
     def dtype_of(self, datatype: Any) -> str:
         """Return the numpy dtype of a protocol datatype that this input takes.
@@ -97,7 +73,7 @@ class TensorSpec(TensorSignature):
         """
         dtype = _KNOWN_DATATYPES.get(datatype) if isinstance(datatype, str) else None
         if dtype is None or (dtype != self.dtype and dtype not in self.accepts):
-            taken = " or ".join(_PROTOCOL_NAMES[each] for each in (self.dtype, *self.accepts))
+            taken = " or ".join(PROTOCOL_NAMES[each] for each in (self.dtype, *self.accepts))
             raise BadRequestError(f"input '{self.name}' has datatype {datatype!r}; the model takes {taken}.")
         return dtype
 
@@ -173,7 +149,7 @@ class _Tensor(NamedTuple):
     source: bytes | range
 
 
-class TensorGiven(msgspec.Struct, Generic[Values], gc=False):
+class TensorJson(msgspec.Struct, Generic[Values], gc=False):
     """One entry of `inputs` as it comes."""
 
     name: str
@@ -183,28 +159,28 @@ class TensorGiven(msgspec.Struct, Generic[Values], gc=False):
     parameters: dict[str, Scalar] | None = None
 
 
-class OutputGiven(msgspec.Struct, gc=False):
+class OutputJson(msgspec.Struct, gc=False):
     """One entry of `outputs`."""
 
     name: str
     parameters: dict[str, Scalar] | None = None
 
 
-class RequestGiven(msgspec.Struct, Generic[Values], gc=False):
+class RequestJson(msgspec.Struct, Generic[Values], gc=False):
     """The JSON part of a request."""
 
-    inputs: list[TensorGiven[Values]]
+    inputs: list[TensorJson[Values]]
     id: str | int = ""
     parameters: dict[str, Scalar] | None = None
-    outputs: list[OutputGiven] | None = None
+    outputs: list[OutputJson] | None = None
 
 
-class Given(NamedTuple):
+class DescribedRequest(NamedTuple):
     """A request as gRPC gives it, without its tensors, which are binary data. Requests with the same `key` are
     equal."""
 
     key: tuple[Any, ...]
-    request: RequestGiven[Any]
+    request: RequestJson[Any]
 
 
 class RequestReader:
@@ -260,17 +236,17 @@ class RequestReader:
             header = self._header(self._decoded(text))
         else:
             key = bytes(text)
-            header = self._find(key, lambda: self._decoded(key))
+            header = self._cached(key, lambda: self._decoded(key))
         return header.fill(whole[header_length:], slot, header_length)
 
-    def read_given(self, given: Given, binary: Buffer, slot: Slot | None = None) -> InferRequest:
+    def read_described(self, described: DescribedRequest, binary: Buffer, slot: Slot | None = None) -> InferRequest:
         """Return what a request over gRPC asks for; `binary`: its tensors one behind the other, at the beginning of
         `slot` where they lie in one.
 
         Raises:
             BadRequestError: the tensors do not fit the signature.
         """
-        return self._find(given.key, lambda: given.request).fill(memoryview(binary), slot)
+        return self._cached(described.key, lambda: described.request).fill(memoryview(binary), slot)
 
     def _raw(self, size: int) -> InferHeader:
         """Return the request whose body is the one tensor of the model, in as many samples as it has room for."""
@@ -294,7 +270,7 @@ class RequestReader:
             )
         return InferHeader("", [_Tensor(spec, "", range(size))], size, count, None, False, None)
 
-    def _find(self, key: bytes | tuple[Any, ...], read: Callable[[], RequestGiven[Any]]) -> InferHeader:
+    def _cached(self, key: bytes | tuple[Any, ...], read: Callable[[], RequestJson[Any]]) -> InferHeader:
         """Return a request that was read before; requests with an id of their own do not come again."""
         header = self._headers.get(key)
         if header is None:
@@ -303,7 +279,7 @@ class RequestReader:
                 self._headers.add(key, header)
         return header
 
-    def _read_plain(self, given: RequestGiven[Any]) -> InferRequest | None:
+    def _read_plain(self, given: RequestJson[Any]) -> InferRequest | None:
         """Return a request that has only one sample's values, in flat lists of the signature's order and types. Most
         requests are like this. None for others, and for any with a fault."""
         if given.id or given.parameters or given.outputs is not None or len(given.inputs) != len(self.inputs):
@@ -324,7 +300,7 @@ class RequestReader:
                 return None
         return InferRequest(PLAIN, [parts])
 
-    def _header(self, given: RequestGiven[Any]) -> InferHeader:
+    def _header(self, given: RequestJson[Any]) -> InferHeader:
         parameters = given.parameters
         count, tensors, binary_bytes = self._tensors(given.inputs)
         header = InferHeader(str(given.id), tensors, binary_bytes, count, None, False, None)
@@ -336,7 +312,7 @@ class RequestReader:
             header.outputs = _requested(given.outputs, binary=header.binary_output)
         return header
 
-    def _decoded(self, text: Buffer) -> RequestGiven[Any]:
+    def _decoded(self, text: Buffer) -> RequestJson[Any]:
         try:
             if len(text) <= JSON_AT_ONCE_BYTES:
                 try:
@@ -353,7 +329,7 @@ class RequestReader:
                 f"the body is not valid JSON: {error}. Send an Open Inference Protocol v2 request."
             ) from None
 
-    def _tensors(self, given: list[TensorGiven[Any]]) -> tuple[int, list[_Tensor], int]:
+    def _tensors(self, given: list[TensorJson[Any]]) -> tuple[int, list[_Tensor], int]:
         """Return how many samples there are, every input's tensor, and how many bytes of binary data there must be."""
         found: dict[str, _Tensor] = {}
         counts: dict[str, int] = {}
@@ -471,7 +447,7 @@ def parse_slo(value: Any, where: str, most: float = LONGEST_SLO_MS) -> float:
     return number
 
 
-def _source(tensor: TensorGiven[Any], spec: TensorSpec, dtype: str, count: int, at: int) -> bytes | range:
+def _source(tensor: TensorJson[Any], spec: TensorSpec, dtype: str, count: int, at: int) -> bytes | range:
     """Return one input's values, or where they lie; `at` is the end of the binary data of those before it."""
     parameters = tensor.parameters
     if parameters:
@@ -499,9 +475,9 @@ def _source(tensor: TensorGiven[Any], spec: TensorSpec, dtype: str, count: int, 
         _check_count(len(data), count * spec.elements, spec, tensor.shape)
         return struct.pack(f"<{len(data)}{_CODES[dtype]}", *data)
     except msgspec.DecodeError:
-        raise BadRequestError(f"the data of input '{spec.name}' is not all {_PROTOCOL_NAMES[dtype]} values.") from None
+        raise BadRequestError(f"the data of input '{spec.name}' is not all {PROTOCOL_NAMES[dtype]} values.") from None
     except (struct.error, OverflowError):
-        raise BadRequestError(f"the data of input '{spec.name}' does not fit {_PROTOCOL_NAMES[dtype]}.") from None
+        raise BadRequestError(f"the data of input '{spec.name}' does not fit {PROTOCOL_NAMES[dtype]}.") from None
 
 
 def _refuse_shared_memory(parameters: Mapping[str, Any], where: str) -> None:
@@ -515,9 +491,9 @@ def _batch_dimension(shape: list[int], spec: TensorSpec) -> int:
     if tuple(shape) == spec.shape and spec.shape:
         return 1
     if len(shape) != len(spec.shape) + 1 or tuple(shape[1:]) != spec.shape or not 1 <= shape[0] <= MAX_SAMPLES:
-        wanted = f"[n, {', '.join(map(str, spec.shape))}]" if spec.shape else "[n]"
+        expected = f"[n, {', '.join(map(str, spec.shape))}]" if spec.shape else "[n]"
         raise BadRequestError(
-            f"input '{spec.name}' has shape {shape}; the model takes {wanted} with n from 1 to {MAX_SAMPLES}."
+            f"input '{spec.name}' has shape {shape}; the model takes {expected} with n from 1 to {MAX_SAMPLES}."
         )
     return shape[0]
 
@@ -591,11 +567,11 @@ _KINDS: dict[str, Any] = {"b": list[bool], "i": list[int], "u": list[int], "f": 
 _VALUE_DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
     kind: msgspec.json.Decoder(values).decode for kind, values in _KINDS.items()
 }
-_DECODERS: dict[str, Callable[[Buffer], RequestGiven[Any]]] = {
-    kind: msgspec.json.Decoder(RequestGiven[values]).decode  # type: ignore[valid-type]
+_DECODERS: dict[str, Callable[[Buffer], RequestJson[Any]]] = {
+    kind: msgspec.json.Decoder(RequestJson[values]).decode  # type: ignore[valid-type]
     for kind, values in _KINDS.items()
 }
-_decode_as_text: Callable[[Buffer], RequestGiven[Any]] = msgspec.json.Decoder(RequestGiven[msgspec.Raw]).decode
+_decode_as_text: Callable[[Buffer], RequestJson[Any]] = msgspec.json.Decoder(RequestJson[msgspec.Raw]).decode
 _NOTHING = memoryview(b"")
 PLAIN = InferHeader("", [], 0, 1, None, False, None)  # one sample, and all outputs as JSON
 
@@ -609,7 +585,7 @@ def _check_range(spec: TensorSpec, part: InputPart) -> None:
         )
 
 
-def _requested(given: list[OutputGiven], *, binary: bool) -> list[RequestedOutput]:
+def _requested(given: list[OutputJson], *, binary: bool) -> list[RequestedOutput]:
     """Return the outputs that a client asks for; `binary`: the form of those for which it gives none."""
     found = []
     for output in given:
@@ -630,144 +606,3 @@ def check_outputs(requested: Sequence[RequestedOutput], outputs: Sequence[Tensor
             raise BadRequestError(f"unknown output '{output.name}'. The model's outputs: {', '.join(known)}.")
         if output.classification and known[output.name].dtype == BYTES:
             raise BadRequestError(f"output '{output.name}' is of BYTES, which have no classes. Ask for it as it is.")
-
-
-def encode_response(
-    named: bytes,
-    header: InferHeader,
-    samples: Sequence[Sequence[OutputTensor]],
-    parameters: bytes,
-    labels: Sequence[str] = (),
-) -> tuple[bytes, list[Buffer]]:
-    """Return the JSON part of the response and the binary tensors that follow it.
-
-    Args:
-        named: the model's name and version, as JSON.
-        header: what was asked.
-        samples: the outputs of each sample of the request.
-        parameters: response parameters (times, batch size, gpu-let), as JSON.
-        labels: class names for the classification extension.
-
-    Raises:
-        NotFiniteError: an output that is wanted as JSON holds NaN or infinite values.
-    """
-    binary: list[Buffer] = []
-    described = []
-    if header.outputs is None:
-        into = binary if header.binary_output else None
-        described = [_described(tensors, into) for tensors in zip(*samples, strict=True)]
-    for output in header.outputs or ():
-        tensors = [next(t for t in sample if t.name == output.name) for sample in samples]
-        if output.classification:
-            described.append(orjson.dumps(_classified(output, tensors, labels, binary)))
-        else:
-            described.append(_described(tensors, binary if output.binary else None))
-    text = b'{%b,"outputs":[%b],"parameters":%b%b}' % (
-        named,
-        b",".join(described),
-        parameters,
-        b',"id":%b' % orjson.dumps(header.id) if header.id else b"",
-    )
-    return text, binary
-
-
-def _described(tensors: Sequence[OutputTensor], binary: list[Buffer] | None) -> bytes:
-    """Return one output as JSON; its values go into `binary`, where that is there."""
-    first = tensors[0]
-    begin = _begin_output(first.name, first.dtype, (len(tensors), *first.shape))
-    if binary is not None:
-        binary += [t.data for t in tensors]
-        return b'%b"parameters":{"binary_data_size":%d}}' % (begin, sum([t.data.nbytes for t in tensors]))
-    values = first.data if len(tensors) == 1 else b"".join([t.data for t in tensors])
-    if first.dtype == BYTES:
-        return b'%b"data":%b}' % (begin, _texts(first.name, values, len(tensors) * math.prod(first.shape)))
-    return b'%b"data":%b}' % (begin, _numbers(first.name, np.frombuffer(values, _DTYPES[first.dtype])))
-
-
-class JsonRows:
-    """The outputs of one batch as JSON, row by row; the parts that rows have in common are made once."""
-
-    def __init__(self, executed: Executed) -> None:
-        self._outputs: list[tuple[str, bytes, Any, int]] = [
-            (
-                output.name,
-                _begin_output(output.name, output.dtype, (1, *output.shape)),
-                [bytes_row(data, row * output.row_bytes) for row in range(executed.rows)]
-                if output.dtype == BYTES
-                else np.frombuffer(data, _DTYPES[output.dtype]).reshape(executed.rows, -1 if output.row_bytes else 0),
-                math.prod(output.shape),
-            )
-            for output, data in zip(executed.outputs, executed.data, strict=True)
-        ]
-
-    def text(self, row: int) -> bytes:
-        """Return one row, as all outputs of a request of one sample; raises `NotFiniteError`."""
-        return b",".join(
-            [
-                b'%b"data":%b}'
-                % (begin, _texts(name, values[row], count) if type(values) is list else _numbers(name, values[row]))
-                for name, begin, values, count in self._outputs
-            ]
-        )
-
-
-def _numbers(output: str, values: np.ndarray[Any, Any]) -> bytes:
-    """Return an array as JSON; raises `NotFiniteError`."""
-    numbers = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
-    if b"null" in numbers:  # a number that is not finite is written so
-        raise NotFiniteError(output)
-    return numbers
-
-
-def _texts(output: str, values: Buffer, count: int) -> bytes:
-    """Return a tensor of bytes as JSON; raises `NotFiniteError` if an element is no text in UTF-8."""
-    try:
-        return orjson.dumps([element.decode() for element in read_elements(values, count)])
-    except UnicodeDecodeError:
-        raise NotFiniteError(output, "bytes that are no text in UTF-8") from None
-
-
-@functools.lru_cache
-def _begin_output(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the JSON that precedes the values of an output, which is the same for all rows."""
-    return orjson.dumps({"name": name, "datatype": _PROTOCOL_NAMES[dtype], "shape": shape})[:-1] + b","
-
-
-def check_finite(tensors: Sequence[OutputTensor]) -> None:
-    """Raise `NotFiniteError` where a value of an output cannot be written as JSON."""
-    for tensor in tensors:
-        if tensor.dtype.startswith("float") and not np.isfinite(np.frombuffer(tensor.data, tensor.dtype)).all():
-            raise NotFiniteError(tensor.name)
-
-
-def _plain(value: Any) -> Any:
-    """Return half-precision arrays in a form that orjson can write."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise TypeError(type(value).__name__)
-
-
-def bytes_tensor(texts: Iterable[str]) -> bytes:
-    """Return texts as the values of a BYTES tensor: each behind its length in four bytes."""
-    return pack_elements([text.encode() for text in texts])
-
-
-def _classified(
-    output: RequestedOutput, tensors: Sequence[OutputTensor], labels: Sequence[str], binary: list[Buffer]
-) -> dict[str, Any]:
-    """Triton's classification extension: the k largest values as `score:index[:label]` strings."""
-    rows = []
-    for tensor in tensors:
-        scores = np.frombuffer(tensor.data, dtype=tensor.dtype)
-        best = largest(scores, output.classification)
-        shown = "{:f}" if scores.dtype.kind == "f" else "{:d}"
-        rows.append([f"{shown.format(scores[i])}:{i}" + (f":{labels[i]}" if i < len(labels) else "") for i in best])
-    entry: dict[str, Any] = {"name": output.name, "datatype": "BYTES", "shape": [len(rows), len(rows[0])]}
-    flat = [text for row in rows for text in row]
-    if not output.binary:
-        entry["data"] = flat
-        return entry
-    encoded = bytes_tensor(flat)
-    entry["parameters"] = {"binary_data_size": len(encoded)}
-    binary.append(encoded)
-    return entry
