@@ -8,6 +8,9 @@ a hook that hangs could not be ended. Every wait has an end:
 - A client is answered at its deadline, whatever its call does.
 - When a call takes longer than 2 s and longer than the model's SLO, it hangs. Its process is killed, with all that it
   has started, and replaced a second later.
+
+`pebble` was tried in its place. It unpickles in the gateway what a process answers, so hooks that were taken over would
+run code here; it leaves alive what a killed call had started; and 602 kB there and back take 8.0 ms, not 0.4 ms.
 """
 
 from __future__ import annotations

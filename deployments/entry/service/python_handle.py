@@ -148,7 +148,7 @@ class TenutoHandle:
             raise UnavailableError("this handle is closed. Connect again: `await TenutoHandle.connect()`.")
         names = [spec.name for spec in self._plan.models]
         split = None if version else self._split(model)
-        name = versioned(model, version) if version else model if split is None else split.rest
+        name = split.rest if split else versioned(model, version) if version else model
         if name in names:
             return name
         versions = [split_name(each)[1] for each in names if split_name(each)[0] == model]
@@ -353,20 +353,17 @@ class TenutoHandle:
     ) -> tuple[list[InputPart], Slot | None]:
         """Put large inputs where gpu-lets of this machine can read them: one copy instead of four."""
         dtypes = [tensor.dtype if tensor.dtype == BYTES else "" for tensor in inputs] or [""] * len(parts)
-        views = [memoryview(part).cast("B") for part in parts]
-        size = sum(len(view) for view in views)
-        if size < _SLOT_BYTES:
-            return [InputPart(view, dtype) for view, dtype in zip(views, dtypes, strict=True)], None
-        if self._arena is None:
-            self._arena = Arena(_ARENA_BYTES)
-        slot = self._arena.take(size)
-        if slot is None:
-            return [InputPart(view, dtype) for view, dtype in zip(views, dtypes, strict=True)], None
-        placed, at = [], 0
-        for view, dtype in zip(views, dtypes, strict=True):
-            slot.data[at : at + len(view)] = view
-            placed.append(InputPart(slot.data[at : at + len(view)], dtype, slot.arena, slot.offset + at))
-            at += len(view)
+        placed = [InputPart(memoryview(part).cast("B"), dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+        size, slot, at = sum(part.nbytes for part in placed), None, 0
+        if size >= _SLOT_BYTES:
+            self._arena = self._arena or Arena(_ARENA_BYTES)
+            slot = self._arena.take(size)
+        if slot is not None:
+            for index, part in enumerate(placed):
+                data = slot.data[at : at + part.nbytes]
+                data[:] = part.data
+                placed[index] = InputPart(data, part.dtype, slot.arena, slot.offset + at)
+                at += part.nbytes
         return placed, slot
 
     async def close(self) -> None:
