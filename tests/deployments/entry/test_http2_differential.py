@@ -69,6 +69,7 @@ def theirs(sent: bytes) -> tuple[set[str], bool]:
                         list(validate_headers(event.headers, AT_A_SERVER))
                         continue
                     malformed.add(event.stream_id)
+                    server.reset_stream(event.stream_id)  # what else comes of this call means nothing (5.1)
                 elif isinstance(event, DataReceived):
                     came[event.stream_id] += event.data
                     if event.flow_controlled_length:
