@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from tenuto.loadgen.application_load import ApplicationLoad, make_application_lo
 from tenuto.loadgen.clients.actors import RayClients
 from tenuto.loadgen.clients.client import ClientJob, ModelTarget
 from tenuto.loadgen.clients.group import ClientGroup, LocalClient
-from tenuto.loadgen.clients.priority import Priority, preferred
+from tenuto.loadgen.clients.priority import preferred
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, seed_for
 from tenuto.loadgen.senders.http_sender import HttpSender
@@ -53,7 +54,6 @@ class BenchOptions:
     grace_s: float = 5.0  # default
     tensors: Literal["binary", "json"] = "binary"
     via: Literal["http", "handle"] = "http"
-    client_priority: Priority = "realtime"  # priority of the sending threads, if the system allows it
     bodies: Mapping[str, str] = field(default_factory=dict)  # by model: a file or folder of raw bodies for its hooks
 
     def check(self) -> None:
@@ -152,9 +152,8 @@ def run_bench(
         _end_as_by_ctrl_c()
         # A client on a thread of this process shares Python's lock with this thread. With a lower priority, this thread
         # might hold the lock while it waits for a processor.
-        here = options.client_priority if isinstance(group, LocalClient) else "normal"
         try:
-            with preferred(here):
+            with preferred() if options.clients == 0 else nullcontext():
                 _watch(group, start_at, load.planned, options, progress, queued, answers_s)
         except KeyboardInterrupt:
             interrupted = True
@@ -315,7 +314,6 @@ def _jobs(load: ApplicationLoad, targets: tuple[ModelTarget, ...], options: Benc
             send_slo=options.slo_scale != 1.0,
             via=options.via,
             run=load.schedule.hash[:8],
-            priority=options.client_priority,
             key=client_key(),
             measured_from_ms=options.measured_from_ms,
         )

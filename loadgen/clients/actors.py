@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.clients.group import PREPARE_TIMEOUT_S, RESULT_TIMEOUT_S
-from tenuto.loadgen.records import Records, merge
 from tenuto.loadgen.senders.make_sender import make_sender
 
 
@@ -27,7 +27,7 @@ class ClientActor:
 
     async def prepare(self, job: ClientJob) -> None:
         """Take a job and open its connections."""
-        self._client = Client(job, make_sender(job.via, job.url, job.key), hands_over=True)
+        self._client = Client(job, make_sender(job.via, job.url, job.key))
         await self._client.prepare()
         gc.freeze()  # so that garbage collections during the run do not look through schedule and bodies
 
@@ -40,10 +40,6 @@ class ClientActor:
     async def progress(self) -> dict[str, int]:
         """Return counts so far."""
         return self._client.progress() if self._client is not None else {}
-
-    async def take_ended(self) -> Records | None:
-        """Return the requests that ended since the last call; see `Client.take_ended`."""
-        return self._client.take_ended() if self._client is not None else None
 
     async def stop(self) -> None:
         """Send no more."""
@@ -77,18 +73,12 @@ def _start_actors(count: int) -> list[Any]:
 
 
 class RayClients:
-    """One Ray actor per client. When a client is lost, the run is invalid, but only its last second is lost.
-
-    With every `progress` the actors hand over the requests that have ended.
-    """
+    """One Ray actor per client. When a client is lost, the run is invalid, and its requests count as not sent."""
 
     def __init__(self, count: int) -> None:
         """Start `count` actors on the Ray that this process has joined."""
         self.actors = _start_actors(count)
         self._runs: list[Any] = []
-        self._asked: list[tuple[int, Any]] = []  # (client, reference to the records that it will hand over)
-        self._ended: dict[int, list[Records]] = {}
-        self._lock = threading.Lock()  # guards the two above
 
     def prepare(self, jobs: Sequence[ClientJob]) -> None:
         """Hand each actor its job.
@@ -116,36 +106,12 @@ class RayClients:
         import ray
 
         asked = [actor.progress.remote() for actor in self.actors]
-        with self._lock:
-            self._asked += [(index, actor.take_ended.remote()) for index, actor in enumerate(self.actors)]
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=2)
-        total: dict[str, int] = {}
+        total: Counter[str] = Counter()
         for answer in ready:
-            try:
-                counts = ray.get(answer, timeout=PREPARE_TIMEOUT_S)
-            except ray.exceptions.RayError:
-                continue
-            for key, value in counts.items():
-                total[key] = total.get(key, 0) + value
-        self._collect()
-        return total
-
-    def _collect(self) -> None:
-        """Fetch the records that actors have handed over by now; later ones are fetched the next time."""
-        import ray
-
-        with self._lock:
-            references = [reference for _, reference in self._asked]
-            ready = set(ray.wait(references, num_returns=len(references), timeout=0.5)[0]) if references else set()
-            here = [(index, reference) for index, reference in self._asked if reference in ready]
-            self._asked = [(index, reference) for index, reference in self._asked if reference not in ready]
-            for index, reference in here:
-                try:
-                    part = ray.get(reference, timeout=PREPARE_TIMEOUT_S)
-                except ray.exceptions.RayError:
-                    continue  # lost with its actor
-                if part is not None:
-                    self._ended.setdefault(index, []).append(part)
+            with contextlib.suppress(ray.exceptions.RayError):
+                total.update(ray.get(answer, timeout=PREPARE_TIMEOUT_S))
+        return dict(total)
 
     def is_done(self) -> bool:
         """Whether every run has a result or an error."""
@@ -164,19 +130,14 @@ class RayClients:
         """Gather the reports of all actors within one time limit."""
         import ray
 
-        found, lost = [], []
+        reports, lost = [], []
         limit = time.monotonic() + RESULT_TIMEOUT_S
         for index, run in enumerate(self._runs):
             try:
-                found.append(ray.get(run, timeout=max(0.0, limit - time.monotonic())))
+                reports.append(ray.get(run, timeout=max(0.0, limit - time.monotonic())))
             except ray.exceptions.RayError as error:
-                self._collect()
-                parts = self._ended.get(index, [])
-                rest = "what it had not handed over yet counts" if parts else "its requests count"
-                lost.append(f"client {index} was lost ({type(error).__name__}); {rest} as not sent")
-                if parts:
-                    found.append(ClientReport(merge(parts)))
-        return found, lost
+                lost.append(f"client {index} was lost ({type(error).__name__}); its requests count as not sent")
+        return reports, lost
 
     def close(self) -> None:
         """End the actors."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,6 @@ class ClientJob:
     send_slo: bool = False
     via: str = "http"  # http, or handle: the Python handle on the Ray cluster
     run: str = ""  # the beginning of the requests' ids; see `request_id`
-    priority: Priority = "realtime"  # priority of the sending thread, if the system allows it
     key: str = field(default="", repr=False)  # the API key for the server
     measured_from_ms: float = 0.0  # errors of requests that were scheduled earlier are not counted
 
@@ -108,13 +107,10 @@ class _Columns:
         self.first_token_ms = array("d", [NAN]) * total
         self.prompt_tokens = np.zeros(total, np.int64) if load.tokens is None else load.tokens.prompt
         self.output_tokens = array("q", [0]) * total
-        self.ended: list[int] | None = None  # rows that ended since they were last taken; None: nobody takes them
 
     def add(self, row: int, answered_ms: float, outcome: Outcome, reply: Reply) -> None:
         """Record an answer. A broken connection without an answer has no time of answer."""
         self.outcome[row] = outcome
-        if self.ended is not None:
-            self.ended.append(row)
         if reply.status:
             self.status[row] = reply.status
             self.answered_ms[row] = answered_ms
@@ -126,17 +122,13 @@ class _Columns:
             self.first_token_ms[row] = answered_ms - reply.writing_ms
             self.output_tokens[row] = reply.tokens
 
-    def records(self, rows: Sequence[int] | None = None) -> Records:
-        """Return these rows, or by default all but requests of stages that were never due."""
-        kept = slice(None) if rows is None else np.asarray(rows, dtype=np.int64)
+    def records(self) -> Records:
+        """Return all rows but requests of stages that were never due."""
         columns: dict[str, Any] = {
-            name: np.array(np.asarray(getattr(self, name))[kept], dtype=kind)
-            for name, kind in Records.columns().items()
-            if name != "gpulet"
+            name: np.array(getattr(self, name), dtype=kind) for name, kind in Records.columns().items()
         }
-        columns["gpulet"] = np.array(self.gpulet if rows is None else [self.gpulet[row] for row in rows], dtype=object)
-        found = Records(**columns)
-        return found.where(~np.isnan(found.scheduled_ms))
+        records = Records(**columns)
+        return records.where(~np.isnan(records.scheduled_ms))
 
 
 class Client:
@@ -144,20 +136,11 @@ class Client:
     records.
     """
 
-    def __init__(
-        self,
-        job: ClientJob,
-        sender: Sender,
-        *,
-        hands_over: bool = False,
-        make_timer: Callable[[], Timer] = PreciseTimer,
-    ) -> None:
-        """`hands_over`: `take_ended` will be called while the job runs; `make_timer`: called on the event loop."""
+    def __init__(self, job: ClientJob, sender: Sender, *, make_timer: Callable[[], Timer] = PreciseTimer) -> None:
+        """`make_timer` is called on the event loop."""
         self._job = job
         self._sender = sender
         self._make_timer = make_timer
-        self._columns: _Columns | None = None
-        self._hands_over = hands_over and not job.load.applications
         self._counts: Counter[str] = Counter()
         self._stopped = False
         self._requests: list[list[Any]] = []  # per model, as the sender prepared them
@@ -167,16 +150,6 @@ class Client:
     def progress(self) -> dict[str, int]:
         """Return counts so far: sent (by the schedule), followed (later stages), answered, and every outcome."""
         return dict(self._counts)
-
-    def take_ended(self) -> Records | None:
-        """Return the requests that ended since the last call, so that the death of this process loses little.
-
-        None if there are none, and always with applications, whose requests are only judged as a whole.
-        """
-        if self._columns is None or not self._columns.ended:
-            return None
-        rows, self._columns.ended = self._columns.ended, []
-        return self._columns.records(rows)
 
     def stop(self) -> None:
         """Send no more of the schedule. `run` returns when all open requests, with later stages of applications, are
@@ -196,7 +169,7 @@ class Client:
         Args:
             start_at: `time.time()` of the start that all clients share; the schedule counts from it.
         """
-        with preferred(self._job.priority) as got:
+        with preferred() as got:
             report = await self._run(start_at)
         report.priority = got
         return report
@@ -204,8 +177,7 @@ class Client:
     async def _run(self, start_at: float) -> ClientReport:
         job, send = self._job, self._sender.send
         load = job.load
-        columns = self._columns = _Columns(load)
-        columns.ended = [] if self._hands_over else None
+        columns = _Columns(load)
         errors: Counter[str] = Counter()
         counts = self._counts
         times = columns.scheduled_ms  # times of later stages are filled in when they are due

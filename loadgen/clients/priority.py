@@ -18,14 +18,14 @@ _LOWEST = 1  # format: the lowest real-time priority, which is above all ordinar
 
 
 @contextlib.contextmanager
-def preferred(wanted: Priority = "realtime") -> Iterator[Priority]:
+def preferred() -> Iterator[Priority]:
     """Give the calling thread the lowest real-time priority within the block; yield the priority that it got.
 
     This needs root, CAP_SYS_NICE or a limit for real-time priority (`ulimit -r`). Without these, and on other systems
     than Linux, the thread stays as it is. So does a thread that is real-time already. Threads and processes that the
     thread starts have ordinary priority.
     """
-    if wanted == "normal" or not hasattr(os, "sched_setscheduler"):
+    if not hasattr(os, "sched_setscheduler"):
         yield "normal"
         return
     before = _policy()

@@ -55,13 +55,6 @@ from tenuto.files import read_text
     help="Send over HTTP, or through the Python handle on the Ray cluster that serves.",
 )
 @click.option(
-    "--client-priority",
-    type=click.Choice(["realtime", "normal"]),
-    default="realtime",
-    help="Priority of the threads that send. With realtime, if the system permits it, requests leave on time on busy "
-    "machines too.",
-)
-@click.option(
     "-o",
     "--output",
     "folder",

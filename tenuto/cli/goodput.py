@@ -53,12 +53,6 @@ _LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # default: defaults of a live search: seco
     help=f"Draw attainment against one of {', '.join(AXES)}; repeatable. Default with -o: all three in virtual time, "
     "none against an endpoint.",
 )
-@click.option(
-    "--curve-at",
-    type=click.FloatRange(0, min_open=True),
-    metavar="SCALE",
-    help="Rate scale of the curves. Default: the highest in time.",
-)
 @click.option("--clients", default=1, help="Against an endpoint: Ray actors that send; 0 sends from this process.")
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder for goodput.html and result.json.")
 @click.option("--force", is_flag=True, help="Replace an answer that is already in DIR.")
@@ -71,7 +65,6 @@ def command(
     tolerance: float,
     runs: int | None,
     curve_texts: tuple[str, ...],
-    curve_at: float | None,
     clients: int,
     folder: str | None,
     force: bool,
@@ -114,7 +107,7 @@ def command(
         best = virtual.best
         found, summary = virtual, _summary(virtual, goal)
         summary["simulation"] = simulation.finished(best.result, virtual.rate_scale).summary() if best else None
-    base = curve_at if curve_at is not None else found.rate_scale or rate_scale
+    base = found.rate_scale or rate_scale
     drawn = {} if found.is_interrupted else _draw(attempt, axes, base)
     summary |= {
         "source": asked.source,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.loadgen.application_load import make_application_load
 from tenuto.loadgen.bench import BenchOptions, run_bench
-from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport, ModelTarget
+from tenuto.loadgen.clients.client import ClientJob, ClientReport
 from tenuto.loadgen.clients.group import LocalClient
-from tenuto.loadgen.records import Records, merge
-from tenuto.loadgen.sender import Body
-from tenuto.loadgen.senders.http_sender import HttpSender
 from tenuto.outcome import Outcome
 from tenuto.placement import Arrival, ModelSpec
 from tests.instruments.fake_server import Answer, fake_server, signature
@@ -288,32 +282,6 @@ def test_a_lost_client_makes_the_run_invalid_and_keeps_the_rest() -> None:
     assert (model["offered"], model["ok"], model["failed"]) == (30, 15, 15)
     assert np.isnan(result.records.sent_ms).sum() == 15
     assert np.array_equal(np.sort(result.records.request), np.arange(30))
-
-
-def test_what_has_ended_is_handed_over_once_and_in_part() -> None:
-    taken: list[Records] = []
-
-    async def work(url: str) -> Records:
-        load = make_application_load([spec(rate=100.0)], (), 0.2, 0)
-        job = ClientJob(url, (ModelTarget("m", 1000.0, (Body(b"{}"),)),), load, PATIENCE_S, 20)
-        client = Client(job, HttpSender(url), hands_over=True)
-        assert client.take_ended() is None
-        await client.prepare()
-        running = asyncio.ensure_future(client.run(time.time() + 0.05))
-        while not running.done():
-            await asyncio.sleep(0.005)
-            taken.append(client.take_ended() or merge([]))
-        return running.result().records
-
-    def has_taken() -> bool:
-        return any(len(part) for part in taken)
-
-    with fake_server(answer=lambda number, *_: Answer(once=has_taken if number == 19 else lambda: True)) as server:
-        whole = asyncio.run(work(server.url))
-    parts = merge(taken)
-    assert sum(len(part) > 0 for part in taken) > 1
-    for name in Records.columns():
-        assert np.array_equal(getattr(parts, name), getattr(whole, name), equal_nan=name.endswith("_ms")), name
 
 
 def test_nothing_outlives_a_run() -> None:

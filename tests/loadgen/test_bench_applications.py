@@ -261,8 +261,6 @@ def test_goodput_judges_applications_and_its_axes_reach_them(tmp_path: Path) -> 
         "slo_scale=0.5,2",
         "--curve",
         "cv=0.2,4",
-        "--curve-at",
-        "1.5",
         "-o",
         str(tmp_path / "out"),
     )

@@ -63,11 +63,7 @@ def test_where_it_is_refused_the_thread_stays_as_it_is(monkeypatch: pytest.Monke
     assert kernel.calls == []
 
 
-def test_normal_asks_for_nothing_and_other_systems_have_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Kernel(monkeypatch)
-    with preferred("normal") as got:
-        assert got == "normal"
-    assert kernel.calls == []
+def test_other_systems_have_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_setscheduler")
     with preferred() as got:
         assert got == "normal"
