@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 
 from tenuto.deployments.serve.user_config import GpuletSpec
 from tenuto.deployments.wire.status import MpsStatus
@@ -34,48 +35,51 @@ _UNANSWERED = 3  # limit: unanswered health checks in a row: on a busy node the 
 _OTHERS_LEAVE_S = 20  # limit: a gpu-let of the last plan that ran without CUDA MPS takes half of this time to end
 
 
+def _xid_events(uuid: str) -> XidEvents | None:
+    """Return the GPU's Xid events; None when the driver does not report them to this process."""
+    try:
+        return XidEvents(uuid, load_nvml())
+    except EnvironmentFaultError as error:
+        logger.warning("%s", error)
+        return None
+
+
+@dataclass(frozen=True)
+class GpuEdges:
+    """What a gpu-let's process asks of the driver, of CUDA and of its own machine; tests replace it."""
+
+    devices: Callable[[], tuple[GpuDevice, ...]] = read_inventory
+    visible: Callable[[], tuple[VisibleDevice, ...]] = visible_devices
+    others: Callable[[PrivateDaemon], tuple[OtherProcess, ...] | None] = read_others
+    free_mib: Callable[[], float | None] = free_memory_mib
+    watch_xids: Callable[[str], XidEvents | None] = _xid_events
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    pid: int = field(default_factory=os.getpid)
+    sleep: Callable[[float], None] = time.sleep
+
+
 class SharedGpu:
     """One gpu-let's part in its GPU: `join` → CUDA starts, models load → `prove` → `check` now and then → `leave`.
 
     Invariant: between `join` and `prove`, and in a `turn`, no other gpu-let of this GPU starts. Every method blocks.
     """
 
-    def __init__(
-        self,
-        spec: GpuletSpec,
-        *,
-        daemon: PrivateDaemon | None = None,
-        devices: Callable[[], tuple[GpuDevice, ...]] = read_inventory,
-        visible: Callable[[], tuple[VisibleDevice, ...]] = visible_devices,
-        environment: Mapping[str, str] | None = None,
-        pid: int | None = None,
-        others: Callable[[PrivateDaemon], tuple[OtherProcess, ...] | None] = read_others,
-        free_mib: Callable[[], float | None] = free_memory_mib,
-        watch_xids: Callable[[str], XidEvents | None] | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        """`spec` is what the plan asks for. The other arguments are the edges to driver and daemon; tests replace them.
+    def __init__(self, spec: GpuletSpec, *, daemon: PrivateDaemon | None = None, edges: GpuEdges | None = None) -> None:
+        """`spec` is what the plan asks for.
 
         Raises:
             ControlError: the daemon's folder has too long a path.
         """
-        self._id, self._uuid = spec.gpulet, str(spec.gpu.uuid)
-        self._share_pct, self._memory_mib = spec.share_pct, spec.memory_mib
+        self._spec, self._uuid = spec, str(spec.gpu.uuid)
         self._daemon = daemon if daemon is not None else PrivateDaemon(self._uuid)
-        self._devices, self._visible = devices, visible
-        self._environment = os.environ if environment is None else environment
-        self._pid = os.getpid() if pid is None else pid
-        self._is_required = spec.mps == "required"
-        self._read_others, self._free_mib, self._sleep = others, free_mib, sleep
-        self._watch_xids = watch_xids if watch_xids is not None else _xid_events
+        self._edges = edges if edges is not None else GpuEdges()
+        self._gpu: GpuDevice | None = None
         self._xids: XidEvents | None = None
         self._others: tuple[OtherProcess, ...] | None = None
         self._clients_before: frozenset[int] = frozenset()
         self._attachment: Attachment | None = None
         self._is_lost = threading.Event()
         self._admission = contextlib.ExitStack()
-        self._gpu_sm_count: int | None = None
-        self._most_clients = most_clients("")
         self._sm_count: int | None = None
         self._unanswered = 0
 
@@ -88,15 +92,17 @@ class SharedGpu:
                 the plan requires CUDA MPS.
         """
         self._check_environment()
-        self._check_gpu()
+        self._gpu = self._checked_gpu()
+        limit = most_clients(self._gpu.driver)
+        self._xids = self._edges.watch_xids(self._uuid)
         self._daemon.join()
         try:
             self._admission.enter_context(self._daemon.admitted())
             self._check_others()
             self._clients_before = frozenset(self._daemon.clients())
-            if len(self._clients_before) >= self._most_clients:
+            if len(self._clients_before) >= limit:
                 raise self._refused(
-                    f"the GPU has {len(self._clients_before)} clients, and its driver allows {self._most_clients}. "
+                    f"the GPU has {len(self._clients_before)} clients, and its driver allows {limit}. "
                     "Plan fewer gpu-lets on it"
                 )
         except BaseException:
@@ -115,40 +121,46 @@ class SharedGpu:
         """Look for other processes on the GPU. When CUDA MPS is required there must be none; else the status shows
         them."""
         for _ in range(_OTHERS_LEAVE_S):
-            self._others = self._read_others(self._daemon)
+            self._others = self._edges.others(self._daemon)
             known = [other for other in self._others or () if other.name is not None]
-            if not self._is_required or not known:
+            if self._spec.mps != "required" or not known:
                 break
-            self._sleep(1.0)
+            self._edges.sleep(1.0)
         else:
             raise self._refused(
                 f"{', '.join(map(str, known))} also use this GPU outside CUDA MPS and take time from its gpu-lets. "
                 "Stop them, keep them out (nvidia-smi -c EXCLUSIVE_PROCESS), or plan with `mps: auto`"
             )
         if self._others:
-            logger.warning("gpu-let %s: also on %s: %s", self._id, self._uuid, ", ".join(map(str, self._others)))
+            logger.warning(
+                "gpu-let %s: also on %s: %s", self._spec.gpulet, self._uuid, ", ".join(map(str, self._others))
+            )
 
     def _check_environment(self) -> None:
         """Compare this process's environment with the plan, before CUDA starts and reads it."""
-        wanted = client_environment(self._uuid, self._share_pct, self._memory_mib)
+        wanted, environment = self._environment(), self._edges.environment
         wrong = [
-            f"{key} is {self._environment.get(key, 'not set')} instead of {value}"
+            f"{key} is {environment.get(key, 'not set')} instead of {value}"
             for key, value in wanted.items()
-            if self._environment.get(key) != value
+            if environment.get(key) != value
         ]
-        if "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in self._environment.keys() - wanted.keys():
+        if "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in environment.keys() - wanted.keys():
             wrong.append("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set and should not be")
         if wrong:
             raise self._refused(
                 f"{'; '.join(wrong)}. The node's environment (TENUTO_MPS_ROOT) must be that of who wrote the plan"
             )
 
-    def _check_gpu(self) -> None:
-        here = {device.uuid: device for device in self._devices()}
-        device = here.get(self._uuid)
+    def _environment(self) -> dict[str, str]:
+        """Return the variables that the plan asks for."""
+        return client_environment(self._uuid, self._spec.share_pct, self._spec.memory_mib)
+
+    def _checked_gpu(self) -> GpuDevice:
+        by_uuid = {device.uuid: device for device in self._edges.devices()}
+        device = by_uuid.get(self._uuid)
         if device is None:
             raise self._refused(
-                f"this node has no {self._uuid}, only {', '.join(here) or 'none'}. Run `tenuto cluster`"
+                f"this node has no {self._uuid}, only {', '.join(by_uuid) or 'none'}. Run `tenuto cluster`"
             )
         if device.is_mig:
             raise self._refused(
@@ -156,8 +168,7 @@ class SharedGpu:
             )
         if device.compute_capability < _VOLTA:
             raise self._refused(f"a {device.name} is older than Volta and cannot hold shares. Plan whole GPUs")
-        self._gpu_sm_count, self._most_clients = device.sm_count, most_clients(device.driver)
-        self._xids = self._watch_xids(self._uuid)
+        return device
 
     def prove(self) -> None:
         """Prove after the warm-up that this process got what was planned, and let the next gpu-let start.
@@ -166,28 +177,28 @@ class SharedGpu:
             EnvironmentFaultError: one of the proofs failed; the message names each that did.
         """
         with self._admission:
-            seen = self._visible()
+            seen = self._edges.visible()
             if len(seen) != 1:
                 raise self._refused(f"CUDA shows it {len(seen)} GPUs instead of its own")
-            report = Report(self._pid, seen[0].uuid, seen[0].sm_count, self._free_mib())
-            found = verify_attachment(
+            report = Report(self._edges.pid, seen[0].uuid, seen[0].sm_count, self._edges.free_mib())
+            attachment = verify_attachment(
                 report,
                 self._daemon,
-                self._share_pct,
+                self._spec.share_pct,
                 self._gpu_sm_count,
                 clients_before=self._clients_before,
-                memory_mib=self._memory_mib,
+                memory_mib=self._spec.memory_mib,
             )
-            if found.reasons:
-                raise self._refused("; ".join(found.reasons))
-            self._sm_count, self._attachment = report.sm_count, found
+            if attachment.reasons:
+                raise self._refused("; ".join(attachment.reasons))
+            self._sm_count, self._attachment = report.sm_count, attachment
         logger.info(
             "gpu-let %s: has %s of %s SMs of %s (proof: %s)",
-            self._id,
+            self._spec.gpulet,
             self._sm_count,
             self._gpu_sm_count,
             self._uuid,
-            found.proof,
+            attachment.proof,
         )
 
     def check(self) -> None:
@@ -221,19 +232,22 @@ class SharedGpu:
             raise self._refused(f"its process {self._client} is no client of the CUDA MPS daemon any more")
 
     @property
+    def _gpu_sm_count(self) -> int | None:
+        return None if self._gpu is None else self._gpu.sm_count
+
+    @property
     def _client(self) -> int:
         """The daemon's number for this process."""
         proved = self._attachment
-        return self._pid if proved is None or proved.client is None else proved.client
+        return self._edges.pid if proved is None or proved.client is None else proved.client
 
     def status(self) -> MpsStatus:
         """Return what CUDA MPS gave this gpu-let."""
-        wanted = client_environment(self._uuid, self._share_pct, self._memory_mib)
         return MpsStatus(
             uuid=self._uuid,
             sm_count=self._sm_count,
             gpu_sm_count=self._gpu_sm_count,
-            memory_limit=wanted.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
+            memory_limit=self._environment().get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
             proof=None if self._attachment is None else self._attachment.proof,
             others=None if self._others is None else list(self._others),
             xids=None if self._xids is None else list(self._xids.seen),
@@ -245,7 +259,7 @@ class SharedGpu:
         try:
             self._daemon.terminate(self._client)
         except ControlError as error:
-            logger.error("gpu-let %s: its work on the GPU could not be ended: %s", self._id, error)
+            logger.error("gpu-let %s: its work on the GPU could not be ended: %s", self._spec.gpulet, error)
 
     def leave(self) -> None:
         """Leave the GPU; the daemon ends after the last process left. Safe at any time and more than once."""
@@ -254,8 +268,8 @@ class SharedGpu:
         self._daemon.leave()
 
     def _refused(self, reason: str) -> EnvironmentFaultError:
-        share = "the whole GPU" if self._share_pct is None else f"{self._share_pct:g} %"
-        return EnvironmentFaultError(f"gpu-let {self._id} ({share} of {self._uuid}, CUDA MPS): {reason}.")
+        share = "the whole GPU" if self._spec.share_pct is None else f"{self._spec.share_pct:g} %"
+        return EnvironmentFaultError(f"gpu-let {self._spec.gpulet} ({share} of {self._uuid}, CUDA MPS): {reason}.")
 
 
 @contextlib.asynccontextmanager
@@ -295,17 +309,17 @@ def bound(
     if not has_driver or spec.executor == "emulated":
         return spec
     parts = [device for device in devices() if device.parent_uuid == place.gpu_uuid]
-    found = [part.uuid for part in parts if part.start == place.start and part.type == spec.gpu.type]
-    if len(found) != 1:
-        there = ", ".join(f"{part.type} at {'?' if part.start is None else part.start}" for part in parts)
+    uuids = [part.uuid for part in parts if part.start == place.start and part.type == spec.gpu.type]
+    if len(uuids) != 1:
+        instances = ", ".join(f"{part.type} at {'?' if part.start is None else part.start}" for part in parts)
         raise EnvironmentFaultError(
             f"gpu-let {spec.gpulet}: GPU {place.gpu_uuid} has no {spec.gpu.type} at {place.start}; it has "
-            f"{there or 'no MIG instances'}. Run `tenuto cluster` and plan on what is there."
+            f"{instances or 'no MIG instances'}. Run `tenuto cluster` and plan on what is there."
         )
-    environment["CUDA_VISIBLE_DEVICES"] = found[0]
+    environment["CUDA_VISIBLE_DEVICES"] = uuids[0]
     if spec.cuda_mps:
-        environment.update(client_environment(found[0], spec.share_pct, spec.memory_mib))
-    return spec.model_copy(update={"gpu": spec.gpu.model_copy(update={"uuid": found[0]})})
+        environment.update(client_environment(uuids[0], spec.share_pct, spec.memory_mib))
+    return spec.model_copy(update={"gpu": spec.gpu.model_copy(update={"uuid": uuids[0]})})
 
 
 def join_shared_gpu(spec: GpuletSpec, *, has_driver: bool) -> SharedGpu | None:
@@ -321,12 +335,3 @@ def join_shared_gpu(spec: GpuletSpec, *, has_driver: bool) -> SharedGpu | None:
     shared = SharedGpu(spec)
     shared.join()
     return shared
-
-
-def _xid_events(uuid: str) -> XidEvents | None:
-    """Return the GPU's Xid events; None when the driver does not report them to this process."""
-    try:
-        return XidEvents(uuid, load_nvml())
-    except EnvironmentFaultError as error:
-        logger.warning("%s", error)
-        return None

@@ -1,7 +1,6 @@
-"""The two threads of a gpu-let that streams. The first stages and launches batches; the second answers them.
+"""Batches of a gpu-let that streams: the worker's thread stages and launches them, a second thread answers them.
 
-At most two batches are under way: one executes, and one is staged behind it. Loading, unloading and joint batches
-happen between batches, on the first thread, as in a gpu-let that does not stream.
+At most two batches are under way: one executes, and one is staged behind it.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -30,106 +29,89 @@ class _Batch(Protocol):
     def size(self) -> int: ...
 
 
-class _Items(Protocol):
-    def get(self) -> Any: ...
+BatchT = TypeVar("BatchT", bound=_Batch)
 
 
-Work = TypeVar("Work", bound=_Batch)
-
-
-class StreamedWork(Generic[Work]):
+class StreamedBatches(Generic[BatchT]):
     """Invariant: batches are finished in the order in which they were launched, each exactly once."""
 
     def __init__(
         self,
-        items: _Items,
         streaming: StreamingExecutor,
         *,
-        as_batch: Callable[[Any], Work | None],
-        take: Callable[[Work], Blocks | None],
-        done: Callable[[Work, Arrays, BatchTimes, float], None],
-        failed: Callable[[Work, BaseException], None],
-        otherwise: Callable[[Any], None],
+        done: Callable[[BatchT, Arrays, BatchTimes, float], None],
+        failed: Callable[[BatchT, BaseException], None],
         name: str = "gpu-let",
     ) -> None:
-        """Prepare; the first thread must call `run`.
+        """Start the second thread.
 
         Args:
-            items: gives out the items to do; None is the last.
             streaming: the executor of the device.
-            as_batch: returns an item as a batch if it can be streamed, else None.
-            take: returns a batch's inputs, or None when it was answered without being run.
             done: answers a batch, from its outputs, its times, and its wait at this gpu-let in ms without copies.
             failed: answers a batch that could not be run.
-            otherwise: does an item that cannot be streamed; no batch is under way then.
             name: the name of the second thread.
         """
-        self._items = items
         self._streaming = streaming
-        self._as_batch = as_batch
-        self._take = take
         self._done = done
         self._failed = failed
-        self._otherwise = otherwise
         self._room = threading.Semaphore(STREAMED_DEPTH)
-        self._launched: SimpleQueue[tuple[Work, Any, float] | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[BatchT, Any, float] | None] = SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_all, name=f"{name} answers", daemon=True)
-
-    def run(self) -> None:
-        """Do all items until None comes; return when every batch is answered."""
         self._finisher.start()
-        while (item := self._items.get()) is not None:
-            work = self._as_batch(item)
-            if work is not None:
-                self._room.acquire()
-                if not self._begin(work):
-                    self._room.release()
-                continue
-            self._wait_until_empty()
-            try:
-                self._otherwise(item)
-            finally:
-                for _ in range(STREAMED_DEPTH):
-                    self._room.release()
+
+    def begin(self, batch: BatchT, read_inputs: Callable[[BatchT], Blocks | None]) -> None:
+        """Wait until there is room, copy a batch in and launch it. `read_inputs` returns None for a batch that it
+        answered instead."""
+        self._room.acquire()
+        if not self._begin(batch, read_inputs):
+            self._room.release()
+
+    @contextlib.contextmanager
+    def none_under_way(self) -> Iterator[None]:
+        """Wait until all batches have ended; none is under way within the block."""
+        for _ in range(STREAMED_DEPTH):
+            self._room.acquire()
+        try:
+            yield
+        finally:
+            self._room.release(STREAMED_DEPTH)
+
+    def end(self) -> None:
+        """Wait until every batch is answered."""
         self._launched.put(None)
         self._finisher.join(_ENDS_S)  # a batch that hangs on a GPU ends only with the process
 
-    def _wait_until_empty(self) -> None:
-        for _ in range(STREAMED_DEPTH):
-            self._room.acquire()
-
-    def _begin(self, work: Work) -> bool:
-        """Copy a batch in and launch it; False if it was answered instead."""
-        queued_ms = (time.monotonic() - work.received_at) * 1000.0
+    def _begin(self, batch: BatchT, read_inputs: Callable[[BatchT], Blocks | None]) -> bool:
+        queued_ms = (time.monotonic() - batch.received_at) * 1000.0
         try:
-            inputs = self._take(work)
+            inputs = read_inputs(batch)
             if inputs is None:
                 return False
-            staged = self._streaming.stage(work.program, inputs, work.size)
+            staged = self._streaming.stage(batch.program, inputs, batch.size)
         except BaseException as error:
-            self._failed(work, error)
+            self._failed(batch, error)
             return False
         try:
             self._streaming.launch(staged)
         except BaseException as error:
             with contextlib.suppress(BaseException):  # the error of the launch already says that the device is gone
                 self._streaming.discard(staged)
-            self._failed(work, error)
+            self._failed(batch, error)
             return False
-        self._launched.put((work, staged, queued_ms))
+        self._launched.put((batch, staged, queued_ms))
         return True
 
     def _finish_all(self) -> None:
         while (entry := self._launched.get()) is not None:
-            work, staged, queued_ms = entry
+            batch, staged, queued_ms = entry
             try:
                 outputs, times = self._streaming.finish(staged)
             except BaseException as error:
                 self._room.release()
-                self._failed(work, error)
+                self._failed(batch, error)
                 continue
             self._room.release()
             try:
-                self._done(work, outputs, times, queued_ms + times.wait_ms)
+                self._done(batch, outputs, times, queued_ms + times.wait_ms)
             except BaseException as error:  # the thread must not end: it answers the batches behind this one
-                self._failed(work, error)
+                self._failed(batch, error)

@@ -20,7 +20,7 @@ from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.deployments.gpulet.inbox import Inbox, Source
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.sequences import OpenSequences
-from tenuto.deployments.gpulet.streamed_work import StreamedWork
+from tenuto.deployments.gpulet.streamed_work import StreamedBatches
 from tenuto.deployments.serve.user_config import GeneratesEntry
 from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.arena import MappedArenas
@@ -112,16 +112,7 @@ class WorkerThread:
 
     def _work(self) -> None:
         if self._streaming is not None:
-            StreamedWork[ArrivedBatch](
-                self._inbox,
-                self._streaming,
-                as_batch=_streamable,
-                take=self._take,
-                done=self._streamed,
-                failed=self._failed,
-                otherwise=self._do,
-                name=f"gpulet {self._id}",
-            ).run()
+            self._stream(self._streaming)
             return
         idle_s: float | None = None
         while (item := self._inbox.get(idle_s)) is not None or idle_s is not None:
@@ -131,6 +122,17 @@ class WorkerThread:
             else:
                 is_last = self._inbox.is_closed and time.monotonic() > self._ends_s
             idle_s = self._steps(item is None, is_last=is_last)
+
+    def _stream(self, executor: StreamingExecutor) -> None:
+        """Do all items. Actions and joint batches, which cannot be streamed, are done while no batch is under way."""
+        streamed = StreamedBatches(executor, done=self._streamed, failed=self._failed, name=f"gpulet {self._id}")
+        while (item := self._inbox.get()) is not None:
+            if isinstance(item, ArrivedBatch) and item.message.members[0][0] == item.program:
+                streamed.begin(item, self._streamed_inputs)
+            else:
+                with streamed.none_under_way():
+                    self._do(item)
+        streamed.end()
 
     def _steps(self, runs: bool, *, is_last: bool) -> float | None:
         """Run a step of each model that has sequences, unless more has come meanwhile; return how long to wait for
@@ -241,18 +243,18 @@ class WorkerThread:
             OSError, ValueError: the shared memory of an input is gone.
         """
         message, body = batch.message, batch.body
-        found: dict[str, Blocks] = {}
+        inputs: dict[str, Blocks] = {}
         if not message.places:
             for member, rows in message.members:
-                found[member], body = inline_blocks(self._executor.signature(member).inputs, rows, body)
-            return found
+                inputs[member], body = inline_blocks(self._executor.signature(member).inputs, rows, body)
+            return inputs
         parts, _ = read_parts(message.places, message.arenas, body, self._arenas)
         remaining = iter(parts)
         for member, rows in message.members:
-            found[member] = input_blocks(self._executor.signature(member).inputs, rows, remaining)
-        return found
+            inputs[member] = input_blocks(self._executor.signature(member).inputs, rows, remaining)
+        return inputs
 
-    def _take(self, batch: ArrivedBatch) -> Blocks | None:
+    def _streamed_inputs(self, batch: ArrivedBatch) -> Blocks | None:
         """Return the inputs of a batch that is streamed; None when the batch was refused."""
         refusal = self._refusal(batch)
         if refusal is not None:
@@ -288,13 +290,6 @@ class WorkerThread:
         if lost:
             self.fault = f"the CUDA context of gpu-let {self._id} is lost: {first_line(error)}"
         return lost
-
-
-def _streamable(item: _Item) -> ArrivedBatch | None:
-    """Return the item if it is a batch that can be streamed. Joint batches cannot."""
-    if isinstance(item, ArrivedBatch) and item.message.members[0][0] == item.program:
-        return item
-    return None
 
 
 def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:

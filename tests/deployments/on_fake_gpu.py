@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.deployments.gpulet import replica as replica_module
-from tenuto.deployments.gpulet.mps_sharing import SharedGpu
+from tenuto.deployments.gpulet.mps_sharing import GpuEdges, SharedGpu
 from tenuto.deployments.gpulet.replica import GpuletReplica
 from tenuto.deployments.serve.user_config import GpuletSpec
 from tenuto.mps.folders import mps_root, pipe_directory
@@ -75,14 +75,14 @@ class Journaled(SharedGpu):
 
 def join(spec: GpuletSpec, has_driver: bool) -> SharedGpu:
     """Join the daemon of the GPU that the plan names."""
-    shared = Journaled(
-        spec,
+    edges = GpuEdges(
         devices=devices,
         visible=cuda(str(spec.gpu.uuid), spec.share_pct),
         others=lambda daemon: (),
         free_mib=lambda: 0.0,
         watch_xids=lambda uuid: None,
     )
+    shared = Journaled(spec, edges=edges)
     shared.join()
     return shared
 

@@ -15,14 +15,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from tenuto.deployments.gpulet.executors.streamed import make_streaming
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
-from tenuto.deployments.gpulet.streamed_work import StreamedWork
+from tenuto.deployments.gpulet.streamed_work import StreamedBatches
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.documents import parse_pairs
 from tenuto.errors import TenutoError
@@ -90,22 +89,18 @@ def compare(
 
         def streamed(count: int) -> tuple[float, list[BatchTimes]]:
             nonlocal difference
-            items: SimpleQueue[Any] = SimpleQueue()
             batches = [_Batch(size, blocks[number % 3]) for number in range(count)]
             answers: list[tuple[Arrays, BatchTimes]] = []
             errors: list[BaseException] = []
-            for item in (*batches, None):
-                items.put(item)
             began = time.perf_counter()
-            StreamedWork[_Batch](
-                items,
+            under_way = StreamedBatches[_Batch](
                 streaming,
-                as_batch=lambda item: item,
-                take=lambda batch: batch.inputs,
                 done=lambda _batch, outputs, times, _waited: answers.append((outputs, times)),
                 failed=lambda _batch, error: errors.append(error),
-                otherwise=lambda _item: None,
-            ).run()
+            )
+            for batch in batches:
+                under_way.begin(batch, lambda batch: batch.inputs)
+            under_way.end()
             took_s = time.perf_counter() - began
             if errors:
                 raise errors[0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tenuto.deployments.gpulet import replica as gpulet_module
-from tenuto.deployments.gpulet.mps_sharing import SharedGpu, bound, join_shared_gpu
+from tenuto.deployments.gpulet.mps_sharing import GpuEdges, SharedGpu, bound, join_shared_gpu
 from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import diff
@@ -54,14 +54,16 @@ def shared(bench: Bench, *, pid: int = 41, sm_count: int = 32, uuid: str = UUID,
     return SharedGpu(
         GpuletSpec.model_validate(planned),
         daemon=bench.gpulet(),
-        devices=changes.pop("devices", devices),
-        pid=pid,
-        visible=lambda: (VisibleDevice(uuid, sm_count),),
-        environment=changes.pop("environment", environment),
-        others=changes.pop("others", lambda daemon: ()),
-        free_mib=lambda: changes.get("free_mib", 2900.0),
-        watch_xids=lambda uuid: changes.get("xids"),
-        sleep=bench.clock.sleep,
+        edges=GpuEdges(
+            devices=changes.pop("devices", devices),
+            pid=pid,
+            visible=lambda: (VisibleDevice(uuid, sm_count),),
+            environment=changes.pop("environment", environment),
+            others=changes.pop("others", lambda daemon: ()),
+            free_mib=lambda: changes.get("free_mib", 2900.0),
+            watch_xids=lambda uuid: changes.get("xids"),
+            sleep=bench.clock.sleep,
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.deployments.gpulet.streamed_work import StreamedWork
+from tenuto.deployments.gpulet.streamed_work import StreamedBatches
 from tenuto.profiles.networks.runner import BatchTimes
 
 LIMIT_S = 10.0
@@ -70,21 +70,21 @@ class Bench:
         self.waited_ms: list[float] = []
         self.refused: set[int] = set()
         self.unanswerable: set[int] = set()
-        self.thread = threading.Thread(
-            target=StreamedWork[Batch](
-                self.items,
-                self.device,
-                as_batch=lambda item: item if isinstance(item, Batch) else None,
-                take=self._take,
-                done=self._done,
-                failed=self._failed,
-                otherwise=self._otherwise,
-            ).run,
-            daemon=True,
-        )
+        self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 
-    def _take(self, work: Batch) -> dict[str, Any] | None:
+    def _work(self) -> None:
+        """Do what a gpu-let's worker does."""
+        streamed = StreamedBatches[Batch](self.device, done=self._done, failed=self._failed)
+        while (item := self.items.get()) is not None:
+            if isinstance(item, Batch):
+                streamed.begin(item, self._inputs)
+            else:
+                with streamed.none_under_way():
+                    self._otherwise(item)
+        streamed.end()
+
+    def _inputs(self, work: Batch) -> dict[str, Any] | None:
         number = work.number
         if number in self.refused:
             self.answers.append((number, "refused"))
@@ -98,7 +98,7 @@ class Bench:
         self.waited_ms.append(waited_ms)
         self.answers.append((work.number, "ok"))
 
-    def _failed(self, work: Batch, error: Exception) -> None:
+    def _failed(self, work: Batch, error: BaseException) -> None:
         self.answers.append((work.number, str(error)))
 
     def _otherwise(self, item: Callable[[], None]) -> None:
