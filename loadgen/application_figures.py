@@ -54,8 +54,8 @@ def outcome_figures(counts: Sequence[int]) -> dict[str, Any]:
 
 def counted(outcome: NDArray[np.int8]) -> list[int]:
     """Return the number of requests in every outcome."""
-    found: list[int] = np.bincount(outcome, minlength=len(OUTCOMES)).tolist()
-    return found
+    counts: list[int] = np.bincount(outcome, minlength=len(OUTCOMES)).tolist()
+    return counts
 
 
 def percentile(values: NDArray[np.float64], percent: float, at_least: int = 1) -> float | None:
@@ -111,11 +111,11 @@ def calls_of(
 def calls_by_name(document: Mapping[str, Any], records: Records) -> dict[str, Calls]:
     """Return how the requests of every application of a run ended, from its result document and all its records."""
     models = document["models"]
-    found = {}
+    calls = {}
     for name, row in (document.get("applications") or {}).items():
         stages = {model for model, figures in models.items() if figures.get("stage_of") == name}
-        found[name] = calls_of(records, list(models), stages, row["stage_requests"], row["slo_ms"])
-    return found
+        calls[name] = calls_of(records, list(models), stages, row["stage_requests"], row["slo_ms"])
+    return calls
 
 
 def application_figures(
@@ -131,20 +131,20 @@ def application_figures(
         duration_ms: end of the measured window.
     """
     length_s = max(1e-9, (duration_ms - warmup_ms) / 1000.0)
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for application in applications:
         stages = {application.model_name(stage) for stage in application.stages}
         stage_requests = sum(stage.count for stage in application.stages)
         calls = calls_of(records, names, stages, stage_requests, application.slo_ms).within(warmup_ms, duration_ms)
         counts = counted(calls.outcome)
-        found[application.name] = {
+        figures[application.name] = {
             **outcome_figures(counts),
             "goodput_rps": counts[Outcome.OK] / length_s,
             "slo_ms": application.slo_ms,
             "stage_requests": stage_requests,
             **latency_figures(calls.latency_ms),
         }
-    return found
+    return figures
 
 
 def label_stages(models: Mapping[str, dict[str, Any]], applications: Iterable[Application]) -> None:

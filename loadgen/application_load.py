@@ -231,11 +231,11 @@ def _schedule(
     try:
         return replace(make_schedule(specs, *arrivals), applications=tuple(applications))
     except InvalidInputError as error:
-        found = []
+        problems = []
         for problem in error.problems:
             owner = next((a.name for a in applications if problem.path.startswith(f"models.{a.name}.")), None)
             path = problem.path if owner is None else f"applications{problem.path.removeprefix('models')}"
-            found.append(replace(problem, path=path))
-        if not found:
+            problems.append(replace(problem, path=path))
+        if not problems:
             raise
-        raise InvalidInputError(found) from error
+        raise InvalidInputError(problems) from error

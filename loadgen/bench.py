@@ -195,18 +195,18 @@ def _stepped(
     records: Records, before: Mapping[str, tuple[float, int]], after: Mapping[str, tuple[float, int]], passed_s: float
 ) -> dict[str, Any]:
     """Return the figures of gpu-lets that generate, over the whole run: streams do not say how long a step took."""
-    found = {}
+    stepped = {}
     for gpulet in sorted(
         {str(name) for name in records.gpulet[records.output_tokens > 0]} & before.keys() & after.keys()
     ):
         (busy_s, steps), (busy_then_s, steps_then) = after[gpulet], before[gpulet]
         tokens = int(records.output_tokens[records.gpulet == gpulet].sum())
-        found[gpulet] = {
+        stepped[gpulet] = {
             "utilisation": min(1.0, max(0.0, busy_s - busy_then_s) / passed_s),
             "batches": steps - steps_then,
             "mean_batch": tokens / (steps - steps_then) if steps > steps_then else None,
         }
-    return found
+    return stepped
 
 
 def _end_as_by_ctrl_c() -> None:
@@ -222,7 +222,7 @@ def asked_of(plan: Plan) -> tuple[tuple[ModelSpec, ...], tuple[Application, ...]
     shadows, which get copies.
     """
     notes = []
-    asked = []
+    sent = []
     unserved = set(plan.unserved)
     for application in plan.applications:
         stages = [application.model_name(stage) for stage in application.stages]
@@ -231,9 +231,9 @@ def asked_of(plan: Plan) -> tuple[tuple[ModelSpec, ...], tuple[Application, ...]
             notes.append(f"application {application.name} is not asked: the plan does not serve {', '.join(missing)}")
             unserved.update(stages)
         else:
-            asked.append(application)
+            sent.append(application)
     served = tuple(spec for spec in plan.models if spec.name not in unserved and not spec.shadow)
-    return served, tuple(asked), tuple(notes)
+    return served, tuple(sent), tuple(notes)
 
 
 def _result(
@@ -322,14 +322,14 @@ def _jobs(load: ApplicationLoad, targets: tuple[ModelTarget, ...], options: Benc
 
 
 def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versions: bool) -> ModelTarget:
-    asked = f"{spec.model}:{spec.version}" if has_versions else spec.name
-    metadata = model_metadata(options.url, asked)
+    versioned = f"{spec.model}:{spec.version}" if has_versions else spec.name
+    metadata = model_metadata(options.url, versioned)
     if "inputs" not in metadata:
         raise _cannot_be_asked(options, spec, metadata)
     if spec.name in options.bodies:
         hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks.hooks
         bodies = read_bodies(options.bodies[spec.name], hooks)
-        reasons = (why_unread(options.url, asked, body.data) for body in bodies[:_TRIED_BODIES])
+        reasons = (why_unread(options.url, versioned, body.data) for body in bodies[:_TRIED_BODIES])
         why = next(filter(None, reasons), None)
         if why is not None:
             cure = "Give bodies that its hooks, or those for pictures and texts, read."
@@ -342,7 +342,7 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versi
     else:
         generator = seed_for(options.seed, "payloads", spec.name)
         bodies = make_bodies(metadata, generator, binary=options.tensors == "binary")
-    return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies), is_stage, asked)
+    return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies), is_stage, versioned)
 
 
 def _generating(options: BenchOptions, spec: ModelSpec, tokens: RequestTokens, *, has_versions: bool) -> ModelTarget:
@@ -350,17 +350,17 @@ def _generating(options: BenchOptions, spec: ModelSpec, tokens: RequestTokens, *
     problem = "generates: its prompts are drawn" if spec.name in options.bodies else problem
     if problem is not None:
         raise refused(f"models.{spec.name}", None, problem, "Leave --body out, or plan with one version.")
-    told = generating_model(options.url, spec.name)
-    if "vocabulary" not in told:
-        raise _cannot_be_asked(options, spec, told)
+    generating = generating_model(options.url, spec.name)
+    if "vocabulary" not in generating:
+        raise _cannot_be_asked(options, spec, generating)
     generator = seed_for(options.seed, "payloads", spec.name)
-    prompts = Prompts(spec.name, int(tokens.prompt.max(initial=1)), told["vocabulary"], generator)
+    prompts = Prompts(spec.name, int(tokens.prompt.max(initial=1)), generating["vocabulary"], generator)
     slo = None if spec.slo is None else spec.slo.scaled(options.slo_scale)
     return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, (), prompts=prompts, slo=slo)
 
 
-def _cannot_be_asked(options: BenchOptions, spec: ModelSpec, told: Mapping[str, Any]) -> EnvironmentFaultError:
-    error = told.get("error", told)
+def _cannot_be_asked(options: BenchOptions, spec: ModelSpec, metadata: Mapping[str, Any]) -> EnvironmentFaultError:
+    error = metadata.get("error", metadata)
     why = error.get("message", error) if isinstance(error, dict) else error  # the former is OpenAI's form
     return EnvironmentFaultError(f"{options.url}: '{spec.name}' cannot be asked: {why}")
 

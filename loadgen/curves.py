@@ -125,8 +125,8 @@ def on_endpoint(
         shown = f"rate {factors.rate_scale:.4g}, SLO {factors.slo_scale:.4g}, CV {factors.cv or 'as planned'}"
         say(f"running {options.duration_s:g} s at {shown}")
         run_options = replace(options, rate_scale=factors.rate_scale, slo_scale=factors.slo_scale)
-        asked = _with_cv(models, factors.cv), _with_cv(applications, factors.cv)
-        result = run_bench(asked[0], run_options, applications=asked[1])
+        loads = _with_cv(models, factors.cv), _with_cv(applications, factors.cv)
+        result = run_bench(loads[0], run_options, applications=loads[1])
         if result.is_interrupted:
             raise KeyboardInterrupt
         invalid = "; ".join(result.verdict.reasons) if result.verdict.result == "INVALID" else None

@@ -165,9 +165,9 @@ def unsent(
 
 def merge(parts: Iterable[Records]) -> Records:
     """Join the records of several clients in order of the scheduled time."""
-    found = list(parts)
+    records = list(parts)
     joined = {
-        name: np.concatenate([getattr(part, name) for part in found]) if found else np.empty(0, dtype)
+        name: np.concatenate([getattr(part, name) for part in records]) if records else np.empty(0, dtype)
         for name, dtype in Records.columns().items()
     }
     order = np.lexsort((joined["request"], joined["scheduled_ms"]))

@@ -94,10 +94,10 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that matter for the figures; absent ones are left out."""
-    found = {"tenuto": tenuto_version()}
+    by_package = {"tenuto": tenuto_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            by_package[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return by_package

@@ -145,25 +145,23 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
 def _cut(models: Sequence[ModelSpec], duration_s: float) -> tuple[str, ...]:
     """Return a line for each trace that goes on behind the run."""
     traces = {spec.arrival.path: spec for spec in models if spec.arrival.process == "trace"}
-    found = []
+    cut = []
     for path, spec in traces.items():
         last_s = float(read_trace(str(path)).times_s[-1])
         if not spec.arrival.options.get("rescale") and last_s >= duration_s:
-            found.append(
-                f"of {path} only the first {duration_s:g} of {last_s:g} s are sent: --duration-s says how much"
-            )
-    return tuple(found)
+            cut.append(f"of {path} only the first {duration_s:g} of {last_s:g} s are sent: --duration-s says how much")
+    return tuple(cut)
 
 
 def _lengths(
-    spec: ModelSpec, times_s: NDArray[np.float64], asked: tuple[float, float], seed: int
+    spec: ModelSpec, times_s: NDArray[np.float64], counts: tuple[float, float], seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the tokens of prompts and outputs of a model's arrivals; 0 if it does not generate."""
     generates, count = spec.generates, len(times_s)
     if generates is None:
         return np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     again, of_lengths = (seed_for(seed, purpose, spec.name) for purpose in ("arrivals", "lengths"))
-    recorded = arrival_tokens(spec.name, *asked, spec.arrival, again, of_lengths)
+    recorded = arrival_tokens(spec.name, *counts, spec.arrival, again, of_lengths)
     found = []
     for key, lengths, column in zip(
         ("prompt_tokens", "output_tokens"), (generates.prompt_tokens, generates.output_tokens), recorded, strict=True

@@ -109,18 +109,18 @@ def _tokens(answered: Records, length_s: float) -> dict[str, Any]:
 
 def _gpulets(records: Records, length_s: float) -> dict[str, Any]:
     """Return batches and busy time per gpu-let, as its answers reported them."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     answered = records.where((records.status == 200) & (records.batch_size > 0))
     for gpulet in sorted({str(g) for g in answered.gpulet}):
         rows = answered.where(answered.gpulet == gpulet)
         batches = float((1.0 / rows.batch_size).sum())
         busy_s = float((rows.execution_ms / rows.batch_size).sum()) / 1000.0
-        found[gpulet] = {
+        figures[gpulet] = {
             "utilisation": min(1.0, busy_s / length_s),
             "batches": round(batches),
             "mean_batch": len(rows) / batches if batches else None,
         }
-    return found
+    return figures
 
 
 def judged_rows(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -154,13 +154,13 @@ class Control:
         head, *rows = self._ask("ps") or [""]
         if head.split()[:5] != ["PID", "ID", "SERVER", "DEVICE", "NAMESPACE"]:
             raise self._unexpected("ps", [head, *rows], "a table of PID ID SERVER DEVICE NAMESPACE COMMAND")
-        found = []
+        clients = []
         for row in rows:
             words = row.split(None, 5)
             if len(words) < 5 or not words[0].isdecimal() or not words[4].isdecimal():
                 raise self._unexpected("ps", [row], "a row of PID ID SERVER DEVICE NAMESPACE COMMAND")
-            found.append(MpsClient(int(words[0]), int(words[4])))
-        return tuple(found)
+            clients.append(MpsClient(int(words[0]), int(words[4])))
+        return tuple(clients)
 
     def terminate_client(self, server: int, client: int) -> None:
         """End a client's work on the GPU; its process then sees CUDA error 810 and must leave."""
@@ -178,9 +178,9 @@ class Control:
             raise self._unexpected(command, lines, "one pid a line")
         return tuple(int(line) for line in lines)
 
-    def _unexpected(self, command: str, lines: list[str], wanted: str) -> ControlError:
+    def _unexpected(self, command: str, lines: list[str], expected: str) -> ControlError:
         said = " | ".join(lines)[:200] or "nothing"
         return ControlError(
-            f"the CUDA MPS daemon of {self.gpu_uuid} answered '{command}' with: {said} (expected: {wanted}). "
+            f"the CUDA MPS daemon of {self.gpu_uuid} answered '{command}' with: {said} (expected: {expected}). "
             f"{self.log_directory / 'control.log'} may say why."
         )

@@ -135,11 +135,14 @@ class PrivateDaemon:
         """Return whether a daemon in our folder without a record is ours. The process that started it may have died
         before it wrote the record. Our daemons run as this user, for this GPU and in this folder; no other one does."""
         environment = self.processes.environment_of(pid) or {}
-        wanted = self.control.environment()
+        own_environment = self.control.environment()
         return (
             self.processes.user_of(pid) == os.getuid()
             and (self.processes.name_of(pid) or "").startswith(BINARY)
-            and all(environment.get(key) == wanted[key] for key in ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY"))
+            and all(
+                environment.get(key) == own_environment[key]
+                for key in ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY")
+            )
         )
 
     def _write_down(self, pid: int) -> None:
@@ -252,10 +255,10 @@ class PrivateDaemon:
 
     def status(self) -> str | None:
         """Return the server's status; None while there is no server because no client has come yet."""
-        found = [self.control.server_status(server) for server in self.control.servers()]
-        if not found:
+        statuses = [self.control.server_status(server) for server in self.control.servers()]
+        if not statuses:
             return None
-        return next((status for status in ("FAULT", "INITIALIZING") if status in found), "ACTIVE")
+        return next((status for status in ("FAULT", "INITIALIZING") if status in statuses), "ACTIVE")
 
     def look(self) -> tuple[str | None, tuple[int, ...]]:
         """Return status and clients as `status` and `clients` do, but from one run of the control program as long as
@@ -263,12 +266,12 @@ class PrivateDaemon:
         server = self._server
         if server is not None and self.takes_two_commands is not False:
             try:
-                found = self.control.look_at(server)
+                states = self.control.look_at(server)
             except ControlError:
                 self._server = None
             else:
                 self.takes_two_commands = True
-                return found
+                return states
         servers = self.control.servers()
         if servers == (server,) and self.takes_two_commands is None:
             self.takes_two_commands = False  # the server is the same, so the program did not understand

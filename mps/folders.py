@@ -30,21 +30,21 @@ def why_unsafe(folder: Path, user: int) -> tuple[str, str] | None:
     Whoever else may write into the folder could put something of theirs in the place of a daemon's pipes.
     """
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except FileNotFoundError:
         return None
     except OSError as error:
         return f"{folder} cannot be read ({error.strerror})", "export TENUTO_MPS_ROOT to a folder of this user"
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         return f"{folder} is a link", f"rm {folder}"
-    if found.st_uid != user:
+    if status.st_uid != user:
         return (
-            f"{folder} belongs to user {found.st_uid}, this is user {user}: CUDA MPS serves one user",
+            f"{folder} belongs to user {status.st_uid}, this is user {user}: CUDA MPS serves one user",
             "run as that user, or export TENUTO_MPS_ROOT to a folder of this one",
         )
-    if not stat.S_ISDIR(found.st_mode) or not os.access(folder, os.W_OK | os.X_OK):
+    if not stat.S_ISDIR(status.st_mode) or not os.access(folder, os.W_OK | os.X_OK):
         return f"{folder} is not a folder this user can write", f"chmod u+rwx {folder}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"other users may write into {folder}", f"chmod go-w {folder}"
     return None
 
@@ -94,15 +94,15 @@ def find_leftovers(root: Path | None = None, processes: Processes | None = None)
     base = root if root is not None else mps_root()
     if why_unsafe(base, os.getuid()) is not None:
         return ()  # what lies there may be another user's
-    found = []
+    leftovers = []
     for path in sorted(base.glob(f"*/{OWNER}")):
         record = read_record(path.parent)
         if record is None:
             continue
         running = not record.is_of(known) or known.started_at(record.pid) == record.started_at
         if not running or is_unused(path.parent):
-            found.append(Leftover(path.parent, record.gpu_uuid, record.pid, running))
-    return tuple(found)
+            leftovers.append(Leftover(path.parent, record.gpu_uuid, record.pid, running))
+    return tuple(leftovers)
 
 
 def is_unused(folder: Path) -> bool:

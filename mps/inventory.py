@@ -158,11 +158,11 @@ def processes_on(uuid: str, nvml: Nvml | None = None) -> tuple[int, ...]:
     with answering(nvml):
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            found = {int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            pids = {int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
             # Older drivers and bindings do not have this call. There, clients show as their server.
             with contextlib.suppress(nvml.NVMLError, AttributeError):
-                found |= {int(p.pid) for p in nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)}
-            return tuple(sorted(found))
+                pids |= {int(p.pid) for p in nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)}
+            return tuple(sorted(pids))
         except nvml.NVMLError as error:
             raise EnvironmentFaultError(f"NVML does not know GPU {uuid}: {error}. Run nvidia-smi -L.") from error
 
@@ -223,14 +223,14 @@ def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ..
     """Return the MIG devices of a GPU; none if it is not in MIG mode, or has none yet."""
     if not gpu.is_mig:
         return ()
-    found = []
+    devices = []
     for part in mig_handles(nvml, handle):
         attributes, memory = nvml.nvmlDeviceGetAttributes(part), nvml.nvmlDeviceGetMemoryInfo(part)
         name = text_of(nvml.nvmlDeviceGetName(part))
         if " MIG " not in name:  # drivers before 450.80 give the GPU's name
             slices, gib = int(attributes.gpuInstanceSliceCount), round(int(attributes.memorySizeMB) / 1024)
             name = f"{name} MIG {slices}g.{gib}gb"
-        found.append(
+        devices.append(
             replace(
                 gpu,
                 uuid=text_of(nvml.nvmlDeviceGetUUID(part)),
@@ -244,7 +244,7 @@ def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ..
                 start=_start(nvml, handle, part),
             )
         )
-    return tuple(found)
+    return tuple(devices)
 
 
 def mig_handles(nvml: Nvml, handle: Any) -> Iterator[Any]:

@@ -98,17 +98,17 @@ def read_mig_devices(nvml: Nvml | None = None) -> dict[str, tuple[MigDevice, ...
     """Return the MIG devices of every GPU of this machine by the GPU's UUID; raises `EnvironmentFaultError` where NVML
     does not answer."""
     devices = read_inventory(nvml or load_nvml(), None)
-    found: dict[str, tuple[MigDevice, ...]] = {device.uuid: () for device in devices if device.parent_uuid is None}
+    by_gpu: dict[str, tuple[MigDevice, ...]] = {device.uuid: () for device in devices if device.parent_uuid is None}
     for device in devices:
         if device.parent_uuid is not None:
-            told = MigDevice(device.type, device.start, device.uuid)
-            found[device.parent_uuid] = (*found.get(device.parent_uuid, ()), told)
-    return found
+            part = MigDevice(device.type, device.start, device.uuid)
+            by_gpu[device.parent_uuid] = (*by_gpu.get(device.parent_uuid, ()), part)
+    return by_gpu
 
 
 def apply_layout(
     gpu_uuid: str,
-    wanted: Collection[MigCut],
+    cuts: Collection[MigCut],
     *,
     nvml: MigNvml | None = None,
     processes: Processes | None = None,
@@ -123,7 +123,7 @@ def apply_layout(
 
     Args:
         gpu_uuid: of the GPU.
-        wanted: no two of which take the same memory slice.
+        cuts: no two of which take the same memory slice.
         nvml: the driver.
         processes: what is known of processes.
         leave_s: how long processes in the way may take to leave.
@@ -137,8 +137,8 @@ def apply_layout(
     with answering(nvml), _told(nvml, gpu_uuid):
         gpu = _Gpu(nvml, gpu_uuid)
         before = gpu.layout()
-        come = sorted({*wanted} - {instance.cut for instance in before.instances if len(instance.uuids) == 1})
-        if before.is_on == bool(wanted) and not come:
+        come = sorted({*cuts} - {instance.cut for instance in before.instances if len(instance.uuids) == 1})
+        if before.is_on == bool(cuts) and not come:
             return before
         if before.is_pending:
             raise _refused(
@@ -148,10 +148,10 @@ def apply_layout(
             _leave(gpu_uuid, [gpu_uuid], nvml, processes, leave_s, sleep)
             gpu.set_mode(_ON)
         try:
-            gone = _in_the_way(gpu, before, come) if wanted else before.instances
+            gone = _in_the_way(gpu, before, come) if cuts else before.instances
             _leave(gpu_uuid, [uuid for instance in gone for uuid in instance.uuids], nvml, processes, leave_s, sleep)
             _exchange(gpu, gone, come)
-            if not wanted:
+            if not cuts:
                 gpu.set_mode(_OFF)
         except (EnvironmentFaultError, nvml.NVMLError) as error:
             _go_back(gpu, before, nvml)
@@ -188,25 +188,25 @@ class _Gpu:
     def layout(self) -> MigLayout:
         """Return how it is cut."""
         mode, pending = self._nvml.nvmlDeviceGetMigMode(self._handle)
-        found = []
+        instances = []
         if mode == _ON:
             devices = self._devices()
             for cut, slices, _, number in self._instances():
-                found.append(MigInstance(cut, slices, tuple(devices.get(number, ()))))
-        order = sorted(found, key=lambda instance: instance.cut.start)
+                instances.append(MigInstance(cut, slices, tuple(devices.get(number, ()))))
+        order = sorted(instances, key=lambda instance: instance.cut.start)
         return MigLayout(mode == _ON, mode != pending, tuple(order))
 
     def profiles(self) -> list[_Profile]:
         """Return the sizes of instances that it knows."""
-        found = []
+        profiles_by_type = []
         for number in range(self._nvml.NVML_GPU_INSTANCE_PROFILE_COUNT):
             try:
                 info = self._nvml.nvmlDeviceGetGpuInstanceProfileInfo(self._handle, number)
             except self._nvml.NVMLError:  # not one of this GPU
                 continue
             name = text_of(info.name).lower().removeprefix("mig ")
-            found.append(_Profile(name, int(info.id), int(info.instanceCount), int(info.sliceCount)))
-        return found
+            profiles_by_type.append(_Profile(name, int(info.id), int(info.instanceCount), int(info.sliceCount)))
+        return profiles_by_type
 
     def places(self, profile: _Profile) -> dict[int, int]:
         """Return the memory slices where an instance may begin on the empty GPU, each with how many it takes."""
@@ -245,11 +245,11 @@ class _Gpu:
 
     def _devices(self) -> dict[int, list[str]]:
         """Return the UUIDs of its MIG devices by the number of their instance."""
-        found: dict[int, list[str]] = {}
+        uuids: dict[int, list[str]] = {}
         for part in mig_handles(self._nvml, self._handle):
             number = int(self._nvml.nvmlDeviceGetGpuInstanceId(part))
-            found.setdefault(number, []).append(text_of(self._nvml.nvmlDeviceGetUUID(part)))
-        return found
+            uuids.setdefault(number, []).append(text_of(self._nvml.nvmlDeviceGetUUID(part)))
+        return uuids
 
     def set_mode(self, mode: int) -> None:
         """Go into or out of MIG mode; raises `EnvironmentFaultError` where that waits for a reset, and leaves the mode
@@ -323,12 +323,14 @@ def _exchange(gpu: _Gpu, gone: Sequence[MigInstance], come: Sequence[MigCut]) ->
 
 def _go_back(gpu: _Gpu, before: MigLayout, nvml: MigNvml) -> None:
     """Bring a layout back as far as the driver lets it: who asks next reads what is there."""
-    wanted = {instance.cut: instance for instance in before.instances}
+    earlier = {instance.cut: instance for instance in before.instances}
     now = gpu.layout()
-    there = {instance.cut: instance for instance in now.instances}
-    steps = [partial(gpu.end, cut) for cut in there if cut not in wanted]
-    steps += [partial(gpu.make, cut) for cut in wanted if now.is_on and cut not in there]
-    steps += [partial(gpu.fill, cut) for cut in there if cut in wanted and wanted[cut].uuids and not there[cut].uuids]
+    present = {instance.cut: instance for instance in now.instances}
+    steps = [partial(gpu.end, cut) for cut in present if cut not in earlier]
+    steps += [partial(gpu.make, cut) for cut in earlier if now.is_on and cut not in present]
+    steps += [
+        partial(gpu.fill, cut) for cut in present if cut in earlier and earlier[cut].uuids and not present[cut].uuids
+    ]
     if now.is_on and not before.is_on:
         steps.append(partial(gpu.set_mode, _OFF))
     for step in steps:

@@ -29,17 +29,17 @@ class OtherProcess:
         return f"process {self.pid} ({self.name}, user {self.user})"
 
 
-def find_others(found: tuple[int, ...], ours: Set[int], processes: Processes | None = None) -> tuple[OtherProcess, ...]:
+def find_others(pids: tuple[int, ...], ours: Set[int], processes: Processes | None = None) -> tuple[OtherProcess, ...]:
     """Return the processes on a GPU that are not ours, by all pids that a process has in any namespace.
 
     Args:
-        found: pids of all processes on the GPU, from NVML.
+        pids: pids of all processes on the GPU, from NVML.
         ours: pids of gpu-lets and the server, from the daemon.
         processes: reads facts about processes.
     """
     known = processes if processes is not None else Processes()
     names = set(ours).union(*(known.numbers_elsewhere(pid) for pid in ours if known.started_at(pid) is not None))
-    return tuple(OtherProcess(pid, known.name_of(pid), known.user_of(pid)) for pid in sorted({*found} - names))
+    return tuple(OtherProcess(pid, known.name_of(pid), known.user_of(pid)) for pid in sorted({*pids} - names))
 
 
 def processes_of(daemon: PrivateDaemon) -> frozenset[int]:
@@ -63,8 +63,8 @@ def others_on(gpu_uuid: str) -> tuple[OtherProcess, ...] | None:
     does not tell."""
     try:
         daemon = PrivateDaemon(gpu_uuid)
-        found = read_others(daemon) if daemon.is_ours() else find_others(processes_on(gpu_uuid), set())
+        processes = read_others(daemon) if daemon.is_ours() else find_others(processes_on(gpu_uuid), set())
     except EnvironmentFaultError:
         return None
     # Ray names the process of a replica after its application.
-    return None if found is None else tuple(o for o in found if not (o.name or "").startswith(_GPULET))
+    return None if processes is None else tuple(o for o in processes if not (o.name or "").startswith(_GPULET))

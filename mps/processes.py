@@ -72,13 +72,13 @@ class Processes:
         """
         base = host_proc if host_proc is not None else _host_proc()
         own = self.namespace()
-        found: list[tuple[int, ...]] = []
+        matching: list[tuple[int, ...]] = []
         for entry in base.glob("[0-9]*"):
             numbers = _numbers(entry)
             # NSpid lists the numbers from the reader's namespace down to the process's own.
             if len(numbers) > 1 and numbers[-1] == pid and _namespace(entry) in (own, None):
-                found.append(numbers)
-        return frozenset(found[0][:-1]) if len(found) == 1 else frozenset()
+                matching.append(numbers)
+        return frozenset(matching[0][:-1]) if len(matching) == 1 else frozenset()
 
 
 def _numbers(entry: Path) -> tuple[int, ...]:

@@ -95,11 +95,11 @@ def verify_attachment(
     if _bare(report.gpu_uuid) != _bare(daemon.gpu_uuid):
         reasons.append(f"it runs on {report.gpu_uuid}, not on {daemon.gpu_uuid}")
     try:
-        found = _recognise(report, daemon, clients_before)
-        if found is None:
+        recognised = _recognise(report, daemon, clients_before)
+        if recognised is None:
             reasons.append(f"the CUDA MPS daemon does not list its process {report.pid} as a client")
         else:
-            proof, client = found
+            proof, client = recognised
         status = daemon.status()
         if status != "ACTIVE":
             reasons.append(f"the CUDA MPS server is {status or 'not running'}")

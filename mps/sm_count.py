@@ -40,7 +40,7 @@ def visible_devices() -> tuple[VisibleDevice, ...]:
     _call(library, "cuInit", ctypes.c_uint(0))
     count = ctypes.c_int()
     _call(library, "cuDeviceGetCount", ctypes.byref(count))
-    found = []
+    devices = []
     for index in range(count.value):
         device, sm_count, raw = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()  # format: bytes of a UUID
         _call(library, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
@@ -48,8 +48,8 @@ def visible_devices() -> tuple[VisibleDevice, ...]:
         _call(library, "cuDeviceGetUuid_v2", raw, device)
         _call(library, "cuDeviceGetAttribute", ctypes.byref(sm_count), ctypes.c_int(_MULTIPROCESSOR_COUNT), device)
         # CUDA does not tell whether the UUID is a MIG device's or a GPU's, so comparisons must ignore the prefix.
-        found.append(VisibleDevice(f"GPU-{uuid.UUID(bytes=bytes(raw))}", sm_count.value))
-    return tuple(found)
+        devices.append(VisibleDevice(f"GPU-{uuid.UUID(bytes=bytes(raw))}", sm_count.value))
+    return tuple(devices)
 
 
 def free_memory_mib(library: ctypes.CDLL | None = None) -> float | None:

@@ -46,9 +46,9 @@ class InstanceType(msgspec.Struct, frozen=True):
 @cache
 def instance_type_of(name: str) -> InstanceType | None:
     """Return what a GPU type says where it is one of a MIG instance; None for a whole GPU."""
-    found = _TYPE.fullmatch(name)
+    match = _TYPE.fullmatch(name)
     return (
-        None if found is None else InstanceType(found["base"], found["profile"], int(found["gpcs"]), int(found["gb"]))
+        None if match is None else InstanceType(match["base"], match["profile"], int(match["gpcs"]), int(match["gb"]))
     )
 
 

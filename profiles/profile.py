@@ -224,11 +224,11 @@ class ModelProfile(StrictModel):
     @cached_property
     def metrics_by_share(self) -> dict[str, dict[float, dict[int, float]]]:
         """The metrics of the points by name, share and batch size."""
-        found: dict[str, dict[float, dict[int, float]]] = {}
+        metrics: dict[str, dict[float, dict[int, float]]] = {}
         for point in self.points:
             for name, value in point.metrics.items():
-                found.setdefault(name, {}).setdefault(point.share_pct, {})[point.batch_size] = value
-        return found
+                metrics.setdefault(name, {}).setdefault(point.share_pct, {})[point.batch_size] = value
+        return metrics
 
     @cached_property
     def measured_memory(self) -> list[ProfilePoint]:
@@ -312,15 +312,15 @@ class Profiles:
 
     def for_type(self, gpu_type: str) -> Mapping[str, ModelProfile]:
         """Return every model measured on a GPU type."""
-        found: dict[str, ModelProfile] = {}
+        models: dict[str, ModelProfile] = {}
         instance = instance_type_of(gpu_type)
         for file in self._of_type(gpu_type):
             for name, model in file.models.items():
                 is_own = instance is None or file.gpu_type == gpu_type
-                there = model if is_own or instance is None else self._within(model, instance)
-                if there is not None:
-                    found.setdefault(name, there)
-        return found
+                within = model if is_own or instance is None else self._within(model, instance)
+                if within is not None:
+                    models.setdefault(name, within)
+        return models
 
     def _within(self, model: ModelProfile, instance: InstanceType) -> ModelProfile | None:
         key = (id(model), instance.gpcs, instance.profile)
@@ -338,16 +338,16 @@ class Profiles:
 
     def hardware(self, gpu_type: str) -> Mapping[str, float]:
         """Return the hardware coefficients of a GPU type, empty where none are known."""
-        found: dict[str, float] = {}
+        coefficients: dict[str, float] = {}
         for file in self._of_type(gpu_type):
-            found = {**file.coefficients, **found}
-        return found
+            coefficients = {**file.coefficients, **coefficients}
+        return coefficients
 
     def measured(self, row: str, gpu_type: str) -> Measured | None:
         """Return where and when a row was measured; None if its file does not say, or there is no such row."""
         files = (file for file in self._of_type(gpu_type) if row in file.models)
-        found = next(files, None)
-        return None if found is None else found.measured
+        first = next(files, None)
+        return None if first is None else first.measured
 
     def get(self, row: str, gpu_type: str) -> ModelProfile:
         """Return the profile of a model on a GPU type.

@@ -84,15 +84,15 @@ def _continued(profile: ModelProfile, shares: tuple[float, ...], share_pct: floa
     else:
         near, far = shares[:2]
     weight = (1 / far - 1 / share_pct) / (1 / far - 1 / near)
-    found = {}
+    latencies = {}
     for size in sorted(set(profile.batch_sizes(near)) & set(profile.batch_sizes(far))):
         at_far, at_near = profile.latency_ms(size, far), profile.latency_ms(size, near)
         line = at_far * (1 - weight) + at_near * weight
         up = share_pct > near
-        found[size] = min(at_near, max(at_near * near / share_pct, line)) if up else max(at_near, line)
-    if not found:
+        latencies[size] = min(at_near, max(at_near * near / share_pct, line)) if up else max(at_near, line)
+    if not latencies:
         raise MissingProfileError(f"no batch size was measured at both {near:g} % and {far:g} %. Profile it.")
-    return found
+    return latencies
 
 
 def with_share(profile: ModelProfile, share_pct: float, latency: Latency) -> ModelProfile:

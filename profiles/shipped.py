@@ -52,9 +52,9 @@ def shipped_for(gpu_types: Iterable[str], *, except_for: Iterable[Profile] = ())
 def default_profiles(gpu_type: str) -> list[Profile]:
     """Return the profiles of a GPU type that are used by default: its first one, and those that only have other
     networks; empty if none is shipped."""
-    found: list[Profile] = []
+    profiles: list[Profile] = []
     for name in (name for wanted in measured_as(gpu_type) for name, kind in _SHIPPED.items() if kind == wanted):
         profile = load_shipped(name)
-        if not any(profile.models.keys() & other.models.keys() for other in found):
-            found.append(profile)
-    return found
+        if not any(profile.models.keys() & other.models.keys() for other in profiles):
+            profiles.append(profile)
+    return profiles

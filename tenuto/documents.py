@@ -156,15 +156,15 @@ def load_document(path: str | Path) -> Any:
             f"{file}: the file is cut: its last line is not `{_LAST_LINE.strip()}`. Write it again, or remove its "
             "first line if you made it so."
         )
-    found = (parse_json if file.suffix == ".json" else parse_yaml)(text, str(file))
-    if isinstance(found, dict) and found.get("kind") == "RayService":
-        spec = found.get("spec")
+    data = (parse_json if file.suffix == ".json" else parse_yaml)(text, str(file))
+    if isinstance(data, dict) and data.get("kind") == "RayService":
+        spec = data.get("spec")
         config = spec.get("serveConfigV2") if isinstance(spec, dict) else None
         if not isinstance(config, str) or not config:
             cure = "`tenuto plan … --format rayservice -o FILE` writes it."
             raise refused(f"{file}: spec.serveConfigV2", None, "is missing, or no text", cure)
         return parse_yaml(config, f"{file}: spec.serveConfigV2")
-    return found
+    return data
 
 
 def repeated(values: Iterable[str]) -> list[str]:

@@ -52,9 +52,9 @@ class InvalidInputError(TenutoError):
         The argument goes to the base class unchanged, so that the exception survives pickling between processes.
         """
         super().__init__(problems)
-        found = (problems,) if isinstance(problems, Problem | str) else tuple(problems)
-        self.problems = tuple(problem for problem in found if isinstance(problem, Problem))
-        self._text = "\n".join(str(problem) for problem in found)
+        reasons = (problems,) if isinstance(problems, Problem | str) else tuple(problems)
+        self.problems = tuple(problem for problem in reasons if isinstance(problem, Problem))
+        self._text = "\n".join(str(problem) for problem in reasons)
 
     def __str__(self) -> str:
         return self._text
@@ -107,6 +107,6 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 def raise_if_any(problems: Iterable[Problem | str]) -> None:
     """Raise one `InvalidInputError` with all problems, equal ones once, or return when there are none."""
-    found = tuple({str(problem): problem for problem in problems}.values())
-    if found:
-        raise InvalidInputError(found)
+    distinct = tuple({str(problem): problem for problem in problems}.values())
+    if distinct:
+        raise InvalidInputError(distinct)

@@ -299,16 +299,16 @@ def parse_json(text: str, origin: str, most_entries: int = MOST_ENTRIES) -> Any:
         raise refused(origin, None, f"{name} is no number of JSON", "Give a finite number, or null.")
 
     try:
-        found = json.loads(text, parse_int=number, parse_float=number, parse_constant=constant)
+        value = json.loads(text, parse_int=number, parse_float=number, parse_constant=constant)
         if "\\u" in text:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         where = f"{origin}: line {error.lineno}, column {error.colno}"
         raise InvalidInputError(f"{where}: not valid JSON ({error.msg}). Repair the syntax there.") from None
     except UnicodeEncodeError:
         cure = "Save the text again, with whole characters."
         raise refused(origin, None, "has half a character (one surrogate of two)", cure) from None
-    return found
+    return value
 
 
 def _check_json(text: str, origin: str, most_entries: int) -> None:

@@ -91,18 +91,18 @@ def split_pairs(pairs: Iterable[str]) -> dict[str, str]:
     Raises:
         InvalidInputError: a text has another form, or a key is given twice with different values; lists all.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     problems = []
     for pair in pairs:
         key, separator, value = pair.partition("=")
         name = key.strip().replace("-", "_")
         if not separator or not name:
             problems.append(Problem("--option", pair, "must have the form key=value", "Write --option key=value."))
-        elif found.setdefault(name, value) != value:
-            rule = f"'{name}' was already given as {found[name]!r}"
+        elif values.setdefault(name, value) != value:
+            rule = f"'{name}' was already given as {values[name]!r}"
             problems.append(Problem("--option", pair, rule, "Give it once."))
     raise_if_any(problems)
-    return found
+    return values
 
 
 def options_of_dataclass(kind: type) -> tuple[Option, ...]:

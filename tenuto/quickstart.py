@@ -97,15 +97,15 @@ class Quickstart:
 
     def profile(self) -> Profile:
         """Measure the three models on the processor and write the profile file."""
-        found = []
+        measurements = []
         for name in (*IMAGE_MODELS, TEXT_MODEL):
             self._say(f"profile: {name} on the processor, batch sizes {', '.join(map(str, _BATCH_SIZES))}")
             # Default: of the demonstration.
             measured = measure_model(MeasureRequest(name, device="cpu", batch_sizes=_BATCH_SIZES, budget_s=8.0))
             for point in measured.profile.points:
                 self._say(f"  batch {point.batch_size}: {point.latency_ms:.1f} ms")
-            found.append(measured)
-        profile = assemble(found, name="quickstart-cpu", command="tenuto quickstart")
+            measurements.append(measured)
+        profile = assemble(measurements, name="quickstart-cpu", command="tenuto quickstart")
         write_whole(self._folder / "profile.yaml", profile.dump())
         return profile
 
@@ -148,9 +148,9 @@ class Quickstart:
             with open_directly(request, 30.0) as response:  # limit: for the answer
                 answer = json.load(response)
             best, parameters = answer["predictions"][0], answer["parameters"]
-            asked = "photograph" if kind.startswith("image") else f"{SENTENCE!r}"
+            sent = "photograph" if kind.startswith("image") else f"{SENTENCE!r}"
             self._say(
-                f"ask: {model}: {asked} -> {best['label']!r} (random weights, so any label), "
+                f"ask: {model}: {sent} -> {best['label']!r} (random weights, so any label), "
                 f"waited {parameters['queue_ms']:.0f} ms, ran {parameters['execution_ms']:.0f} ms "
                 f"on {parameters['gpulet']}"
             )

@@ -67,8 +67,8 @@ class LiveAdvice:
         self._take(self._advisor.add(now_s))
         self._ticked_s = now_s
 
-    def _take(self, found: list[Advice]) -> None:
-        for advice in found:
+    def _take(self, advices: list[Advice]) -> None:
+        for advice in advices:
             if self._latest is None or advice.delta_gpus != self._latest.delta_gpus:
                 self._since_s = advice.end_s
                 if self._latest is not None or advice.delta_gpus:

@@ -169,14 +169,14 @@ class Dispatcher:
             KeyError: the plan has no such model.
         """
         core, requests = self._core, self._requests
-        asked = requests.models[model]
+        served = requests.models[model]
         now = core.time.now_ms
         arrived = now if arrived_ms is None else arrived_ms
-        deadline = arrived + (asked.slo_ms if slo_ms is None else slo_ms)
+        deadline = arrived + (served.slo_ms if slo_ms is None else slo_ms)
         request = Request(
             next(self._ids),
             model,
-            asked.index,
+            served.index,
             arrived,
             deadline,
             reserve_ms,
@@ -187,13 +187,13 @@ class Dispatcher:
         )
         self.accounts.submitted(request)
         requests.add(request)
-        waiting = core.scheduler.queued(asked.program)
+        waiting = core.scheduler.queued(served.program)
         if waiting >= self._max_queued:
             requests.reject(request, Rule.FULL, f"{self._max_queued} requests of '{model}' are waiting")
-        elif yields and waiting >= asked.batch_size:
+        elif yields and waiting >= served.batch_size:
             why = f"it has a lower priority, and a full batch of '{model}' waits"
             requests.reject(request, Rule.YIELDED, why)
-        elif deadline - reserve_ms < now + asked.alone_ms:
+        elif deadline - reserve_ms < now + served.alone_ms:
             requests.expire(request, Rule.TOO_LATE)
         else:
             core.add(request, now)
@@ -283,7 +283,7 @@ class Dispatcher:
         plan, accounts = self._plan, self.accounts
         if plan is None:
             return DispatchingStatus(events=list(accounts.events))
-        told = self._core.told()
+        scheduler = self._core.told()
         return DispatchingStatus(
             plan=self._plan_data,
             policy=plan.policy.name,
@@ -291,8 +291,8 @@ class Dispatcher:
             models=accounts.status(plan, self._requests.count_waiting()),
             network=self._core.network(),
             autoscale=accounts.advice.status(self._clock()),
-            scheduler=told,
-            schedulers=[] if told is None else [told],
+            scheduler=scheduler,
+            schedulers=[] if scheduler is None else [scheduler],
             events=list(accounts.events),
         )
 
@@ -304,9 +304,9 @@ class Dispatcher:
         """Return the last requests that ended, newest first; with an id, only those with this id."""
         return self.accounts.ended.newest(id, limit)
 
-    async def meet(self, told: GatewayReport) -> list[GatewayReport]:
+    async def meet(self, report: GatewayReport) -> list[GatewayReport]:
         """Return the gateway's own report: a gateway that schedules by itself is the only one."""
-        return [told]
+        return [report]
 
     def connected(self) -> dict[str, int]:
         """Return nothing: there are no sub-clusters."""

@@ -284,8 +284,8 @@ class BundleServer:
                     self.dispatcher.leave(tokens.generation, is_answered=message.is_answered)
         elif isinstance(message, TellGateway):
             gateway.told = message.told
-            told = [other.told for other in self._gateways.values() if other.told is not None]
-            protocol.send(Told(message.number, Raw(pack(told))))
+            reports = [other.told for other in self._gateways.values() if other.told is not None]
+            protocol.send(Told(message.number, Raw(pack(reports))))
         elif isinstance(message, AskStatus | AskWaiting | AskEnded):
             task = asyncio.create_task(self._report(protocol, message), name="report")
             self._tasks.add(task)
@@ -319,24 +319,24 @@ class BundleServer:
                 self.dispatcher.cancel(left.request)
                 left.release()
 
-    def _generate(self, gateway: _Gateway, asked: Generate) -> None:
-        tokens = gateway.generating[asked.number] = _AskedTokens(gateway, asked.number)
+    def _generate(self, gateway: _Gateway, message: Generate) -> None:
+        tokens = gateway.generating[message.number] = _AskedTokens(gateway, message.number)
         if not self._leadership.claim():
             tokens.fail(_NOT_IN_CHARGE)
             return
         try:
             tokens.generation = self.dispatcher.generate(
-                asked.model,
+                message.model,
                 tokens,
-                asked.prompt,
-                asked.sampling,
-                ttft_ms=asked.first_in_ms,
-                tpot_ms=asked.tpot_ms,
-                client_id=asked.client_id,
-                made=asked.made,
+                message.prompt,
+                message.sampling,
+                ttft_ms=message.first_in_ms,
+                tpot_ms=message.tpot_ms,
+                client_id=message.client_id,
+                made=message.made,
             )
         except KeyError:
-            tokens.fail(Refused(Outcome.FAILED, f"'{asked.model}' was removed from the plan"))
+            tokens.fail(Refused(Outcome.FAILED, f"'{message.model}' was removed from the plan"))
 
     def _admit(self, asked: _Asked, row: RequestRow, ahead_ms: float, samples: Samples | None) -> Request:
         return self.dispatcher.admit(
@@ -351,27 +351,27 @@ class BundleServer:
         )
 
     async def _report(self, protocol: FrameProtocol, asked: AskStatus | AskWaiting | AskEnded) -> None:
-        found: object
+        report: object
         if isinstance(asked, AskStatus):
-            found = replace(await self.dispatcher.status(), plan=None)
+            report = replace(await self.dispatcher.status(), plan=None)
         elif isinstance(asked, AskWaiting):
-            found = await self.dispatcher.waiting()
+            report = await self.dispatcher.waiting()
         else:
-            found = await self.dispatcher.ended(asked.id, asked.limit)
-        protocol.send(Told(asked.number, Raw(pack(found))))
+            report = await self.dispatcher.ended(asked.id, asked.limit)
+        protocol.send(Told(asked.number, Raw(pack(report))))
 
     def state(self) -> DispatcherState:
         """Return what gateways must know to answer questions about readiness and signatures by themselves."""
         dispatcher, is_eligible = self.dispatcher, self._leadership.can_be_had()
         names = [spec.name for spec in dispatcher.plan.models] if dispatcher.plan is not None else []
-        found = ((name, dispatcher.signature(name)) for name in names)
+        signatures = ((name, dispatcher.signature(name)) for name in names)
         return DispatcherState(
             pid=os.getpid(),
             machine=machine_id(),
             started_at_s=self.started_at_s,
             ready=is_eligible and dispatcher.is_ready(),
             ready_models=[name for name in names if is_eligible and dispatcher.is_ready(name)],
-            signatures={name: signature for name, signature in found if signature is not None},
+            signatures={name: signature for name, signature in signatures if signature is not None},
             gpulets=dispatcher.gpulets(),
             is_eligible=is_eligible,
         )

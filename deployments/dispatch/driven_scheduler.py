@@ -144,9 +144,9 @@ class DrivenScheduler:
 
     def _budget(self) -> NetworkDelay:
         """Return the delays that the core must plan with from now on, and set the patience of its time."""
-        told = self.way.budget()
-        self.time.patience_ms = max(LEAST_PATIENCE_MS, told.response_ms)
-        return told
+        delay = self.way.budget()
+        self.time.patience_ms = max(LEAST_PATIENCE_MS, delay.response_ms)
+        return delay
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -164,5 +164,5 @@ class DrivenScheduler:
 
     def network(self) -> NetworkStatus:
         """Return the delays that it plans with."""
-        told = self.way.told
-        return NetworkStatus(told.ctrl_ms, told.data_ms_per_request, told.response_ms)
+        delay = self.way.told
+        return NetworkStatus(delay.ctrl_ms, delay.data_ms_per_request, delay.response_ms)

@@ -223,7 +223,7 @@ class Fleet:
 
         `slowdowns`: by index of the gpu-let and program, measured over planned latency of recent batches.
         """
-        found = []
+        described_gpulets = []
         planned_ones = () if self._plan is None else self._plan.gpulets
         for index, (gpulet, planned) in enumerate(zip(self._gpulets, planned_ones, strict=True)):
             state = gpulet.connection.state
@@ -245,8 +245,8 @@ class Fleet:
                 waiting=gpulet.held.waiting,
                 preempted=gpulet.held.preempted,
             )
-            found.append(described if state is None else state.described(described))
-        return found
+            described_gpulets.append(described if state is None else state.described(described))
+        return described_gpulets
 
     # --- running batches ----------------------------------------------------------------------------------------
 

@@ -165,8 +165,8 @@ def pack_batch(batch: Batch, *, shares_memory: bool) -> tuple[RunBatch, list[Buf
     if not any(part.arena or part.dtype for part in ordered):
         return RunBatch(batch.number, batch.name, batch.members, [], []), [part.data for part in ordered]
     places = Places(shares_memory=shares_memory)
-    found = [places.put(part) for part in ordered]
-    return RunBatch(batch.number, batch.name, batch.members, places.arenas, found), places.buffers
+    described = [places.put(part) for part in ordered]
+    return RunBatch(batch.number, batch.name, batch.members, places.arenas, described), places.buffers
 
 
 def split_reply(
@@ -286,5 +286,5 @@ class OpenGeneration(msgspec.Struct, eq=False):
     def message(self, now_ms: float) -> Generate:
         """Return it as it is asked of another process."""
         first_in_ms = math.inf if self.made else self.first_by_ms - now_ms
-        asked = self.number, self.name, self.prompt, self.sampling, first_in_ms, self.tpot_ms, self.client_id
-        return Generate(*asked, self.made)
+        question = self.number, self.name, self.prompt, self.sampling, first_in_ms, self.tpot_ms, self.client_id
+        return Generate(*question, self.made)

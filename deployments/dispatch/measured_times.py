@@ -77,11 +77,11 @@ class LatencyRatios:
 
     def measured(self, now_s: float) -> dict[int, dict[int, float]]:
         """Return the factors that batches of the last seconds confirm, by gpu-let and program."""
-        found: dict[int, dict[int, float]] = {}
+        ratios: dict[int, dict[int, float]] = {}
         for (program, gpulet), known in self._ratios.items():
             if now_s - known.recorded_s <= _FADES_AFTER_S:
-                found.setdefault(gpulet, {})[program] = known.told
-        return found
+                ratios.setdefault(gpulet, {})[program] = known.told
+        return ratios
 
 
 class WayMeter:

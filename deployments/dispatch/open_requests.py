@@ -115,8 +115,8 @@ class OpenRequests:
 
     def expire(self, request: Request, rule: Rule) -> None:
         """Refuse a request whose deadline cannot be met. When it could be met but for the reserve, name the margin."""
-        asked = self.models.get(request.name)
-        alone_ms = asked.alone_ms if asked is not None else 0.0
+        served = self.models.get(request.name)
+        alone_ms = served.alone_ms if served is not None else 0.0
         loop = Loop.MARGIN if self._clock_ms() + alone_ms <= request.deadline_ms else Loop.NONE
         self.refuse(request, Refused(Outcome.EXPIRED, _TOO_LATE, 1.0, rule=rule, loop=loop))
 

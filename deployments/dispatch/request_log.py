@@ -48,8 +48,8 @@ class RequestLog:
     def add_generated(self, generation: OpenGeneration, ended_ms: float) -> None:
         """Keep a generation that ended by itself."""
         g = generation
-        told = Tokens(len(g.prompt), g.tokens, g.first_ms - g.arrived_ms, g.measured_tpot_ms)
-        ended = g.arrived_ms, ended_ms, g.first_by_ms, (g.gpulet, told, g.missed)
+        tokens = Tokens(len(g.prompt), g.tokens, g.first_ms - g.arrived_ms, g.measured_tpot_ms)
+        ended = g.arrived_ms, ended_ms, g.first_by_ms, (g.gpulet, tokens, g.missed)
         self._ended.append((time.time(), g.client_id, g.name, *ended))
 
     def newest(self, request_id: str | None = None, limit: int = 100) -> list[EndedRequest]:

@@ -277,16 +277,16 @@ class Channel:
         else:
             logger.warning("gpu-let %s: nobody asked for a %s", self._name, type(message).__name__)
 
-    def _put_in_charge(self, peer: Peer, wanted: TakeCharge) -> None:
+    def _put_in_charge(self, peer: Peer, claim: TakeCharge) -> None:
         """Let a dispatcher take charge, unless another one has a later term. The terms in the state tell dispatchers
         whether they are in charge."""
-        peer.sub_cluster = name = wanted.sub_cluster
+        peer.sub_cluster = name = claim.sub_cluster
         with self._lock:
             state, (before, term) = self._state, self._holder(peer)
-            is_taken = wanted.term.number >= term.number  # equal: the same dispatcher, maybe on another connection
+            is_taken = claim.term.number >= term.number  # equal: the same dispatcher, maybe on another connection
             if is_taken:
-                self._in_charge[name] = peer, wanted.term
-        if before is peer and wanted.term == term:
+                self._in_charge[name] = peer, claim.term
+        if before is peer and claim.term == term:
             return
         if is_taken and before is not None and before is not peer:
             logger.warning("gpu-let %s: another dispatcher of sub-cluster %s takes charge", self._name, name)

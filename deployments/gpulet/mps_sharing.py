@@ -138,13 +138,13 @@ class SharedGpu:
 
     def _check_environment(self) -> None:
         """Compare this process's environment with the plan, before CUDA starts and reads it."""
-        wanted, environment = self._environment(), self._edges.environment
+        planned, environment = self._environment(), self._edges.environment
         wrong = [
             f"{key} is {environment.get(key, 'not set')} instead of {value}"
-            for key, value in wanted.items()
+            for key, value in planned.items()
             if environment.get(key) != value
         ]
-        if "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in environment.keys() - wanted.keys():
+        if "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in environment.keys() - planned.keys():
             wrong.append("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set and should not be")
         if wrong:
             raise self._refused(

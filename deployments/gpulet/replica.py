@@ -106,10 +106,10 @@ class LocalReplica:
             InvalidInputError: unknown keys or unusable values; nothing was changed.
         """
         config = read_gpulet_config(user_config, self._id)
-        wanted, self._encrypts, self._hangs_s = config.programs, config.encrypt, config.hangs_s
+        programs, self._encrypts, self._hangs_s = config.programs, config.encrypt, config.hangs_s
         # The first load holds its turn since `join`. A later load waits for its turn while batches run.
-        async with turn_of(self._shared if self._is_proved and self._programs.loads(wanted) else None):
-            await self._programs.bring(wanted, self._worker.perform)
+        async with turn_of(self._shared if self._is_proved and self._programs.loads(programs) else None):
+            await self._programs.bring(programs, self._worker.perform)
         if self._shared is not None and not self._is_proved:
             await self._worker.perform(self._shared.prove)  # on the thread that has the CUDA context
             self._is_proved = True

@@ -43,22 +43,22 @@ class ResidentPrograms:
         """Whether the GPU is only emulated."""
         return self._executor.device.startswith("emulated")
 
-    def loads(self, wanted: Sequence[ProgramEntry]) -> bool:
+    def loads(self, planned: Sequence[ProgramEntry]) -> bool:
         """Whether `bring` would load anything."""
-        return any(self._entries.get(entry.name) != entry for entry in wanted)
+        return any(self._entries.get(entry.name) != entry for entry in planned)
 
-    async def bring(self, wanted: Sequence[ProgramEntry], on_worker: OnWorker) -> None:
+    async def bring(self, planned: Sequence[ProgramEntry], on_worker: OnWorker) -> None:
         """Unload and load until exactly the wanted programs are resident; unchanged ones are not touched.
 
         Args:
-            wanted: the entries of the wanted programs.
+            planned: the entries of the planned programs.
             on_worker: runs a function on the worker thread, and raises what the function raised.
         """
-        names = {entry.name for entry in wanted}
+        names = {entry.name for entry in planned}
         for name in [name for name in self._entries if name not in names]:
             await on_worker(functools.partial(self._executor.unload, name))
             del self._entries[name]
-        for entry in wanted:
+        for entry in planned:
             known = self._entries.get(entry.name)
             if known == entry:
                 continue

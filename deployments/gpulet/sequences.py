@@ -106,10 +106,10 @@ class OpenSequences:
 
     def leave(self, left: LeftSequences) -> None:
         """Forget sequences of clients that have left, and free their memory."""
-        found = [number for theirs in left.numbers if (number := self._numbers.get((left.peer, theirs))) is not None]
-        for number in found:
+        numbers = [number for theirs in left.numbers if (number := self._numbers.get((left.peer, theirs))) is not None]
+        for number in numbers:
             self._forget(number)
-        if found:
+        if numbers:
             self._tell(left.peer, Generated([], [], self._held))
 
     def step(self) -> float:
@@ -152,9 +152,9 @@ class OpenSequences:
         for number, token in ran.tokens.items():
             each = self._open[number]
             tokens[each.peer].append((each.number, token))
-        for number, found in ran.scores.items():
+        for number, token_scores in ran.scores.items():
             each = self._open[number]
-            scores[each.peer].append((each.number, found))
+            scores[each.peer].append((each.number, token_scores))
         for number, finish in ran.ended.items():
             each = self._open.pop(number)
             del self._numbers[each.peer, each.number]

@@ -141,14 +141,14 @@ def add_operator_routes(app: FastAPI, watched: Watched, is_local: Callable[[], b
 
     @router.get("/", tags=["page"], summary="The live page", response_class=Response)
     async def page() -> Response:
-        found = live_page()
+        page_files = live_page()
         headers = {
-            "content-security-policy": found.policy,
+            "content-security-policy": page_files.policy,
             "x-content-type-options": "nosniff",
             "referrer-policy": "no-referrer",
             "cache-control": "no-store",
         }
-        return Response(found.html, media_type="text/html; charset=utf-8", headers=headers)
+        return Response(page_files.html, media_type="text/html; charset=utf-8", headers=headers)
 
     @router.get("/live", tags=["page"], summary="What the live page shows: status, figures of ten seconds, two minutes")
     async def live() -> Response:

@@ -46,7 +46,7 @@ def combine_dispatchers(
 
 
 def combine_system(
-    found: DispatchingStatus,
+    dispatching: DispatchingStatus,
     reports: Sequence[GatewayReport],
     controller: ControllerStatus | None,
     *,
@@ -64,9 +64,9 @@ def combine_system(
         for name, histogram in report.proxied.items():
             proxied[name] = _added(proxied.get(name), histogram)
     started_at_s = min(gateway.started_at_s for gateway in gateways)
-    models = {name: replace(model, proxy_s=proxied.get(name)) for name, model in found.models.items()}
+    models = {name: replace(model, proxy_s=proxied.get(name)) for name, model in dispatching.models.items()}
     return SystemStatus(
-        **{**asdict(found), "models": models},
+        **{**asdict(dispatching), "models": models},
         gateways=gateways,
         margin=MarginStatus(
             max(margin.margin_ms for margin in margins),

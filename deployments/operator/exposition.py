@@ -66,14 +66,14 @@ class _Rows(Generic[T]):
         full = f"tenuto_{name}"
         lines = []
         for labels, thing in self._rows:
-            found = read(thing)
-            if found is None or not found.counts:
+            buckets = read(thing)
+            if buckets is None or not buckets.counts:
                 continue
             total = 0
-            for bound, total in zip((*found.le, None), accumulate(found.counts), strict=True):
+            for bound, total in zip((*buckets.le, None), accumulate(buckets.counts), strict=True):
                 shown = "+Inf" if bound is None else f"{bound:.12g}"
                 lines.append(f'{full}_bucket{{{labels},le="{shown}"}} {total}')
-            lines += (f"{full}_sum{{{labels}}} {found.sum:.12g}", f"{full}_count{{{labels}}} {total}")
+            lines += (f"{full}_sum{{{labels}}} {buckets.sum:.12g}", f"{full}_count{{{labels}}} {total}")
         return [f"# HELP {full} {meaning}", f"# TYPE {full} histogram", *lines] if lines else []
 
 
@@ -209,8 +209,8 @@ def _advice(status: SystemStatus) -> Iterator[Metric]:
 
 
 def _schedulers(status: SystemStatus) -> Iterator[Metric]:
-    told = enumerate(status.schedulers)
-    each = _Rows(("subcluster",), (((str(number),), s) for number, s in told if s.rehearsals is not None))
+    numbered = enumerate(status.schedulers)
+    each = _Rows(("subcluster",), (((str(number),), s) for number, s in numbered if s.rehearsals is not None))
     yield each.counter("rehearsals", "Replays of arrivals under other settings.", lambda s: s.rehearsals)
     yield each.gauge("rehearsed_hold_ratio", "Part of Symphony's holding time that batches are held.", lambda s: s.hold)
     yield each.gauge("rehearsed_defend_ratio", "Part of the staggered batch that is defended.", lambda s: s.defend)

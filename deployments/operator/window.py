@@ -66,11 +66,11 @@ def between(before: SystemStatus, after: SystemStatus, seconds: float) -> Window
     """
     gpulets = {gpulet.id: gpulet for gpulet in before.gpulets}
     models = {n: _model(before.models.get(n, ModelStatus()), model, seconds) for n, model in after.models.items()}
-    asked = [figures for name, figures in models.items() if not after.models[name].shadow]
-    ended_rps = sum(figures.ended_rps for figures in asked)
+    visible = [figures for name, figures in models.items() if not after.models[name].shadow]
+    ended_rps = sum(figures.ended_rps for figures in visible)
     return WindowFigures(
         seconds,
-        sum(figures.goodput_rps for figures in asked) / ended_rps if ended_rps else None,
+        sum(figures.goodput_rps for figures in visible) / ended_rps if ended_rps else None,
         models,
         {g.id: _gpulet(gpulets.get(g.id, GpuletStatus(id=g.id)), g, seconds) for g in after.gpulets},
     )

@@ -156,15 +156,15 @@ class MappedArenas:
         return view[offset : offset + length]
 
     def _open(self, arena: str) -> memoryview:
-        found = _NAME.fullmatch(arena)
-        if found is None:
+        match = _NAME.fullmatch(arena)
+        if match is None:
             raise ValueError(f"{arena!r} names no arena")
         for known in [known for known in self._maps if not _lives(known)]:
             del self._maps[known]  # the mapping ends with its last view
-        file = os.open(f"/proc/{found[1]}/fd/{found[2]}", os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(f"/proc/{match[1]}/fd/{match[2]}", os.O_RDWR | os.O_CLOEXEC)
         try:
             status = os.fstat(file)
-            if status.st_ino != int(found[3]) or not os.readlink(f"/proc/self/fd/{file}").startswith(_MEMFD):
+            if status.st_ino != int(match[3]) or not os.readlink(f"/proc/self/fd/{file}").startswith(_MEMFD):
                 raise ValueError(f"{arena!r} names no arena")
             return memoryview(mmap.mmap(file, status.st_size))
         finally:

@@ -187,8 +187,8 @@ class EndedSequence(NamedTuple):
     @classmethod
     def failed(cls, number: int, refused: Refused, *, may_retry: bool = False) -> EndedSequence:
         """Return the end of a sequence that failed."""
-        told = int(refused.outcome), refused.reason, refused.retry_after_s, refused.gpulet, refused.rule
-        return cls(number, "", *told, may_retry)
+        fields = int(refused.outcome), refused.reason, refused.retry_after_s, refused.gpulet, refused.rule
+        return cls(number, "", *fields, may_retry)
 
     def refused(self) -> Refused:
         """Return how it failed."""

@@ -105,8 +105,8 @@ class RayClients:
         """Ask all actors at once. An actor that does not answer within 2 s is left out of these counts."""
         import ray
 
-        asked = [actor.progress.remote() for actor in self.actors]
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=2)
+        counts = [actor.progress.remote() for actor in self.actors]
+        ready, _ = ray.wait(counts, num_returns=len(counts), timeout=2)
         total: Counter[str] = Counter()
         for answer in ready:
             with contextlib.suppress(ray.exceptions.RayError):

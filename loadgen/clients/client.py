@@ -223,8 +223,8 @@ class Client:
         for row in range(load.planned):
             at = origin + times[row] / 1000.0
             if at > now():
-                while at > (here := now()) and not self._stopped:
-                    await timer.wait_until(min(at, here + 0.25))  # pace: so that `stop` works within a long gap too
+                while at > (now_s := now()) and not self._stopped:
+                    await timer.wait_until(min(at, now_s + 0.25))  # pace: so that `stop` works within a long gap too
             elif row % 16 == 0:  # pace
                 await asyncio.sleep(0)  # the client is behind schedule; let answers be read between sends
             if self._stopped:

@@ -116,13 +116,13 @@ class Plot:
 
     def y_ticks(self) -> list[tuple[float, str]]:
         """Return heights with their labels."""
-        found = ticks(self._y0, self._y1)
-        return [(self._y(value), f"{100 * value:g} %" if self._percent_y else _short(value)) for value in found]
+        values = ticks(self._y0, self._y1)
+        return [(self._y(value), f"{100 * value:g} %" if self._percent_y else _short(value)) for value in values]
 
     def x_ticks(self) -> list[tuple[float, float, str]]:
         """Return places, where the label is centred, and the labels; the last label stays in the picture."""
-        found = [(self._x(value), _short(value)) for value in ticks(self._x0, self._x1)]
-        return [(at, min(at, round(_WIDTH - 1 - 3.6 * len(label), 1)), label) for at, label in found]
+        marks = [(self._x(value), _short(value)) for value in ticks(self._x0, self._x1)]
+        return [(at, min(at, round(_WIDTH - 1 - 3.6 * len(label), 1)), label) for at, label in marks]
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Bars:
 
     def rows(self) -> list[tuple[int, Bar, list[tuple[float, float, BarPart]]]]:
         """Return for every row: its top, the bar, and left side and width of each part."""
-        found = []
+        table_rows = []
         for index, row in enumerate(self._rows):
             left, placed = float(self.left), []
             for part in row.parts:
@@ -171,17 +171,17 @@ class Bars:
                 if width > 0:
                     placed.append((round(left, 1), round(width, 1), part))
                 left += width
-            found.append((index * _EVERY_BAR + 20, row, placed))
-        return found
+            table_rows.append((index * _EVERY_BAR + 20, row, placed))
+        return table_rows
 
     def x_ticks(self) -> list[tuple[float, str, str]]:
         """Return places, the anchors of labels, and the labels."""
-        found = []
+        marks = []
         for value in ticks(0.0, self._limit, 4):
             at = round(self.left + value / self._limit * self.span, 1)
             anchor = "start" if at < 20 else "end" if at > _WIDTH - 20 else "middle"
-            found.append((at, anchor, _short(value)))
-        return found
+            marks.append((at, anchor, _short(value)))
+        return marks
 
 
 @dataclass(frozen=True)

@@ -244,10 +244,10 @@ def _histogram(run: Run, name: str, style: Style, sizes: Any, counts: Any) -> Pl
     return plot
 
 
-def executions(run: Run, styles: Styles, found: Iterable[Prediction]) -> Iterator[Figure]:
+def executions(run: Run, styles: Styles, predictions: Iterable[Prediction]) -> Iterator[Figure]:
     """Draw measured execution times over time per gpu-let beside the plan's prediction."""
     by_gpulet: dict[str, list[Prediction]] = {}
-    for each in found:
+    for each in predictions:
         if each.measured_ms.size:
             by_gpulet.setdefault(each.gpulet, []).append(each)
     if not by_gpulet:
@@ -268,9 +268,9 @@ def executions(run: Run, styles: Styles, found: Iterable[Prediction]) -> Iterato
         yield Figure(f"Execution on {gpulet}", plot, "Execution time over time")
 
 
-def left_out(found: Iterable[Prediction]) -> int:
+def left_out(predictions: Iterable[Prediction]) -> int:
     """Return how many gpu-lets `executions` does not draw, because there are too many."""
-    return max(0, len({each.gpulet for each in found if each.measured_ms.size}) - _MOST_CHARTS)
+    return max(0, len({each.gpulet for each in predictions if each.measured_ms.size}) - _MOST_CHARTS)
 
 
 def utilisation(run: Run) -> Figure:

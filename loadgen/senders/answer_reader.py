@@ -49,16 +49,16 @@ class AnswerReader:
 
     def on_headers_complete(self) -> None:
         """Take the status, and what the server tells of the request's way."""
-        reply, told = self._reply, self._headers
+        reply, headers = self._reply, self._headers
         reply.status = self._parser.get_status_code()
-        self._is_stream = told.get(b"content-type", b"").startswith(b"text/event-stream")
-        if (gpulet := told.get(b"x-tenuto-gpulet")) is not None:
+        self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        if (gpulet := headers.get(b"x-tenuto-gpulet")) is not None:
             reply.gpulet = sys.intern(gpulet.decode("latin-1"))
-        if (batching := told.get(b"x-tenuto-batching-ms")) is not None:
+        if (batching := headers.get(b"x-tenuto-batching-ms")) is not None:
             reply.batching_ms = float(batching)
-            reply.gpulet_queue_ms = float(told.get(b"x-tenuto-queue-ms", 0.0)) - reply.batching_ms
-            reply.execution_ms = float(told.get(b"x-tenuto-execution-ms", 0.0))
-            reply.batch_size = int(told.get(b"x-tenuto-batch-size", 0))
+            reply.gpulet_queue_ms = float(headers.get(b"x-tenuto-queue-ms", 0.0)) - reply.batching_ms
+            reply.execution_ms = float(headers.get(b"x-tenuto-execution-ms", 0.0))
+            reply.batch_size = int(headers.get(b"x-tenuto-batch-size", 0))
 
     def on_body(self, body: bytes) -> None:
         """Take the events of a stream that are whole now, or more of the reason of a refusal."""

@@ -74,15 +74,15 @@ class HandleSender:
     async def _write(
         self, handle: TenutoHandle, model: str, body: Body, request_id: str, token: int, ttft_ms: float | None
     ) -> None:
-        asked = json.loads(body.data)
+        question = json.loads(body.data)
         reply, first_at = Reply(200), math.nan
         try:
             async for _ in handle.generate_tokens(
                 model,
-                asked["prompt"],
-                max_tokens=asked["max_tokens"],
+                question["prompt"],
+                max_tokens=question["max_tokens"],
                 temperature=1.0,  # what OpenAI's interface takes where nothing is said
-                seed=asked["seed"],
+                seed=question["seed"],
                 slo_ms=ttft_ms,
                 request_id=request_id,
             ):

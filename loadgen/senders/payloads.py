@@ -92,7 +92,7 @@ class Prompts:
         """Return the body of request `number` of a run, which is also the seed of its answer."""
         # Paper: Knuth's multiplicative hash, so that neighbours begin far apart.
         start = number * 2_654_435_761 % _STARTS
-        asked = {
+        question = {
             "model": self._model,
             "max_tokens": output_tokens,
             "seed": number,
@@ -101,7 +101,7 @@ class Prompts:
         }
         begin, end = self._begins[[start, start + prompt_tokens]].tolist()
         return Body(
-            b'%b,"prompt":[%b]}' % (json.dumps(asked).encode()[:-1], self._text[begin : end - 1]), is_streamed=True
+            b'%b,"prompt":[%b]}' % (json.dumps(question).encode()[:-1], self._text[begin : end - 1]), is_streamed=True
         )
 
 

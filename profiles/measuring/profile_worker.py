@@ -105,9 +105,9 @@ def measure_points(
     for share in sorted(request.shares, reverse=True):
         if device == "cpu":
             torch.set_num_threads(cpu_threads(share))
-        wanted = set(request.batch_sizes)
+        sizes = set(request.batch_sizes)
         known = {batch: ms for batch, at, ms in request.known if at == share}
-        while (size := next_batch(wanted, known, request.tolerance_pct)) is not None:
+        while (size := next_batch(sizes, known, request.tolerance_pct)) is not None:
             if request.time_limit_s is not None and clock_s() - began_s >= request.time_limit_s:
                 report(StoppedEarly())
                 return
@@ -115,7 +115,7 @@ def measure_points(
                 point = _measure_point(runner, size, share, budget_s, request.seed, instruments)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 report(Doubt(f"batch {size} and above at {share:g} %: out of memory ({first_line(error)})"))
-                wanted = {batch for batch in wanted if batch < size}
+                sizes = {batch for batch in sizes if batch < size}
                 continue
             known[size] = point.latency_ms
             report(PointMeasured(point))
@@ -123,7 +123,7 @@ def measure_points(
                 report(Doubt(_noisy(point)))
             elif point.metrics["repeat_pct"] > AGREEMENT_PCT:
                 unequal.append(f"batch {size} at {share:g} % ({point.metrics['repeat_pct']:.1f} %)")
-        if left_out := sorted(wanted - set(known)):
+        if left_out := sorted(sizes - set(known)):
             text = f"batches {', '.join(map(str, left_out))} at {share:g} %: not measured, as the others predict them "
             report(Doubt(text + f"within {request.tolerance_pct:g} %"))
     for note in runner.network.notes:
@@ -146,20 +146,20 @@ class _Instruments:
     def readings(self, run: Callable[[], object], budget_s: float) -> dict[str, float]:
         """Return power, clocks and kernel metrics of a run. A reading that fails is reported as a doubt and left
         out."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         try:
             if self.telemetry is not None:
-                found |= watch(self.telemetry, run, self.clock_s, seconds=min(_WATCH_S, budget_s))
+                metrics |= watch(self.telemetry, run, self.clock_s, seconds=min(_WATCH_S, budget_s))
         except TenutoError as error:
             self.report(Doubt(f"no power and clocks: {error}"))
         try:
             if self.record is not None:
                 trace = self.record(run)
-                found |= kernel_metrics(trace.kernels, trace.device)
-                found |= {f"{way}_bytes": float(size) for way, size in trace.copied_bytes.items()}
+                metrics |= kernel_metrics(trace.kernels, trace.device)
+                metrics |= {f"{way}_bytes": float(size) for way, size in trace.copied_bytes.items()}
         except TenutoError as error:
             self.report(Doubt(f"no kernel metrics: {error}"))
-        return found
+        return metrics
 
 
 def _noisy(point: ProfilePoint) -> str:

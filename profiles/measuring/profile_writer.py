@@ -49,8 +49,8 @@ class ProfileWriter:
         known = self.profile.models.get(row) if self._resumed and self.profile else None
         if known is None:
             return None
-        asked = (request.source, dict(request.options))
-        if known.network is not None and (known.network, dict(known.options)) != asked:
+        network = (request.source, dict(request.options))
+        if known.network is not None and (known.network, dict(known.options)) != network:
             raise refused(
                 f"models.{row}",
                 f"{known.network} {known.options}",

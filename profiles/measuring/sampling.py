@@ -14,15 +14,15 @@ from collections.abc import Collection, Mapping
 from tenuto.profiles.measuring.timing import fit_line
 
 
-def next_batch(wanted: Collection[int], measured_ms: Mapping[int, float], tolerance_pct: float) -> int | None:
+def next_batch(sizes: Collection[int], measured_ms: Mapping[int, float], tolerance_pct: float) -> int | None:
     """Return the batch size to measure next, or None if predictions agree within the tolerance for all that are left.
 
     Args:
-        wanted: batch sizes asked for, measured or not.
+        sizes: batch sizes asked for, measured or not.
         measured_ms: latency in ms by batch size, of this share.
         tolerance_pct: largest disagreement in percent at which a batch is left out; 0 measures all, ascending.
     """
-    left = sorted(set(wanted) - set(measured_ms))
+    left = sorted(set(sizes) - set(measured_ms))
     if not left or tolerance_pct <= 0:
         return left[0] if left else None
     if not measured_ms or left[0] < min(measured_ms):

@@ -63,9 +63,9 @@ class StepTimer:
             opened.extend(self._read(sequences - len(opened), context, most_tokens))
             return ran.execution_ms
 
-        found = self._median(f"{sequences} sequences of {context} tokens", run, at_most=_SHORT)
+        median = self._median(f"{sequences} sequences of {context} tokens", run, at_most=_SHORT)
         self._cancel(opened)
-        return found
+        return median
 
     def _read(self, sequences: int, context: int, most_tokens: int) -> list[int]:
         """Return so many sequences whose prompts have been read and that go on."""
@@ -157,7 +157,7 @@ def blocks_needed(*, max_sequences: int, max_batch_tokens: int, longest: int, bl
 
 def _powers(first: int, last: int) -> list[int]:
     """Return first, its doubles below last, and last."""
-    found = [first]
-    while found[-1] * 2 < last:
-        found.append(found[-1] * 2)
-    return found if found[-1] >= last else [*found, last]
+    powers = [first]
+    while powers[-1] * 2 < last:
+        powers.append(powers[-1] * 2)
+    return powers if powers[-1] >= last else [*powers, last]

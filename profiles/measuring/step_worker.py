@@ -107,10 +107,10 @@ def measure_generation(
         InvalidInputError: a model that is not there, or makes no tokens.
         EnvironmentFaultError: the model does not fit this machine's libraries or memory, or a share is not enforced.
     """
-    found: dict[float, StepsTimed] = {}
+    timed: dict[float, StepsTimed] = {}
     machine: Machine | None = None
     for part in _parts(request, shares):
-        told = "" if request.shares == (100.0,) else f"{part.shares[0]:g} %: "
+        prefix = "" if request.shares == (100.0,) else f"{part.shares[0]:g} %: "
         worker = WorkerProcess(
             WORKER, {} if shares is None else shares.environment(part.shares[0]), request.source, EVENTS
         )
@@ -125,15 +125,15 @@ def measure_generation(
                         elif event.device == "cuda" and part.shares != (100.0,):
                             raise EnvironmentFaultError(NO_SHARES)
                     case StepTimed():
-                        on_step(told + event.what, event.ms)
+                        on_step(prefix + event.what, event.ms)
                     case StepsTimed() if machine is not None:
-                        found[event.steps.share_pct] = event
-                        on_steps(machine, tuple(found.values()))
+                        timed[event.steps.share_pct] = event
+                        on_steps(machine, tuple(timed.values()))
         finally:
             worker.end()
-    if machine is None or not found:
+    if machine is None or not timed:
         raise EnvironmentFaultError(f"the process that timed '{request.source}' ended without a word")
-    return machine, list(found.values())
+    return machine, list(timed.values())
 
 
 def _parts(request: StepRequest, shares: Shares | None) -> list[StepRequest]:

@@ -62,8 +62,8 @@ def _fold(traced: fx.GraphModule) -> int:
 
 def _agrees(module: torch.nn.Module, traced: torch.nn.Module, examples: tuple[torch.Tensor, ...]) -> bool:
     with torch.inference_mode():
-        expected, found = module(*examples), traced(*examples)
-    for right, mine in zip(_as_tuple(expected), _as_tuple(found), strict=True):
+        expected, folded = module(*examples), traced(*examples)
+    for right, mine in zip(_as_tuple(expected), _as_tuple(folded), strict=True):
         if not float((right - mine).abs().max()) <= _TOLERANCE * float(right.abs().max()):
             return False
     return True

@@ -116,8 +116,8 @@ class Generator(Protocol):
 def longest_sequence(config: Any) -> int | None:
     """Return how many tokens a model's positions reach, by its configuration; None when they have no end."""
     text = config.get_text_config()
-    found = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    return None if found is None else int(found)
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return None if longest is None else int(longest)
 
 
 def blocks_of(tokens: int, block_tokens: int) -> int:

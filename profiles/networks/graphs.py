@@ -85,11 +85,11 @@ class GraphedModule:
         inputs = tuple(room[:size] for room in self._inputs)
         for room, tensor in zip(inputs, tensors, strict=True):
             self._intake.write(room, tensor)
-        found = self._graphs.get(size)
-        if found is None:
-            found = self._graphs[size] = self._capture(inputs)
-        found.graph.replay()
-        return tuple(tensor.clone() for tensor in found.outputs)
+        graph = self._graphs.get(size)
+        if graph is None:
+            graph = self._graphs[size] = self._capture(inputs)
+        graph.graph.replay()
+        return tuple(tensor.clone() for tensor in graph.outputs)
 
     def _capture(self, inputs: tuple[torch.Tensor, ...]) -> _Graph:
         torch = self._torch

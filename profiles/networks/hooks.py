@@ -109,8 +109,8 @@ def made_inputs(signature: ModelSignature, arrays: Any) -> list[Array]:
             fault of the hooks, whatever the client sent.
     """
     if not isinstance(arrays, Mapping):
-        found = type(arrays).__name__
-        raise refused("preprocess", found, "returned no mapping", "Return the arrays by the names of the inputs.")
+        kind = type(arrays).__name__
+        raise refused("preprocess", kind, "returned no mapping", "Return the arrays by the names of the inputs.")
     names = [tensor.name for tensor in signature.inputs]
     if set(arrays) != set(names):
         given = ", ".join(map(str, arrays)) or "nothing"
@@ -129,8 +129,8 @@ def _tensor(tensor: TensorSignature, value: Any) -> Array:
         made = array if array.dtype.name in tensor.accepts else fitted(array, tensor.dtype)
     except ValueError as error:
         rule = f"must be {tensor.dtype} {list(tensor.shape)}, one sample without a batch dimension ({error})"
-        found = f"{array.dtype} {list(array.shape)}"
-        raise refused(f"preprocess: {tensor.name}", found, rule, "Convert it there.") from None
+        description = f"{array.dtype} {list(array.shape)}"
+        raise refused(f"preprocess: {tensor.name}", description, rule, "Convert it there.") from None
     return check_range(tensor, np.ascontiguousarray(made).reshape(tensor.shape))
 
 

@@ -35,14 +35,14 @@ def imported(source: str, what: str) -> Any:
     """
     check_factory(source, what)
     tolerate_missing_operators()
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # so that a model beside the workload file is found
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)  # so that a model beside the workload file is found
     module, _, name = source.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         raise refused(
             what,
@@ -50,7 +50,7 @@ def imported(source: str, what: str) -> Any:
             f"cannot be imported ({error})",
             "Install the package, or start where the module lies; write package.module:factory.",
         ) from error
-    return found
+    return value
 
 
 def check_factory(source: str, what: str = "source") -> None:

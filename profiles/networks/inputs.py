@@ -74,17 +74,17 @@ def fitted(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
     Raises:
         ValueError: the types are of different kinds, or a value does not fit; the message says which.
     """
-    wanted = np.dtype(dtype)
-    if array.dtype == wanted:
+    target = np.dtype(dtype)
+    if array.dtype == target:
         return array
-    are_integers = array.dtype.kind in "iu" and wanted.kind in "iu"
-    if not are_integers and not np.can_cast(array.dtype, wanted, casting="same_kind"):
-        raise ValueError(f"{array.dtype} is no {wanted}")
+    are_integers = array.dtype.kind in "iu" and target.kind in "iu"
+    if not are_integers and not np.can_cast(array.dtype, target, casting="same_kind"):
+        raise ValueError(f"{array.dtype} is no {target}")
     with np.errstate(over="ignore"):
-        made = array.astype(wanted)
-    fits = made == array if wanted.kind in "iu" else np.isfinite(made) | ~np.isfinite(array)
+        made = array.astype(target)
+    fits = made == array if target.kind in "iu" else np.isfinite(made) | ~np.isfinite(array)
     if not fits.all():
-        raise ValueError(f"{array[~fits].flat[0]} does not fit {wanted}")
+        raise ValueError(f"{array[~fits].flat[0]} does not fit {target}")
     return made
 
 

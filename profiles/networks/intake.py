@@ -86,9 +86,9 @@ class Intake:
         return self._torch.channels_last if self._has_layout(tensor) else self._torch.contiguous_format
 
 
-def network_dtype(came: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """Return the type in which a network of type `wanted` takes a tensor."""
+def network_dtype(came: torch.dtype, chosen: torch.dtype) -> torch.dtype:
+    """Return the type in which a network of type `chosen` takes a tensor."""
     import torch
 
-    keeps = not came.is_floating_point or (came, wanted) == (torch.float64, torch.float32)
-    return came if keeps else wanted
+    keeps = not came.is_floating_point or (came, chosen) == (torch.float64, torch.float32)
+    return came if keeps else chosen

@@ -305,7 +305,7 @@ class LanguageModel:
 
     def _scored(self, **batch: Any) -> Any:
         """Run the network in its own place, and also for the scores of prompts."""
-        at, rows, wanted = 0, list[int](), list[tuple[int, _Sequence, list[int]]]()
+        at, rows, scored = 0, list[int](), list[tuple[int, _Sequence, list[int]]]()
         for each in self._batches.inputs_and_outputs.requests_in_batch:
             number = int(each.state.request_id)
             sequence = self._open[number]
@@ -313,7 +313,7 @@ class LanguageModel:
             count = min(each.query_length, len(sequence.prompt) - first)
             if number in self._scoring and count > 0:
                 rows += range(at, at + count)
-                wanted.append((number, sequence, sequence.prompt[first : first + count]))
+                scored.append((number, sequence, sequence.prompt[first : first + count]))
             at += each.query_length
         keep = batch.get("logits_to_keep")
         positions = torch.tensor(rows, device=batch["input_ids"].device)
@@ -324,14 +324,14 @@ class LanguageModel:
             else:
                 out = self.network(**batch | {"logits_to_keep": torch.cat([keep, positions.to(keep.dtype)])})
                 scores, out.logits = out.logits[0, len(keep) :], out.logits[:, : len(keep)]
-            for _, sequence, tokens in wanted:
+            for _, sequence, tokens in scored:
                 mine, scores = scores[: len(tokens)], scores[len(tokens) :]
                 sequence.prompt_scores += scores_of(mine, tokens, sequence.sampling.logprobs or 0)
         except Exception as error:
             if not is_lack_of_memory(error):
                 raise
             # What the network has written it writes again: the others of the step need not know.
-            self._ran.failed.update({number: _NO_SCORES for number, *_ in wanted})
+            self._ran.failed.update({number: _NO_SCORES for number, *_ in scored})
             return self.network(**batch)
         return out
 
@@ -351,10 +351,10 @@ def _drawn(scores: torch.Tensor, sampling: Sampling, place: int) -> int:
 
 
 def _end_tokens(network: Any) -> frozenset[int]:
-    found = network.generation_config.eos_token_id
-    if found is None:
-        found = network.config.get_text_config().eos_token_id
-    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+    ends = network.generation_config.eos_token_id
+    if ends is None:
+        ends = network.config.get_text_config().eos_token_id
+    return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
 
 
 def _chosen_scheduler() -> type:

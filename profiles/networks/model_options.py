@@ -245,13 +245,13 @@ def run_option_problems(options: Mapping[str, Any], path: str, *, on_cpu: bool =
     wrong = _problems_of(RunOptions, given)
     # One wrong value must not hide a contradiction between the other values.
     right = {key: value for key, value in given.items() if key not in {problem.path for problem in wrong}}
-    found = [*wrong, *(_problems_of(RunOptions, right) if wrong else ())]
-    found += _problems_of(HookOptions, _of(HookOptions, options))
+    problems = [*wrong, *(_problems_of(RunOptions, right) if wrong else ())]
+    problems += _problems_of(HookOptions, _of(HookOptions, options))
     if on_cpu and RunOptions(cuda_graphs=right.get("cuda_graphs")).cuda_graphs:
         rule = "CUDA graphs need an NVIDIA GPU, and it runs on a CPU"
         cure = "Remove it; `compile: true` works on a CPU."
-        found.append(Problem("cuda_graphs", options["cuda_graphs"], rule, cure))
-    return [replace(problem, path=f"{path}.{problem.path}") for problem in found]
+        problems.append(Problem("cuda_graphs", options["cuda_graphs"], rule, cure))
+    return [replace(problem, path=f"{path}.{problem.path}") for problem in problems]
 
 
 def _problems_of(kind: type[StrictModel], given: Mapping[str, Any]) -> tuple[Problem, ...]:
@@ -266,10 +266,10 @@ def unmergeable_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return, by key, the options that are not possible in a merged program: a type other than fp32, because its
     rounding exceeds the tolerance, and all options for a single module. Keys with wrong values are left out."""
     left_open = RunOptions()
-    found = {}
+    unmergeable = {}
     for key, value in options.items():
         if key not in RunOptions.model_fields or key == "warmup_runs" or run_option_problems({key: value}, ""):
             continue
         if getattr(parse_document(RunOptions, {key: value}), key) not in (getattr(left_open, key), getattr(PLAIN, key)):
-            found[key] = value
-    return found
+            unmergeable[key] = value
+    return unmergeable

@@ -97,16 +97,16 @@ def _providers(stream: torch.cuda.Stream | None, *, with_tensorrt: bool) -> list
             "the runtime 'onnxruntime' is not installed. Run: pip install 'tenuto[onnx]' (for a GPU then also "
             "onnxruntime-gpu), or remove `runtime` from the model's options."
         ) from error
-    wanted = ["CPUExecutionProvider"] if stream is None else ["CUDAExecutionProvider"]
-    wanted = ["TensorrtExecutionProvider", *wanted] if with_tensorrt else wanted
-    there = onnxruntime.get_available_providers()
-    missing = [provider for provider in wanted if provider not in there]
+    providers = ["CPUExecutionProvider"] if stream is None else ["CUDAExecutionProvider"]
+    providers = ["TensorrtExecutionProvider", *providers] if with_tensorrt else providers
+    available = onnxruntime.get_available_providers()
+    missing = [provider for provider in providers if provider not in available]
     if missing:
         raise EnvironmentFaultError(
-            f"ONNX Runtime has no {missing[0]} here, only {', '.join(there)}. Install the build that has it, or "
+            f"ONNX Runtime has no {missing[0]} here, only {', '.join(available)}. Install the build that has it, or "
             "remove `runtime` from the model's options."
         )
-    return wanted
+    return providers
 
 
 class _OnnxSession:

@@ -55,12 +55,12 @@ class Shaping:
 
 def scores_of(rows: torch.Tensor, tokens: list[int], likeliest: int) -> list[TokenScores]:
     """Return what the model thought of a token by each row of scores, and so many of the likeliest at its place."""
-    found = []
+    scores = []
     for first in range(0, len(rows), _ROWS):
         probabilities = torch.log_softmax(rows[first : first + _ROWS].float(), dim=-1)
         own = torch.tensor(tokens[first : first + _ROWS], device=rows.device)
         logprobs = probabilities.gather(1, own[:, None])[:, 0].tolist()
         top = probabilities.topk(min(likeliest, rows.shape[1]), dim=-1)
         for logprob, names, values in zip(logprobs, top.indices.tolist(), top.values.tolist(), strict=True):
-            found.append(TokenScores(logprob, list(zip(names, values, strict=True))))
-    return found
+            scores.append(TokenScores(logprob, list(zip(names, values, strict=True))))
+    return scores

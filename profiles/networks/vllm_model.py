@@ -231,11 +231,11 @@ class VllmModel:
         each.early += tokens
         likeliest = each.sampling.logprobs
         if likeliest is not None:
-            for token, told in zip(each.prompt, output.prompt_logprobs or (), strict=False):
-                if told is not None:  # nothing comes before the first
-                    each.scores.append(_scores(token, told, likeliest))
-            for token, told in zip(tokens, part.logprobs or (), strict=False):
-                each.scores.append(_scores(token, told, likeliest))
+            for token, logprobs in zip(each.prompt, output.prompt_logprobs or (), strict=False):
+                if logprobs is not None:  # nothing comes before the first
+                    each.scores.append(_scores(token, logprobs, likeliest))
+            for token, logprobs in zip(tokens, part.logprobs or (), strict=False):
+                each.scores.append(_scores(token, logprobs, likeliest))
 
     def cancel(self, sequence: int) -> None:
         """Forget a sequence; vLLM frees its blocks before its next step."""
@@ -262,10 +262,10 @@ class VllmModel:
         del self._engine
 
 
-def _scores(token: int, told: Mapping[int, Any], likeliest: int) -> TokenScores:
+def _scores(token: int, logprobs: Mapping[int, Any], likeliest: int) -> TokenScores:
     """Return what vLLM tells of a token and of the likeliest ones at its place."""
-    first = sorted(told.items(), key=lambda item: item[1].logprob, reverse=True)[:likeliest]
-    return TokenScores(told[token].logprob, [(name, each.logprob) for name, each in first])
+    first = sorted(logprobs.items(), key=lambda item: item[1].logprob, reverse=True)[:likeliest]
+    return TokenScores(logprobs[token].logprob, [(name, each.logprob) for name, each in first])
 
 
 def _tokenizer(place: str | None) -> tuple[str | None, dict[str, str]]:
@@ -292,7 +292,7 @@ def _bytes_per_token(config: Any, kept_as: torch.dtype) -> int:
 def _end_tokens(folder: str, config: Any) -> frozenset[int]:
     """Return the tokens that end a text: those of the folder's generation_config.json, else those of the
     configuration."""
-    found = config.get_text_config().eos_token_id
+    ends = config.get_text_config().eos_token_id
     with contextlib.suppress(OSError):
-        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or found
-    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+        ends = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or ends
+    return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)

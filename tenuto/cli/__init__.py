@@ -84,10 +84,10 @@ class _Verbs(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         others = tuple(name for name in verb_names() if name not in VERBS)
         for heading, names in (*GROUPS.items(), ("Of other packages", others)):
-            found = {name: load_verb(name) for name in names}
-            if found:
+            verbs = {name: load_verb(name) for name in names}
+            if verbs:
                 with formatter.section(heading):
-                    formatter.write_dl([(name, verb.get_short_help_str(100)) for name, verb in found.items() if verb])
+                    formatter.write_dl([(name, verb.get_short_help_str(100)) for name, verb in verbs.items() if verb])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         try:
@@ -161,8 +161,8 @@ def _drop_what_cannot_be_written() -> None:
 def installs(module: str) -> str:
     """Return the command that installs a module of somebody else's: with the part of Tenuto that needs it, or alone."""
     name = module.partition(".")[0]
-    wanted = next((wanted for wanted, modules in BRINGS.items() if name in modules.split()), name)
-    return f"pip install '{wanted}'"
+    extra = next((extra for extra, modules in BRINGS.items() if name in modules.split()), name)
+    return f"pip install '{extra}'"
 
 
 def _failed(message: str, code: int, error: BaseException | None = None) -> int:

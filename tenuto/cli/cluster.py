@@ -48,12 +48,12 @@ def command(address: str | None, mig: MigUse, output: str | None) -> int:
     cluster = cluster_of(nodes, mig=mig)
     if output is not None:
         write_file(output, cluster.dump(), what=f"{len(cluster.gpus)} GPUs on {len(cluster.nodes)} nodes")
-    told = [
-        {"node": node.name, "address": asked, **device.to_data()}
-        for node, (asked, devices) in zip(cluster.nodes, nodes.items(), strict=True)
+    rows = [
+        {"node": node.name, "address": requested, **device.to_data()}
+        for node, (requested, devices) in zip(cluster.nodes, nodes.items(), strict=True)
         for device in devices
     ]
-    data = {"cluster": cluster.model_dump(mode="json", by_alias=True, exclude_none=True), "gpus": told}
+    data = {"cluster": cluster.model_dump(mode="json", by_alias=True, exclude_none=True), "gpus": rows}
     if not printed_as_json(data) and output is None:
         _print([node.name for node in cluster.nodes], nodes)
     return 0
@@ -71,8 +71,8 @@ def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
             f"no Ray cluster answers at {address}: {error}. Check --address and `ray status`."
         ) from error
     try:
-        found = read_ray_inventory()
-        return {address: found[address] for address in found}
+        inventories = read_ray_inventory()
+        return {address: inventories[address] for address in inventories}
     finally:
         end_ray(ANSWER_S)
 

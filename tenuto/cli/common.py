@@ -127,15 +127,15 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # which has one from 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
         """Read a text. If it is wrong, a usage error says what it must be."""
         try:
-            found = tuple(sorted({self._kind(part) for part in value.split(",")}))
+            numbers = tuple(sorted({self._kind(part) for part in value.split(",")}))
         except ValueError:
-            found = ()
-        if not found or not self._least <= found[0] <= found[-1] <= self._most:
+            numbers = ()
+        if not numbers or not self._least <= numbers[0] <= numbers[-1] <= self._most:
             kind = "whole numbers" if self._kind is int else "numbers"
             least = f", at least {self._least:g}" if self._least > -math.inf else ""
             most = f", at most {self._most:g}" if self._most < math.inf else ""
             self.fail(f"{value!r}: must be {kind} separated by commas{least}{most}.", param, ctx)
-        return found
+        return numbers
 
 
 class ProgressLine:
@@ -206,8 +206,8 @@ def gathered(kind: type[T], name: str, *options: Callable[[Verb], Verb]) -> Call
     def decorate(function: Verb) -> Verb:
         @functools.wraps(function)
         def gathering(*args: Any, **given: Any) -> Any:
-            found = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}  # type: ignore[arg-type]
-            return function(*args, **{name: kind(**found)}, **given)
+            values = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}  # type: ignore[arg-type]
+            return function(*args, **{name: kind(**values)}, **given)
 
         return with_options(gathering, *options)
 
@@ -307,12 +307,12 @@ def named_values(where: str, texts: Iterable[str], example: str = "tuned=resnet5
     Raises:
         InvalidInputError: one has another form, or a name is given twice.
     """
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not (name and separator and value):
             raise refused(where, text, "must read NAME=VALUE", f"Write for example {example}.")
-        if name in found:
+        if name in by_name:
             raise refused(where, name, "is given twice", "Give each name once: base=…, tuned=….")
-        found[name] = value
-    return found
+        by_name[name] = value
+    return by_name

@@ -33,23 +33,26 @@ def command(plan_file: str, models: tuple[str, ...], where: ClusterArguments) ->
         if name not in known:
             raise refused("MODEL", name, "is not in the plan", f"Name one of {', '.join(known)}.")
     profiles, gpus = where.ground(plan)
-    found = explain(plan, gpus, profiles, models)
-    if not printed_as_json(asdict(found)):
-        _print(found, plan)
+    explained = explain(plan, gpus, profiles, models)
+    if not printed_as_json(asdict(explained)):
+        _print(explained, plan)
         if plan.drained:
             say(f"drained, and not used in these figures: {', '.join(plan.drained)}")
 
 
-def _print(found: Explained, plan: Plan) -> None:
-    for model in found.models:
+def _print(explained: Explained, plan: Plan) -> None:
+    for model in explained.models:
         _print_model(model, plan.model(model.name).slo)
-    if found.growth is not None:
-        say(f"all rates may grow by {100 * (found.growth - 1):.0f} %; then {', '.join(found.breaks)} is late first")
-    if found.enough is not None:
-        gpus = ",".join(f"{kind}:{count}" for kind, count in found.enough.items())
-        price = "" if found.enough_cost is None else f", {found.enough_cost:,.2f} $/h"
+    if explained.growth is not None:
+        say(
+            f"all rates may grow by {100 * (explained.growth - 1):.0f} %; "
+            f"then {', '.join(explained.breaks)} is late first"
+        )
+    if explained.enough is not None:
+        gpus = ",".join(f"{kind}:{count}" for kind, count in explained.enough.items())
+        price = "" if explained.enough_cost is None else f", {explained.enough_cost:,.2f} $/h"
         say(f"would serve all as asked: {gpus}{price}")
-    for more in found.one_more:
+    for more in explained.one_more:
         what = f"one {more.gpu_type} more"
         if more.why_not is not None:
             say(f"{what}: the policy cannot tell: {more.why_not}")

@@ -88,14 +88,14 @@ def command(
     limits = SearchLimits(tolerance, runs if runs is not None else _LIVE_RUNS if is_live else 64, rate_scale)
     limits.check()
     goal, line = Goal(criterion), ProgressLine()
-    found: Answer
+    answer: Answer
     if is_live:
         is_given = context.get_parameter_source("duration_s") is click.core.ParameterSource.COMMANDLINE
         seconds = asked.duration_s if is_given else _LIVE_SECONDS
         attempt, applications = _live(asked, seconds, clients, goal)
         how = f"measured against {asked.source}, {seconds:g} s a run"
         live = find_highest_rate(lambda scale: attempt(Factors(scale)), limits, lambda so_far: tell(_progress(so_far)))
-        found, summary = live, _summary(live, goal)
+        answer, summary = live, _summary(live, goal)
     else:
         simulation = asked.simulation()  # so that wrong input is an error, and not a point of a curve
         attempt, applications = in_virtual_time(asked.simulation), simulation.applications
@@ -105,10 +105,10 @@ def command(
         )
         line.clear()
         best = virtual.best
-        found, summary = virtual, _summary(virtual, goal)
+        answer, summary = virtual, _summary(virtual, goal)
         summary["simulation"] = simulation.finished(best.result, virtual.rate_scale).summary() if best else None
-    base = found.rate_scale or rate_scale
-    drawn = {} if found.is_interrupted else _draw(attempt, axes, base)
+    base = answer.rate_scale or rate_scale
+    drawn = {} if answer.is_interrupted else _draw(attempt, axes, base)
     summary |= {
         "source": asked.source,
         "how": how,
@@ -123,7 +123,7 @@ def command(
         from tenuto.loadgen.report.goodput_page import write_goodput
 
         tell(f"page: {write_goodput(out, {'kind': 'goodput', **summary, **provenance(command_line())})}")
-    return 0 if found.best is not None else 1
+    return 0 if answer.best is not None else 1
 
 
 def _axes(texts: tuple[str, ...], *, by_default: bool) -> dict[str, tuple[float, ...]]:
@@ -140,16 +140,18 @@ def _axes(texts: tuple[str, ...], *, by_default: bool) -> dict[str, tuple[float,
     return axes
 
 
-def _live(asked: VirtualArguments, seconds: float, clients: int, goal: Goal) -> tuple[Attempt, tuple[Application, ...]]:
+def _live(
+    arguments: VirtualArguments, seconds: float, clients: int, goal: Goal
+) -> tuple[Attempt, tuple[Application, ...]]:
     from tenuto.deployments.serve.endpoint import served_plan
     from tenuto.loadgen.bench import BenchOptions, asked_of
     from tenuto.placement import Plan
 
-    url = asked.source
+    url = arguments.source
     models, applications, notes = asked_of(Plan.from_data(served_plan(url), origin=url, is_whole=False))
     for note in notes:
         tell(note)
-    options = BenchOptions(url.rstrip("/"), seconds, asked.seed, warmup_s=asked.warmup_s, clients=clients)
+    options = BenchOptions(url.rstrip("/"), seconds, arguments.seed, warmup_s=arguments.warmup_s, clients=clients)
     return on_endpoint(models, applications, options, goal, tell), applications
 
 
@@ -170,27 +172,27 @@ def _draw(attempt: Attempt, axes: Mapping[str, tuple[float, ...]], base: float) 
     return drawn
 
 
-def _progress(found: Answer) -> str:
-    scale, last = found.tried[-1]
-    upper = f"{found.upper_scale:.4g}" if math.isfinite(found.upper_scale) else "?"
+def _progress(answer: Answer) -> str:
+    scale, last = answer.tried[-1]
+    upper = f"{answer.upper_scale:.4g}" if math.isfinite(answer.upper_scale) else "?"
     verdict = "in time" if last.is_in_time else "too late"
     worst = f", worst {last.worst_model} {100 * last.worst_attainment:.2f} %" if last.worst_model else ""
-    bracket = f"between {found.rate_scale:.4g} and {upper}"
+    bracket = f"between {answer.rate_scale:.4g} and {upper}"
     return f"scale {scale:.4g}: {last.offered_rps:,.0f} rps {verdict}{worst}; {bracket}"
 
 
-def _summary(found: Answer, goal: Goal) -> dict[str, Any]:
-    best = found.best
+def _summary(answer: Answer, goal: Goal) -> dict[str, Any]:
+    best = answer.best
     return {
         "goodput_rps": best.goodput_rps if best else 0.0,
-        "rate_scale": found.rate_scale,
-        "upper_scale": found.upper_scale if math.isfinite(found.upper_scale) else None,
+        "rate_scale": answer.rate_scale,
+        "upper_scale": answer.upper_scale if math.isfinite(answer.upper_scale) else None,
         "offered_rps": best.offered_rps if best else 0.0,
-        "bracket_pct": 100.0 * found.bracket if math.isfinite(found.bracket) else None,
+        "bracket_pct": 100.0 * answer.bracket if math.isfinite(answer.bracket) else None,
         "criterion": goal.criterion,
         "required_attainment": goal.attainment,
-        "interrupted": found.is_interrupted,
-        "ended": found.ended,
+        "interrupted": answer.is_interrupted,
+        "ended": answer.ended,
         "trials": [
             {
                 "rate_scale": scale,
@@ -203,7 +205,7 @@ def _summary(found: Answer, goal: Goal) -> dict[str, Any]:
                 "stopped_early": tried.stopped_early,
                 "remark": tried.ends_search,
             }
-            for scale, tried in found.tried
+            for scale, tried in answer.tried
         ],
         "simulation": None,
     }

@@ -37,9 +37,11 @@ def command(names: tuple[str, ...], last: int, follow: bool, address: str | None
 
     reader = LogReader(last)
     with operations(address) as running:
-        asked = _applications(names, running.running().plan)
+        applications = _applications(names, running.running().plan)
         while True:
-            logs = [log for log in process_logs() if not names or any(fnmatchcase(log.application, a) for a in asked)]
+            logs = [
+                log for log in process_logs() if not names or any(fnmatchcase(log.application, a) for a in applications)
+            ]
             lines = list(reader.read(logs))
             if not follow and printed_as_json({"lines": lines}):
                 return

@@ -176,10 +176,10 @@ def command(
     if old is not None and any(gpu.instance is not None for gpu in old.gpus):  # near it is inside its instances
         cluster = cluster.cut_as(old.gpus).as_cut
     without = tuple(dict.fromkeys((*(old.drained if old is not None else ()), *without)))
-    whole, cluster, asked = cluster, cluster_without(cluster, without), workload
+    whole, cluster, whole_workload = cluster, cluster_without(cluster, without), workload
     if without:
-        raise_if_any(place_problems(asked, whole))
-        workload = bearable(asked, cluster.gpus)
+        raise_if_any(place_problems(whole_workload, whole))
+        workload = bearable(whole_workload, cluster.gpus)
     from tenuto.batching.planning.losses import LossTrials
 
     trial, planned = LossTrials(), plan_on_fewest if fewest_gpus else make_plan
@@ -196,7 +196,7 @@ def command(
         used = PolicyUsed(name=policy_name, options=split_pairs(options))
         plan = plan_with_fewest_changes(old, plan, task, used, at_most=at_most)
     if without:
-        plan = drained(with_the_rest(plan, asked), whole, without)
+        plan = drained(with_the_rest(plan, whole_workload), whole, without)
     if output:
         write_file(output, _document(plan, executor, file_format))
     if picture:
@@ -205,7 +205,7 @@ def command(
         write_file(picture, draw(plan), option="--picture")
     if not printed_as_json(plan.to_data()):
         _print_plan(plan)
-        is_whole = len(workload.models) == len(asked.models)
+        is_whole = len(workload.models) == len(whole_workload.models)
         if plan.unserved_reasons and not cluster.elastic and old is None and is_whole:
             _say_what_is_enough(task, is_file=where.gpus is None)
     return _code([plan], strict=strict)
@@ -224,16 +224,16 @@ def _say_what_is_enough(task: PlanTask, *, is_file: bool) -> None:
     why; or why this cannot be told. GPUs of a cluster file may be special, so only their number is printed."""
     try:
         with planning_watched(task.policy):
-            found = enough_for_all(task)
+            enough = enough_for_all(task)
             how = "--elastic"
-            if not found.unserved and not is_file:
-                kinds = {gpu.device: (gpu.whole_type, ":mig" if gpu.mig == "managed" else "") for gpu in found.gpus}
+            if not enough.unserved and not is_file:
+                kinds = {gpu.device: (gpu.whole_type, ":mig" if gpu.mig == "managed" else "") for gpu in enough.gpus}
                 counts = Counter(kinds.values())
                 for _ in range(_TRIES):
                     gpus = ",".join(f"{kind}:{count}{cut}" for (kind, cut), count in counts.items())
                     given = make_plan(task.on(Cluster.parse(gpus)))
-                    if not given.unserved_reasons or (found.unserved_reasons and not given.unserved):
-                        found, how = given, f"--gpus {gpus}"
+                    if not given.unserved_reasons or (enough.unserved_reasons and not given.unserved):
+                        enough, how = given, f"--gpus {gpus}"
                     if not given.unserved_reasons:
                         break
                     counts[counts.most_common(1)[0][0]] += 1
@@ -241,17 +241,17 @@ def _say_what_is_enough(task: PlanTask, *, is_file: bool) -> None:
         rule = error.problems[0].rule if error.problems else first_line(error)
         say(f"how many GPUs would serve all models is not known: {rule}")
         return
-    below = why_below(found)
-    if found.unserved:
-        say(f"no number of these GPUs serves: {', '.join(found.unserved)}")
+    below = why_below(enough)
+    if enough.unserved:
+        say(f"no number of these GPUs serves: {', '.join(enough.unserved)}")
     elif below:
         name, why = below[0]
-        used = f"with {len(found.gpus)} {task.policy.name} uses {found.expected.gpus_used}"
+        used = f"with {len(enough.gpus)} {task.policy.name} uses {enough.expected.gpus_used}"
         say(f"more GPUs do not help: {used}, and {name} gets {why}")
     else:
-        cost = found.expected.cost_per_hour
+        cost = enough.expected.cost_per_hour
         price = "" if cost is None else f", {cost:,.2f} $/h"
-        say(f"would serve all as asked: {found.expected.gpus_used} GPUs{price}: {how}")
+        say(f"would serve all as asked: {enough.expected.gpus_used} GPUs{price}: {how}")
 
 
 def _inputs(

@@ -17,11 +17,11 @@ def command() -> None:
     Example: tenuto policies
     """
     policies = policy_names()
-    told = [
+    rows = [
         {"name": name, **{key: _text(kind, key) for key in ("summary", "source", "readings")}}
         for name, kind in policies.items()
     ]
-    if printed_as_json({"policies": told}):
+    if printed_as_json({"policies": rows}):
         return
     print_table(
         ("policy", "summary", "source, and how ours reads it"),

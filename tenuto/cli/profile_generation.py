@@ -52,8 +52,8 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
     writer = ProfileWriter(path, command=shlex.join(command_line()), resume=asked["resume"])
     known = writer.before(name, MeasureRequest(source))
     before = () if known is None or known.generation is None else known.generation.steps
-    told = () if known is None else known.doubts
-    before = tuple(steps for steps in before if _stopped_at(steps.share_pct) not in told)
+    doubts_before = () if known is None else known.doubts
+    before = tuple(steps for steps in before if _stopped_at(steps.share_pct) not in doubts_before)
     left = tuple(share for share in shares if share not in {steps.share_pct for steps in before})
 
     is_kept = not left
@@ -61,7 +61,7 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
     def keep(machine: Machine, timed: Sequence[StepsTimed]) -> None:
         nonlocal is_kept
         writer.machine(machine)
-        doubts = [doubt for doubt in told if any(doubt.startswith(f"{s.share_pct:g} %: ") for s in before)]
+        doubts = [doubt for doubt in doubts_before if any(doubt.startswith(f"{s.share_pct:g} %: ") for s in before)]
         doubts += [
             f"{each.steps.share_pct:g} %: other work disturbed {', '.join(each.disturbed)}"
             for each in timed

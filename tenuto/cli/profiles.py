@@ -19,7 +19,7 @@ def command() -> None:
 
     profiles = [load_shipped(name) for name in shipped_names()]
     defaults = {profile.name for kind in {p.gpu_type for p in profiles} for profile in default_profiles(kind)}
-    told = [
+    rows = [
         {
             "name": p.name,
             "gpu_type": p.gpu_type,
@@ -30,7 +30,7 @@ def command() -> None:
         }
         for p in profiles
     ]
-    if printed_as_json({"profiles": told}):
+    if printed_as_json({"profiles": rows}):
         return
     print_table(
         ("name", "GPU type", "default", "models", "source"),

@@ -72,21 +72,21 @@ def _code(summary: Mapping[str, Any]) -> int:
     return int(bool(summary["offered_rps"]) and not summary["goodput_rps"])
 
 
-def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: float) -> int:
+def _run_controlled(arguments: VirtualArguments, control_file: str, rate_scale: float) -> int:
     from tenuto.deployments.control.journal import Kind
     from tenuto.loadgen.controlled import controlled_summary
 
-    simulation = asked.controlled(control_file)
+    simulation = arguments.controlled(control_file)
     told_s = since = time.perf_counter()
 
     def progress(now_s: float, run: ControlledRun) -> None:
         nonlocal told_s
         if time.perf_counter() - told_s > PROGRESS_S:
             told_s = time.perf_counter()
-            tell(f"{now_s:,.0f} of {asked.duration_s:,.0f} s, {run.count(Kind.CHANGED)} changes")
+            tell(f"{now_s:,.0f} of {arguments.duration_s:,.0f} s, {run.count(Kind.CHANGED)} changes")
 
     run = simulation.run(rate_scale, progress)
-    summary = controlled_summary(run, asked.duration_s, since, simulation.workload.applications)
+    summary = controlled_summary(run, arguments.duration_s, since, simulation.workload.applications)
     if printed_as_json(summary):
         return _code(summary)
     for what in ("application", "model"):

@@ -62,11 +62,11 @@ class VirtualArguments:
                 )
             plan = Plan.from_data(document, origin=self.source)
             how["losses"] = self._losses(plan.gpus)
-            found = Simulation.of_plan(plan, network, slo_scale, **how)
+            made = Simulation.of_plan(plan, network, slo_scale, **how)
             if slo_scale == 1.0:
-                for late in found.always_late():
+                for late in made.always_late():
                     tell(str(late))
-            return found
+            return made
         cluster = self.where.cluster()
         profiles, folder = self.where.profiles(cluster.gpu_types), Path(self.source).parent
         workload = load_workload(self.source, cluster, profiles)
@@ -107,7 +107,7 @@ class VirtualArguments:
 
     def _losses(self, gpus: Sequence[Placed]) -> tuple[tuple[float, frozenset[str]], ...]:
         """Return (seconds, ids of GPUs) for every `--lose`."""
-        found = []
+        losses = []
         for text in self.lost:
             match = re.fullmatch(r"(gpu|node|rack):(.+)@(\d+(?:\.\d+)?)s?", text)
             if match is None:
@@ -117,8 +117,8 @@ class VirtualArguments:
             if name not in known.values():
                 cure = f"Name one of {', '.join(sorted(set(known.values()))[:12])}."
                 raise refused("--lose", name, f"no such {kind}", cure)
-            found.append((float(at_s), frozenset(gpu for gpu, domain in known.items() if domain == name)))
-        return tuple(sorted(found, key=lambda loss: loss[0]))
+            losses.append((float(at_s), frozenset(gpu for gpu, domain in known.items() if domain == name)))
+        return tuple(sorted(losses, key=lambda loss: loss[0]))
 
     def _checked(self) -> tuple[NetworkDelay, dict[str, Any]]:
         """Return the delays, and the settings of every run with the scheduler's options."""

@@ -171,7 +171,7 @@ def _copy_times_ms(program: ProgramEntry, table: Sequence[float]) -> tuple[float
         InvalidInputError: they are not numbers of at least 0, or they take all of some batch's latency.
     """
     options = program.members[0].options if len(program.members) == 1 else {}
-    found = []
+    times_ms = []
     for key, planned in (("copy_in_ms", program.copy_in_ms), ("copy_out_ms", program.copy_out_ms)):
         raw = options.get(key, planned)
         value = 0.0 if raw is None else raw
@@ -179,16 +179,16 @@ def _copy_times_ms(program: ProgramEntry, table: Sequence[float]) -> tuple[float
             raise refused(
                 f"options of {program.name}: {key}", raw, "must be ms of one request, at least 0", "Give 0 for none."
             )
-        found.append(float(value))
+        times_ms.append(float(value))
     for size, latency_ms in enumerate(table[1:], start=1):
-        if sum(found) * size >= latency_ms:
+        if sum(times_ms) * size >= latency_ms:
             raise refused(
                 f"options of {program.name}: copy_in_ms + copy_out_ms",
-                sum(found),
+                sum(times_ms),
                 f"a batch of {size} takes {latency_ms:g} ms in all, copies included",
                 "Give smaller ones.",
             )
-    return found[0], found[1]
+    return times_ms[0], times_ms[1]
 
 
 # The signature of a model of which only the latency is known: one number in, one number out.

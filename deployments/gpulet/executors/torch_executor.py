@@ -239,5 +239,5 @@ def _other_weights(built_mib: float, profiled_mib: float | None) -> list[str]:
         return []
     # Format: digits of a message.
     built, profiled = (f"{mib:,.1f}" if mib >= 10.0 else f"{mib:.4g}" for mib in (built_mib, profiled_mib))
-    told = f"its weights are {built} MiB, those of its profile {profiled} MiB"
-    return [f"{told}: another network was measured, and what the plan expects need not hold; profile it again"]
+    sizes = f"its weights are {built} MiB, those of its profile {profiled} MiB"
+    return [f"{sizes}: another network was measured, and what the plan expects need not hold; profile it again"]

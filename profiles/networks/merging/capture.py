@@ -162,13 +162,13 @@ _NO_SYMBOL = _NoSymbol
 
 
 def _live(graph: fx.Graph, outputs: tuple[Any, ...]) -> tuple[fx.Node, ...]:
-    wanted, stack = set(), [node for node in outputs if isinstance(node, fx.Node)]
+    live, stack = set(), [node for node in outputs if isinstance(node, fx.Node)]
     while stack:
         node = stack.pop()
-        if node not in wanted:
-            wanted.add(node)
+        if node not in live:
+            live.add(node)
             stack += node.all_input_nodes
-    return tuple(node for node in graph.nodes if node in wanted and node.op == "call_function")
+    return tuple(node for node in graph.nodes if node in live and node.op == "call_function")
 
 
 def static_size(value: Any) -> tuple[int, int] | None:
@@ -195,10 +195,10 @@ def static_size(value: Any) -> tuple[int, int] | None:
 def _batch_of(value: Any) -> tuple[tuple[int, int] | None, bool]:
     """Return the dimension and factor of the batch, and whether the shape is understood."""
     if isinstance(value, (list, tuple)):
-        found = [_batch_of(item) for item in value if isinstance(item, torch.Tensor)]
-        if not found or any(item != found[0] for item in found):
+        batches = [_batch_of(item) for item in value if isinstance(item, torch.Tensor)]
+        if not batches or any(item != batches[0] for item in batches):
             return None, False
-        return found[0]
+        return batches[0]
     if not isinstance(value, torch.Tensor):
         return None, True
     sizes = [static_size(size) for size in value.shape]
