@@ -40,9 +40,8 @@ class MeasureRequest:
     """What to measure of one model. `budget_s` is the time for the repetitions of all points together, without
     building.
 
-    `known` are points measured before, as (batch size, share in percent, latency in ms). They are not measured again.
-    With `tolerance_pct` above 0, batch sizes that the measured ones predict within it are left out (see
-    `tenuto.profiles.measuring.sampling`). After `time_limit_s`, with the time to build, no further point is begun.
+    `known` are points measured before, as (batch size, share in percent). They are not measured again. After
+    `time_limit_s`, with the time to build, no further point is begun.
     """
 
     source: str
@@ -53,15 +52,13 @@ class MeasureRequest:
     weights_path: str | None = None
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    known: tuple[tuple[int, float, float], ...] = ()
-    tolerance_pct: float = 0.0
+    known: tuple[tuple[int, float], ...] = ()
     time_limit_s: float | None = None
     name: str = ""  # name of the profile row, if it is not that of the source
 
     def left(self) -> int:
         """Return how many points have not been measured yet."""
-        have = {(batch, share) for batch, share, _ in self.known}
-        return sum((batch, share) not in have for batch in self.batch_sizes for share in self.shares)
+        return sum((batch, share) not in self.known for batch in self.batch_sizes for share in self.shares)
 
     @property
     def row(self) -> str:
@@ -79,9 +76,6 @@ class MeasureRequest:
             problems.append(Problem("--shares", shares, "shares are above 0, up to 100 (percent)", "Write 25,50,100."))
         if not self.budget_s > 0:
             problems.append(Problem("--budget-s", self.budget_s, "must be above 0", "Give seconds per model."))
-        if not 0 <= self.tolerance_pct < 100:
-            rule = "must be at least 0 and below 100 (percent)"
-            problems.append(Problem("--adaptive", self.tolerance_pct, rule, "Write for example 3."))
         if not is_factory(self.source) and not is_exported(self.source) and not os.path.isdir(self.source):
             try:
                 lookup(self.source)
@@ -159,7 +153,7 @@ def measure_model(
         raise EnvironmentFaultError("measuring needs the package 'torch'. Run: pip install 'tenuto[serve]'")
     points: list[ProfilePoint] = list(before.points) if before else []
     doubts: list[str] = [doubt for doubt in before.doubts if doubt != STOPPED] if before else []
-    known = tuple((p.batch_size, p.share_pct, p.latency_ms) for p in points)
+    known = tuple((p.batch_size, p.share_pct) for p in points)
     machine: Machine | None = None
     weights_mib = before.weights_mib if before else None
     context_mib: float | None = None
@@ -247,9 +241,8 @@ def _parts(request: MeasureRequest, shares: Shares | None) -> Iterator[MeasureRe
         return
     if shares is None:
         raise EnvironmentFaultError(NO_SHARES)
-    have = {(batch, share) for batch, share, _ in request.known}
     for share in sorted(request.shares, reverse=True):
-        if all((batch, share) in have for batch in request.batch_sizes):
+        if all((batch, share) in request.known for batch in request.batch_sizes):
             continue
         budget_s = request.budget_s / len(request.shares)
         yield replace(request, device="cuda", shares=(share,), budget_s=budget_s)

@@ -23,7 +23,6 @@ from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
 from tenuto.profiles.measuring.kernels.recording import record_kernels
 from tenuto.profiles.measuring.measure import REQUESTS, MeasureRequest
 from tenuto.profiles.measuring.memory_meter import CudaMemory, MemoryMeter, ResidentMemory, reserved_mib
-from tenuto.profiles.measuring.sampling import next_batch
 from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, first_visible_uuid, watch
 from tenuto.profiles.measuring.timing import AGREEMENT_PCT, measure_repeatedly
 from tenuto.profiles.measuring.worker_process import serve_parent
@@ -77,8 +76,8 @@ def measure_points(
 ) -> None:
     """Measure the points of a request that are not known yet and report each.
 
-    The whole device comes first and, unless the request is adaptive, the smallest batch, so that what is reported early
-    is the most useful. When memory runs out, larger batches are left out and the reason is reported as a doubt.
+    The whole device comes first, and the smallest batch, so that what is reported early is the most useful.
+    When memory runs out, larger batches are left out and the reason is reported as a doubt.
 
     Args:
         loaded: the model.
@@ -105,9 +104,8 @@ def measure_points(
     for share in sorted(request.shares, reverse=True):
         if device == "cpu":
             torch.set_num_threads(cpu_threads(share))
-        sizes = set(request.batch_sizes)
-        known = {batch: ms for batch, at, ms in request.known if at == share}
-        while (size := next_batch(sizes, known, request.tolerance_pct)) is not None:
+        known = {batch for batch, at in request.known if at == share}
+        for size in sorted(set(request.batch_sizes) - known):
             if request.time_limit_s is not None and clock_s() - began_s >= request.time_limit_s:
                 report(StoppedEarly())
                 return
@@ -115,17 +113,12 @@ def measure_points(
                 point = _measure_point(runner, size, share, budget_s, request.seed, instruments)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 report(Doubt(f"batch {size} and above at {share:g} %: out of memory ({first_line(error)})"))
-                sizes = {batch for batch in sizes if batch < size}
-                continue
-            known[size] = point.latency_ms
+                break
             report(PointMeasured(point))
             if point.metrics["uncertainty_pct"] > _NOISY_PCT:
                 report(Doubt(_noisy(point)))
             elif point.metrics["repeat_pct"] > AGREEMENT_PCT:
                 unequal.append(f"batch {size} at {share:g} % ({point.metrics['repeat_pct']:.1f} %)")
-        if left_out := sorted(sizes - set(known)):
-            text = f"batches {', '.join(map(str, left_out))} at {share:g} %: not measured, as the others predict them "
-            report(Doubt(text + f"within {request.tolerance_pct:g} %"))
     for note in runner.network.notes:
         report(Doubt(note))
     if unequal:

@@ -75,15 +75,6 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 )
 @click.option("--resume", is_flag=True, help="Keep what FILE holds and measure the rest.")
 @click.option(
-    "--adaptive",
-    "tolerance_pct",
-    type=float,
-    default=0.0,
-    metavar="PCT",
-    help="Measure the smallest and largest points first, then those where predictions disagree most. Leave out points "
-    "on which predictions agree within PCT percent. Default: measure everything.",
-)
-@click.option(
     "--generates", is_flag=True, help="MODEL writes text: time its steps, up to --max-sequences and --max-batch-tokens."
 )
 @click.option("--max-sequences", type=int, metavar="N", help="With --generates: sequences of a step. Default: 16.")

@@ -23,11 +23,10 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
         InvalidInputError: arguments that cannot be used, or a model that is not there or makes no tokens.
         EnvironmentFaultError: the model does not fit this machine's libraries or memory.
     """
-    problems = [
-        Problem(option, asked[key], "is not for --generates", "Leave it out; Ctrl-C keeps what was measured.")
-        for option, key in (("--time-limit-s", "time_limit_s"), ("--adaptive", "tolerance_pct"))
-        if asked[key]
-    ]
+    problems = []
+    if asked["time_limit_s"]:
+        rule, cure = "is not for --generates", "Leave it out; Ctrl-C keeps what was measured."
+        problems.append(Problem("--time-limit-s", asked["time_limit_s"], rule, cure))
     if len(models) != 1:
         problems.append(Problem("MODEL", " ".join(models) or None, "must be one model", "Name one model."))
     shares = tuple(dict.fromkeys(asked["shares"]))

@@ -212,7 +212,6 @@ def test_a_file_of_other_options_or_another_device_is_not_continued(run: Any, mo
     [
         (("resnet50", "--resume"), "needs the file to continue"),
         (("resnet50", "--time-limit-s", "-1"), "--time-limit-s"),
-        (("resnet50", "--adaptive", "-1"), "--adaptive"),
     ],
 )
 def test_wrong_new_arguments(run: Any, arguments: tuple[str, ...], message: str) -> None:

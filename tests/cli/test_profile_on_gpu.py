@@ -134,14 +134,6 @@ def test_without_cupti_the_rest_is_measured(run: Run, monkeypatch: pytest.Monkey
     assert points()[2, 100.0].metrics["kernels_ms"] > 0
 
 
-def test_batches_that_the_line_predicts_are_left_out(run: Run) -> None:
-    code, _, err = run("--batch-sizes", "1,2,4,8,16,32,64", "--adaptive", "10")
-    assert code == 0, err
-    assert {1, 64} <= {batch for batch, _ in points()}
-    assert 3 <= len(points()) < 7
-    assert "not measured, as the others predict them within 10 %" in doubts()
-
-
 def test_ctrl_c_keeps_the_points_and_resume_measures_the_rest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = ProfileWriter.point
 

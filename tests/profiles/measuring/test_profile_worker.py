@@ -85,19 +85,10 @@ def test_no_point_begins_after_the_time_limit() -> None:
     assert seen == [PointMeasured, PointMeasured, StoppedEarly]
 
 
-def test_batches_that_the_others_predict_are_left_out() -> None:
-    request = MeasureRequest(
-        OWN,
-        batch_sizes=(1, 2, 4, 8, 16),
-        budget_s=0.02,
-        tolerance_pct=99.0,
-        known=((1, 100.0, 1.0), (4, 100.0, 4.0), (16, 100.0, 16.0)),
-    )
-    events = measured_events(request)
-    assert points_of(events) == []
-    assert isinstance(events[-1], Doubt)
-    assert "batches 2, 8 at 100 %: not measured" in events[-1].text
-    assert request.left() == 2
+def test_known_points_are_not_measured_again() -> None:
+    request = MeasureRequest(OWN, batch_sizes=(1, 2, 4), budget_s=0.02, known=((1, 100.0), (4, 100.0)))
+    assert [point.batch_size for point in points_of(measured_events(request))] == [2]
+    assert request.left() == 1
 
 
 def test_the_worker_reports_faults_as_events(
