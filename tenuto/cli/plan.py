@@ -160,12 +160,8 @@ def command(
     if at_most is not None and from_file is None:
         raise refused("--at-most", at_most, "counts changes of a plan", "Name it with --from.")
     if compare and (output or picture):
-        raise refused(
-            "--compare",
-            compare,
-            "writes no plan and no picture",
-            "Choose one policy with --policy for -o and --picture.",
-        )
+        cure = "Choose one policy with --policy for -o and --picture."
+        raise refused("--compare", compare, "writes no plan and no picture", cure)
     if file_format != "serve" and not output:
         raise refused("--format", file_format, "says how a plan is written", "Name a file with -o.")
     workload, cluster, profiles, policies = _inputs(workload_file, names, where, options, strict_options=not compare)
