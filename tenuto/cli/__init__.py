@@ -42,7 +42,6 @@ GROUPS = {
     "Judge": ("bench", "report"),
 }
 VERBS = tuple(name for names in GROUPS.values() for name in names)
-MOVED = {"top": "tenuto status --watch", "capacity": "tenuto goodput"}
 # What brings modules of others that a command may miss.
 BRINGS = {
     "tenuto[serve]": "PIL aiohttp cryptography fastapi httptools orjson pynvml ray safetensors starlette sympy "
@@ -93,8 +92,6 @@ class _Verbs(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
-            if args[0] in MOVED:
-                raise click.UsageError(f"'{args[0]}' is now `{MOVED[args[0]]}`.", ctx) from None
             cure = plugins.cure_of_unknown(plugins.VERBS, args[0], verb_names())
             raise click.UsageError(f"unknown command '{args[0]}'. {cure}", ctx) from None
 

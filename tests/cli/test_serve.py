@@ -269,11 +269,6 @@ def test_an_address_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> 
         assert (code, "Give a URL, or host:port of its Ray." in err) == (2, True)
 
 
-def test_a_verb_that_went_says_where(capsys: pytest.CaptureFixture[str]) -> None:
-    code, err = refused(capsys, "top")
-    assert (code, err.splitlines()[-1]) == (2, "Error: 'top' is now `tenuto status --watch`.")
-
-
 def test_status_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
     code, err = refused(capsys, "status", "--url", "http://127.0.0.1:9")
     assert code == 3

@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 from tenuto.batching.virtual.highest_rate import HighestRate, SearchLimits, find_highest_rate
-from tenuto.cli import MOVED
 from tenuto.cli.goodput import command
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.curves import Attempted, Factors, curves
@@ -155,7 +154,3 @@ def test_the_page_says_when_no_rate_is_in_time(tmp_path: Path) -> None:
 
     assert "No rate that was tried is in time" in render_goodput(document)
     assert write_goodput(tmp_path, document).exists()
-
-
-def test_the_verb_it_was_says_where_it_went() -> None:
-    assert MOVED["capacity"] == "tenuto goodput"
