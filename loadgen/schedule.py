@@ -162,19 +162,19 @@ def _lengths(
         return np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     again, of_lengths = (seed_for(seed, purpose, spec.name) for purpose in ("arrivals", "lengths"))
     recorded = arrival_tokens(spec.name, *counts, spec.arrival, again, of_lengths)
-    found = []
+    drawn = []
     for key, lengths, column in zip(
         ("prompt_tokens", "output_tokens"), (generates.prompt_tokens, generates.output_tokens), recorded, strict=True
     ):
         if lengths is not None:
-            found.append(lengths.draw(count, seed_for(seed, key, spec.name)))
+            drawn.append(lengths.draw(count, seed_for(seed, key, spec.name)))
         elif column is not None:
-            found.append(column[:count])
+            drawn.append(column[:count])
         else:
             cure = f"Add the column to the trace, or give `{key}` in `generates`."
             source = spec.arrival.path or spec.arrival.process
             raise refused(f"models.{spec.name}.arrival", source, f"has no column '{key}'", cure)
-    return found[0], found[1]
+    return drawn[0], drawn[1]
 
 
 def _notes(models: Sequence[ModelSpec]) -> tuple[str, ...]:

@@ -273,8 +273,8 @@ class _Gpu:
 
     def fill(self, cut: MigCut) -> None:
         """Make the MIG device of an instance that is there without one."""
-        for there, _, handle, _ in self._instances():
-            if there == cut:
+        for present, _, handle, _ in self._instances():
+            if present == cut:
                 self._fill(handle, self._profile(cut).gpcs)
 
     def _fill(self, instance: Any, gpcs: int) -> None:
@@ -295,8 +295,8 @@ class _Gpu:
 
     def end(self, cut: MigCut) -> None:
         """End an instance with its MIG devices; one that is not there is ignored."""
-        for there, _, handle, _ in self._instances():
-            if there != cut:
+        for present, _, handle, _ in self._instances():
+            if present != cut:
                 continue
             for info in list(self._compute_profiles(handle)):
                 count = ctypes.c_uint()

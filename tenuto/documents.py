@@ -293,13 +293,13 @@ def write_whole(path: str | Path, content: str | Callable[[Path], None], *, mode
         OSError: the file cannot be written; nothing was changed.
     """
     with contextlib.suppress(FileNotFoundError):
-        found = os.stat(path).st_mode
-        if not stat.S_ISREG(found):
+        before = os.stat(path).st_mode
+        if not stat.S_ISREG(before):
             if not isinstance(content, str):
                 raise IsADirectoryError(None, "is no file", str(path))
             Path(path).write_text(content, encoding="utf-8")
             return
-        mode = stat.S_IMODE(found) if mode is None else mode
+        mode = stat.S_IMODE(before) if mode is None else mode
     file = Path(os.path.realpath(path))
     # The suffix stays, because numpy would append its own otherwise.
     partial = file.with_name(f".part-{secrets.token_hex(4)}{file.suffix}")

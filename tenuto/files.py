@@ -177,7 +177,7 @@ def _built(parser: Any, origin: str) -> Any:
         line = event.start_mark.line + 1
         return refused(f"{origin}: line {line}" if origin else f"line {line}", value, rule, cure)
 
-    found: Any = None
+    built: Any = None
     documents = entries = 0
     levels: list[_Open] = []
     level: _Open | None = None
@@ -229,13 +229,13 @@ def _built(parser: Any, origin: str) -> Any:
                 raise fault("a second document begins", "Write one document into each file.")
             continue
         elif kind is yaml.StreamEndEvent:
-            return found
+            return built
         else:
             continue
         if entries > MOST_ENTRIES:
             raise fault(f"has more than {MOST_ENTRIES:,} entries, aliases counted as what they stand for", _SMALLER)
         if level is None:
-            found = value
+            built = value
         elif not level.is_mapping:
             level.data.append(value)
         elif not level.has_key:

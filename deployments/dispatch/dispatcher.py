@@ -283,7 +283,7 @@ class Dispatcher:
         plan, accounts = self._plan, self.accounts
         if plan is None:
             return DispatchingStatus(events=list(accounts.events))
-        scheduler = self._core.told()
+        scheduler = self._core.status()
         return DispatchingStatus(
             plan=self._plan_data,
             policy=plan.policy.name,

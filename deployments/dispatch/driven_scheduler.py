@@ -158,7 +158,7 @@ class DrivenScheduler:
             for gpulet, factors in self._ratios.measured(self._clock()).items()
         }
 
-    def told(self) -> SchedulerStatus | None:
+    def status(self) -> SchedulerStatus | None:
         """Return what the scheduler says of itself."""
         return self.scheduler.status() if self._rehearsals is None else self._rehearsals.told()
 

@@ -74,7 +74,7 @@ class AttachedGpulet:
         """Return and forget the batches of a gpu-let that is gone."""
         lost = list(self.running.values())
         for batch in lost:
-            batch.let_go()
+            batch.release_memory()
         self.running.clear()
         self.is_used = False
         self.is_closing = False
@@ -250,9 +250,9 @@ class Fleet:
 
     # --- running batches ----------------------------------------------------------------------------------------
 
-    def take(self, gpulet: AttachedGpulet, number: int) -> Batch | None:
+    def pop_batch(self, gpulet: AttachedGpulet, number: int) -> Batch | None:
         """Return an answered batch and forget it; None if its number is not known."""
         batch = gpulet.running.pop(number, None)
         if batch is not None:
-            batch.let_go()
+            batch.release_memory()
         return batch

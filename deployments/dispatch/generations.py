@@ -119,7 +119,7 @@ class Generations:
             generation = self._open.get(number)
             if generation is not None:
                 self._accounts.token_came(generation, now_ms)
-                generation.take(token, now_ms)
+                generation.add_token(token, now_ms)
         for ended in generated.ended:
             generation = self._open.get(ended.number)
             if generation is not None:
@@ -133,11 +133,11 @@ class Generations:
             return
         if ended.finish:
             if not generation.tokens:
-                generation.saw(now_ms)
+                generation.note_time(now_ms)
             self._accounts.generated(generation, now_ms)
         else:
             self._accounts.generation_refused(generation, ended.refused(), now_ms)
-        generation.told(ended)
+        generation.tell_end(ended)
 
     def leaves(self, gpulet: AttachedGpulet) -> None:
         """Let the generations of a gpu-let that closes go on elsewhere; without another gpu-let they go on there, for

@@ -135,7 +135,7 @@ class Batch:
         """Its requests, and those of the parts that are run again after it."""
         return self.requests if self.rerun is None else list(itertools.chain(self.requests, *self.rerun.parts))
 
-    def take(self) -> None:
+    def mark_sent(self) -> None:
         """Mark the requests as dispatched in this batch, and keep their memory for as long as a gpu-let may read it."""
         for request in self.requests:
             request.is_waiting = False
@@ -143,7 +143,7 @@ class Batch:
                 request.memory.hold()
                 self._held.append(request.memory)
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         """Release the requests' memory, as no gpu-let reads it any more."""
         for memory in self._held:
             memory.release()
@@ -263,20 +263,20 @@ class OpenGeneration(msgspec.Struct, eq=False):
             return Rule.FIRST_TOKEN
         return Rule.NONE if self.measured_tpot_ms <= self.tpot_ms else Rule.FURTHER_TOKENS
 
-    def take(self, token: int, now_ms: float) -> None:
+    def add_token(self, token: int, now_ms: float) -> None:
         """Take its next token, and pass it on."""
-        self.saw(now_ms)
+        self.note_time(now_ms)
         self.made.append(token)
         self.was_retried = False
         self.asker.wrote(token)
 
-    def saw(self, now_ms: float) -> None:
+    def note_time(self, now_ms: float) -> None:
         """Take note of the time of a token. The end of an answer without tokens counts as its first one."""
         self.last_ms = now_ms
         if math.isnan(self.first_ms):
             self.first_ms = now_ms
 
-    def told(self, ended: EndedSequence) -> None:
+    def tell_end(self, ended: EndedSequence) -> None:
         """Tell its asker of its end."""
         if ended.finish:
             self.asker.ended(Ending(ended.finish))

@@ -106,7 +106,7 @@ class SentBatches:
     def _begin(self, gpulet: AttachedGpulet, batch: Batch) -> None:
         """Send a batch with requests, and look after it until it is answered."""
         gpulet.running[batch.number] = batch
-        batch.take()
+        batch.mark_sent()
         self._core.way.reserve([request.reserve_ms for request in batch.requests])
         self._accounts.batch_sent(batch)
         self._leadership.once_obeyed(partial(self._send, gpulet, batch))
@@ -121,7 +121,7 @@ class SentBatches:
             gpulet.connection.send(*pack_batch(batch, shares_memory=gpulet.connection.shares_memory))
 
     def _empty_batch_done(self, gpulet: AttachedGpulet, batch: Batch) -> None:
-        if self.fleet.take(gpulet, batch.number) is not None:
+        if self.fleet.pop_batch(gpulet, batch.number) is not None:
             now = self._core.time.now_ms
             self._done(gpulet, batch, now)
             self._core.carry_out(now)
@@ -263,7 +263,7 @@ class SentBatches:
     def _answered(self, gpulet: AttachedGpulet, number: int) -> Batch | None:
         """Return the batch that a gpu-let answers; None for one that was given up. A gpu-let that has answered all its
         batches does not hang."""
-        batch = self.fleet.take(gpulet, number)
+        batch = self.fleet.pop_batch(gpulet, number)
         if gpulet.is_hanging and not gpulet.running:
             gpulet.is_hanging = False
             self._on_change()

@@ -80,7 +80,7 @@ class OpenSequences:
         free = self.generator.free_blocks if self._open else blocks
         return HeldBlocks(free, blocks, self._scheduler.waiting, self._preempted)
 
-    def take(self, arrived: ArrivedSequence) -> None:
+    def add(self, arrived: ArrivedSequence) -> None:
         """Take a sequence, or answer that it cannot be kept."""
         message, peer = arrived.message, arrived.peer
         prompt, sampling, made = message.prompt, message.sampling, message.made
@@ -104,7 +104,7 @@ class OpenSequences:
         except ValueError as error:  # another gpu-let of the model would have kept it
             self._end(number, self._unkept(str(error)))
 
-    def leave(self, left: LeftSequences) -> None:
+    def forget_left(self, left: LeftSequences) -> None:
         """Forget sequences of clients that have left, and free their memory."""
         numbers = [number for theirs in left.numbers if (number := self._numbers.get((left.peer, theirs))) is not None]
         for number in numbers:

@@ -163,7 +163,7 @@ class WorkerThread:
             return
         if isinstance(item, LeftSequences):
             for sequences in self._sequences.values():
-                sequences.leave(item)
+                sequences.forget_left(item)
             return
         action, future = item
         try:
@@ -208,7 +208,7 @@ class WorkerThread:
         sequences = self._sequences.get(name)
         if sequences is None or sequences.generator is not self._executor.generator(name):
             sequences = self._sequences[name] = self._sequences_of(name, entry)
-        sequences.take(arrived)
+        sequences.add(arrived)
 
     def _sequences_of(self, name: str, entry: GeneratesEntry) -> OpenSequences:
         most = entry.max_batch_tokens

@@ -139,7 +139,7 @@ def predictions(run: Run) -> list[Prediction]:
     records = records.where((records.batch_size > 0) & ~np.isnan(records.execution_ms))
     gpulets = records.gpulet.astype(str)
     index_of = {name: index for index, name in enumerate(run.names)}
-    found = []
+    by_replica = []
     for gpulet in run.plan.gpulets:
         mine = records.where(gpulets == gpulet.id)
         for name, size in ((replica.name, replica.batch_size) for replica in gpulet.models):
@@ -147,8 +147,8 @@ def predictions(run: Run) -> list[Prediction]:
             at_ms = np.where(np.isnan(rows.answered_ms), rows.scheduled_ms, rows.answered_ms)
             predicted_ms = _predicted_ms(run.plan, gpulet, name, rows.batch_size)
             weight = 1.0 / rows.batch_size
-            found.append(Prediction(gpulet.id, name, size, at_ms, rows.execution_ms, predicted_ms, weight))
-    return found
+            by_replica.append(Prediction(gpulet.id, name, size, at_ms, rows.execution_ms, predicted_ms, weight))
+    return by_replica
 
 
 def _predicted_ms(plan: Plan, gpulet: Gpulet, model: str, batch_sizes: NDArray[np.int32]) -> Floats:

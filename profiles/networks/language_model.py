@@ -371,7 +371,7 @@ def _chosen_scheduler() -> type:
 
         def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any], bool, int, int]:
             del token_budget, cache_budget
-            found, asked, read = [], 0, 0
+            states, taken_tokens, read = [], 0, 0
             for sequence, tokens in self.chunks:
                 state = self.active_requests[str(sequence)]
                 ready = self._infer_request_tokens(state, set())
@@ -380,9 +380,9 @@ def _chosen_scheduler() -> type:
                 read += state.current_len()
                 self._schedule_request(state, ready, tokens, set())
                 taken = len(state.tokens_to_process)
-                found.append(FutureRequestState(state, not state.remaining_prefill_tokens, {}, taken))
-                asked += taken
-            return found, False, asked, read
+                states.append(FutureRequestState(state, not state.remaining_prefill_tokens, {}, taken))
+                taken_tokens += taken
+            return states, False, taken_tokens, read
 
     return Chosen
 

@@ -154,7 +154,7 @@ class VllmModel:
     def step(self, chunks: Sequence[tuple[int, int]]) -> StepRan:
         """Run steps until each sequence that has read its prompt has its next token; mostly that is one step."""
         begun_s = time.perf_counter()
-        ran, asked = StepRan(0.0), []
+        ran, sequences = StepRan(0.0), []
         for sequence, tokens in chunks:
             each = self._open[sequence]
             each.run += tokens
@@ -165,16 +165,16 @@ class VllmModel:
                 ran.failed[sequence] = first_line(error)
                 continue
             if each.is_read:
-                asked.append(sequence)
-        waits = [self._open[sequence] for sequence in asked]
+                sequences.append(sequence)
+        waits = [self._open[sequence] for sequence in sequences]
         is_first = len(ran.failed) < len(chunks)
-        while (is_first and not asked) or any(not each.early and each.ending is None for each in waits):
+        while (is_first and not sequences) or any(not each.early and each.ending is None for each in waits):
             if not self._engine.has_unfinished_requests():
                 raise RuntimeError("vLLM has ended a sequence without a word")
             for output in self._engine.step():
                 self._came(output)
             is_first = False
-        for sequence, each in zip(asked, waits, strict=True):
+        for sequence, each in zip(sequences, waits, strict=True):
             if each.early:
                 ran.tokens[sequence] = each.early.popleft()
                 each.tokens.append(ran.tokens[sequence])

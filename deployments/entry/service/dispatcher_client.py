@@ -318,14 +318,14 @@ class DispatcherClient:
         for number, token in generated.tokens:
             generation = peer.generating.get(number)
             if generation is not None:
-                generation.take(token, now_ms)
+                generation.add_token(token, now_ms)
         for ended in generated.ended:
             generation = peer.generating.pop(ended.number, None)
             if generation is not None:
                 generation.gpulet = ended.gpulet
                 if not generation.tokens:
-                    generation.saw(now_ms)
-                generation.told(ended)
+                    generation.note_time(now_ms)
+                generation.tell_end(ended)
 
     def _put(self, peer: _Peer, request: Request) -> None:
         peer.waiting[request.id] = request
