@@ -31,6 +31,8 @@ MpsUse = Literal["off", "auto", "required"]
 
 
 MOST_MODELS = 10_000  # limit: models of a workload; no policy plans as many within a day
+# Derived: three standard deviations of a thousand Poisson requests, so that a model does not exceed its rate by chance.
+EXCESS = 1.1  # of the planned rate, beyond which a model exceeds it
 
 # What may be lost at once: a GPU, a node with all its GPUs, or a rack with all its nodes.
 Spread = Literal["gpu", "node", "rack"]

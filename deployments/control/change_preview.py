@@ -10,7 +10,6 @@ from tenuto.deployments.serve.diff import GpuletChange, LayoutChange, diff, layo
 from tenuto.placement import Plan
 from tenuto.placement.planner.change_cost import stages
 from tenuto.placement.planner.gpu_matching import gpus_of, renamed
-from tenuto.placement.planner.task import Durations
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,12 @@ def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> Change
     there = {gpulet.id for gpulet in running.gpulets}  # they serve while they load
     served = dict.fromkeys(replica.name for gpulet in running.gpulets for replica in gpulet.models)
     steps = []
-    for plan, ready, _ in stages(running, target, gpus_of(running, target), rates, Durations(1.0, 1.0)):
-        holds = {r.name for g in plan.gpulets if g.id in ready | there for r in g.models}
-        asked = {spec.name for spec in plan.models}
-        ids = {gpulet.id for gpulet in plan.gpulets}
+    for stage in stages(running, target, gpus_of(running, target), rates):
+        holds = {r.name for g in stage.plan.gpulets if g.id in stage.ready | there for r in g.models}
+        asked = {spec.name for spec in stage.plan.models}
+        ids = {gpulet.id for gpulet in stage.plan.gpulets}
         without = tuple(name for name in served if name in asked - holds)
-        steps.append(ChangeStep(tuple(sorted(ids)), tuple(sorted(ids - ready)), without))
+        steps.append(ChangeStep(tuple(sorted(ids)), tuple(sorted(ids - stage.ready)), without))
     kept = {replica.name for gpulet in wanted.gpulets for replica in gpulet.models}
     ended = tuple(GpuletChange(name, "stop", ("it runs and is in no plan",)) for name in strays)
     changes = (*ended, *diff(running, target))

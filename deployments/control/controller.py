@@ -30,9 +30,9 @@ from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.planner.planning import Proposal, without_others
+from tenuto.placement.planner.proposal import Proposal
 from tenuto.placement.planner.standby import taken_over
-from tenuto.placement.planner.task import PlanRequest
+from tenuto.placement.planner.task import ChangeTerms, PlanRequest, RunningPlan
 from tenuto.placement.versions import shared_out, splits
 from tenuto.placement.workload import ModelSpec, lacking
 
@@ -185,7 +185,7 @@ class Controller:
             self._edits |= as_split(self._workload, declared, target.models)
         self.set_workload(self._edited(declared or target.workload))
         if declared is not None:
-            target = without_others(target, self._workload)
+            target = target.without_others(self._workload)
         self._reasons.clear()
         missing = {spec.name for spec in self._workload.models} - {spec.name for spec in target.models}
         self._set(Reason.WORKLOAD, missing, f"the plan that came back lacks {', '.join(sorted(missing))}")
@@ -456,22 +456,22 @@ class Controller:
         ahead_s = self._changing.durations.start_s + self._settings.interval_s
         learned.lengths.asked(self._workload.models)
         models, running = learned.lengths.measured(self._workload.models), self._changing.here(self.plan)
+        expected_rps = shared_out(learned.rates.expected_rps(ahead_s), self.plan.models, self._workload.models)
         request = PlanRequest(
-            workload=self._workload.model_copy(update={"applications": (), "models": models}),
-            traffic=self._shared_out(learned.traffic(ahead_s)),
-            expected_rps=shared_out(learned.rates.expected_rps(ahead_s), self.plan.models, self._workload.models),
-            running=running.model_copy(update={"models": learned.lengths.measured(running.models)}),
-            gpus=self._changing.gpus,
-            policy=self._settings.policy or PolicyUsed(name=self.plan.policy.name, options=self.plan.policy.options),
-            durations=self._changing.durations,
-            horizon_s=change.horizon_s,
-            hysteresis=change.hysteresis,
-            types={kind: bounds.max for kind, bounds in self._settings.gpus.items() if bounds.max > 0},
-            slowdowns=learned.planned_with(),
-            attainment=self._settings.attainment,
+            self._workload.model_copy(update={"applications": (), "models": models}),
+            self._changing.gpus,
+            self._settings.policy or PolicyUsed(name=self.plan.policy.name, options=self.plan.policy.options),
+            RunningPlan(
+                running.model_copy(update={"models": learned.lengths.measured(running.models)}),
+                self._shared_out(learned.traffic(ahead_s)),
+                ChangeTerms(expected_rps, self._changing.durations, change.horizon_s, change.hysteresis),
+                growth=tuple(kind for kind, bounds in self._settings.gpus.items() if bounds.max > 0),
+                slowdowns=learned.planned_with(),
+                attainment=self._settings.attainment,
+                reserved_ids=frozenset(standby.gpulet.id for standby in self._changing.standby),
+            ),
             standby_pct=self._settings.standby_pct,
             standby_gpus=self._settings.standby_gpus,
-            standby_ids=frozenset(standby.gpulet.id for standby in self._changing.standby),
             only_standby=kinds == {Reason.STANDBY},
         )
         self._decisions.append(MakePlan(questions.ask(self._now_s, needs, kinds, self._changing.gpus), request))

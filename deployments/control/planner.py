@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import IO
 
 from tenuto.errors import TenutoError
-from tenuto.placement.planner.planning import Proposal, propose
+from tenuto.placement.planner.proposal import Proposal, propose
 from tenuto.placement.planner.task import PlanRequest
 from tenuto.profiles import Profiles
 

@@ -22,9 +22,9 @@ from placement_scenes import machine, mixed_workload, thesis
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, load_policy, solve
-from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.planner.completion import check_plan
 from tenuto.placement.planner.minimal_change import plan_with_fewest_changes
+from tenuto.placement.planner.task import PlanTask
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.instruments.near_plans import POLICIES, judged
@@ -62,10 +62,10 @@ def large(count: int, gpus: int, policy: str, seed: int) -> None:
         models.append(spec.model_copy(update=more))
     after = before.model_copy(update={"models": tuple(models)})
     on, profiles = Cluster.parse(f"v100:{gpus}"), thesis()
-    loaded, used = load_policy(policy), PolicyUsed(name=policy)
+    loaded = load_policy(policy)
     old = timed("before", lambda: solve(loaded, before, on, profiles))
     anew = timed("anew", lambda: solve(loaded, after, on, profiles))
-    near = partial(plan_with_fewest_changes, old, anew, loaded, used, after, on, profiles)
+    near = partial(plan_with_fewest_changes, old, anew, PlanTask(loaded, after, on, profiles))
     for limit in (None, SOME):
         try:
             plan = timed(f"near, at most {limit}", partial(near, at_most=limit))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
@@ -18,12 +19,12 @@ from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.expectation.sharing import listed
 from tenuto.placement.planner.change_stages import made_anew, next_stage, not_ready
-from tenuto.placement.planner.task import Durations, PlanRequest
+from tenuto.placement.planner.task import Durations, RunningPlan
 
 # Default: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters
 # or leaves MIG mode is reset.
 CUTTING_S = 10.0
-MOST_STAGES = 1000  # limit: one gpu-let at a time; more would be a bug in `steps`
+MOST_STAGES = 1000  # limit: one gpu-let at a time; more would be a bug in `change_stages`
 
 
 @dataclass(frozen=True)
@@ -68,49 +69,62 @@ class ChangeWorth:
     only_saves: bool = False  # it carries no more, and gives GPUs up
 
 
-def stages(
-    running: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float], durations: Durations
-) -> list[tuple[Plan, frozenset[str], float]]:
-    """Return the stages from one plan to another: each one's plan, which of its gpu-lets can serve, and for how
-    long."""
-    found: list[tuple[Plan, frozenset[str], float]] = []
+class Stage(NamedTuple):
+    """A plan on the way of a change: which of its gpu-lets can serve, and whether the others start processes, or load
+    models into running ones, and GPUs are cut."""
+
+    plan: Plan
+    ready: frozenset[str]
+    starts: bool
+    loads: bool
+    cuts: bool
+
+    def lasts_s(self, durations: Durations) -> float:
+        """Return how long the stage takes."""
+        lasts_s = durations.start_s if self.starts else durations.load_s if self.loads else 0.0
+        return lasts_s + CUTTING_S if self.cuts else lasts_s
+
+
+def stages(running: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> list[Stage]:
+    """Return the stages from one plan to another."""
+    way: list[Stage] = []
     now = running
     for _ in range(MOST_STAGES):
-        stage = next_stage(now, target, gpus, rates_rps)
-        if stage is None:
+        plan = next_stage(now, target, gpus, rates_rps)
+        if plan is None:
             break
-        waiting = not_ready(now, stage)
-        starts = waiting - {gpulet.id for gpulet in now.gpulets}
-        lasts_s = durations.start_s if starts else durations.load_s if waiting else 0.0
-        if made_anew(now, stage):
-            lasts_s += CUTTING_S
-        found.append((stage, frozenset(gpulet.id for gpulet in stage.gpulets) - waiting, lasts_s))
-        now = stage
-    return found
+        waiting = not_ready(now, plan)
+        ready = frozenset(gpulet.id for gpulet in plan.gpulets) - waiting
+        starts = bool(waiting - {gpulet.id for gpulet in now.gpulets})
+        way.append(Stage(plan, ready, starts, bool(waiting), bool(made_anew(now, plan))))
+        now = plan
+    return way
 
 
-class Scale:
-    """Weighs plans fitted to the running one, whose figures are computed once."""
+class ChangeScale:
+    """Weighs changes from one running plan, whose figures are computed once."""
 
-    def __init__(self, request: PlanRequest, rent: Rent) -> None:
-        """Take what is asked of all plans that are weighed, and what GPUs cost. A plan that promises a model a smaller
-        part of its requests than `attainment` carries less of the model."""
-        self._asked, self._rent = request, rent
-        self._expected = Traffic(request.expected_rps)
-        self._outlooks = Outlooks(request.slowdowns)
+    def __init__(self, running: RunningPlan, gpus: Sequence[Gpu], rent: Rent) -> None:
+        """Take what runs, on which terms it may change, and what GPUs cost. A plan that promises a model a smaller part
+        of its requests than `attainment` carries less of the model."""
+        if running.terms is None:
+            raise ValueError("Nothing says what a change of the running plan may cost.")
+        self._running, self._terms, self._gpus, self._rent = running, running.terms, gpus, rent
+        self._expected = Traffic(running.terms.expected_rps)
+        self._outlooks = Outlooks(running.slowdowns)
 
     def weigh(self, target: Plan, relieved: int = 0) -> ChangeWorth:
         """Weigh going to a plan in which `relieved` more models lie as they ask (`planner.fault_tolerance`)."""
-        asked, running = self._asked, self._asked.running
+        terms, traffic, running = self._terms, self._running.traffic, self._running.plan
         weights = {spec.name: spec.weight for spec in (*running.models, *target.models)}
 
         def total(rates_rps: Mapping[str, float]) -> float:
             return sum(weights.get(name, 1.0) * rate for name, rate in rates_rps.items())
 
-        offered_rps = total(asked.traffic.mean_rps)
+        offered_rps = total(traffic.mean_rps)
         slight_rps = NOTHING * offered_rps
-        needs_before, before_rps = (total(self._carried(running, of)) for of in (asked.traffic, self._expected))
-        needs_after, after_rps = (total(self._carried(target, of)) for of in (asked.traffic, self._expected))
+        needs_before, before_rps = (total(self._carried(running, of)) for of in (traffic, self._expected))
+        needs_after, after_rps = (total(self._carried(target, of)) for of in (traffic, self._expected))
         if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
             return ChangeWorth(False, f"the new plan carries {needs_after:.0f} r/s, the running one {needs_before:.0f}")
         carries_more = needs_after > needs_before + slight_rps
@@ -121,22 +135,23 @@ class Scale:
         if not gains and rent_after >= rent_before:  # whatever the change costs
             why = f"the new plan carries no more and needs {rent_after:.2f} GPUs, the running one {rent_before:.2f}"
             return ChangeWorth(False, why, needs_after)
-        way = stages(running, target, asked.gpus, asked.expected_rps, asked.durations)
-        seconds = sum(lasts_s for _, _, lasts_s in way)
-        lost = 0.0
-        for plan, ready, lasts_s in way:
+        seconds = lost = spent = 0.0
+        way = stages(running, target, self._gpus, terms.expected_rps)
+        for stage in way:
+            lasts_s = stage.lasts_s(terms.durations)
+            seconds += lasts_s
+            spent += max(0.0, self._rent.of(stage.plan) - rent_before) * lasts_s
             if lasts_s:
-                there = tuple(gpulet for gpulet in plan.gpulets if gpulet.id in ready)
-                kept = self._carried(plan.model_copy(update={"gpulets": there}), self._expected)
-                lost += max(0.0, before_rps - total(kept)) * lasts_s
-        spent = sum(max(0.0, self._rent.of(plan) - rent_before) * lasts_s for plan, _, lasts_s in way)
-        left_s = max(0.0, asked.horizon_s - seconds)
+                serving = tuple(gpulet for gpulet in stage.plan.gpulets if gpulet.id in stage.ready)
+                carried = self._carried(stage.plan.model_copy(update={"gpulets": serving}), self._expected)
+                lost += max(0.0, before_rps - total(carried)) * lasts_s
+        left_s = max(0.0, terms.horizon_s - seconds)
         gained, saved = (after_rps - before_rps) * left_s, (rent_before - rent_after) * left_s
         is_free = lost <= slight_rps * seconds
         cut = _cut(running, target)
         if cut:
             cut += f" takes {seconds:.0f} s and loses {lost:.0f} requests"
-        most = 1.0 + asked.hysteresis
+        most = 1.0 + terms.hysteresis
         figures = (needs_after, gained, lost, saved, spent, seconds, len(way))
         if gains:
             if is_free or gained > most * lost:
@@ -155,8 +170,8 @@ class Scale:
 
     def _carried(self, plan: Plan, traffic: Traffic) -> dict[str, float]:
         """Return the requests per second of each model that a plan carries."""
-        kept = self._outlooks.kept(plan, traffic, self._asked.attainment)
-        return {name: part * traffic.mean_rps[name] for name, part in kept.items()}
+        parts = self._outlooks.kept(plan, traffic, self._running.attainment)
+        return {name: part * traffic.mean_rps[name] for name, part in parts.items()}
 
 
 def _cut(running: Plan, target: Plan) -> str:

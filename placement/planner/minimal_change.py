@@ -1,28 +1,25 @@
-"""Finds a plan near a given one: what need not move stays. The candidates are the controller's. Among those that serve
-every model as well as the policy's fresh plan, the one that starts or loads fewest gpu-lets wins."""
+"""Finds a plan near a given one: what need not move stays. Among the candidates that serve every model as well as the
+policy's fresh plan, the one that starts or loads fewest gpu-lets wins."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from tenuto.errors import InvalidInputError, refused
-from tenuto.placement import Cluster, Gpulet, Plan
-from tenuto.placement.cluster import Gpu
+from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic, expected_of
 from tenuto.placement.expectation.sharing import Sharing
-from tenuto.placement.plan import Expected, ExpectedModel, PlannedGpu, PolicyUsed
+from tenuto.placement.plan import Believed, Expected, ExpectedModel, Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.planner.candidates import Candidates
 from tenuto.placement.planner.change_stages import not_ready
 from tenuto.placement.planner.completion import complete
 from tenuto.placement.planner.fault_tolerance import SLIGHT, Trial, bearable, drained, unmet, with_the_rest, without
 from tenuto.placement.planner.gpu_matching import gpus_of, match_to_running, renamed
-from tenuto.placement.planner.planning import incremental, of_workload, trimmed
+from tenuto.placement.planner.plan_order import PlanRank
 from tenuto.placement.planner.solve import make_plan
-from tenuto.placement.planner.task import Durations, PlanRequest, PlanTask
+from tenuto.placement.planner.task import PlanTask, RunningPlan
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policy import load_policy
 from tenuto.profiles import Profiles
@@ -37,7 +34,6 @@ def plan_with_fewest_changes(
     old: Plan,
     anew: Plan,
     task: PlanTask,
-    used: PolicyUsed,
     *,
     at_most: int | None = None,
     promised_rps: Mapping[str, float] | None = None,
@@ -50,7 +46,6 @@ def plan_with_fewest_changes(
         anew: the policy's fresh plan for the same workload.
         task: what `anew` was made from; gpu-lets of `old` outside its cluster are gone. The trial of a policy that
             promises what trials serve also judges plans near `old`.
-        used: the policy, as loaded by name.
         at_most: limit of gpu-lets that start or load.
         promised_rps: what to promise of each model in place of what `anew` promises. Then gpu-lets that end count as
             changes, too, and none ends only because it is not needed.
@@ -58,120 +53,141 @@ def plan_with_fewest_changes(
     Raises:
         InvalidInputError: keeping what runs already takes more changes.
     """
-    workload, cluster, profiles, trial = task.workload, task.cluster, task.profiles, task.trial
-    gpus = _gpus(old, anew, cluster)
-    types = {gpu.id: gpu.type for gpu in gpus}
-    there = {gpu.id for gpu in old.gpus if types.get(gpu.id) == gpu.type}
-    held = tuple(gpulet for gpulet in old.gpulets if there.issuperset(gpulet.gpus))
-    kept = of_workload(old.model_copy(update={"gpulets": held}), workload)
-    listed = gpus if not cluster.elastic else [gpu for gpu in gpus if any(gpu.id in g.gpus for g in held)]
-    kept = kept.model_copy(update={"gpus": tuple(map(PlannedGpu.of, listed)), "notes": (), "believed": None})
-    rates = {spec.name: spec.rate_rps for spec in workload.models}
-    stays = promised_rps is not None
-    # Formulas judge what is added, so the target is what formulas give for the fresh plan. What plans promise, which
-    # trials may decide, chooses among the candidates.
-    by_formulas, told_rps = (_promised(anew), _told_rps(anew)) if promised_rps is None else (promised_rps, promised_rps)
-    parts = {name: min(IN_FULL, by_formulas.get(name, 0.0) / rates[name]) for name in rates}
-    wanted_rps = {name: (min(IN_FULL, told_rps.get(name, 0.0) / rates[name]) - SLIGHT) * rates[name] for name in rates}
-    asked = workload.model_copy(update={"merge": "off"})  # merged programs are merged already
-    request = PlanRequest(
-        asked,
-        Traffic(rates),
-        rates,
-        kept,
-        gpus,
-        used,
-        Durations(1.0, 1.0),  # time does not count here
-        1.0,
-        0.0,
-        types=dict(Counter(types.values())) if cluster.elastic else {},
-        attainment=IN_FULL,
-    )
+    return _MinimalChange(old, anew, task, at_most, promised_rps).best()
 
-    def sizes_of(gpulet: Gpulet) -> dict[str, int]:
-        return {replica.name: replica.batch_size for replica in gpulet.models}
 
-    tries = trial if task.policy.abilities.tries_plans else None
+class _MinimalChange:
+    """Finishes candidates near a running plan, and judges them by what they lack and change."""
 
-    def whole(plan: Plan, most: int = 0, losses: Trial | None = None) -> Plan:
-        """Return a candidate with its expectations, and at most so many more replicas. When the policy promises what
-        trials serve, the candidate is tried."""
-        finished = partial(complete, task=replace(task, workload=asked, trial=losses), parts=parts)
-        believed = Expected() if plan.believed is None else Expected(**plan.believed.model_dump())
-        completed = finished(plan.model_copy(update={"notes": (), "expected": believed}), at_most=most)
-        served = None if tries is None else tries(completed)
-        if served is not None:
-            told = {name: ExpectedModel(goodput_rps=served[name] * rates[name]) for name in completed.expected.models}
-            believed = Expected(goodput_rps=sum(each.goodput_rps for each in told.values()), models=told)
-            completed = finished(completed.model_copy(update={"notes": (), "expected": believed}), at_most=0)
+    def __init__(
+        self, old: Plan, anew: Plan, task: PlanTask, at_most: int | None, promised_rps: Mapping[str, float] | None
+    ) -> None:
+        cluster, gpus = task.cluster, _gpus(old, anew, task.cluster)
+        rates_rps = {spec.name: spec.rate_rps for spec in task.workload.models}
+        types = {gpu.id: gpu.type for gpu in gpus}
+        held = old.on_gpus(gpu.id for gpu in old.gpus if types.get(gpu.id) == gpu.type)
+        used = set(held.used_gpus)
+        listed = tuple(PlannedGpu.of(gpu) for gpu in gpus if not cluster.elastic or gpu.id in used)
+        self._kept = held.for_workload(task.workload).model_copy(update={"gpus": listed, "notes": (), "believed": None})
+        self._old, self._held = old, {gpulet.id: gpulet for gpulet in held.gpulets}
+        self._made_anew = renamed(match_to_running(anew, self._kept, gpus, keep_idle=not cluster.elastic), old)
+        self._rates_rps, self._at_most, self._ends_what_idles = rates_rps, at_most, promised_rps is None
+        self._most_replicas = len(gpus) * len(rates_rps) if at_most is None else at_most
+        # Formulas judge what is added, so the target is what formulas give for the fresh plan. What plans promise,
+        # which trials may decide, chooses among the candidates.
+        by_formulas, by_promise = (
+            (formula_rps(anew), _promised_rps(anew)) if promised_rps is None else (promised_rps, promised_rps)
+        )
+        self._parts = {name: min(IN_FULL, by_formulas.get(name, 0.0) / rate) for name, rate in rates_rps.items()}
+        self._least_rps = {
+            name: (min(IN_FULL, by_promise.get(name, 0.0) / rate) - SLIGHT) * rate for name, rate in rates_rps.items()
+        }
+        growth = tuple(dict.fromkeys(types.values())) if cluster.elastic else ()
+        unmerged = task.workload.model_copy(update={"merge": "off"})  # merged programs are merged already
+        running = RunningPlan(self._kept, Traffic(rates_rps), growth=growth)
+        self._losses, self._trial = task.trial, task.trial if task.policy.abilities.tries_plans else None
+        self._task = replace(task, workload=unmerged, trial=None, running=running)
+        self._source = Candidates(self._task.on(Cluster.of(gpus)))
+
+    def best(self) -> Plan:
+        """Return the best plan, with the note."""
+        plans = list(self._candidates())
+        allowed = [plan for plan in plans if self._at_most is None or changes_of(self._old, plan) <= self._at_most]
+        if not allowed:
+            least = min(changes_of(self._old, plan) for plan in plans)
+            rule = f"the plan takes at least {least} changes"
+            raise refused("--at-most", self._at_most, rule, f"Allow {least}.")
+        best = min(allowed, key=self._rank)
+        if self._ends_what_idles and (smaller := self._source.trimmed(best)) is not None:
+            best = min([best, *self._finished(smaller)], key=self._rank)
+        best = min([best, *self._spared(best)], key=self._rank)
+        if self._losses is not None and any(spec.survive for spec in self._task.workload.models):
+            left = self._most_replicas - changes_of(self._old, best)
+            best = next(self._finished(best, left, self._losses), best)
+        note = f"near what runs: {self._described(best)}; made anew: {self._described(self._made_anew)}"
+        return best.model_copy(update={"notes": (*best.notes, note)})
+
+    def _candidates(self) -> Iterator[Plan]:
+        yield from self._finished(self._kept)
+        yield from self._finished(self._kept, self._most_replicas)
+        yield self._made_anew
+        if self._at_most is None:
+            for candidate in self._source.incremental(self._kept):
+                yield from self._finished(candidate.plan)
+
+    def _rank(self, plan: Plan) -> PlanRank:
+        promised_rps, expected = _promised_rps(plan), plan.expected
+        lacking = sum(max(0.0, rate - promised_rps.get(name, 0.0)) for name, rate in self._least_rps.items())
+        changes = changes_of(self._old, plan)
+        if not self._ends_what_idles:
+            changes += len({gpulet.id for gpulet in self._kept.gpulets} - {gpulet.id for gpulet in plan.gpulets})
+        price = expected.gpus_used if expected.cost_per_hour is None else expected.cost_per_hour
+        return PlanRank(
+            lacking_rps=round(lacking, 6),
+            unmet_wishes=len(unmet(plan)),
+            changes=changes,
+            price=price,
+            gpus=expected.gpus_used,
+        )
+
+    def _finished(self, plan: Plan, replicas: int = 0, losses: Trial | None = None) -> Iterator[Plan]:
+        """Yield a candidate with its expectations, and at most so many more replicas. When the policy promises what
+        trials serve, the candidate is tried. Yield nothing when memory limits leave a new process no room."""
+        try:
+            done = self._completed(plan, plan.believed, replicas, losses)
+            served = None if self._trial is None else self._trial(done)
+            if served is not None:
+                models = {
+                    name: ExpectedModel(goodput_rps=served[name] * self._rates_rps[name])
+                    for name in done.expected.models
+                }
+                believed = Expected(goodput_rps=sum(model.goodput_rps for model in models.values()), models=models)
+                done = self._completed(done, believed, 0, losses)
+        except InvalidInputError:
+            return
         # A gpu-let with the same programs keeps its memory limit (or none): another limit is another process.
-        same = {gpulet.id: gpulet for gpulet in held}
         gpulets = [
             gpulet.model_copy(update={"memory_mib": before.memory_mib})
-            if (before := same.get(gpulet.id)) is not None and sizes_of(before) == sizes_of(gpulet)
+            if (before := self._held.get(gpulet.id)) is not None
+            and {r.name: r.batch_size for r in before.models} == {r.name: r.batch_size for r in gpulet.models}
             else gpulet
-            for gpulet in completed.gpulets
+            for gpulet in done.gpulets
         ]
-        return renamed(completed.model_copy(update={"gpulets": tuple(gpulets)}), old)
+        yield renamed(done.model_copy(update={"gpulets": tuple(gpulets)}), self._old)
 
-    def possible(plan: Plan, most: int = 0, losses: Trial | None = None) -> Iterator[Plan]:
-        """Yield the same; nothing when memory limits leave a new process no room."""
-        with suppress(InvalidInputError):
-            yield whole(plan, most, losses)
+    def _completed(self, plan: Plan, believed: Believed | Expected | None, replicas: int, losses: Trial | None) -> Plan:
+        expected = Expected() if believed is None else Expected(**believed.model_dump())
+        bare = plan.model_copy(update={"notes": (), "expected": expected})
+        return complete(bare, replace(self._task, trial=losses), parts=self._parts, at_most=replicas)
 
-    def spared(plan: Plan) -> Iterator[Plan]:
+    def _spared(self, plan: Plan) -> Iterator[Plan]:
         """Yield a plan without needless changes, with latencies beside the new neighbours; nothing when all count."""
-        less, outlooks = plan, Outlooks()
-        streaming = cluster.streams if asked.streaming is None else asked.streaming
-        sharing = Sharing(costs_of(asked, cluster, profiles), profiles, streaming)
-        then = {gpulet.id: gpulet for gpulet in kept.gpulets}
-        least = {name: min(part, parts.get(name, 0.0)) - SLIGHT for name, part in outlooks.promised(plan)[0].items()}
-        for name in sorted(not_ready(old, plan)):
-            gpulets = (then.get(name) if gpulet.id == name else gpulet for gpulet in less.gpulets)
-            others = {gpulet.id: gpulet for gpulet in gpulets if gpulet is not None}
-            [changed] = (set(gpulet.gpus) for gpulet in plan.gpulets if gpulet.id == name)
-            here = tuple(gpulet for gpulet in others.values() if not changed.isdisjoint(gpulet.gpus))
-            beside = sharing.completed(less.model_copy(update={"gpulets": here})).gpulets
-            others |= {gpulet.id: gpulet for gpulet in beside}
-            one = less.model_copy(update={"gpulets": tuple(others.values())})
-            promised = outlooks.promised(one)[0]
-            if all(promised.get(model, 0.0) >= part for model, part in least.items()):
-                less = one
+        workload, cluster, profiles = self._task.workload, self._task.cluster, self._task.profiles
+        streaming = cluster.streams if workload.streaming is None else workload.streaming
+        sharing, outlooks = Sharing(costs_of(workload, cluster, profiles), profiles, streaming), Outlooks()
+        before = {gpulet.id: gpulet for gpulet in self._kept.gpulets}
+        promised = outlooks.promised(plan)[0]
+        least = {name: min(part, self._parts.get(name, 0.0)) - SLIGHT for name, part in promised.items()}
+        less, gpus = plan, {gpulet.id: {*gpulet.gpus} for gpulet in plan.gpulets}
+        for name in sorted(not_ready(self._old, plan)):
+            undone = (before.get(name) if gpulet.id == name else gpulet for gpulet in less.gpulets)
+            gpulets = {gpulet.id: gpulet for gpulet in undone if gpulet is not None}
+            beside = tuple(gpulet for gpulet in gpulets.values() if not gpus[name].isdisjoint(gpulet.gpus))
+            completed = sharing.completed(less.model_copy(update={"gpulets": beside})).gpulets
+            gpulets |= {gpulet.id: gpulet for gpulet in completed}
+            other = less.model_copy(update={"gpulets": tuple(gpulets.values())})
+            parts = outlooks.promised(other)[0]
+            if all(parts.get(model, 0.0) >= part for model, part in least.items()):
+                less = other
         if less is not plan:
-            yield from possible(less)
+            yield from self._finished(less)
 
-    def candidates() -> Iterator[Plan]:
-        yield from possible(kept)
-        yield from possible(kept, most)
-        yield made_anew
-        if at_most is None:
-            for _, plan in incremental(request, profiles, kept):
-                if plan is not None:
-                    yield from possible(plan)
-
-    def rank(plan: Plan) -> tuple[float, ...]:
-        got = _told_rps(plan)
-        lacking = sum(max(0.0, rate - got.get(name, 0.0)) for name, rate in wanted_rps.items())
-        price = plan.expected.cost_per_hour
-        used = plan.expected.gpus_used
-        ended = len({gpulet.id for gpulet in kept.gpulets} - {gpulet.id for gpulet in plan.gpulets}) if stays else 0
-        changes = changes_of(old, plan) + ended
-        return len(unmet(plan)), round(lacking, 6), changes, used if price is None else price, used
-
-    most = len(gpus) * len(rates) if at_most is None else at_most
-    made_anew = renamed(match_to_running(anew, kept, gpus, keep_idle=not cluster.elastic), old)
-    found = list(candidates())
-    allowed = [plan for plan in found if at_most is None or changes_of(old, plan) <= at_most]
-    if not allowed:
-        least = min(changes_of(old, plan) for plan in found)
-        raise refused("--at-most", at_most, f"the plan takes at least {least} changes", f"Allow {least}.")
-    best = min(allowed, key=rank)
-    smaller = None if stays else trimmed(request, best)
-    best = min([best, *(possible(smaller) if smaller is not None else ())], key=rank)
-    best = min([best, *spared(best)], key=rank)
-    if trial is not None and any(spec.survive for spec in workload.models):
-        best = next(possible(best, most - changes_of(old, best), trial), best)
-    return best.model_copy(update={"notes": (*best.notes, _told(old, best, made_anew))})
+    def _described(self, plan: Plan) -> str:
+        """Return what a plan serves, costs and changes."""
+        expected = plan.expected
+        price = "" if expected.cost_per_hour is None else f", {expected.cost_per_hour:,.2f} $/h"
+        changes = changes_of(self._old, plan)
+        return f"{expected.goodput_rps:,.4g} rps on {expected.gpus_used} GPUs{price}, changes: {changes}"
 
 
 def plan_without_places(
@@ -199,30 +215,30 @@ def plan_without_places(
         InvalidInputError: there is no such place, or no GPU would be left.
     """
     whole = Cluster.of({gpu.id: gpu for gpu in (*gpus_of(running), *gpus)}.values()).as_cut
-    left, asked, used = without(whole, (*places, *lost)), running.workload, used or running.policy
-    policy, promised = load_policy(used.name, used.options), _promised(running)
-    task = PlanTask(policy, bearable(asked, left.gpus), left, profiles)
+    left, used = without(whole, (*places, *lost)), used or running.policy
+    policy, promised_rps = load_policy(used.name, used.options), formula_rps(running)
+    task = PlanTask(policy, bearable(running.workload, left.gpus), left, profiles)
     anew = make_plan(task)
     if set(running.drained) - set(places):
-        promised |= {name: max(rate, promised.get(name, 0.0)) for name, rate in _promised(anew).items()}
-    plan = plan_with_fewest_changes(running, anew, task, used, promised_rps=promised)
-    return drained(with_the_rest(plan, asked), whole, places)
+        promised_rps |= {name: max(rate, promised_rps.get(name, 0.0)) for name, rate in formula_rps(anew).items()}
+    plan = plan_with_fewest_changes(running, anew, task, promised_rps=promised_rps)
+    return drained(with_the_rest(plan, running.workload), whole, places)
 
 
 def less_by(old: Plan, plan: Plan) -> dict[str, tuple[float, float]]:
     """Return the models of which a plan promises less than the old one, with the old and new rate in requests per
     second. A rate promised with a margin counts as promised in full."""
-    left = _promised(plan)
-    pairs = {name: (rate, left.get(name, 0.0)) for name, rate in _promised(old).items()}
-    return {name: (now, then) for name, (now, then) in pairs.items() if then < (IN_FULL - SLIGHT) * now}
+    after_rps = formula_rps(plan)
+    pairs = {name: (rate, after_rps.get(name, 0.0)) for name, rate in formula_rps(old).items()}
+    return {name: (before, after) for name, (before, after) in pairs.items() if after < (IN_FULL - SLIGHT) * before}
 
 
-def _promised(plan: Plan) -> dict[str, float]:
+def formula_rps(plan: Plan) -> dict[str, float]:
     """Return the requests per second in time that the formulas promise of each served model."""
-    return _told_rps(plan.model_copy(update={"expected": expected_of(plan)}))
+    return {name: model.goodput_rps for name, model in expected_of(plan).models.items()}
 
 
-def _told_rps(plan: Plan) -> dict[str, float]:
+def _promised_rps(plan: Plan) -> dict[str, float]:
     """Return the requests per second that a plan says it promises."""
     return {name: model.goodput_rps for name, model in plan.expected.models.items()}
 
@@ -232,21 +248,10 @@ def _gpus(old: Plan, anew: Plan, cluster: Cluster) -> tuple[Gpu, ...]:
     takes."""
     if not cluster.elastic:
         return cluster.gpus
-    pool, sizes = GpuPool(cluster), cluster.one_of_each
-    kept = ((g, sizes[g.type]) for g in old.gpus if g.type in sizes and old.on_gpu(g.id))
-    here = [size.model_copy(update={**dict(gpu), "memory_mib": size.memory_mib}) for gpu, size in kept]
-    for gpu in here:
+    pool, one_of_each = GpuPool(cluster), cluster.one_of_each
+    used = ((gpu, one_of_each[gpu.type]) for gpu in old.gpus if gpu.type in one_of_each and old.on_gpu(gpu.id))
+    gpus = [known.model_copy(update={**dict(gpu), "memory_mib": known.memory_mib}) for gpu, known in used]
+    for gpu in gpus:
         pool.take_named(gpu.id, gpu.type)
     more = (pool.take(gpu.type) for gpu in anew.gpus if anew.on_gpu(gpu.id))
-    return (*here, *(gpu for gpu in more if gpu is not None))
-
-
-def _told(old: Plan, plan: Plan, anew: Plan) -> str:
-    """Return what staying near costs, beside the fresh plan."""
-
-    def said(each: Plan) -> str:
-        expected = each.expected
-        price = "" if expected.cost_per_hour is None else f", {expected.cost_per_hour:,.2f} $/h"
-        return f"{expected.goodput_rps:,.4g} rps on {expected.gpus_used} GPUs{price}, changes: {changes_of(old, each)}"
-
-    return f"near what runs: {said(plan)}; made anew: {said(anew)}"
+    return (*gpus, *(gpu for gpu in more if gpu is not None))

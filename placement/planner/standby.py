@@ -135,7 +135,7 @@ def taken_over(
 ) -> Plan | None:
     """Return the running plan on the present GPUs with ready standby processes in use for models that are short. Take
     the first way that carries everything, else the one that eases most; None when none eases anything."""
-    here = _on(plan, gpus)
+    here = plan.on_gpus(gpu.id for gpu in gpus)
     hosts = {gpulet.id for gpulet in plan.gpulets if any(replica.name in short for replica in gpulet.models)}
     able = [standby for standby in waiting if standby.gpulet.id in ready and standby.of in hosts]
     outlooks = Outlooks(slowdowns)
@@ -154,11 +154,6 @@ def taken_over(
         if eases and (best is None or (-kept_after, load_after) < best[:2]):
             best = -kept_after, load_after, target
     return None if best is None else best[2]
-
-
-def _on(plan: Plan, gpus: Sequence[Gpu]) -> Plan:
-    here = {gpu.id for gpu in gpus}
-    return plan.model_copy(update={"gpulets": tuple(g for g in plan.gpulets if here.issuperset(g.gpus))})
 
 
 def _ways(plan: Plan, able: Sequence[Standby], gpus: Sequence[Gpu]) -> Iterator[Plan]:

@@ -1,4 +1,4 @@
-"""What a plan is made from."""
+"""What a plan is made from: from nothing, or in place of a plan that runs."""
 
 from __future__ import annotations
 
@@ -10,28 +10,9 @@ from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import Plan, PolicyUsed
 from tenuto.placement.planner.fault_tolerance import Trial
-from tenuto.placement.policy import Policy
+from tenuto.placement.policy import Policy, load_policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
-
-
-@dataclass(frozen=True)
-class PlanTask:
-    """One question to the planner.
-
-    `policy` decides for all models of `workload` on the GPUs of `cluster`, which cost what `profiles` say. `trial`
-    tries the plan after each loss that models must survive; without it, formulas expect the result.
-    """
-
-    policy: Policy
-    workload: Workload
-    cluster: Cluster
-    profiles: Profiles
-    trial: Trial | None = None
-
-    def on(self, cluster: Cluster) -> PlanTask:
-        """Return the same task on another cluster."""
-        return replace(self, cluster=cluster)
 
 
 @dataclass(frozen=True)
@@ -44,30 +25,76 @@ class Durations:
 
 
 @dataclass(frozen=True)
-class PlanRequest:
-    """A question to the planner.
+class ChangeTerms:
+    """On which terms another plan may take the running one's place: it serves `expected_rps` for the rest of
+    `horizon_s`, and gains more than the change costs, by the part `hysteresis`."""
 
-    `workload` names the models, `traffic` is what has to be carried and `expected_rps` the expected average. `running`
-    is the plan that serves now, on `gpus`, those present. `types` are the GPU types that the cluster can grow by, with
-    the most of each; empty: it cannot grow. `slowdowns` is what batches of a program take over their profile.
-    `attainment` is the share of every model's requests that has to be in time. `standby_pct` asks for standby processes
-    with so much more of a GPU, `standby_gpus` for twins on so many GPUs; `standby_ids` already wait beside the running
-    plan. `only_standby`: no other plan is wanted.
-    """
-
-    workload: Workload
-    traffic: Traffic
     expected_rps: Mapping[str, float]
-    running: Plan
-    gpus: tuple[Gpu, ...]
-    policy: PolicyUsed
     durations: Durations
     horizon_s: float
     hysteresis: float
-    types: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunningPlan:
+    """The plan that serves now, and what a plan in its place has to do.
+
+    `traffic` has to be carried, and `attainment` is the part of every model's requests that has to be in time. `growth`
+    are the GPU types that the cluster can grow by; without any it is fixed. `slowdowns` is what batches of a program
+    take over their profile. `reserved_ids` belong to processes beside the plan. Without `terms` a change costs nothing.
+    """
+
+    plan: Plan
+    traffic: Traffic
+    terms: ChangeTerms | None = None
+    growth: tuple[str, ...] = ()
     slowdowns: Mapping[str, float] = field(default_factory=dict)
     attainment: float = ATTAINED
+    reserved_ids: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class PlanTask:
+    """One question to the planner.
+
+    `policy` decides for all models of `workload` on the GPUs of `cluster`, which cost what `profiles` say. `trial`
+    tries the plan after each loss that models must survive; without it, formulas expect the result. The plan takes the
+    place of `running`, if there is one.
+    """
+
+    policy: Policy
+    workload: Workload
+    cluster: Cluster
+    profiles: Profiles
+    trial: Trial | None = None
+    running: RunningPlan | None = None
+
+    def on(self, cluster: Cluster) -> PlanTask:
+        """Return the same task on another cluster."""
+        return replace(self, cluster=cluster)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A task on its way to the planner's process, which loads the policy and has the profiles.
+
+    `standby_pct` asks for standby processes with so much more of a GPU, `standby_gpus` for twins on so many GPUs.
+    `only_standby`: no other plan is wanted.
+    """
+
+    workload: Workload
+    gpus: tuple[Gpu, ...]
+    policy: PolicyUsed
+    running: RunningPlan
     standby_pct: float | None = None
     standby_gpus: int = 0
-    standby_ids: frozenset[str] = frozenset()
     only_standby: bool = False
+
+    def task(self, profiles: Profiles) -> PlanTask:
+        """Return the task on the GPUs that are present.
+
+        Raises:
+            InvalidInputError: there is no such policy.
+        """
+        policy = load_policy(self.policy.name, self.policy.options)
+        return PlanTask(policy, self.workload, Cluster.of(self.gpus), profiles, running=self.running)

@@ -26,7 +26,6 @@ from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any, 
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy
 from tenuto.placement.placement_constraints import is_at
-from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.planner.fault_tolerance import (
     bearable,
     drained,
@@ -189,8 +188,7 @@ def command(
     if old is not None:
         from tenuto.placement.planner.minimal_change import plan_with_fewest_changes
 
-        used = PolicyUsed(name=policy_name, options=split_pairs(options))
-        plan = plan_with_fewest_changes(old, plan, task, used, at_most=at_most)
+        plan = plan_with_fewest_changes(old, plan, task, at_most=at_most)
     if without:
         plan = drained(with_the_rest(plan, whole_workload), whole, without)
     if output:

@@ -14,7 +14,7 @@ from tenuto.batching.planning.losses import LossTrials
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import IN_FULL, expected_of
-from tenuto.placement.plan import Expected, PolicyUsed
+from tenuto.placement.plan import Expected
 from tenuto.placement.planner.completion import check_plan, complete
 from tenuto.placement.planner.fault_tolerance import SLIGHT
 from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
@@ -54,16 +54,15 @@ def judged(seed: int, policy: str, **options: str) -> Judged:
     with other figures than are counted; less service than anew where that takes no more changes than are allowed; a
     change that is for nothing; of a policy that tries its plans, a promise that its trial does not keep."""
     before, after, on, left, profiles = _scene(seed, policy)
-    loaded, used = load_policy(policy, options), PolicyUsed(name=policy, options=options)
+    loaded = load_policy(policy, options)
     old, anew = solve(loaded, before, on, profiles), solve(loaded, after, left, profiles)
     rates = {spec.name: spec.rate_rps for spec in after.models}
     least = {name: min(model.goodput_rps, IN_FULL * rates[name]) for name, model in anew.expected.models.items()}
     losses, found = LossTrials(), Judged()
     for at_most in LIMITS:
         try:
-            plan = plan_with_fewest_changes(
-                old, anew, PlanTask(loaded, after, left, profiles, losses), used, at_most=at_most
-            )
+            task = PlanTask(loaded, after, left, profiles, losses)
+            plan = plan_with_fewest_changes(old, anew, task, at_most=at_most)
         except InvalidInputError as error:
             found.sums["refused"] += 1
             if at_most is None or "changes at least" not in str(error):

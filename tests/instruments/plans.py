@@ -1,18 +1,22 @@
-"""Small plans written by hand, with latencies in them."""
+"""Small plans written by hand, with latencies in them, and what is asked while one runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tenuto.placement import Gpulet, Plan, Replica
+from tenuto.placement import Gpulet, Plan, Replica, Workload
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
+from tenuto.placement.planner.task import ChangeTerms, Durations, PlanRequest, RunningPlan
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LatencyTable, LinearLatency
 
-__all__ = ["gpu", "make_plan", "replica"]
+__all__ = ["DURATIONS", "gpu", "make_plan", "replica", "request", "running"]
 
 LATENCY = LinearLatency(alpha_ms=1.0, beta_ms=4.0)
+DURATIONS = Durations(10.0, 5.0)
 MEASURED = LatencyTable(points={1: 5.0, 4096: 4100.0})  # the same as a table, as plans have it of measured models
 
 
@@ -63,3 +67,18 @@ def make_plan(
         unserved=unserved,
         unserved_reasons=dict.fromkeys(unserved, "a test wants it so"),
     )
+
+
+def running(
+    plan: Plan, traffic: Traffic, *, durations: Durations = DURATIONS, horizon_s: float = 300.0, **more: Any
+) -> RunningPlan:
+    """Return a plan that runs while this traffic comes, which is also what is expected."""
+    return RunningPlan(plan, traffic, ChangeTerms(traffic.mean_rps, durations, horizon_s, 0.2), **more)
+
+
+def request(
+    plan: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float], workload: Workload | None = None, **more: Any
+) -> PlanRequest:
+    """Return what is asked while a plan runs: whether another one should take its place at these rates."""
+    asked = plan.workload if workload is None else workload
+    return PlanRequest(asked, tuple(gpus), plan.policy, running(plan, Traffic(rates_rps)), **more)

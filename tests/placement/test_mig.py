@@ -309,8 +309,8 @@ def test_instances_are_empty_before_others_take_their_place(old: list[Any], new:
         stage = following
         assert len(seen) < 10
     assert {(g.id, g.type) for g in stage.gpus} == {(g.id, g.type) for g in target.gpus}
-    lasting = [lasts_s for _, _, lasts_s in stages(now, target, gpus, rates, Durations(1.0, 1.0))]
-    assert sum(lasting) >= CUTTING_S
+    durations = Durations(1.0, 1.0)
+    assert sum(stage.lasts_s(durations) for stage in stages(now, target, gpus, rates)) >= CUTTING_S
 
 
 def test_a_cluster_may_be_taken_as_it_is_cut() -> None:

@@ -10,9 +10,8 @@ import math
 
 from tenuto.batching.core.staggered import ArrivalRate
 from tenuto.batching.core.system import INF
+from tenuto.placement.workload import EXCESS
 
-# Derived: three standard deviations of a thousand Poisson requests, so that chance alone does not empty the bucket.
-MARGIN = 1.1  # of the planned rate
 BURST_MS = 2000.0  # fitted: the bucket holds at most what the planned rate brings in this time
 LEAST_BURST = float(ArrivalRate.LEAST)  # derived: requests that the bucket holds at least
 USUAL = 2.0  # fitted: the bucket holds this many times the largest recent burst; half of its most while none is known
@@ -35,7 +34,7 @@ class Allowance:
 
     def __init__(self, rate_rps: float | None) -> None:
         self.is_limited = rate_rps is not None
-        self._per_ms = INF if rate_rps is None else MARGIN * rate_rps / 1000.0
+        self._per_ms = INF if rate_rps is None else EXCESS * rate_rps / 1000.0
         self.most = max(LEAST_BURST, BURST_MS * self._per_ms)
         self._used = self._peak = 0.0  # tokens taken: now, and the most since the bucket was full
         self._at = self._full_at = 0.0

@@ -13,7 +13,7 @@ from tenuto.deployments.wire.status import LogLine
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.planner.change_cost import ChangeWorth
-from tenuto.placement.planner.planning import Proposal, propose
+from tenuto.placement.planner.proposal import Proposal, propose
 from tenuto.profiles import Profiles
 
 __all__ = ["Desk", "PlanningDesk"]

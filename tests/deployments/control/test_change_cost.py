@@ -6,23 +6,21 @@ import pytest
 
 from tenuto.placement import Plan
 from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.planner.change_cost import ChangeWorth, Rent, Scale, stages
-from tenuto.placement.planner.task import Durations, PlanRequest
-from tests.instruments.plans import gpu, make_plan
+from tenuto.placement.planner.change_cost import ChangeScale, ChangeWorth, Rent, stages
+from tests.instruments.plans import DURATIONS, gpu, make_plan
+from tests.instruments.plans import running as running_plan
 
 ONE = make_plan({"n0/0/a": (100.0, ["a"])})  # carries about 600 r/s
 TWO = make_plan({"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])})
 HALF = make_plan({"n0/0/a": (50.0, ["a"])})
 GPUS = (gpu("n0/0"), gpu("n0/1"))
-DURATIONS = Durations(start_s=10.0, load_s=5.0)
 
 
 def weigh(
     running: Plan, target: Plan, rate_rps: float, *, horizon_s: float = 300.0, by_gpu: bool = True
 ) -> ChangeWorth:
-    rates, rent = {"a": rate_rps}, Rent(by_gpu, {})
-    asked = running.workload, Traffic(rates), rates, running, GPUS, running.policy
-    return Scale(PlanRequest(*asked, DURATIONS, horizon_s, hysteresis=0.2), rent).weigh(target)
+    runs = running_plan(running, Traffic({"a": rate_rps}), horizon_s=horizon_s)
+    return ChangeScale(runs, GPUS, Rent(by_gpu, {})).weigh(target)
 
 
 def test_a_plan_that_carries_more_pays_where_the_requests_are() -> None:
@@ -61,9 +59,8 @@ def test_rent_is_whole_gpus_or_the_shares_held_times_the_price() -> None:
 
 
 def test_the_stages_make_before_they_break_and_end_at_the_target() -> None:
-    way = stages(ONE, TWO, GPUS, {"a": 900.0}, DURATIONS)
-    first, ready, lasts_s = way[0]
-    assert {gpulet.id for gpulet in first.gpulets} == {"n0/0/a", "n0/1/a"}
-    assert (ready, lasts_s) == ({"n0/0/a"}, DURATIONS.start_s)
-    assert {gpulet.id for gpulet in way[-1][0].gpulets} == {gpulet.id for gpulet in TWO.gpulets}
-    assert stages(ONE, ONE, GPUS, {"a": 900.0}, DURATIONS) == []
+    way = stages(ONE, TWO, GPUS, {"a": 900.0})
+    assert {gpulet.id for gpulet in way[0].plan.gpulets} == {"n0/0/a", "n0/1/a"}
+    assert (way[0].ready, way[0].lasts_s(DURATIONS)) == ({"n0/0/a"}, DURATIONS.start_s)
+    assert {gpulet.id for gpulet in way[-1].plan.gpulets} == {gpulet.id for gpulet in TWO.gpulets}
+    assert stages(ONE, ONE, GPUS, {"a": 900.0}) == []

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.planner.change_cost import Rent, Scale, stages
+from tenuto.placement.planner.change_cost import ChangeScale, ChangeWorth, Rent, stages
 from tenuto.placement.planner.change_stages import fits, needed_mib, next_stage, not_ready
 from tenuto.placement.planner.gpu_matching import match_to_running
-from tenuto.placement.planner.task import Durations, PlanRequest
+from tenuto.placement.planner.task import Durations
 from tests.instruments.plans import gpu, make_plan
+from tests.instruments.plans import running as running_plan
 
 DURATIONS = Durations(start_s=12.0, load_s=4.0)
 BY_SHARE = Rent(by_gpu=False, price={})
@@ -152,10 +153,10 @@ def test_with_an_idle_gpu_for_each_in_use_nothing_is_ever_away(seed: int) -> Non
             ),
         }
     )
-    way = stages(running, target, GPUS, rates(running), DURATIONS)
+    way = stages(running, target, GPUS, rates(running))
     assert len(way) == 2  # beside it, then without the old
-    for plan, ready, _ in way:
-        hosts = ready_hosts(plan, frozenset(g.id for g in plan.gpulets) - ready)
+    for stage in way:
+        hosts = ready_hosts(stage.plan, frozenset(g.id for g in stage.plan.gpulets) - stage.ready)
         assert all(hosts[name] >= min(1, len(running.hosts_of(name))) for name in MODELS)
 
 
@@ -180,11 +181,10 @@ def test_without_room_every_model_with_two_replicas_keeps_one(seed: int) -> None
 # --- worth --------------------------------------------------------------------------------------------------------
 
 
-def weigh(running: Plan, target: Plan, traffic: Traffic, gpus: int = 4, **more: float):  # type: ignore[no-untyped-def]
-    chosen = {"horizon_s": 300.0, "hysteresis": 0.2, **more}
+def weigh(running: Plan, target: Plan, traffic: Traffic, gpus: int = 4, horizon_s: float = 300.0) -> ChangeWorth:
     laid = match_to_running(target, running, GPUS[:gpus], keep_idle=True)
-    asked = running.workload, traffic, traffic.mean_rps, running, GPUS[:gpus], running.policy, DURATIONS
-    return Scale(PlanRequest(*asked, **chosen), BY_SHARE).weigh(laid)  # type: ignore[arg-type]
+    runs = running_plan(running, traffic, durations=DURATIONS, horizon_s=horizon_s)
+    return ChangeScale(runs, GPUS[:gpus], BY_SHARE).weigh(laid)
 
 
 ONE, BOTH = {"n0/0/a": (100.0, ["a"])}, {"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])}

@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.placement import Workload
 from tenuto.placement.planner.change_cost import ChangeWorth
-from tenuto.placement.planner.planning import Proposal
+from tenuto.placement.planner.proposal import Proposal
 from tenuto.placement.planner.standby import Standby, twins
 from tests.deployments.control.desk import Desk, PlanningDesk, pays
 from tests.instruments.plans import gpu, make_plan
@@ -426,7 +426,7 @@ def test_a_plan_that_a_rate_has_outgrown_meanwhile_is_asked_for_once_more() -> N
     desk.take()
     assert not desk.applied
     again = desk.questions[-1]
-    assert again.request.traffic.mean_rps["a"] > 1000.0
+    assert again.request.running.traffic.mean_rps["a"] > 1000.0
     desk.controller.planned(desk.now_s, again.number, pays(TWO))  # as much as can be
     desk.take()
     assert desk.applied
@@ -492,7 +492,7 @@ def test_batches_that_get_slower_still_are_planned_with_again() -> None:
     for ratio in (1.0, 1.34, 1.45, 1.45, 1.45, 1.45, 1.46):
         desk.ratios["n0/0/a"] = {"a": ratio}
         desk.look()
-    asked = [round(question.request.slowdowns["a"], 2) for question in desk.questions]
+    asked = [round(question.request.running.slowdowns["a"], 2) for question in desk.questions]
     assert asked[0] == 1.34
     assert len(asked) == 2
     assert asked[1] > 1.34 * 1.05

@@ -15,17 +15,16 @@ from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.placement.expectation.outlook import Traffic, expected_of
+from tenuto.placement.expectation.outlook import expected_of
 from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.placement.planner.minimal_change import changes_of, less_by, plan_without_places
-from tenuto.placement.planner.planning import propose
+from tenuto.placement.planner.proposal import propose
 from tenuto.placement.planner.standby import still_fitting, twins
-from tenuto.placement.planner.task import Durations, PlanRequest
 from tenuto.profiles import Profiles
 from tests.deployments.control.desk import Desk
 from tests.deployments.control.fake_serve import FakeServe
-from tests.instruments.plans import gpu, make_plan
+from tests.instruments.plans import gpu, make_plan, request
 from tests.instruments.stores import DictStore
 
 NOTHING = Profiles([])
@@ -82,19 +81,7 @@ def test_the_controller_plans_nothing_onto_what_is_drained_and_remembers_it(
     running = emptied(planned(asked), place)
     assert Memory.from_data(Memory(running, running.workload).to_data()).plan.drained == (place,)
     more = {spec.name: grows * spec.rate_rps for spec in running.models}
-    request = PlanRequest(
-        running.workload,
-        Traffic(more),
-        more,
-        running,
-        gpus_of(running),
-        running.policy,
-        Durations(10.0, 5.0),
-        300.0,
-        0.2,
-        standby_gpus=2,
-    )
-    found = propose(request, NOTHING)
+    found = propose(request(running, gpus_of(running), more, standby_gpus=2), NOTHING)
     gpus = {gpu.id: gpu for gpu in running.gpus}
     assert not [each for each in found.standby if is_at(gpus[each.gpulet.gpu], (place,))]
     if found.plan is not None:
@@ -199,7 +186,7 @@ def test_the_controller_remembers_what_is_drained_and_asks_what_to_do_with_it_on
     assert desk.questions == []
     deployed(desk, ONE.model_copy(update={"drained": ()}), "undrain n1")
     assert len(desk.questions) == 1
-    assert desk.questions[0].request.running.drained == ()
+    assert desk.questions[0].request.running.plan.drained == ()
 
 
 def test_what_waits_on_standby_leaves_a_place_that_is_drained() -> None:
@@ -218,12 +205,9 @@ def test_what_is_left_where_it_drains_when_a_change_stops_is_planned_away() -> N
     place = before.gpulets[0].gpu.partition("/")[0]
     stopped = before.model_copy(update={"drained": (place,)})
     asked = {spec.name: spec.rate_rps for spec in before.models}
-    now = (Durations(10.0, 5.0), 300.0, 0.2)
     gpus = gpus_of(before)
     for there in (gpus, tuple(each for each in gpus if each.id.partition("/")[0] != place)):
-        found = propose(
-            PlanRequest(before.workload, Traffic(asked), asked, stopped, there, before.policy, *now), NOTHING
-        )
+        found = propose(request(stopped, there, asked), NOTHING)
         assert found.plan is not None
         assert found.worth.pays
         assert not held_at(found.plan, (place,))

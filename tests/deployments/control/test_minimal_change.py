@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import InstancePlace, node_of
-from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.planner.fault_tolerance import drained, with_losses, without
 from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
 from tenuto.placement.planner.task import PlanTask
@@ -40,9 +39,8 @@ def planned(policy: str, asked: Workload, on: Cluster) -> Plan:
 
 
 def near(policy: str, old: Plan, asked: Workload, on: Cluster, at_most: int | None = None) -> tuple[Plan, Plan]:
-    anew, used = planned(policy, asked, on), PolicyUsed(name=policy, options=OPTIONS[policy])
-    loaded = load_policy(policy, OPTIONS[policy])
-    return anew, plan_with_fewest_changes(old, anew, PlanTask(loaded, asked, on, NOTHING), used, at_most=at_most)
+    anew, task = planned(policy, asked, on), PlanTask(load_policy(policy, OPTIONS[policy]), asked, on, NOTHING)
+    return anew, plan_with_fewest_changes(old, anew, task, at_most=at_most)
 
 
 def served(plan: Plan) -> dict[str, float]:

@@ -13,13 +13,12 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.controlled import ControlledSimulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import node_of
-from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.placement_constraints import may_lie
 from tenuto.placement.planner.fault_tolerance import bearable, unmet
 from tenuto.placement.planner.gpu_matching import match_to_running
-from tenuto.placement.planner.planning import propose
-from tenuto.placement.planner.task import Durations, PlanRequest
+from tenuto.placement.planner.proposal import Proposal, propose
 from tenuto.profiles import Profiles
+from tests.instruments.plans import request
 
 NOTHING = Profiles([])
 
@@ -39,9 +38,9 @@ def planned(asked: Workload, on: Cluster) -> Plan:
     return solve(load_policy("gpulet"), asked, on, NOTHING)
 
 
-def request(asked: Workload, running: Plan, on: Cluster) -> PlanRequest:
+def proposed(asked: Workload, running: Plan, on: Cluster) -> Proposal:
     rates = {spec.name: spec.rate_rps for spec in asked.models}
-    return PlanRequest(asked, Traffic(rates), rates, running, on.gpus, running.policy, Durations(10.0, 5.0), 300.0, 0.2)
+    return propose(request(running, on.gpus, rates, asked), NOTHING)
 
 
 models = st.fixed_dictionaries(
@@ -76,7 +75,7 @@ def test_after_any_loss_what_is_proposed_lies_as_the_gpus_that_are_left_allow(
     left = Cluster.of([gpu for gpu in whole.gpus if lost not in (gpu.id, node_of(gpu.id))])
     ids = {gpu.id for gpu in left.gpus}
     running = before.model_copy(update={"gpulets": tuple(g for g in before.gpulets if g.gpu in ids)})
-    found = propose(request(asked, running, left), NOTHING)
+    found = proposed(asked, running, left)
     after = found.plan if found.plan is not None and found.worth.pays else running
     gpus = {gpu.id: gpu for gpu in left.gpus}
     for gpulet in after.gpulets:
@@ -115,7 +114,7 @@ def test_with_one_node_left_models_go_on_though_nothing_could_survive_its_loss()
     more = workload(
         {"rate_rps": 900, "survive": 1, "spread": "node"}, {"rate_rps": 300, "only_on": ["n0"]}, {"rate_rps": 50}
     )
-    found = propose(request(more, running, left), NOTHING)
+    found = proposed(more, running, left)
     assert found.plan is not None
     assert found.worth.pays
     assert found.plan.hosts_of("m2")
@@ -128,7 +127,7 @@ def test_a_model_that_is_kept_off_where_it_runs_moves() -> None:
     plan = planned(workload({"rate_rps": 100}), on)
     (host,) = plan.hosts_of("m0")
     asked = workload({"rate_rps": 100, "keep_off": [node_of(host.gpu)]})
-    found = propose(request(asked, plan, on), NOTHING)
+    found = proposed(asked, plan, on)
     assert found.worth.pays
     assert found.plan is not None
     (moved,) = found.plan.hosts_of("m0")

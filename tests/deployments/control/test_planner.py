@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.mps.processes import Processes
-from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.planner.planning import Proposal
-from tenuto.placement.planner.task import Durations, PlanRequest
+from tenuto.placement.planner.proposal import Proposal
+from tenuto.placement.planner.task import PlanRequest
 from tenuto.profiles import Profiles
-from tests.instruments.plans import gpu, make_plan
+from tests.instruments.plans import gpu, make_plan, request
 
 PLAN = make_plan({"n0/0/a": (100.0, ["a"])})
 POLICIES = """
@@ -32,18 +32,7 @@ class Policy(Base):
 
 
 def question(policy: str) -> PlanRequest:
-    rates = {"a": 900.0}
-    return PlanRequest(
-        PLAN.workload,
-        Traffic(rates),
-        rates,
-        PLAN,
-        (gpu("n0/0"), gpu("n0/1")),
-        PolicyUsed(name=policy),
-        Durations(10.0, 5.0),
-        300.0,
-        0.2,
-    )
+    return replace(request(PLAN, (gpu("n0/0"), gpu("n0/1")), {"a": 900.0}), policy=PolicyUsed(name=policy))
 
 
 def answer(planner: PlannerProcess, number: int) -> Proposal | str:

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tenuto.deployments.serve.diff import layout_changes
-from tenuto.placement import Cluster, ModelSpec, Workload, load_policy, solve
+from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.generation_capacity import carried, options_of
 from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.planner.candidates import Candidates
 from tenuto.placement.planner.change_cost import CUTTING_S
-from tenuto.placement.planner.planning import incremental, propose
-from tenuto.placement.planner.task import Durations, PlanRequest
+from tenuto.placement.planner.proposal import propose
+from tenuto.placement.planner.task import PlanRequest, PlanTask, RunningPlan
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.instruments.generating import PROFILES, ByForm, cluster, writes
-from tests.instruments.plans import gpu, make_plan
+from tests.instruments.plans import gpu, make_plan, request
+from tests.instruments.plans import running as running_plan
 
 PLAN = make_plan({"n0/0/a": (100.0, ["a"])})  # made for 50 r/s, carries 600
 
 
-def asked(rate_rps: float) -> PlanRequest:
-    rates = {"a": rate_rps}
-    return PlanRequest(
-        PLAN.workload,
-        Traffic(rates),
-        rates,
-        PLAN,
-        (gpu("n0/0"), gpu("n0/1")),
-        PolicyUsed(name="ffd"),
-        Durations(10.0, 5.0),
-        300.0,
-        0.2,
-    )
+def asked(rate_rps: float, plan: Plan = PLAN, workload: Workload | None = None, **more: Any) -> PlanRequest:
+    return request(plan, (gpu("n0/0"), gpu("n0/1")), {"a": rate_rps}, workload, **more)
 
 
 def test_a_plan_says_the_rates_it_is_made_for_and_what_it_promises_of_them() -> None:
@@ -53,8 +45,12 @@ def test_what_runs_is_told_a_rate_that_it_carries_though_it_was_made_for_less() 
     assert found.plan is not None
     assert found.plan.gpulets == PLAN.gpulets
     assert found.plan.model("a").rate_rps == 200.0
-    again = propose(replace(asked(205.0), running=found.plan), Profiles([]))
+    again = propose(asked(205.0, found.plan), Profiles([]))
     assert not again.worth.pays
+
+
+def slowed(request: PlanRequest, slowdowns: dict[str, float]) -> PlanRequest:
+    return replace(request, running=replace(request.running, slowdowns=slowdowns))
 
 
 def test_a_slower_model_gets_room_for_random_arrivals_though_there_is_time_enough() -> None:
@@ -65,26 +61,22 @@ def test_a_slower_model_gets_room_for_random_arrivals_though_there_is_time_enoug
     assert outlooks.of(tight, traffic).load < 1.0
     promised = outlooks.promised(tight, traffic)[0]["a"]
     assert 0.98 < promised < 0.99
-    found = propose(replace(asked(500.0), workload=tight.workload, running=tight, slowdowns=slowdowns), Profiles([]))
+    found = propose(slowed(asked(500.0, tight), slowdowns), Profiles([]))
     assert (found.how, found.worth.pays) == ("extended", True)
     assert found.worth.why == f"the new plan carries 500 of 500 r/s, the running one {500 * promised / 0.99:.0f}"
     patient = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=48.0)
-    found = propose(
-        replace(asked(500.0), workload=patient.workload, running=patient, slowdowns=slowdowns), Profiles([])
-    )
+    found = propose(slowed(asked(500.0, patient), slowdowns), Profiles([]))
     assert (found.how, found.worth.pays) == ("kept", True)
 
 
-def test_models_that_generate_are_added_to_the_gpu_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenuto.placement.planner.planning.load_policy", lambda *_: ByForm())
+def test_models_that_generate_are_added_to_the_gpu_of_the_one_before() -> None:
     plan = solve(ByForm(), Workload(models=(writes("a"),)), cluster(1, 1), PROFILES)
     for name in ("b", "c"):
         workload = Workload(models=(*plan.models, writes(name, 0.1)))
         rates = {spec.name: spec.rate_rps for spec in workload.models}
-        request = replace(asked(1.0), workload=workload, traffic=Traffic(rates), running=plan, gpus=cluster(1, 2).gpus)
-        found = dict(incremental(request, PROFILES, plan.model_copy(update={"models": workload.models})))["extended"]
-        assert found is not None
-        plan = found
+        runs = RunningPlan(plan, Traffic(rates))
+        candidates = Candidates(PlanTask(ByForm(), workload, cluster(1, 2), PROFILES, running=runs))
+        plan = dict(candidates.incremental(plan.model_copy(update={"models": workload.models})))["extended"]
     assert {gpulet.models[0].name: gpulet.gpu for gpulet in plan.gpulets} == {"a": "n0/0", "b": "n0/1", "c": "n0/1"}
     (one,), (another,) = plan.hosts_of("b"), plan.hosts_of("c")
     for gpulet in (one, another):
@@ -96,17 +88,16 @@ def test_models_that_generate_are_added_to_the_gpu_of_the_one_before(monkeypatch
 
 def test_what_an_operator_takes_out_or_changes_is_done_though_it_gains_nothing() -> None:
     both = make_plan({"n0/0/a": (100.0, ["a", "b"])})
-    request = replace(asked(50.0), running=both)
-    found = propose(request, Profiles([]))
+    found = propose(asked(50.0, both, PLAN.workload), Profiles([]))
     assert (found.worth.pays, found.worth.why) == (True, "b left the workload")
     assert found.plan is not None
     assert [replica.name for gpulet in found.plan.gpulets for replica in gpulet.models] == ["a"]
     assert [spec.name for spec in found.plan.models] == ["a"]
-    assert not propose(replace(request, running=found.plan), Profiles([])).worth.pays
+    assert not propose(asked(50.0, found.plan, PLAN.workload), Profiles([])).worth.pays
     slower = PLAN.workload.model_copy(
         update={"models": (PLAN.model("a").model_copy(update={"slo_ms": 2 * PLAN.model("a").slo_ms}),)}
     )
-    found = propose(replace(asked(50.0), workload=slower), Profiles([]))
+    found = propose(asked(50.0, workload=slower), Profiles([]))
     assert found.worth.why == "the entry of a has changed"
     assert found.plan is not None
     assert found.plan.model("a").slo_ms == 2 * PLAN.model("a").slo_ms
@@ -115,7 +106,7 @@ def test_what_an_operator_takes_out_or_changes_is_done_though_it_gains_nothing()
 def test_who_asks_for_standby_processes_alone_is_told_those_of_what_runs() -> None:
     """A better plan is no answer to that: what runs had nothing on standby as long as there was one."""
     assert propose(asked(900.0), Profiles([])).worth.pays
-    found = propose(replace(asked(900.0), only_standby=True, standby_pct=10.0), Profiles([]))
+    found = propose(asked(900.0, only_standby=True, standby_pct=10.0), Profiles([]))
     assert (found.plan, found.worth.pays) == (None, False)
 
 
@@ -140,8 +131,8 @@ def served_on(cluster: Cluster, places: int, times: float) -> PlanRequest:
     mig_of = {gpu.id: gpu.mig for gpu in cluster.gpus}
     gpus = tuple(gpu.model_copy(update={"mig": mig_of[gpu.id]}) for gpu in running.gpus)
     running = running.model_copy(update={"gpus": gpus})
-    policy, durations = PolicyUsed(name="tenuto", options=dict(QUICK)), Durations(10.0, 5.0)
-    return PlanRequest(workload, Traffic(rates), rates, running, cluster.gpus, policy, durations, 600.0, 0.2)
+    runs = running_plan(running, Traffic(rates), horizon_s=600.0)
+    return PlanRequest(workload, cluster.gpus, PolicyUsed(name="tenuto", options=dict(QUICK)), runs)
 
 
 def test_gpus_are_cut_anew_where_that_serves_more_than_the_way_to_it_costs() -> None:
@@ -152,9 +143,11 @@ def test_gpus_are_cut_anew_where_that_serves_more_than_the_way_to_it_costs() -> 
     assert found.worth.seconds >= CUTTING_S
     assert found.worth.lost_requests > 0.0
     assert found.plan is not None
-    assert [change.gpu for change in layout_changes(request.running, found.plan)] == ["n0/0"]
+    assert [change.gpu for change in layout_changes(request.running.plan, found.plan)] == ["n0/0"]
     assert found.plan.expected.gpus_used == 1
-    soon = propose(replace(request, horizon_s=found.worth.seconds + 1.0), MEASURED)
+    assert request.running.terms is not None
+    terms = replace(request.running.terms, horizon_s=found.worth.seconds + 1.0)
+    soon = propose(replace(request, running=replace(request.running, terms=terms)), MEASURED)
     assert soon.how != "cut anew" or not soon.worth.pays
 
 
@@ -164,7 +157,7 @@ def test_a_plan_is_called_cut_anew_where_it_cuts(times: float) -> None:
     request = served_on(a100s(WHOLE), 1, times)
     found = propose(request, MEASURED)
     assert found.plan is not None
-    assert (found.how == "cut anew") == bool(layout_changes(request.running, found.plan))
+    assert (found.how == "cut anew") == bool(layout_changes(request.running.plan, found.plan))
 
 
 def test_gpus_that_are_cut_by_somebody_else_are_never_cut_anew() -> None:

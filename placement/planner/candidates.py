@@ -1,0 +1,367 @@
+"""The plans that may take the place of a running one.
+
+What is placed stays in the plans that are `kept`, `extended` (the policy plans what is missing beside it), `trimmed`
+(gpu-lets that are not needed end) and `arranged` (replicas are added until models lie as they ask). Beside them stands
+the policy's plan for everything (`planned anew`), and, on GPUs that plans may cut into MIG instances, one with other
+layouts (`cut anew`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+from tenuto.errors import InvalidInputError
+from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node
+from tenuto.placement.components import connected_components
+from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
+from tenuto.placement.generation_capacity import in_proportion
+from tenuto.placement.placement_constraints import ANYWHERE, may_lie, prefers
+from tenuto.placement.plan import Expected, Plan, PlannedGpu
+from tenuto.placement.planner.batch_growth import enlarge_batches
+from tenuto.placement.planner.change_stages import fits, made_anew
+from tenuto.placement.planner.completion import complete, usage_of
+from tenuto.placement.planner.fault_tolerance import asks, bearable, unmet, with_losses, with_the_rest
+from tenuto.placement.planner.gpu_matching import fresh_id, gpus_of, match_to_running
+from tenuto.placement.planner.solve import make_plan
+from tenuto.placement.planner.task import PlanTask
+from tenuto.placement.program import Gpulet
+from tenuto.placement.workload import Workload
+from tenuto.profiles import ModelProfile, Profile, Profiles
+
+SLIGHT = 1e-3  # derived: of attainment; ten times `expectation.outlook.NOTHING`, the noise of promises
+
+
+class Candidate(NamedTuple):
+    """A plan, and how it was made."""
+
+    how: str
+    plan: Plan
+
+
+class Candidates:
+    """The candidates of one task. `faults` says why some of them are missing. `wanted` is how many GPUs of each type
+    would carry everything; None: the policy could not tell."""
+
+    def __init__(self, task: PlanTask) -> None:
+        """Take a task with a running plan. Its cluster has the GPUs that are present."""
+        if task.running is None:
+            raise ValueError("The task has no running plan.")
+        self._task = task
+        self.workload, self.running, self.gpus = task.workload, task.running, task.cluster.gpus
+        self._outlooks = Outlooks(task.running.slowdowns)
+        self._asks_for_places = any(map(asks, task.workload.models))
+        self.faults: list[str] = []
+        self.wanted: Mapping[str, int] | None = None
+
+    def all(self) -> list[Candidate]:
+        """Return all candidates."""
+        uncut = self._task.cluster.uncut.gpus
+        present = Counter(gpu.type for gpu in uncut)
+        types = tuple(dict.fromkeys([*present, *self.running.growth]))
+        if not types:
+            self.faults.append("no GPU is present")
+            return []
+        anew: Plan | None = None
+        plans: list[Candidate] = []
+        with self._faults_noted():
+            anew = self._planned_anew(self._elastic(types))
+            used = anew.devices(anew.used_gpus)
+            type_of = {gpu.device: gpu.whole_type if gpu.mig == "managed" else gpu.type for gpu in anew.gpus}
+            self.wanted = Counter(kind for device, kind in type_of.items() if device in used)
+        is_enough = self.wanted is not None and all(count <= present[kind] for kind, count in self.wanted.items())
+        may_cut = any(gpu.mig == "managed" for gpu in uncut)
+        with self._faults_noted():
+            counts = self.wanted if self.wanted is not None and is_enough else present
+            for plan in map(self._cut_anew, self._devices_to_cut(counts) if may_cut else ()):
+                plans.append(Candidate("cut anew" if made_anew(self.running.plan, plan) else "planned anew", plan))
+        with self._faults_noted():
+            if anew is None or not is_enough or may_cut:
+                anew = self._planned_anew(self._task.cluster.as_cut) if present else None
+            if anew is not None:
+                plans.append(Candidate("planned anew", self._matched(anew, self.gpus)))
+        with self._faults_noted():
+            if self.running.plan.gpulets:
+                running = self._with_larger_batches(self.running.plan.for_workload(self.workload))
+                if running.to_data() != self.running.plan.to_data():
+                    plans.append(Candidate("kept", running))
+                plans += self.incremental(running)
+        return plans
+
+    def incremental(self, running: Plan) -> Iterator[Candidate]:
+        """Yield the plans that leave the gpu-lets of a running plan of the workload where they are."""
+        missing = self.missing(running)
+        how, plan = ("extended", self._extended(running, missing)) if missing else ("trimmed", self.trimmed(running))
+        if plan is not None:
+            yield Candidate(how, plan)
+        if self._asks_for_places:
+            gpus = tuple(PlannedGpu.of(gpu) for gpu in self.gpus)
+            plan = self._arranged(running.model_copy(update={"gpus": gpus}))
+            yield Candidate("arranged", self._with_larger_batches(plan))
+
+    @contextmanager
+    def _faults_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except InvalidInputError as error:
+            self.faults.append(str(error))
+
+    # --- what plans promise -------------------------------------------------------------------------------------------
+
+    def missing(self, plan: Plan) -> dict[str, float]:
+        """Return the models of which a plan promises too little, with the missing part of their requests."""
+        return {name: 1.0 - part for name, part in self._promised_parts(plan).items() if 1.0 - part > SLIGHT}
+
+    def unmet_wishes(self, plan: Plan) -> int:
+        """Return how many models do not lie as they ask, as far as the present GPUs allow it."""
+        if not self._asks_for_places:
+            return 0
+        plan = plan.for_workload(bearable(self.workload, self.gpus))
+        return len(unmet(self.with_promises(self.made_for_traffic(plan))))
+
+    def made_for_traffic(self, plan: Plan) -> Plan:
+        """Return the plan made for the traffic with its bursts, which the scheduler grants under overload."""
+        rates_rps = self.running.traffic.upper_rps
+        models = [spec.model_copy(update={"rate_rps": rates_rps.get(spec.name, spec.rate_rps)}) for spec in plan.models]
+        return plan.model_copy(update={"models": tuple(models)})
+
+    def with_promises(self, plan: Plan) -> Plan:
+        """Return the plan with what it promises at its rates, after losses too, and the cost of its GPUs."""
+        expected = expected_of(plan).model_copy(update=usage_of(plan, self._task.cluster))
+        return with_losses(plan.model_copy(update={"expected": expected}))
+
+    def _promised_parts(self, plan: Plan) -> dict[str, float]:
+        return self._outlooks.kept(plan, self.running.traffic, self.running.attainment)
+
+    # --- everything is planned anew -----------------------------------------------------------------------------------
+
+    def _planned_anew(self, cluster: Cluster) -> Plan:
+        """Return the policy's plan for everything.
+
+        The first attempt plans for every model's whole burst. The second plans for less where models share gpu-lets in
+        the first, unless that plan would not carry the traffic.
+        """
+
+        def planned(rates_rps: Mapping[str, float]) -> Plan:
+            models = tuple(spec.model_copy(update={"rate_rps": rates_rps[spec.name]}) for spec in self.workload.models)
+            plan = self._policys(self.workload.model_copy(update={"models": models}), cluster)
+            gpus = (*self.gpus, *gpus_of(plan))
+            return enlarge_batches(plan, self.workload, self._task.profiles, gpus)
+
+        traffic = self.running.traffic
+        plan = planned(traffic.upper_rps)
+        pooled_rps = _pooled_rps(plan, traffic)
+        if pooled_rps != traffic.upper_rps:
+            smaller = planned(pooled_rps)
+            if not self.missing(smaller).keys() - self.missing(plan).keys():
+                return smaller
+        return plan
+
+    def _devices_to_cut(self, counts: Mapping[str, int]) -> list[frozenset[str]]:
+        """Return sets of so many GPUs to cut, by type: those with most gpu-lets, of which some can stay, and those with
+        fewest, where fewer must end first."""
+        running = self.running.plan
+        held = Counter(gpu.device for gpu in running.gpus for _ in running.on_gpu(gpu.id))
+        types = {gpu.device: gpu.type for gpu in self._task.cluster.uncut.gpus if gpu.mig == "managed"}
+        sets = []
+        for sign in (-1, 1):
+            chosen: dict[str, list[str]] = defaultdict(list)
+            for device in sorted(types, key=lambda device: sign * held[device]):
+                if len(chosen[types[device]]) < counts.get(types[device], 0):
+                    chosen[types[device]].append(device)
+            sets.append(frozenset(device for devices in chosen.values() for device in devices))
+        return list(dict.fromkeys(sets))
+
+    def _cut_anew(self, devices: Collection[str]) -> Plan:
+        """Return the policy's plan with its own layouts on some of the GPUs that it may cut, and on those that it may
+        not. Instances in both plans keep their gpu-lets where they can."""
+        able = (gpu for gpu in self.gpus if gpu.mig != "managed" or gpu.device in devices)
+        plan = self._planned_anew(Cluster.of(able))
+        planned = {gpu.device for gpu in plan.gpus}
+        return self._matched(plan, (*gpus_of(plan), *(gpu for gpu in self.gpus if gpu.device not in planned)))
+
+    def _matched(self, plan: Plan, gpus: Sequence[Gpu]) -> Plan:
+        """Return the plan on these GPUs, where as many running gpu-lets as possible stay."""
+        running = self.running
+        return match_to_running(plan, running.plan, gpus, keep_idle=not running.growth, reserved=running.reserved_ids)
+
+    def _elastic(self, types: Iterable[str]) -> Cluster:
+        """Return a cluster with as many GPUs of these types as a plan takes."""
+        known = {gpu.type: gpu for gpu in (*self.gpus, *self._task.cluster.uncut.gpus)}
+        groups = []
+        for kind in types:
+            gpu = known.get(kind)
+            memory, price = (gpu.memory_mib, gpu.price_per_hour) if gpu is not None else (None, None)
+            mig = gpu.mig if gpu is not None and gpu.mig == "managed" and gpu.instance is None else None
+            groups.append(GpuGroup(type=kind, memory_mib=memory, price_per_hour=price, mig=mig))
+        return Cluster(nodes=(Node(name="n", gpus=tuple(groups)),), elastic=True)
+
+    # --- what runs stays ----------------------------------------------------------------------------------------------
+
+    def _extended(self, running: Plan, missing: Mapping[str, float]) -> Plan | None:
+        """Return the running plan, and beside it the policy's plan for the missing parts; None when nothing more fits.
+        Each new gpu-let goes where least room is left, on unused GPUs last."""
+        workload, upper_rps = self.workload, self.running.traffic.upper_rps
+        specs = {spec.name: spec for spec in workload.models}
+        short = tuple(
+            spec.model_copy(update={"rate_rps": missing[name] * upper_rps[name], **ANYWHERE})
+            for name, spec in specs.items()
+            if name in missing
+        )
+        asked = workload.model_copy(update={"models": short, "applications": (), "merge": "off"})
+        more = self._policys(asked, self._elastic(dict.fromkeys(gpu.type for gpu in self.gpus)))
+        bought = {gpu.id: gpu for gpu in gpus_of(more)}
+        held = {gpu.id: [*running.on_gpu(gpu.id)] for gpu in self.gpus}
+        ids = {gpulet.id for gpulet in running.gpulets} | self.running.reserved_ids
+        new: list[Gpulet] = []
+        alone = (gpulet for gpulet in more.gpulets if not gpulet.also_on)  # several GPUs of a node are planned anew
+        for whole in sorted(alone, key=lambda g: (-g.effective_share_pct, g.id)):
+            gpulet = in_proportion(whole, bought[whole.gpu], self._task.profiles)
+            hosted = [specs[replica.name] for replica in gpulet.models]
+            able = [
+                ((sum(g.effective_share_pct for g in held[gpu.id]), sum(prefers(spec, gpu) for spec in hosted)), gpu)
+                for gpu in self.gpus
+                if gpu.type == bought[gpulet.gpu].type
+                and fits([*held[gpu.id], gpulet], gpu)
+                and all(may_lie(spec, gpu) for spec in hosted)
+            ]
+            if able:
+                _, gpu = max(able, key=lambda each: each[0])
+                placed = gpulet.model_copy(update={"id": fresh_id(gpu.id, ids), "gpu": gpu.id})
+                held[gpu.id].append(placed)
+                new.append(placed)
+        if not new:
+            return None
+        gpus = tuple(PlannedGpu.of(gpu) for gpu in self.gpus if not self.running.growth or held[gpu.id])
+        return self._with_larger_batches(
+            running.with_gpulets([*running.gpulets, *new]).model_copy(update={"gpus": gpus})
+        )
+
+    def trimmed(self, running: Plan) -> Plan | None:
+        """Return the running plan without what it does not need, None when it needs everything: whole GPUs go first,
+        then gpu-lets, the largest share first."""
+        needed = {gpulet.id for part in _independent_parts(running) for gpulet in self._needed(part)}
+        if len(needed) == len(running.gpulets):
+            return None
+        return running.with_gpulets([gpulet for gpulet in running.gpulets if gpulet.id in needed])
+
+    def _needed(self, plan: Plan) -> Sequence[Gpulet]:
+        """Return the gpu-lets that a plan needs."""
+        groups = [gpulets for gpulets in plan.by_gpu().values() if gpulets]
+        groups.sort(key=lambda gpulets: len({replica.name for gpulet in gpulets for replica in gpulet.models}))
+        singles = sorted(plan.gpulets, key=lambda gpulet: -gpulet.effective_share_pct)
+        parts, unmet_wishes = self._promised_parts(plan), self.unmet_wishes(plan)
+        for group in [*groups, *([gpulet] for gpulet in singles)]:
+            gone = {gpulet.id for gpulet in group}
+            left = plan.with_gpulets([gpulet for gpulet in plan.gpulets if gpulet.id not in gone])
+            if (
+                len(left.gpulets) < len(plan.gpulets)
+                and all(part > parts[name] - SLIGHT for name, part in self._promised_parts(left).items())
+                and self.unmet_wishes(left) <= unmet_wishes
+            ):
+                plan = left
+        return plan.gpulets
+
+    def _with_larger_batches(self, plan: Plan) -> Plan:
+        return enlarge_batches(plan, self.workload, self._task.profiles, self.gpus)
+
+    # --- the policy ---------------------------------------------------------------------------------------------------
+
+    def _policys(self, workload: Workload, cluster: Cluster) -> Plan:
+        """Return the policy's plan for a workload."""
+        task = self._as_measured(workload, cluster)
+        return self._as_profiled(make_plan(task), workload)
+
+    def _arranged(self, plan: Plan) -> Plan:
+        """Return a plan with replicas added until it serves all and models lie as they ask."""
+        workload = self.workload
+        task = self._as_measured(workload, self._task.cluster.as_cut)
+        bare = plan.for_workload(task.workload).model_copy(update={"expected": Expected(), "notes": ()})
+        unmerged = replace(task, workload=task.workload.model_copy(update={"merge": "off"}))
+        plan = complete(bare, unmerged, parts={spec.name: 1.0 for spec in task.workload.models})
+        return self._as_profiled(plan, workload)
+
+    def _as_measured(self, workload: Workload, cluster: Cluster) -> PlanTask:
+        """Return the task with what batches really take, of models that may lie on the cluster."""
+        slowdowns = {name: factor for name, factor in self.running.slowdowns.items() if factor != 1.0}
+        asked, profiles = workload, self._task.profiles
+        if slowdowns:
+            asked, profiles = _slowed(workload, profiles, cluster, slowdowns)
+        if not cluster.elastic:
+            asked = bearable(asked, cluster.gpus)
+        return PlanTask(self._task.policy, asked, cluster, profiles)
+
+    def _as_profiled(self, plan: Plan, workload: Workload) -> Plan:
+        """Return a plan of `_as_measured` with the latencies of the profiles, for the whole workload. Slowdowns apply
+        to old and new plans alike; with them in its latencies a plan would count them twice."""
+        plan = with_the_rest(plan, workload)
+        slowdowns = self.running.slowdowns
+        if all(factor == 1.0 for factor in slowdowns.values()):
+            return plan
+        gpulets = []
+        for gpulet in plan.gpulets:
+            models = []
+            for replica in gpulet.models:
+                factor = 1.0 / slowdowns.get(replica.name, 1.0)
+                latency = replica.latency.scaled(factor) if replica.latency is not None else None
+                whole_ms = replica.latency_ms * factor if replica.latency_ms is not None else None
+                models.append(replica.model_copy(update={"latency": latency, "latency_ms": whole_ms}))
+            gpulets.append(gpulet.model_copy(update={"models": tuple(models)}))
+        return plan.model_copy(update={"gpulets": tuple(gpulets), "models": workload.models})
+
+
+def _pooled_rps(plan: Plan, traffic: Traffic) -> dict[str, float]:
+    """Return the rate each model needs on its gpu-lets. Independent bursts of models that share them partly cancel: of
+    each burst remains sqrt(sum (c u)^2) / sum (c u), with u the bursts and c the cost of a request."""
+    burst, rates = traffic.burst_rps, traffic.upper_rps
+    cost = {r.name: (r.latency_ms or 0.0) / r.batch_size for gpulet in plan.gpulets for r in gpulet.models}
+    for together in connected_components([r.name for r in gpulet.models] for gpulet in plan.gpulets):
+        weighted = [cost[name] * burst.get(name, 0.0) for name in together]
+        left = math.hypot(*weighted) / sum(weighted) if sum(weighted) > 0.0 else 1.0
+        rates |= {name: traffic.mean_rps[name] + left * burst[name] for name in together & burst.keys()}
+    return rates
+
+
+def _independent_parts(plan: Plan) -> Iterator[Plan]:
+    """Yield the parts of a plan that share neither models nor GPUs; they can be judged one by one."""
+    held = [(g, [*((gpu,) for gpu in g.gpus), *(replica.name for replica in g.models)]) for g in plan.gpulets]
+    together = connected_components(members for _, members in held)
+    part_of = {member: index for index, each in enumerate(together) for member in each}
+    gpulets: dict[int, list[Gpulet]] = defaultdict(list)
+    for gpulet, members in held:
+        gpulets[part_of[members[0]]].append(gpulet)
+    for index, own in gpulets.items():
+        models = tuple(spec for spec in plan.models if spec.name in together[index])
+        yield plan.model_copy(update={"gpulets": tuple(own), "models": models})
+
+
+def _slowed(
+    workload: Workload, profiles: Profiles, cluster: Cluster, slowdowns: Mapping[str, float]
+) -> tuple[Workload, Profiles]:
+    """Return the workload with profile rows of its own for models slower or faster than profiled, and these rows."""
+    specs = []
+    rows: dict[str, dict[str, ModelProfile]] = {kind: {} for kind in cluster.gpu_types}
+    for spec in workload.models:
+        factor = slowdowns.get(spec.name)
+        if factor is None:
+            specs.append(spec)
+            continue
+        if spec.latency is not None:
+            specs.append(spec.model_copy(update={"latency": spec.latency.scaled(factor)}))
+            continue
+        row = f"{spec.name} x {factor:g}"
+        for kind in cluster.gpu_types:
+            measured = profiles.for_type(kind).get(spec.profile_row)
+            if measured is not None:
+                rows[kind][row] = measured.scaled(factor)
+        specs.append(spec.model_copy(update={"profile": row}))
+    slowed = [
+        Profile(name="measured while serving", gpu_type=kind, source="this cluster", models=models)
+        for kind, models in rows.items()
+        if models
+    ]
+    return workload.model_copy(update={"models": tuple(specs)}), Profiles([*slowed, *profiles])
