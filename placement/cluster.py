@@ -253,7 +253,7 @@ class Cluster(StrictModel):
 
     @model_validator(mode="after")
     def _unique_nodes(self) -> Cluster:
-        twice = repeated(node.name for node in self.nodes)
+        twice = repeated([node.name for node in self.nodes])
         if twice:
             raise Fault(f"node names used twice: {', '.join(twice)}", "Rename them.")
         unknown = {*(self.left_out or ())} - {

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -112,8 +112,8 @@ class GeneratingPlan:
     than it asks for, and in words what was decided."""
 
     gpulets: tuple[Gpulet, ...] = ()
-    goodput_rps: Mapping[str, float] | None = None
-    reasons: Mapping[str, str] | None = None
+    goodput_rps: Mapping[str, float] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     bought: tuple[Gpu, ...] = ()
     overcommits: bool = False  # shares of a GPU add up to more than 100 % on purpose
@@ -122,9 +122,8 @@ class GeneratingPlan:
         """Return both as one; what the other says of a model counts."""
         return GeneratingPlan(
             (*self.gpulets, *other.gpulets),
-            {**(self.goodput_rps or {}), **(other.goodput_rps or {})},
-            {name: why for name, why in (self.reasons or {}).items() if name not in (other.goodput_rps or {})}
-            | dict(other.reasons or {}),
+            {**self.goodput_rps, **other.goodput_rps},
+            {**{name: why for name, why in self.reasons.items() if name not in other.goodput_rps}, **other.reasons},
             (*self.notes, *other.notes),
             (*self.bought, *other.bought),
             self.overcommits or other.overcommits,

@@ -175,39 +175,6 @@ class Plan(StrictModel):
         """The GPUs and instances that hold gpu-lets, each once, in the order of the gpu-lets."""
         return tuple(dict.fromkeys(gpu for gpulet in self.gpulets for gpu in gpulet.gpus))
 
-    def with_gpulets(self, gpulets: Iterable[Gpulet]) -> Plan:
-        """Return the plan with other gpu-lets; models that none of them holds are unserved."""
-        gpulets = tuple(gpulets)
-        held = {replica.name for gpulet in gpulets for replica in gpulet.models}
-        unserved = tuple(spec.name for spec in self.models if spec.name not in held)
-        reasons = dict.fromkeys(unserved, "no room was found for it")
-        return self.model_copy(update={"gpulets": gpulets, "unserved": unserved, "unserved_reasons": reasons})
-
-    def on_gpus(self, gpu_ids: Iterable[str]) -> Plan:
-        """Return the plan with those gpu-lets only that lie on these GPUs alone."""
-        ids = {*gpu_ids}
-        return self.model_copy(update={"gpulets": tuple(g for g in self.gpulets if ids.issuperset(g.gpus))})
-
-    def for_workload(self, workload: Workload) -> Plan:
-        """Return the plan with the workload's entries; models that are not in it are gone from the gpu-lets."""
-        names = {spec.name for spec in workload.models}
-        left = (gpulet.only(names) for gpulet in self.gpulets)
-        plan = self.model_copy(update={"models": workload.models})
-        return plan.with_gpulets(gpulet for gpulet in left if gpulet is not None)
-
-    def without_others(self, workload: Workload) -> Plan:
-        """Return the plan without models outside the workload, with requests split among versions as the workload
-        says."""
-        specs = {spec.name: spec for spec in workload.models}
-        models = tuple(
-            spec.model_copy(update={"share_pct": specs[spec.name].share_pct, "shadow": specs[spec.name].shadow})
-            for spec in self.models
-            if spec.name in specs
-        )
-        if models == self.models:
-            return self
-        return self.for_workload(self.workload.model_copy(update={"models": models}))
-
     def processes(self) -> dict[str, GpuletProcess]:
         """Return the process of each gpu-let, by the id of the gpu-let."""
         gpus, held = {gpu.id: gpu for gpu in self.gpus}, self.by_gpu().items()

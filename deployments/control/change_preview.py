@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import GpuletChange, LayoutChange, diff, layout_changes
 from tenuto.placement import Plan
-from tenuto.placement.planner.change_cost import stages
+from tenuto.placement.planner.change_stages import stages
 from tenuto.placement.planner.gpu_matching import gpus_of, renamed
 
 

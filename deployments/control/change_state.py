@@ -40,9 +40,9 @@ class ChangeState:
 
     def here(self, plan: Plan, gpulets: Sequence[Gpulet] | None = None) -> Plan:
         """Return a plan with those gpu-lets (default: all of its own) whose GPUs are present."""
-        if gpulets is not None:
-            plan = plan.model_copy(update={"gpulets": tuple(gpulets)})
-        return plan.on_gpus(gpu.id for gpu in self.gpus)
+        ids = {gpu.id for gpu in self.gpus}
+        held = plan.gpulets if gpulets is None else gpulets
+        return plan.model_copy(update={"gpulets": tuple(gpulet for gpulet in held if ids.issuperset(gpulet.gpus))})
 
     def apply(self, plan: Plan, why: str) -> None:
         """Serve this plan from now on. Standby processes that cannot stay beside it end."""

@@ -30,6 +30,7 @@ from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.plan_edits import without_others
 from tenuto.placement.planner.proposal import Proposal
 from tenuto.placement.planner.standby import taken_over
 from tenuto.placement.planner.task import ChangeTerms, PlanRequest, RunningPlan
@@ -185,7 +186,7 @@ class Controller:
             self._edits |= as_split(self._workload, declared, target.models)
         self.set_workload(self._edited(declared or target.workload))
         if declared is not None:
-            target = target.without_others(self._workload)
+            target = without_others(target, self._workload)
         self._reasons.clear()
         missing = {spec.name for spec in self._workload.models} - {spec.name for spec in target.models}
         self._set(Reason.WORKLOAD, missing, f"the plan that came back lacks {', '.join(sorted(missing))}")
@@ -457,6 +458,9 @@ class Controller:
         learned.lengths.asked(self._workload.models)
         models, running = learned.lengths.measured(self._workload.models), self._changing.here(self.plan)
         expected_rps = shared_out(learned.rates.expected_rps(ahead_s), self.plan.models, self._workload.models)
+        growth = tuple(kind for kind, bounds in self._settings.gpus.items() if bounds.max > 0)
+        reserved_ids = frozenset(standby.gpulet.id for standby in self._changing.standby)
+        slowdowns = learned.planned_with()
         request = PlanRequest(
             self._workload.model_copy(update={"applications": (), "models": models}),
             self._changing.gpus,
@@ -465,10 +469,10 @@ class Controller:
                 running.model_copy(update={"models": learned.lengths.measured(running.models)}),
                 self._shared_out(learned.traffic(ahead_s)),
                 ChangeTerms(expected_rps, self._changing.durations, change.horizon_s, change.hysteresis),
-                growth=tuple(kind for kind, bounds in self._settings.gpus.items() if bounds.max > 0),
-                slowdowns=learned.planned_with(),
+                growth=growth,
+                slowdowns=slowdowns,
                 attainment=self._settings.attainment,
-                reserved_ids=frozenset(standby.gpulet.id for standby in self._changing.standby),
+                reserved_ids=reserved_ids,
             ),
             standby_pct=self._settings.standby_pct,
             standby_gpus=self._settings.standby_gpus,

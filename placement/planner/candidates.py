@@ -13,6 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 from tenuto.errors import InvalidInputError
@@ -20,12 +22,13 @@ from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.generation_capacity import in_proportion
-from tenuto.placement.placement_constraints import ANYWHERE, may_lie, prefers
+from tenuto.placement.placement_constraints import ANYWHERE, asks, bearable, may_lie, prefers
 from tenuto.placement.plan import Expected, Plan, PlannedGpu
+from tenuto.placement.plan_edits import for_workload, with_gpulets, with_the_rest
 from tenuto.placement.planner.batch_growth import enlarge_batches
 from tenuto.placement.planner.change_stages import fits, made_anew
 from tenuto.placement.planner.completion import complete, usage_of
-from tenuto.placement.planner.fault_tolerance import asks, bearable, unmet, with_losses, with_the_rest
+from tenuto.placement.planner.fault_tolerance import unmet, with_losses
 from tenuto.placement.planner.gpu_matching import fresh_id, gpus_of, match_to_running
 from tenuto.placement.planner.solve import make_plan
 from tenuto.placement.planner.task import PlanTask
@@ -53,15 +56,16 @@ class Candidates:
             raise ValueError("The task has no running plan.")
         self._task = task
         self.workload, self.running, self.gpus = task.workload, task.running, task.cluster.gpus
-        self._outlooks = Outlooks(task.running.slowdowns)
-        self._asks_for_places = any(map(asks, task.workload.models))
+        self._slowdowns = {name: factor for name, factor in task.running.slowdowns.items() if factor != 1.0}
+        self._outlooks = Outlooks(self._slowdowns)
+        self._uncut = task.cluster.uncut.gpus
+        self.asks_for_places = any(map(asks, task.workload.models))
         self.faults: list[str] = []
         self.wanted: Mapping[str, int] | None = None
 
     def all(self) -> list[Candidate]:
         """Return all candidates."""
-        uncut = self._task.cluster.uncut.gpus
-        present = Counter(gpu.type for gpu in uncut)
+        present = Counter(gpu.type for gpu in self._uncut)
         types = tuple(dict.fromkeys([*present, *self.running.growth]))
         if not types:
             self.faults.append("no GPU is present")
@@ -70,11 +74,10 @@ class Candidates:
         plans: list[Candidate] = []
         with self._faults_noted():
             anew = self._planned_anew(self._elastic(types))
-            used = anew.devices(anew.used_gpus)
             type_of = {gpu.device: gpu.whole_type if gpu.mig == "managed" else gpu.type for gpu in anew.gpus}
-            self.wanted = Counter(kind for device, kind in type_of.items() if device in used)
+            self.wanted = Counter(type_of[device] for device in anew.devices(anew.used_gpus))
         is_enough = self.wanted is not None and all(count <= present[kind] for kind, count in self.wanted.items())
-        may_cut = any(gpu.mig == "managed" for gpu in uncut)
+        may_cut = any(gpu.mig == "managed" for gpu in self._uncut)
         with self._faults_noted():
             counts = self.wanted if self.wanted is not None and is_enough else present
             for plan in map(self._cut_anew, self._devices_to_cut(counts) if may_cut else ()):
@@ -86,8 +89,8 @@ class Candidates:
                 plans.append(Candidate("planned anew", self._matched(anew, self.gpus)))
         with self._faults_noted():
             if self.running.plan.gpulets:
-                running = self._with_larger_batches(self.running.plan.for_workload(self.workload))
-                if running.to_data() != self.running.plan.to_data():
+                running = self._with_larger_batches(for_workload(self.running.plan, self.workload))
+                if running != self.running.plan:
                     plans.append(Candidate("kept", running))
                 plans += self.incremental(running)
         return plans
@@ -98,7 +101,7 @@ class Candidates:
         how, plan = ("extended", self._extended(running, missing)) if missing else ("trimmed", self.trimmed(running))
         if plan is not None:
             yield Candidate(how, plan)
-        if self._asks_for_places:
+        if self.asks_for_places:
             gpus = tuple(PlannedGpu.of(gpu) for gpu in self.gpus)
             plan = self._arranged(running.model_copy(update={"gpus": gpus}))
             yield Candidate("arranged", self._with_larger_batches(plan))
@@ -118,10 +121,18 @@ class Candidates:
 
     def unmet_wishes(self, plan: Plan) -> int:
         """Return how many models do not lie as they ask, as far as the present GPUs allow it."""
-        if not self._asks_for_places:
+        if not self.asks_for_places:
             return 0
-        plan = plan.for_workload(bearable(self.workload, self.gpus))
+        plan = for_workload(plan, bearable(self.workload, self.gpus))
         return len(unmet(self.with_promises(self.made_for_traffic(plan))))
+
+    def relieved(self, plan: Plan) -> int:
+        """Return how many models more than in the running plan lie as they ask."""
+        return self._unmet_before - self.unmet_wishes(plan) if self.asks_for_places else 0
+
+    @cached_property
+    def _unmet_before(self) -> int:
+        return self.unmet_wishes(self.running.plan)
 
     def made_for_traffic(self, plan: Plan) -> Plan:
         """Return the plan made for the traffic with its bursts, which the scheduler grants under overload."""
@@ -166,7 +177,7 @@ class Candidates:
         fewest, where fewer must end first."""
         running = self.running.plan
         held = Counter(gpu.device for gpu in running.gpus for _ in running.on_gpu(gpu.id))
-        types = {gpu.device: gpu.type for gpu in self._task.cluster.uncut.gpus if gpu.mig == "managed"}
+        types = {gpu.device: gpu.type for gpu in self._uncut if gpu.mig == "managed"}
         sets = []
         for sign in (-1, 1):
             chosen: dict[str, list[str]] = defaultdict(list)
@@ -191,7 +202,7 @@ class Candidates:
 
     def _elastic(self, types: Iterable[str]) -> Cluster:
         """Return a cluster with as many GPUs of these types as a plan takes."""
-        known = {gpu.type: gpu for gpu in (*self.gpus, *self._task.cluster.uncut.gpus)}
+        known = {gpu.type: gpu for gpu in (*self.gpus, *self._uncut)}
         groups = []
         for kind in types:
             gpu = known.get(kind)
@@ -230,7 +241,7 @@ class Candidates:
                 and all(may_lie(spec, gpu) for spec in hosted)
             ]
             if able:
-                _, gpu = max(able, key=lambda each: each[0])
+                _, gpu = max(able, key=itemgetter(0))
                 placed = gpulet.model_copy(update={"id": fresh_id(gpu.id, ids), "gpu": gpu.id})
                 held[gpu.id].append(placed)
                 new.append(placed)
@@ -238,7 +249,7 @@ class Candidates:
             return None
         gpus = tuple(PlannedGpu.of(gpu) for gpu in self.gpus if not self.running.growth or held[gpu.id])
         return self._with_larger_batches(
-            running.with_gpulets([*running.gpulets, *new]).model_copy(update={"gpus": gpus})
+            with_gpulets(running, [*running.gpulets, *new]).model_copy(update={"gpus": gpus})
         )
 
     def trimmed(self, running: Plan) -> Plan | None:
@@ -247,7 +258,7 @@ class Candidates:
         needed = {gpulet.id for part in _independent_parts(running) for gpulet in self._needed(part)}
         if len(needed) == len(running.gpulets):
             return None
-        return running.with_gpulets([gpulet for gpulet in running.gpulets if gpulet.id in needed])
+        return with_gpulets(running, [gpulet for gpulet in running.gpulets if gpulet.id in needed])
 
     def _needed(self, plan: Plan) -> Sequence[Gpulet]:
         """Return the gpu-lets that a plan needs."""
@@ -257,7 +268,7 @@ class Candidates:
         parts, unmet_wishes = self._promised_parts(plan), self.unmet_wishes(plan)
         for group in [*groups, *([gpulet] for gpulet in singles)]:
             gone = {gpulet.id for gpulet in group}
-            left = plan.with_gpulets([gpulet for gpulet in plan.gpulets if gpulet.id not in gone])
+            left = with_gpulets(plan, [gpulet for gpulet in plan.gpulets if gpulet.id not in gone])
             if (
                 len(left.gpulets) < len(plan.gpulets)
                 and all(part > parts[name] - SLIGHT for name, part in self._promised_parts(left).items())
@@ -280,17 +291,16 @@ class Candidates:
         """Return a plan with replicas added until it serves all and models lie as they ask."""
         workload = self.workload
         task = self._as_measured(workload, self._task.cluster.as_cut)
-        bare = plan.for_workload(task.workload).model_copy(update={"expected": Expected(), "notes": ()})
+        bare = for_workload(plan, task.workload).model_copy(update={"expected": Expected(), "notes": ()})
         unmerged = replace(task, workload=task.workload.model_copy(update={"merge": "off"}))
         plan = complete(bare, unmerged, parts={spec.name: 1.0 for spec in task.workload.models})
         return self._as_profiled(plan, workload)
 
     def _as_measured(self, workload: Workload, cluster: Cluster) -> PlanTask:
         """Return the task with what batches really take, of models that may lie on the cluster."""
-        slowdowns = {name: factor for name, factor in self.running.slowdowns.items() if factor != 1.0}
         asked, profiles = workload, self._task.profiles
-        if slowdowns:
-            asked, profiles = _slowed(workload, profiles, cluster, slowdowns)
+        if self._slowdowns:
+            asked, profiles = _slowed(workload, profiles, cluster, self._slowdowns)
         if not cluster.elastic:
             asked = bearable(asked, cluster.gpus)
         return PlanTask(self._task.policy, asked, cluster, profiles)
@@ -298,20 +308,18 @@ class Candidates:
     def _as_profiled(self, plan: Plan, workload: Workload) -> Plan:
         """Return a plan of `_as_measured` with the latencies of the profiles, for the whole workload. Slowdowns apply
         to old and new plans alike; with them in its latencies a plan would count them twice."""
-        plan = with_the_rest(plan, workload)
-        slowdowns = self.running.slowdowns
-        if all(factor == 1.0 for factor in slowdowns.values()):
-            return plan
+        if not self._slowdowns:
+            return with_the_rest(plan, workload)
         gpulets = []
         for gpulet in plan.gpulets:
             models = []
             for replica in gpulet.models:
-                factor = 1.0 / slowdowns.get(replica.name, 1.0)
+                factor = 1.0 / self._slowdowns.get(replica.name, 1.0)
                 latency = replica.latency.scaled(factor) if replica.latency is not None else None
                 whole_ms = replica.latency_ms * factor if replica.latency_ms is not None else None
                 models.append(replica.model_copy(update={"latency": latency, "latency_ms": whole_ms}))
             gpulets.append(gpulet.model_copy(update={"models": tuple(models)}))
-        return plan.model_copy(update={"gpulets": tuple(gpulets), "models": workload.models})
+        return with_the_rest(plan.model_copy(update={"gpulets": tuple(gpulets)}), workload)
 
 
 def _pooled_rps(plan: Plan, traffic: Traffic) -> dict[str, float]:

@@ -11,20 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.expectation.sharing import listed
-from tenuto.placement.planner.change_stages import made_anew, next_stage, not_ready
-from tenuto.placement.planner.task import Durations, RunningPlan
-
-# Default: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters
-# or leaves MIG mode is reset.
-CUTTING_S = 10.0
-MOST_STAGES = 1000  # limit: one gpu-let at a time; more would be a bug in `change_stages`
+from tenuto.placement.planner.change_stages import made_anew, stages
+from tenuto.placement.planner.task import RunningPlan
 
 
 @dataclass(frozen=True)
@@ -37,6 +31,12 @@ class Rent:
 
     by_gpu: bool
     price: Mapping[str, float]
+
+    @classmethod
+    def on(cls, gpus: Sequence[Gpu], *, by_gpu: bool) -> Rent:
+        """Return what these GPUs cost. Prices count when there are several types; GPUs of one type cost the same."""
+        prices = {gpu.type: gpu.price_per_hour for gpu in gpus}
+        return cls(by_gpu, {k: price for k, price in prices.items() if price is not None} if len(prices) > 1 else {})
 
     def of(self, plan: Plan) -> float:
         """Return what a plan occupies, in GPUs (times their price when they have one)."""
@@ -67,38 +67,6 @@ class ChangeWorth:
     seconds: float = 0.0
     stages: int = 0
     only_saves: bool = False  # it carries no more, and gives GPUs up
-
-
-class Stage(NamedTuple):
-    """A plan on the way of a change: which of its gpu-lets can serve, and whether the others start processes, or load
-    models into running ones, and GPUs are cut."""
-
-    plan: Plan
-    ready: frozenset[str]
-    starts: bool
-    loads: bool
-    cuts: bool
-
-    def lasts_s(self, durations: Durations) -> float:
-        """Return how long the stage takes."""
-        lasts_s = durations.start_s if self.starts else durations.load_s if self.loads else 0.0
-        return lasts_s + CUTTING_S if self.cuts else lasts_s
-
-
-def stages(running: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> list[Stage]:
-    """Return the stages from one plan to another."""
-    way: list[Stage] = []
-    now = running
-    for _ in range(MOST_STAGES):
-        plan = next_stage(now, target, gpus, rates_rps)
-        if plan is None:
-            break
-        waiting = not_ready(now, plan)
-        ready = frozenset(gpulet.id for gpulet in plan.gpulets) - waiting
-        starts = bool(waiting - {gpulet.id for gpulet in now.gpulets})
-        way.append(Stage(plan, ready, starts, bool(waiting), bool(made_anew(now, plan))))
-        now = plan
-    return way
 
 
 class ChangeScale:

@@ -8,14 +8,53 @@ change to the old plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu, excludes
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.planner.task import Durations
 from tenuto.placement.program import held_mib
 from tenuto.placement.versions import taking_the_rest
+
+# Default: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters
+# or leaves MIG mode is reset.
+CUTTING_S = 10.0
+MOST_STAGES = 1000  # limit: one gpu-let at a time; more would be a bug here
+
+
+class Stage(NamedTuple):
+    """A plan on the way of a change: which of its gpu-lets can serve, and whether the others start processes, or load
+    models into running ones, and GPUs are cut."""
+
+    plan: Plan
+    ready: frozenset[str]
+    starts: bool
+    loads: bool
+    cuts: bool
+
+    def lasts_s(self, durations: Durations) -> float:
+        """Return how long the stage takes."""
+        lasts_s = durations.start_s if self.starts else durations.load_s if self.loads else 0.0
+        return lasts_s + CUTTING_S if self.cuts else lasts_s
+
+
+def stages(running: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> list[Stage]:
+    """Return the stages from one plan to another."""
+    way: list[Stage] = []
+    now = running
+    for _ in range(MOST_STAGES):
+        plan = next_stage(now, target, gpus, rates_rps)
+        if plan is None:
+            break
+        waiting = not_ready(now, plan)
+        ready = frozenset(gpulet.id for gpulet in plan.gpulets) - waiting
+        starts = bool(waiting - {gpulet.id for gpulet in now.gpulets})
+        way.append(Stage(plan, ready, starts, bool(waiting), bool(made_anew(now, plan))))
+        now = plan
+    return way
 
 
 def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> Plan | None:

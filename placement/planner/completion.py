@@ -15,7 +15,8 @@ from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.ledger import unknown_memory, with_caps
 from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
-from tenuto.placement.planner.fault_tolerance import PlacementContext, Trial, arranged, not_surviving, with_losses
+from tenuto.placement.planner.fault_tolerance import Trial, not_surviving, with_losses
+from tenuto.placement.planner.replica_placement import PlacementContext, arranged
 from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policy import Policy
 from tenuto.placement.program import Gpulet

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
+from tenuto.placement.placement_constraints import place_problems
 from tenuto.placement.plan import Plan
 from tenuto.placement.planner.completion import complete, nothing_on
-from tenuto.placement.planner.fault_tolerance import place_problems
 from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.rules import measured_otherwise, option_problems
 from tenuto.placement.watch import INTERRUPTED

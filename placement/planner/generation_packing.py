@@ -77,7 +77,7 @@ def place_generating(
         most_gpus -= len(plan.gpus)
         del by_type[place]
     no_room = {spec.name: "no GPU is left for it" for spec in left}
-    return replace(done, reasons={**no_room, **(done.reasons or {})})
+    return replace(done, reasons={**no_room, **done.reasons})
 
 
 def by_gpu_type(cluster: Cluster) -> list[list[Gpu]]:
@@ -130,7 +130,7 @@ def buy_generating(
     counts = Counter(gpu.type for gpu in bought.values())
     taken = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no GPU"
     notes = (f"models that generate take {taken}, the cheapest found that carry them; {_NO_INTERFERENCE}",)
-    return replace(plan, reasons={**reasons, **(plan.reasons or {})}, notes=notes, bought=tuple(bought.values()))
+    return replace(plan, reasons={**reasons, **plan.reasons}, notes=notes, bought=tuple(bought.values()))
 
 
 class Room:
@@ -224,7 +224,7 @@ def _on_type(
     if not fewest:
         laid = _with_what_is_left(laid, options)
     plan = means.plan(able, laid)
-    return low, replace(plan, reasons={**reasons, **(plan.reasons or {})}, notes=tuple(_notes(laid, options, low)))
+    return low, replace(plan, reasons={**reasons, **plan.reasons}, notes=tuple(_notes(laid, options, low)))
 
 
 def _with_what_is_left(laid: Sequence[PlacedShare], options: Options) -> list[PlacedShare]:

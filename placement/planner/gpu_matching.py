@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from tenuto.placement.placement_constraints import may_lie, prefers
 from tenuto.placement.plan import GpuletProcess, PlannedGpu
 from tenuto.placement.planner.change_stages import fits, needed_mib
 from tenuto.placement.planner.fault_tolerance import SLIGHT, with_losses
-from tenuto.placement.policies.shared.hosting import gpulet_id
+from tenuto.placement.policies.shared.hosting import free_gpulet_id
 
 FORBIDDEN = 1e12  # derived: more than all breaks together: no model goes where it must not
 PREFERRED = 1e-6  # derived: less than any model that stays loaded: a preference only breaks ties
@@ -150,7 +149,7 @@ def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
 
 def fresh_id(gpu_id: str, taken: set[str]) -> str:
     """Return the first id on a GPU that no gpu-let has yet, and add it to those that are taken."""
-    name = next(name for index in count() if (name := gpulet_id(gpu_id, index)) not in taken)
+    name = free_gpulet_id(gpu_id, taken)
     taken.add(name)
     return name
 

@@ -11,11 +11,13 @@ from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic, expected_of
 from tenuto.placement.expectation.sharing import Sharing
+from tenuto.placement.placement_constraints import bearable, without
 from tenuto.placement.plan import Believed, Expected, ExpectedModel, Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.plan_edits import drained, for_workload, on_gpus, with_the_rest
 from tenuto.placement.planner.candidates import Candidates
 from tenuto.placement.planner.change_stages import not_ready
 from tenuto.placement.planner.completion import complete
-from tenuto.placement.planner.fault_tolerance import SLIGHT, Trial, bearable, drained, unmet, with_the_rest, without
+from tenuto.placement.planner.fault_tolerance import SLIGHT, Trial, unmet
 from tenuto.placement.planner.gpu_matching import gpus_of, match_to_running, renamed
 from tenuto.placement.planner.plan_order import PlanRank
 from tenuto.placement.planner.solve import make_plan
@@ -65,10 +67,11 @@ class _MinimalChange:
         cluster, gpus = task.cluster, _gpus(old, anew, task.cluster)
         rates_rps = {spec.name: spec.rate_rps for spec in task.workload.models}
         types = {gpu.id: gpu.type for gpu in gpus}
-        held = old.on_gpus(gpu.id for gpu in old.gpus if types.get(gpu.id) == gpu.type)
+        held = on_gpus(old, (gpu for gpu in old.gpus if types.get(gpu.id) == gpu.type))
         used = set(held.used_gpus)
         listed = tuple(PlannedGpu.of(gpu) for gpu in gpus if not cluster.elastic or gpu.id in used)
-        self._kept = held.for_workload(task.workload).model_copy(update={"gpus": listed, "notes": (), "believed": None})
+        kept = for_workload(held, task.workload)
+        self._kept = kept.model_copy(update={"gpus": listed, "notes": (), "believed": None})
         self._old, self._held = old, {gpulet.id: gpulet for gpulet in held.gpulets}
         self._made_anew = renamed(match_to_running(anew, self._kept, gpus, keep_idle=not cluster.elastic), old)
         self._rates_rps, self._at_most, self._ends_what_idles = rates_rps, at_most, promised_rps is None

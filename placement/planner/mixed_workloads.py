@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
@@ -22,7 +22,7 @@ from tenuto.placement.generation_capacity import (
     with_lengths,
 )
 from tenuto.placement.ledger import with_caps
-from tenuto.placement.placement_constraints import ANYWHERE
+from tenuto.placement.placement_constraints import ANYWHERE, asks
 from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu
 from tenuto.placement.planner.completion import (
     ATTAINED,
@@ -32,15 +32,14 @@ from tenuto.placement.planner.completion import (
     usage_of,
     with_losses_said,
 )
-from tenuto.placement.planner.fault_tolerance import PlacementContext, arranged, asks
 from tenuto.placement.planner.fixed_cost import plan_fixed_cost
 from tenuto.placement.planner.generation_packing import Means, buy_generating, by_gpu_type, place_generating
 from tenuto.placement.planner.gpu_slices import Mixing, SlicedCluster
+from tenuto.placement.planner.replica_placement import PlacementContext, arranged
 from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.placement.policy import Policy
-from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.mig_instances import instance_type_of
 
@@ -58,192 +57,225 @@ def plan_mixed(task: PlanTask) -> Plan:
     Where models are to lie, and what is to survive, is arranged at the end, for both kinds at once.
     """
     policy, workload, cluster, profiles = task.policy, task.workload, task.cluster, task.profiles
-    generating = tuple(with_lengths(spec) for spec in workload.models if spec.generates is not None)
-    problems = generating_problems(generating, cluster, profiles)
-    generation = policy.abilities.generation
-    others = tuple(spec.model_copy(update=ANYWHERE) for spec in workload.models if spec.generates is None)
-    if generation == "none":
-        rule, cure = "this policy does not plan models that generate", "Use --policy tenuto."
-        problems = [Problem(f"models.{spec.name}.generates", spec.name, rule, cure) for spec in generating]
-    elif generation == "alone" and (others or cluster.elastic):
-        rule = "this policy plans only models that generate, on a fixed cluster"
-        problems.append(Problem("--policy", policy.name, rule, "Use --policy tenuto."))
-    raise_if_any(problems)
-    if generation == "alone":
-        own = policy.place_generating(generating, cluster, profiles)
-        found = _as_believed(own, policy, workload, generating, cluster)
+    mixed = _MixedWorkload(task)
+    _raise_if_unable(mixed, policy)
+    if policy.abilities.generation == "alone":
+        plan = mixed.by_policy_alone()
     else:
-        kinds = workload.model_copy(update={"models": others})
-        means = Means(profiles, policy.carries, policy.serves, shares_of(workload))
-        both = _BothKinds(generating, kinds, workload, policy, means)
-        found = both.bought(cluster) if cluster.elastic else both.on(cluster)
-    known = {spec.name: spec for spec in generating}
+        plan = mixed.bought() if cluster.elastic else mixed.on(cluster)
+    known = {spec.name: spec for spec in mixed.generating}
     models = tuple(known.get(spec.name, spec) for spec in workload.models)
     if any(asks(spec) or spec.prefer is not None for spec in models):
-        sharing = Sharing(costs_of(workload, cluster, profiles), profiles, found.streaming)
+        sharing = Sharing(costs_of(workload, cluster, profiles), profiles, plan.streaming)
         scene = PlacementContext(
             workload.model_copy(update={"models": models}), cluster, sharing, task.trial, policy.carries
         )
-        found = _arranged(found, scene).model_copy(update={"models": workload.models})
-    found = _with_assumptions(found, profiles)
-    check_plan(found, cluster)
-    return found
+        plan = _arranged(plan, scene).model_copy(update={"models": workload.models})
+    plan = _with_assumptions(plan, profiles)
+    check_plan(plan, cluster)
+    return plan
 
 
-def _as_believed(
-    own: GeneratingPlan, policy: Policy, workload: Workload, generating: Sequence[ModelSpec], cluster: Cluster
-) -> Plan:
-    """Return the plan of a policy that places models that generate by itself: it promises what the closed form says of
-    its gpu-lets, beside what the policy believes."""
-    plan = _joined(own, nothing_on(cluster), policy, workload, cluster)
-    believed = Believed(goodput_rps=plan.expected.goodput_rps, models=plan.expected.models)
-    found = expected_of(plan.model_copy(update={"models": tuple(generating)}))
-    reasons = dict(plan.unserved_reasons)
-    for spec in generating:
-        rps = found.models[spec.name].goodput_rps if spec.name in found.models else 0.0
-        if spec.name in found.models and rps < ATTAINED * spec.rate_rps:
-            reasons[spec.name] = (
-                f"{rps:.4g} of {spec.rate_rps:g} rps expected in time; it carries less than the policy believed"
-            )
-    update = {"goodput_rps": found.goodput_rps, "models": found.models}
-    expected = plan.expected.model_copy(update=update)
-    return plan.model_copy(update={"believed": believed, "expected": expected, "unserved_reasons": reasons})
+def _raise_if_unable(mixed: _MixedWorkload, policy: Policy) -> None:
+    """Raise `InvalidInputError` when a policy cannot plan the models that generate, or nobody can."""
+    cluster, problems = (
+        mixed.task.cluster,
+        generating_problems(mixed.generating, mixed.task.cluster, mixed.task.profiles),
+    )
+    generation = policy.abilities.generation
+    if generation == "none":
+        rule, cure = "this policy does not plan models that generate", "Use --policy tenuto."
+        problems = [Problem(f"models.{spec.name}.generates", spec.name, rule, cure) for spec in mixed.generating]
+    elif generation == "alone" and (mixed.others.models or cluster.elastic):
+        rule = "this policy plans only models that generate, on a fixed cluster"
+        problems.append(Problem("--policy", policy.name, rule, "Use --policy tenuto."))
+    raise_if_any(problems)
 
 
-@dataclass(frozen=True)
-class _BothKinds:
-    """Plans models that generate beside all others. `others` are without wishes for their places."""
+class _MixedWorkload:
+    """Plans models that generate beside all others, which are without wishes for their places."""
 
-    generating: tuple[ModelSpec, ...]
-    others: Workload
-    workload: Workload
-    policy: Policy
-    means: Means
+    def __init__(self, task: PlanTask) -> None:
+        models, policy = task.workload.models, task.policy
+        others = tuple(spec.model_copy(update=ANYWHERE) for spec in models if spec.generates is None)
+        self.generating = tuple(with_lengths(spec) for spec in models if spec.generates is not None)
+        self.others = task.workload.model_copy(update={"models": others})
+        self.task = task
+        self._means = Means(task.profiles, policy.carries, policy.serves, shares_of(task.workload))
 
-    @property
-    def profiles(self) -> Profiles:
-        """Of all models."""
-        return self.means.profiles
+    def by_policy_alone(self) -> Plan:
+        """Return the plan of a policy that places models that generate by itself: it promises what the closed form says
+        of its gpu-lets, beside what the policy believes."""
+        task = self.task
+        own = task.policy.place_generating(self.generating, task.cluster, task.profiles)
+        plan = self._joined(own, nothing_on(task.cluster), task.cluster)
+        believed = Believed(goodput_rps=plan.expected.goodput_rps, models=plan.expected.models)
+        promised = expected_of(plan.model_copy(update={"models": self.generating}))
+        reasons = dict(plan.unserved_reasons)
+        for spec in (spec for spec in self.generating if spec.name in promised.models):
+            rps = promised.models[spec.name].goodput_rps
+            if rps < ATTAINED * spec.rate_rps:
+                why = "it carries less than the policy believed"
+                reasons[spec.name] = f"{rps:.4g} of {spec.rate_rps:g} rps expected in time; {why}"
+        update = {"goodput_rps": promised.goodput_rps, "models": promised.models}
+        expected = plan.expected.model_copy(update=update)
+        return plan.model_copy(update={"believed": believed, "expected": expected, "unserved_reasons": reasons})
 
     def on(self, cluster: Cluster) -> Plan:
         """Return the plan on a fixed cluster."""
-        policy, others = self.policy, self.others
-        at_most = max(1, len(cluster.gpus) - bool(others.models))
-        own = place_generating(self.generating, cluster, self.means, most_gpus=at_most, fewest=bool(others.models))
-        plan = self._of_others(policy, others, _without(cluster, own.gpus), self.profiles)
-        found = _joined(own, plan, policy, self.workload, cluster)
-        if not others.models:
-            return found
-        if self.workload.mps == "off":
-            return _noted(found, "models that generate share no GPU with others, as shares need CUDA MPS (mps: off)")
-        if _worst_served(found)[0] >= ATTAINED:
-            return _noted(found, "models that generate share no GPU with others, as all are in time on GPUs apart")
-        apart = _worst_served(found)
-        found = self._mixed(found, own, cluster)
-        worst = min(_parts_served(found))
-        if _worst_served(found) == apart:
-            return _noted(found, f"models that generate share no GPU with others, as that gives {worst[1]} no more")
+        others = bool(self.others.models)
+        most_gpus = max(1, len(cluster.gpus) - others)
+        own = place_generating(self.generating, cluster, self._means, most_gpus=most_gpus, fewest=others)
+        task = replace(self.task, workload=self.others, cluster=_without(cluster, own.gpus))
+        apart = self._joined(own, _plan_of_others(task), cluster)
+        if not others:
+            return apart
+        if self.task.workload.mps == "off":
+            return _noted(apart, "models that generate share no GPU with others, as shares need CUDA MPS (mps: off)")
+        before = _worst_served(apart)
+        if before[0] >= ATTAINED:
+            return _noted(apart, "models that generate share no GPU with others, as all are in time on GPUs apart")
+        plan = self._mixed(apart, own, cluster)
+        part, name = min(_parts_served(plan))
+        if _worst_served(plan) == before:
+            return _noted(plan, f"models that generate share no GPU with others, as that gives {name} no more")
         more = "serves more in all"
-        if worst[0] > apart[0]:
-            parts = f"{100 * worst[0]:.3g} % in place of {100 * apart[0]:.3g} %"
-            more = f"gives {worst[1]}, the model served worst, {parts} of its rate in time"
-        return _noted(
-            found,
-            f"models that generate share GPUs with others, which {more}; how they slow each other down beyond their "
-            "shares is not known",
-        )
+        if part > before[0]:
+            parts = f"{100 * part:.3g} % in place of {100 * before[0]:.3g} %"
+            more = f"gives {name}, the model served worst, {parts} of its rate in time"
+        note = f"models that generate share GPUs with others, which {more}"
+        return _noted(plan, f"{note}; how they slow each other down beyond their shares is not known")
 
-    def _of_others(self, policy: Policy, others: Workload, there: Cluster, profiles: Profiles) -> Plan:
-        """Return the plan of the others on what is left of a cluster; what runs on none of it goes unserved."""
-        costs = costs_of(others, there, profiles)
-        able = tuple(spec for spec in others.models if costs[spec.name])
-        why = dict.fromkeys(
-            (spec.name for spec in others.models if not costs[spec.name]),
-            "the models that generate take all GPUs that it runs on",
-        )
-        if why:
-            others = others.model_copy(update={"models": able, "merge": "off"})
-        plan = plan_fixed_cost(PlanTask(policy, others, there, profiles)) if there.gpus else nothing_on(there)
-        update = {"unserved": (*plan.unserved, *why), "unserved_reasons": {**plan.unserved_reasons, **why}}
-        return plan.model_copy(update=update)
-
-    def _mixed(self, found: Plan, own: GeneratingPlan, cluster: Cluster) -> Plan:
+    def _mixed(self, plan: Plan, own: GeneratingPlan, cluster: Cluster) -> Plan:
         """Return the plan of both kinds on the same GPUs that serves the worst served model best, or else the given
         one. What runs on several GPUs together stays there, with the models beside it: first only models that no single
         GPU carries, then all of them."""
-        costs = costs_of(self.others, cluster, self.profiles)
-        for stays in _of_several_gpus(own, self._only_together(cluster)):
-            moving = tuple(spec for spec in self.generating if spec.name not in (stays.goodput_rps or {}))
+        costs = costs_of(self.others, cluster, self.task.profiles)
+        options = [self._means.options(self.generating, gpu) for gpu in cluster.one_of_each.values()]
+        only_together = {spec.name for spec in self.generating if not any(of[spec.name] for of in options)}
+        for stays in _of_several_gpus(own, only_together):
+            moving = tuple(spec for spec in self.generating if spec.name not in stays.goodput_rps)
             left = _without(cluster, stays.gpus)
             for gpus in by_gpu_type(left) if moving else ():
                 elsewhere = [gpu for gpu in left.gpus if gpu not in gpus]
-                mixing = Mixing(moving, gpus, self.others.models, elsewhere, costs, self.means)
-                if mixing.is_possible and _worst_served(found)[0] < ATTAINED:
-                    found = self._best_mix(found, stays, mixing, left, cluster, costs)
-        return found
+                mixing = Mixing(moving, gpus, self.others.models, elsewhere, costs, self._means)
+                if mixing.is_possible and _worst_served(plan)[0] < ATTAINED:
+                    plan = max(plan, *self._mixes(stays, mixing, left, cluster, costs), key=_worst_served)
+        return plan
 
-    def _only_together(self, cluster: Cluster) -> set[str]:
-        """Return the models that no share of a single GPU carries."""
-        options = [self.means.options(self.generating, gpu) for gpu in cluster.one_of_each.values()]
-        return {spec.name for spec in self.generating if not any(of[spec.name] for of in options)}
-
-    def _best_mix(
-        self, found: Plan, stays: GeneratingPlan, mixing: Mixing, left: Cluster, cluster: Cluster, costs: Costs
-    ) -> Plan:
+    def _mixes(
+        self, stays: GeneratingPlan, mixing: Mixing, left: Cluster, cluster: Cluster, costs: Costs
+    ) -> Iterator[Plan]:
+        """Yield plans of both kinds on the same GPUs. The kind that falls behind in one of them weighs more in the
+        next."""
         # A layout is chosen by the model that is served worst, so the others' plans are compared by that, too.
-        policy = self.policy.for_worst_served()
+        policy = self.task.policy.for_worst_served()
         weigh, low, high = _OTHERS_WEIGH, 0.0, math.inf
         tried: dict[object, Plan] = {}
         for _ in range(_MIXES):
             mix = mixing.best(weigh)
-            if mix is None or self.policy.watch.is_stopped():
-                break
+            if mix is None or self.task.policy.watch.is_stopped():
+                return
             if mix.told not in tried:
-                sliced = SlicedCluster(left, mix, self.others, costs, self.profiles)
+                sliced = SlicedCluster(left, mix, self.others, costs, self.task.profiles)
                 if not sliced.cluster.gpus:
-                    break  # no layout leaves the others room in which they are in time
-                plan = self._of_others(policy, sliced.workload, sliced.cluster, sliced.profiles)
-                plan = sliced.in_place(plan, cluster)
-                mixed = stays.and_then(mixing.plan(mix))
-                tried[mix.told] = _joined(mixed, plan, self.policy, self.workload, cluster)
-            both = tried[mix.told]
-            found = max(found, both, key=_worst_served)
-            part, behind = min(_parts_served(both))
+                    return  # no layout leaves the others room in which they are in time
+                plan = _plan_of_others(PlanTask(policy, sliced.workload, sliced.cluster, sliced.profiles))
+                both = stays.and_then(mixing.plan(mix))
+                tried[mix.told] = self._joined(both, sliced.in_place(plan, cluster), cluster)
+            yield tried[mix.told]
+            part, behind = min(_parts_served(tried[mix.told]))
             if part >= 1.0:
-                break
-            if self.workload[behind].generates is None:
+                return
+            if self.task.workload[behind].generates is None:
                 low = weigh
             else:
                 high = weigh
             weigh = (
                 math.sqrt(low * high) if low and high < math.inf else (weigh * _REWEIGH if low else weigh / _REWEIGH)
             )
-        return found
 
-    def bought(self, cluster: Cluster) -> Plan:
+    def bought(self) -> Plan:
         """Return the plan on an elastic cluster: each kind on the cheapest GPUs found for it; and both on fewer of
         these as long as all are served on them."""
-        task = PlanTask(self.policy, self.others, cluster, self.profiles)
-        plan = plan_fixed_cost(task) if self.others.models else nothing_on(cluster)
+        cluster = self.task.cluster
+        fixed = replace(self.task, workload=self.others, trial=None)
+        of_others = plan_fixed_cost(fixed) if self.others.models else nothing_on(cluster)
         pool = GpuPool(cluster)
-        for gpu in plan.gpus:
+        for gpu in of_others.gpus:
             pool.take_named(gpu.device, gpu.whole_type)
-        own = buy_generating(self.generating, cluster, self.means, pool.take)
-        found = _joined(own, plan, self.policy, self.workload, cluster)
-        if not self.others.models or self.workload.mps == "off" or found.unserved_reasons:
-            return found
-        apart, gpus = found.expected.cost_per_hour, [*own.bought, *_as_bought(plan, cluster)]
-        while len(gpus) > 1 and not self.policy.watch.is_stopped():
-            dearest = max(gpus, key=lambda gpu: (gpu.price_per_hour or 0.0, gpu.id))
-            gpus = [gpu for gpu in gpus if gpu is not dearest]
+        own = buy_generating(self.generating, cluster, self._means, pool.take)
+        plan = self._joined(own, of_others, cluster)
+        if not self.others.models or self.task.workload.mps == "off" or plan.unserved_reasons:
+            return plan
+        apart, gpus = plan.expected.cost_per_hour, [*own.bought, *_as_bought(of_others, cluster)]
+        while len(gpus) > 1 and not self.task.policy.watch.is_stopped():
+            gpus.remove(max(gpus, key=lambda gpu: (gpu.price_per_hour or 0.0, gpu.id)))
             fewer = self.on(Cluster.of(gpus))
             if fewer.unserved_reasons:
                 break
             used = set(fewer.used_gpus)
-            found = fewer.model_copy(update={"gpus": tuple(gpu for gpu in fewer.gpus if gpu.id in used)})
-        if found.expected.cost_per_hour != apart:
-            found = _noted(found, f"both kinds together cost less than apart ({apart:g} per hour)" if apart else _FEWER)
-        return found
+            plan = fewer.model_copy(update={"gpus": tuple(gpu for gpu in fewer.gpus if gpu.id in used)})
+        if plan.expected.cost_per_hour != apart:
+            plan = _noted(plan, f"both kinds together cost less than apart ({apart:g} per hour)" if apart else _FEWER)
+        return plan
+
+    def _joined(self, own: GeneratingPlan, plan: Plan, cluster: Cluster) -> Plan:
+        """Return one plan of gpu-lets that generate and of a plan for all other models.
+
+        Raises:
+            InvalidInputError: it breaks a rule.
+        """
+        workload, goodput_rps = self.task.workload, own.goodput_rps
+        by_id = {gpu.id: gpu for gpu in plan.gpus}
+        bought = (*plan.gpus, *map(PlannedGpu.of, own.bought))
+        cluster = cluster.cut_as(bought)
+        gpus = () if cluster.elastic else tuple(by_id.get(gpu.id, PlannedGpu.of(gpu)) for gpu in cluster.gpus)
+        gpus += tuple(gpu for gpu in bought if gpu.id not in {known.id for known in gpus})
+        models = plan.expected.models | {name: ExpectedModel(goodput_rps=rps) for name, rps in goodput_rps.items()}
+        counts = Counter(gpulet.gpu for gpulet in plan.gpulets)
+        gpulets = [*plan.gpulets]
+        for gpulet in own.gpulets:
+            gpulets.append(gpulet.model_copy(update={"id": gpulet_id(gpulet.gpu, counts[gpulet.gpu])}))
+            counts[gpulet.gpu] += 1
+        plan = plan.model_copy(update={"gpus": gpus, "gpulets": tuple(gpulets)})
+        expected = plan.expected.model_copy(
+            update=usage_of(plan, cluster)
+            | {
+                "goodput_rps": round(plan.expected.goodput_rps + sum(goodput_rps.values()), 6),
+                "models": {spec.name: models[spec.name] for spec in workload.models if spec.name in models},
+            }
+        )
+        unserved = {*plan.unserved, *(spec.name for spec in self.generating if not goodput_rps.get(spec.name))}
+        plan = plan.model_copy(
+            update={
+                "policy": policy_used(self.task.policy),
+                "models": workload.models,
+                "mps": workload.mps,
+                "objective": workload.objective,
+                "overcommits": plan.overcommits or own.overcommits,
+                "expected": expected,
+                "unserved": tuple(spec.name for spec in workload.models if spec.name in unserved),
+                "unserved_reasons": {**plan.unserved_reasons, **own.reasons},
+                "notes": (*plan.notes, *own.notes, *too_long(workload.models, own.gpulets)),
+            }
+        )
+        check_plan(plan, cluster)
+        return plan
+
+
+def _plan_of_others(task: PlanTask) -> Plan:
+    """Return the plan of models of fixed cost on what is left of a cluster; what runs on none of it goes unserved."""
+    costs, workload = costs_of(task.workload, task.cluster, task.profiles), task.workload
+    able = tuple(spec for spec in workload.models if costs[spec.name])
+    why = "the models that generate take all GPUs that it runs on"
+    reasons = {spec.name: why for spec in workload.models if not costs[spec.name]}
+    if reasons:
+        workload = workload.model_copy(update={"models": able, "merge": "off"})
+    has_gpus = bool(task.cluster.gpus)
+    plan = plan_fixed_cost(replace(task, workload=workload, trial=None)) if has_gpus else nothing_on(task.cluster)
+    unserved, reasons = (*plan.unserved, *reasons), {**plan.unserved_reasons, **reasons}
+    return plan.model_copy(update={"unserved": unserved, "unserved_reasons": reasons})
 
 
 def _of_several_gpus(own: GeneratingPlan, only_together: Collection[str]) -> list[GeneratingPlan]:
@@ -251,17 +283,13 @@ def _of_several_gpus(own: GeneratingPlan, only_together: Collection[str]) -> lis
     beside those that cannot lie on one, and beside all of them."""
     groups = [(*((gpu,) for gpu in g.gpus), g.models[0].name) for g in own.gpulets]
     wide = {gpulet.models[0].name for gpulet in own.gpulets if gpulet.also_on}
-    found = []
+    parts = []
     for chosen in dict.fromkeys((frozenset(wide & {*only_together}), frozenset(wide))):
-        kept = {each for group in connected_components(groups) if group & chosen for each in group}
-        found.append(
-            GeneratingPlan(
-                tuple(gpulet for gpulet in own.gpulets if gpulet.models[0].name in kept),
-                {name: rate for name, rate in (own.goodput_rps or {}).items() if name in kept},
-                {name: why for name, why in (own.reasons or {}).items() if name in kept},
-            )
-        )
-    return found
+        names = {each for group in connected_components(groups) if group & chosen for each in group}
+        gpulets = tuple(gpulet for gpulet in own.gpulets if gpulet.models[0].name in names)
+        goodput_rps = {name: rate for name, rate in own.goodput_rps.items() if name in names}
+        parts.append(GeneratingPlan(gpulets, goodput_rps, {n: why for n, why in own.reasons.items() if n in names}))
+    return parts
 
 
 def _as_bought(plan: Plan, cluster: Cluster) -> list[Gpu]:
@@ -377,50 +405,3 @@ def _worst_served(plan: Plan) -> tuple[float, float]:
 
 def _noted(plan: Plan, note: str) -> Plan:
     return plan.model_copy(update={"notes": (*plan.notes, note)})
-
-
-def _joined(own: GeneratingPlan, plan: Plan, policy: Policy, workload: Workload, cluster: Cluster) -> Plan:
-    """Return one plan of gpu-lets that generate and of a plan for all other models.
-
-    Raises:
-        InvalidInputError: it breaks a rule.
-    """
-    by_id = {gpu.id: gpu for gpu in plan.gpus}
-    bought = (*plan.gpus, *map(PlannedGpu.of, own.bought))
-    cluster = cluster.cut_as(bought)
-    gpus = () if cluster.elastic else tuple(by_id.get(gpu.id, PlannedGpu.of(gpu)) for gpu in cluster.gpus)
-    gpus += tuple(gpu for gpu in bought if gpu.id not in {known.id for known in gpus})
-    goodput = dict(own.goodput_rps or {})
-    models = plan.expected.models | {name: ExpectedModel(goodput_rps=rate) for name, rate in goodput.items()}
-    counts = Counter(gpulet.gpu for gpulet in plan.gpulets)
-    named = []
-    for gpulet in own.gpulets:
-        named.append(gpulet.model_copy(update={"id": gpulet_id(gpulet.gpu, counts[gpulet.gpu])}))
-        counts[gpulet.gpu] += 1
-    plan = plan.model_copy(update={"gpus": gpus, "gpulets": (*plan.gpulets, *named)})
-    expected = plan.expected.model_copy(
-        update=usage_of(plan, cluster)
-        | {
-            "goodput_rps": round(plan.expected.goodput_rps + sum(goodput.values()), 6),
-            "models": {spec.name: models[spec.name] for spec in workload.models if spec.name in models},
-        }
-    )
-    unserved = {
-        *plan.unserved,
-        *(spec.name for spec in workload.models if spec.generates and not goodput.get(spec.name)),
-    }
-    whole = plan.model_copy(
-        update={
-            "policy": policy_used(policy),
-            "models": workload.models,
-            "mps": workload.mps,
-            "objective": workload.objective,
-            "overcommits": plan.overcommits or own.overcommits,
-            "expected": expected,
-            "unserved": tuple(spec.name for spec in workload.models if spec.name in unserved),
-            "unserved_reasons": {**plan.unserved_reasons, **(own.reasons or {})},
-            "notes": (*plan.notes, *own.notes, *too_long(workload.models, own.gpulets)),
-        }
-    )
-    check_plan(whole, cluster)
-    return whole

@@ -3,15 +3,16 @@ comes nearest to paying. The controller calls it in a process of its own, with a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.plan import Plan
+from tenuto.placement.plan_edits import drained, for_workload, on_gpus
 from tenuto.placement.planner.candidates import Candidate, Candidates
 from tenuto.placement.planner.change_cost import ChangeScale, ChangeWorth, Rent
-from tenuto.placement.planner.fault_tolerance import asks, drained
 from tenuto.placement.planner.plan_order import PlanRank
 from tenuto.placement.planner.standby import Standby, standbys, twins
 from tenuto.placement.planner.task import PlanRequest, PlanTask
@@ -42,18 +43,22 @@ def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
         InvalidInputError: there is no such policy.
     """
     running, places = request.running.plan, request.running.plan.drained
-    aside = [gpu for gpu in request.gpus if is_at(gpu, places)]
+    aside: list[Gpu] = []
     if places:
+        aside = [gpu for gpu in request.gpus if is_at(gpu, places)]
         gpus = tuple(gpu for gpu in request.gpus if gpu not in aside)
-        running = running.on_gpus(gpu.id for gpu in gpus)
+        running = on_gpus(running, gpus)
         request = replace(request, gpus=gpus, running=replace(request.running, plan=running))
-    proposal = Proposal(None, "", ChangeWorth(False, "only standby processes were wanted"))
-    if not request.only_standby:
+    if request.only_standby:
+        proposal = Proposal(None, "", ChangeWorth(False, "only standby processes were wanted"))
+    else:
         proposal = _best(request.task(profiles))
-    if proposal.plan is not None:
+    if proposal.plan is not None and places:
         proposal = replace(proposal, plan=drained(proposal.plan, Cluster.of(aside), places))
     plan = proposal.plan if proposal.plan is not None and proposal.worth.pays else running
-    waiting = twins(plan, request.standby_gpus, request.gpus, running)
+    waiting: tuple[Standby, ...] = ()
+    if request.standby_gpus:
+        waiting = twins(plan, request.standby_gpus, request.gpus, running)
     if request.standby_pct is not None:
         waiting += standbys(plan, request.standby_pct, profiles, request.gpus, running)
     return replace(proposal, standby=waiting)
@@ -62,16 +67,16 @@ def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
 def _best(task: PlanTask) -> Proposal:
     """Return the best candidate of a task, or the running plan with what is declared now where no change pays."""
     candidates = Candidates(task)
-    judge = _WorthOfChange(candidates)
-    judged = [judge.judged(candidate) for candidate in candidates.all()]
-    if not judged:
+    plans = candidates.all()
+    if not plans:
         why = "; ".join(candidates.faults) or "no other plan was found"
         return Proposal(None, "", ChangeWorth(False, why), candidates.wanted)
-    _, best = min(judged, key=lambda each: each[0])
+    judge = _WorthOfChange(candidates)
+    _, best = min(map(judge.judged, plans), key=itemgetter(0))
     if best.worth.pays and best.plan is not None:
         best = replace(best, plan=candidates.with_promises(best.plan))
     elif why := _why_declared_otherwise(candidates):
-        plan = candidates.running.plan.for_workload(task.workload)
+        plan = for_workload(candidates.running.plan, task.workload)
         if plan.gpulets:
             plan = candidates.with_promises(candidates.made_for_traffic(plan))
             best = Proposal(plan, "kept", ChangeWorth(True, why))
@@ -83,20 +88,19 @@ class _WorthOfChange:
 
     def __init__(self, candidates: Candidates) -> None:
         gpus, running = candidates.gpus, candidates.running
-        self._candidates, self._asks_for_places = candidates, any(map(asks, candidates.workload.models))
-        self._unmet = candidates.unmet_wishes(running.plan)
-        self._scale = ChangeScale(running, gpus, Rent(bool(running.growth), _prices(gpus)))
+        self._candidates = candidates
+        self._scale = ChangeScale(running, gpus, Rent.on(gpus, by_gpu=bool(running.growth)))
 
     def judged(self, candidate: Candidate) -> tuple[PlanRank, Proposal]:
         """Return the rank of a candidate, and the candidate made for the traffic."""
         plan = self._candidates.made_for_traffic(candidate.plan)
-        relieved = self._unmet - self._candidates.unmet_wishes(plan)
+        relieved = self._candidates.relieved(plan)
         worth = self._scale.weigh(plan, relieved)
         uncarried_rps = -round(worth.carried_rps)  # and as much again for every plan as there is to carry
         rank = PlanRank(
             does_not_pay=not worth.pays,
             # Where no model asks for places, what the change gains counts more than what may come at once.
-            lacking_rps=uncarried_rps if self._asks_for_places else 0,
+            lacking_rps=uncarried_rps if self._candidates.asks_for_places else 0,
             unmet_wishes=-relieved,
             lost_requests=round(worth.lost_requests - worth.gained_requests),
             uncarried_rps=uncarried_rps,
@@ -126,9 +130,3 @@ def _entry(spec: ModelSpec) -> tuple[object, ...]:
     """Return the terms on which a model is served, and what is served."""
     terms = (spec.slo_ms, spec.slo, spec.weight, spec.priority, spec.share_pct, spec.shadow)
     return (*terms, spec.source, spec.weights_path, spec.options)
-
-
-def _prices(gpus: Sequence[Gpu]) -> dict[str, float]:
-    """Return prices by type when there are several types; GPUs of one type cost the same."""
-    prices = {gpu.type: gpu.price_per_hour for gpu in gpus}
-    return {kind: price for kind, price in prices.items() if price is not None} if len(prices) > 1 else {}

@@ -19,6 +19,7 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.plan_edits import on_gpus
 from tenuto.placement.planner.batch_growth import with_latency
 from tenuto.placement.planner.change_stages import fits, needed_mib
 from tenuto.placement.planner.gpu_matching import fresh_id
@@ -135,7 +136,7 @@ def taken_over(
 ) -> Plan | None:
     """Return the running plan on the present GPUs with ready standby processes in use for models that are short. Take
     the first way that carries everything, else the one that eases most; None when none eases anything."""
-    here = plan.on_gpus(gpu.id for gpu in gpus)
+    here = on_gpus(plan, gpus)
     hosts = {gpulet.id for gpulet in plan.gpulets if any(replica.name in short for replica in gpulet.models)}
     able = [standby for standby in waiting if standby.gpulet.id in ready and standby.of in hosts]
     outlooks = Outlooks(slowdowns)

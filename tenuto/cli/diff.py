@@ -20,7 +20,7 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
     Example: tenuto diff new.yaml --from old.yaml
     """
     from tenuto.deployments.control.change_preview import preview_change
-    from tenuto.placement.planner.change_cost import CUTTING_S
+    from tenuto.placement.planner.change_stages import CUTTING_S
 
     wanted, kept = read_deployment(plan_file), left_open()
     if from_file is not None:

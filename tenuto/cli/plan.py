@@ -25,15 +25,10 @@ from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy
-from tenuto.placement.placement_constraints import is_at
-from tenuto.placement.planner.fault_tolerance import (
-    bearable,
-    drained,
-    place_problems,
-    preferences_missed,
-    with_the_rest,
-)
-from tenuto.placement.planner.fault_tolerance import without as cluster_without
+from tenuto.placement.placement_constraints import bearable, is_at, place_problems
+from tenuto.placement.placement_constraints import without as cluster_without
+from tenuto.placement.plan_edits import drained, with_the_rest
+from tenuto.placement.planner.fault_tolerance import preferences_missed
 from tenuto.placement.planner.fixed_cost import check_inputs
 from tenuto.placement.planner.solve import enough_for_all, make_plan, plan_on_fewest
 from tenuto.placement.planner.task import PlanTask

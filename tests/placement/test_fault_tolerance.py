@@ -15,8 +15,8 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import node_of
-from tenuto.placement.placement_constraints import domain_of, may_lie, prefers
-from tenuto.placement.planner.fault_tolerance import preferences_missed, with_losses, without
+from tenuto.placement.placement_constraints import domain_of, may_lie, prefers, without
+from tenuto.placement.planner.fault_tolerance import preferences_missed, with_losses
 from tenuto.profiles import Profiles
 
 FAST, SLOW = {"alpha_ms": 0.5, "beta_ms": 3.0}, {"alpha_ms": 2.0, "beta_ms": 10.0}

@@ -187,7 +187,7 @@ def test_other_policies_refuse_models_that_generate() -> None:
 def test_the_type_that_carries_most_is_taken() -> None:
     plan = place_generating((writes(),), Cluster.parse("v100:2,a100-80gb:1"), Means(PROFILES), most_gpus=3, fewest=True)
     assert plan.gpus == ("n0/2",)
-    assert (plan.goodput_rps or {})["llm"] == 2.0
+    assert plan.goodput_rps["llm"] == 2.0
 
 
 @pytest.mark.parametrize("kv_tokens", [None, 6400])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.plan import Expected, ExpectedModel, Plan, PlannedGpu, PolicyUsed
@@ -106,3 +107,8 @@ def gpulet_id(gpu_id: str, index: int) -> str:
         index, rest = divmod(index - 1, 26)
         letters = chr(ord("a") + rest) + letters
     return f"{gpu_id}/{letters}"
+
+
+def free_gpulet_id(gpu_id: str, taken: Collection[str]) -> str:
+    """Return the first id on a GPU that no gpu-let has yet."""
+    return next(name for index in count() if (name := gpulet_id(gpu_id, index)) not in taken)

@@ -6,7 +6,8 @@ import pytest
 
 from tenuto.placement import Plan
 from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.planner.change_cost import ChangeScale, ChangeWorth, Rent, stages
+from tenuto.placement.planner.change_cost import ChangeScale, ChangeWorth, Rent
+from tenuto.placement.planner.change_stages import stages
 from tests.instruments.plans import DURATIONS, gpu, make_plan
 from tests.instruments.plans import running as running_plan
 

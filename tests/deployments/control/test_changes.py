@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.planner.change_cost import ChangeScale, ChangeWorth, Rent, stages
-from tenuto.placement.planner.change_stages import fits, needed_mib, next_stage, not_ready
+from tenuto.placement.planner.change_cost import ChangeScale, ChangeWorth, Rent
+from tenuto.placement.planner.change_stages import fits, needed_mib, next_stage, not_ready, stages
 from tenuto.placement.planner.gpu_matching import match_to_running
 from tenuto.placement.planner.task import Durations
 from tests.instruments.plans import gpu, make_plan

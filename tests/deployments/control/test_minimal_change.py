@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import InstancePlace, node_of
-from tenuto.placement.planner.fault_tolerance import drained, with_losses, without
+from tenuto.placement.placement_constraints import without
+from tenuto.placement.plan_edits import drained
+from tenuto.placement.planner.fault_tolerance import with_losses
 from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
 from tenuto.placement.planner.task import PlanTask
 from tenuto.profiles import Profiles

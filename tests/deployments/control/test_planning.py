@@ -14,7 +14,7 @@ from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.generation_capacity import carried, options_of
 from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.planner.candidates import Candidates
-from tenuto.placement.planner.change_cost import CUTTING_S
+from tenuto.placement.planner.change_stages import CUTTING_S
 from tenuto.placement.planner.proposal import propose
 from tenuto.placement.planner.task import PlanRequest, PlanTask, RunningPlan
 from tenuto.profiles import Profiles
